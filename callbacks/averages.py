@@ -1,4 +1,4 @@
-"""Averages of the weights over the steps: what is evaluated, saved and exported where a callback keeps one.
+"""Averages of the weights over steps, which are evaluated, saved and exported if a callback keeps one.
 
 Each step of a private run releases its weights, so that an average of them is post-processing: it costs nothing, and
 the card says so. Lightning's `WeightAveraging`, `EMAWeightAveraging` and `StochasticWeightAveraging` are used as they
@@ -33,7 +33,7 @@ def exponential_average(
     update_starting_at_step: int | None = None,
     use_buffers: bool = False,
 ) -> EMAWeightAveraging:
-    """Lightning's `EMAWeightAveraging`, as ``callbacks=with_averaging`` makes it.
+    """Build Lightning's `EMAWeightAveraging`, for ``callbacks=with_averaging``.
 
     Args:
         decay: How much of the average each update keeps, from 0 to below 1.
@@ -53,14 +53,14 @@ def exponential_average(
 
 
 def averaging(trainer: L.Trainer) -> Any:
-    """The callback that averages the weights; None where there is none."""
+    """Return the callback that averages the weights; None without one."""
     kinds = (WeightAveraging, StochasticWeightAveraging)
     return next((c for c in trainer.callbacks if isinstance(c, kinds)), None)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def averaged(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
-    """Inside, ``module`` holds the average of its weights, where a callback keeps one and has begun to."""
+    """Put the averaged weights into ``module`` within the block, if a callback has begun an average."""
     average = _average_of(averaging(trainer))
     if average is None:
         yield
@@ -73,7 +73,7 @@ def averaged(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
 
 
 def describe(trainer: L.Trainer) -> dict[str, str]:
-    """For the card: what was averaged how; empty where nothing was."""
+    """Describe for the card what was averaged how; empty without averaging."""
     callback = averaging(trainer)
     if callback is None:
         return {}
@@ -128,7 +128,7 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
 
 
 def go_on_averaging(trainer: L.Trainer, module: Any) -> None:
-    """Have `StochasticWeightAveraging` go on from a checkpoint at once, where Lightning waits for the next epoch."""
+    """Resume `StochasticWeightAveraging` from a checkpoint at once; Lightning waits for the next epoch."""
     callback = averaging(trainer)
     if not isinstance(callback, StochasticWeightAveraging) or callback._scheduler_state is None:
         return

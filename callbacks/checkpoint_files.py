@@ -1,4 +1,4 @@
-"""Files of checkpoints: on the disk whole or not at all, and the newest one that is whole.
+"""Checkpoint files: written atomically, and the search for the newest complete one.
 
 Lightning writes a checkpoint into the machine's temporary folder and moves it; between two file
 systems that move is a copy, and a kill in the middle of it leaves half a checkpoint under the name
@@ -29,7 +29,7 @@ DRAFT = ".{}.tmp"
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Lightning's way of writing checkpoints, made safe against a kill at any moment.
+    """Lightning's checkpoint writing, made safe against a kill at any moment.
 
     Guarantees:
         - Under the checkpoint's name there is at any moment the old file, the new one, or none;
@@ -65,13 +65,13 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what a kill left of checkpoints that were being written into ``folder``."""
+    """Remove incomplete checkpoints that a kill left in ``folder``."""
     for draft in folder.glob(DRAFT.format("*.ckpt")):
         draft.unlink(missing_ok=True)
 
 
 def newest_checkpoint(folder: Path, *, run_id: str | None = None, quiet: bool = False) -> Path | None:
-    """Return the readable checkpoint in ``folder`` with the most steps behind it; None where there is none.
+    """Return the readable checkpoint in ``folder`` with the most steps; None without one.
 
     What Lightning writes where SLURM requeues a job lies beside the folder, and is one of them.
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a private run: of a moment between two logical steps, and with nothing in them that no noise covers.
+"""Checkpoints of a private run: taken between two logical steps, without values that no noise covers.
 
 A logical step is several batches to Lightning. In the middle of one, nothing of the step has reached the parameters,
 the optimizer or the ledger yet; only Lightning's counters have moved. So a checkpoint that is asked for there becomes
@@ -30,7 +30,7 @@ from lit_dpret.privacy.state_watch import checksums
 
 
 class BetweenSteps:
-    """Keeps the checkpoints of one fit between its logical steps.
+    """Restrict the checkpoints of one fit to moments between logical steps.
 
     Guarantees:
         - A checkpoint that is asked for in the middle of a logical step goes on with the whole of that step.
@@ -66,11 +66,11 @@ class BetweenSteps:
         vars(connector)["dump_checkpoint"] = self._put_together_whole
 
     def release(self) -> None:
-        """Give the Trainer its own ``save_checkpoint`` back."""
+        """Restore the Trainer's own ``save_checkpoint``."""
         vars(self._trainer).pop("save_checkpoint", None)
 
     def begin_batch(self, step: int) -> None:
-        """Note a physical batch of logical step ``step``; Lightning has counted it as ready already."""
+        """Record a physical batch of step ``step``; Lightning has already counted it as ready."""
         if step == self._step:
             return
         loop = self._trainer.fit_loop.epoch_loop
@@ -80,7 +80,7 @@ class BetweenSteps:
         self._before["stepped"] = loop._batches_that_stepped
 
     def set_back(self, checkpoint: dict[str, Any], steps_done: int) -> None:
-        """Set the loop's counters in ``checkpoint`` back to the start of a step that is not done yet."""
+        """Reset the loop's counters in ``checkpoint`` to the start of an unfinished step."""
         if self._step != steps_done:
             return
         loop = checkpoint["loops"]["fit_loop"]
@@ -117,7 +117,7 @@ class BetweenSteps:
     # -- SLURM -------------------------------------------------------------------------------
 
     def note_requeue_quietly(self) -> None:
-        """Have SLURM's requeue signal noted, in place of Lightning's checkpoint from within the signal handler."""
+        """Record SLURM's requeue signal, instead of Lightning's checkpoint within the signal handler."""
         environment = self._trainer._accelerator_connector.cluster_environment
         if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
             return
@@ -131,7 +131,7 @@ class BetweenSteps:
         signal.signal(self._requeue_signal, note)
 
     def end_step(self, ranks: Ranks) -> None:
-        """Write SLURM's checkpoint and requeue the job, where a rank was asked to; all ranks call it after a step."""
+        """Write SLURM's checkpoint and requeue the job if a rank was signalled; a collective call after a step."""
         if self._requeue_signal is None or not any(ranks.gather(self._requeue_asked, quick=True)):
             return
         self._requeue_asked = False
@@ -139,7 +139,7 @@ class BetweenSteps:
 
 
 def hide_batches(checkpoint: dict[str, Any], steps_done: int) -> None:
-    """Count steps in place of physical batches in ``checkpoint``, where their number may be private."""
+    """Count steps instead of physical batches in ``checkpoint``, if their number may be private."""
     loop = checkpoint["loops"]["fit_loop"]
     loop["epoch_loop.state_dict"].pop("_batches_that_stepped", None)
     for part in ("total", "current"):
@@ -148,7 +148,7 @@ def hide_batches(checkpoint: dict[str, Any], steps_done: int) -> None:
 
 
 def count_by_steps(checkpoint: dict[str, Any], steps_done: int, sampler: PrivateBatchSampler) -> None:
-    """Set the loops' counters in ``checkpoint`` to what this fit would have counted after ``steps_done`` steps.
+    """Set the loops' counters in ``checkpoint`` as this fit would have after ``steps_done`` steps.
 
     Lightning ends an epoch at a number of batches, and the sampler at a number of steps: where they disagree, an epoch
     is trained twice or ends inside a step. Lightning completes the counters as in ``on_train_batch_end`` of the last
@@ -180,7 +180,7 @@ _WEIGHTS = ("state_dict", "current_model_state")
 
 
 class CheckpointGate:
-    """Let a checkpoint pass that holds what the run releases, what it held at the start, and what is declared public.
+    """Allow a checkpoint with the run's releases, unchanged initial values, and values declared public.
 
     Guarantees:
         - A buffer, hyper-parameter, state of a user's callback, module, metric, loader or DataModule, and whatever
@@ -198,7 +198,7 @@ class CheckpointGate:
         self._start = self._fingerprints(start)
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse what else a complete checkpoint holds, or note it."""
+        """Refuse any other content of a complete checkpoint, or record it."""
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
         public = {name for each in (self._module, data, *callbacks) for name in getattr(each, "public_metrics", ())}

@@ -1,4 +1,4 @@
-"""Examine a run without training: which trap is checked, refused, or impossible?
+"""Examine a run without training: which traps are absent, present, or impossible?
 
 The examination goes the way that a fit goes, with the functions that a fit calls, and stops before the first
 release: settings, plan, secret, clipping engine, loader, and a rehearsal in which a few units are
@@ -40,7 +40,7 @@ REHEARSED_STEPS = 20
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding about one trap (``T1`` and so on; ``other`` for a refusal that is of none).
+    """The finding for one trap (``T1`` and so on; ``other`` for a refusal outside the list).
 
     ``refused``: a fit would raise ``text``. ``declared``: a fit would run, and its card say so. ``not reached``: an
     earlier refusal is in the way. ``yours``: no examination can see it. ``text`` says what is true instead, or what to
@@ -70,11 +70,11 @@ class Examination:
 
     @property
     def refused(self) -> list[Finding]:
-        """The findings for which a fit would raise."""
+        """The findings that a fit would raise."""
         return [finding for finding in self.findings if finding.status == "refused"]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values; public, like the plan in it."""
+        """Return plain JSON values; public, like the plan."""
         plan = None if self.planned is None else self.planned.plan
         return {
             "privacy": self.privacy,
@@ -85,7 +85,7 @@ class Examination:
         }
 
     def format(self) -> str:
-        """The findings as lines for a terminal."""
+        """Format the findings as lines for a terminal."""
         width = max(len(finding.status) for finding in self.findings)
         lines = []
         for finding in self.findings:

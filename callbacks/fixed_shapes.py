@@ -1,4 +1,4 @@
-"""Batches of one shape, for a device that compiles and for low precision, and modules moved there in time.
+"""Batches of one shape, for compiling devices and low precision, and early placement of modules.
 
 In low precision the gradient of a row is another one when the batch has another shape, or when texts are padded
 further. A bound on what one unit moves rests on the other units' gradients being the same without it. So under a
@@ -24,7 +24,7 @@ Shared = list[list[str]]
 
 
 def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape | None:
-    """Return the shape that every physical batch is filled up to; None where a batch is as large as what was drawn."""
+    """Return the shape to which every physical batch is padded; None for variable batches."""
     ragged = getattr(module, "ragged_features", ())
     if rests_on_shapes(trainer, module):
         place_rows = module.place_rows if getattr(module, "fills_up", False) else copied_rows
@@ -33,7 +33,7 @@ def shape_of_batches(trainer: L.Trainer, module: Any, data: Any) -> FixedShape |
 
 
 def attach_batches(trainer: L.Trainer, module: Any, data: Any, sampler: PrivateBatchSampler) -> None:
-    """Attach to ``data`` what draws the batches and what collates them, in the shape that this run needs."""
+    """Attach the sampler and collator to ``data``, with the shape that this run needs."""
     mode, shape = module.privacy, shape_of_batches(trainer, module, data)
     mode.fixed_shapes = asks_for_one_program(trainer, module)
     sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
@@ -44,26 +44,26 @@ def attach_batches(trainer: L.Trainer, module: Any, data: Any, sampler: PrivateB
 
 
 def collate_of(trainer: L.Trainer, module: Any) -> Collate:
-    """The function from rows to features: the module's, or one that lets no row decide another one's shape."""
+    """Return the function from rows to features: the module's, or one with shapes independent of other rows."""
     if getattr(module, "fills_up", False) or not rests_on_shapes(trainer, module):
         return module.collate_rows  # type: ignore[no-any-return]
     return RowsAlone(module.collate_rows, type(module).__name__)
 
 
 def asks_for_one_program(trainer: L.Trainer, module: Any) -> bool:
-    """Whether a compiler is to see the same operations in every batch, whatever is in it."""
+    """Return whether a compiler should see the same operations in every batch."""
     wanted = getattr(module, "fixed_shapes", False)
     return bool(is_lazy(trainer.strategy.root_device) if wanted is None else wanted)
 
 
 def rests_on_shapes(trainer: L.Trainer, module: Any) -> bool:
-    """Whether the bound on a unit holds only where the batch has the same shape without it."""
+    """Return whether a unit's bound holds only if the batch has the same shape without it."""
     mode = module.privacy
     return mode.guarantee == "dp" and not mode.bounds_any_rows and below_float32(trainer, module) is not None
 
 
 def below_float32(trainer: L.Trainer, module: Any) -> str | None:
-    """The setting by which something is computed with fewer digits than float32 has; None where nothing is."""
+    """Return the setting that lowers precision below float32; None without one."""
     precision = str(trainer.precision)
     if precision not in ("32-true", "64-true"):
         return f"trainer.precision={precision}"
@@ -75,7 +75,7 @@ def below_float32(trainer: L.Trainer, module: Any) -> str | None:
 
 
 def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
-    """Refuse low precision under a guarantee where the other rows' gradients would not be the same without a unit."""
+    """Refuse low precision under a guarantee if other rows' gradients would change without a unit."""
     if not rests_on_shapes(trainer, module):
         return
     found, mode = below_float32(trainer, module), module.privacy
@@ -93,7 +93,7 @@ def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
 
 
 def precision_assumptions(trainer: L.Trainer, module: Any) -> list[str]:
-    """List what the claim takes on trust about low precision, for the card."""
+    """List the claim's trusted assumptions about low precision, for the card."""
     if not rests_on_shapes(trainer, module):
         return []
     return [
@@ -104,7 +104,7 @@ def precision_assumptions(trainer: L.Trainer, module: Any) -> list[str]:
 
 
 def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
-    """Refuse what an XLA device would compile anew for every batch, or compute in too low a precision."""
+    """Refuse whatever an XLA device would recompile for every batch, or compute in too low a precision."""
     if not is_lazy(trainer.strategy.root_device):
         return
     if getattr(module, "fixed_shapes", False) is False:
@@ -122,7 +122,7 @@ def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
 
 
 def place_early(trainer: L.Trainer, module: L.LightningModule) -> Shared:
-    """Move the module to its XLA device before anybody looks at its parameters, and have products computed in full.
+    """Move the module to its XLA device before its parameters are used, and enable full-precision products.
 
     There, unlike on a GPU, moving makes new parameters, and unties those that are shared. Lightning, which does this
     later, then finds everything in place. Returns the names of shared parameters, for `tie_again`: when the training is
@@ -140,5 +140,5 @@ def place_early(trainer: L.Trainer, module: L.LightningModule) -> Shared:
 
 
 def tie_again(module: L.LightningModule, shared: Shared) -> None:
-    """Share parameters as they were before the training; those of a name hold the same values."""
+    """Restore the sharing of parameters from before the training; tied ones hold the same values."""
     set_shared_parameters(module, shared)

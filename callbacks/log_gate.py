@@ -1,4 +1,4 @@
-"""The gate between a private run and everything that shows numbers: loggers, ``callback_metrics``, the progress bar.
+"""The gate between a private run and all displays of numbers: loggers, ``callback_metrics``, the progress bar.
 
 Two things leak through a logger. One is what is logged: a loss on private rows is a release that nobody counts,
 whoever logs it and by whatever way. The other is when: how long a step takes depends on the private texts in it, and
@@ -27,7 +27,7 @@ _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def tell(trainer: L.Trainer, metrics: Mapping[str, float], step: int) -> None:
-    """Log public numbers by logical step: how many physical batches there were may be private."""
+    """Log public numbers by logical step; the number of physical batches may be private."""
     gate: LogGate | None = getattr(accountant_of(trainer), "log_gate", None)
     with nullcontext() if gate is None else gate.opened():
         for logger in trainer.loggers:
@@ -36,7 +36,7 @@ def tell(trainer: L.Trainer, metrics: Mapping[str, float], step: int) -> None:
 
 
 class LogGate:
-    """Let declared numbers of one fit through, and nothing else.
+    """Allow only the declared numbers of one fit.
 
     Guarantees:
         - A number whose name is not declared public reaches no logger, no ``callback_metrics`` and no progress bar,
@@ -71,18 +71,18 @@ class LogGate:
             _watch(logger, self)
 
     def watch_results(self) -> None:
-        """Watch the dicts of the Trainer, once Lightning has made those of this fit."""
+        """Watch the Trainer's result dicts, once Lightning has created those of this fit."""
         connector = self._trainer._logger_connector
         for name in _SHOWN:
             setattr(connector, name, _Watched(getattr(connector, name), self))
 
     def log_every_batch(self) -> None:
-        """Let Lightning log after each physical batch: which batch is the tenth may be private; the step is not."""
+        """Make Lightning log after each physical batch: the index of a batch may be private, the step is not."""
         self._trainer.log_every_n_steps = 1
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Within it everything passes: what is logged there was looked at already."""
+        """Allow everything within the block, where logged values were already checked."""
         before, self.open = self.open, True
         try:
             yield
@@ -90,7 +90,7 @@ class LogGate:
             self.open = before
 
     def check(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse names that nobody declares, or note them where private numbers are shown on purpose."""
+        """Refuse undeclared names, or record them if private numbers are shown on purpose."""
         if self.open:
             return
         callbacks = list(self._trainer.callbacks)
@@ -100,13 +100,13 @@ class LogGate:
                 self.private(repr(name))
 
     def private(self, what: str) -> None:
-        """Refuse a private number, or note it."""
+        """Refuse a private number, or record it."""
         if self._declare is None:
             raise undeclared_metric(what, self._module.privacy)
         self._declare(what)
 
     def new(self, logger: Any, metrics: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int | None]:
-        """Return the ``metrics`` not logged yet in this logical step, as plain numbers, and that step."""
+        """Return the ``metrics`` not yet logged in this step, as plain numbers, and the step."""
         numbers = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics.items()}
         if self.open:
             return numbers, step
@@ -116,13 +116,13 @@ class LogGate:
         return found, step
 
     def let_go(self) -> None:
-        """Give the Trainer back its own pace of logging."""
+        """Restore the Trainer's own logging interval."""
         self._trainer.log_every_n_steps = self._every
 
 
 @contextmanager
 def rehearsed(trainer: L.Trainer, module: Any) -> Iterator[None]:
-    """Within it, what ``module`` logs by any way meets a gate; nothing of it is kept."""
+    """Send everything that ``module`` logs within the block through a gate; discard the values."""
     before, trainer.loggers = trainer.loggers, [_Nowhere()]
     declare = (lambda what: None) if module.log_private_loss else None
     gate = LogGate(trainer, module, step=lambda: 0, declare=declare)

@@ -1,4 +1,4 @@
-"""Loggers that a private run may write to: ``metrics.jsonl``, and other people's services with what may be told.
+"""Loggers for a private run: ``metrics.jsonl``, and external services, which receive only public values.
 
 W&B, MLflow and TensorBoard by themselves collect private things: the command line, the arguments of constructors and
 the configuration hold paths of private files, the console may show whatever a library prints, and the code of the
@@ -135,7 +135,7 @@ class _PublicLogger(Logger):
 
 
 class PublicWandbLogger(_PublicLogger, WandbLogger):
-    """W&B as a Lightning logger, told what may be told (`_PublicLogger`).
+    """A W&B Lightning logger that receives only public values (`_PublicLogger`).
 
     Guarantees:
         - That holds of W&B's files, offline or online; W&B's own debug logs, which stay on this machine, are no part
@@ -194,7 +194,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
             raise ConfigurationError("logger=wandb has no key. Run: wandb login. Or set logger.wandb.offline=true.")
 
     def log_text(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, as ``log_table``: they send texts."""
+        """Refuse, like ``log_table``: they send texts."""
         raise ConfigurationError(
             "logger=wandb: log_text() and log_table() would send texts, and nobody can tell by looking whether they "
             "are private queries. Log numbers; the card is logged by itself."
@@ -203,7 +203,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     log_table = log_text
 
     def watch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: its hooks see gradients before the noise."""
+        """Refuse: its hooks see gradients before the noise."""
         raise ConfigurationError(
             "logger=wandb: watch() logs gradients as they are before clipping and noise, which no claim covers. Leave "
             "it out."
@@ -218,7 +218,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
 
 
 class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
-    """TensorBoard as a Lightning logger, told what may be told (`_PublicLogger`); in ``tensorboard/`` of the run.
+    """A TensorBoard Lightning logger that receives only public values, in ``tensorboard/`` of the run.
 
     Guarantees:
         - No text but the claim's, and no name of the machine stands in the folder.
@@ -244,7 +244,7 @@ class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Close the file, whose name no longer tells machine and process."""
+        """Close the file, renamed without machine and process."""
         super().finalize(status)
         for file in sorted(Path(self.log_dir).glob("events.out.tfevents.*.*")):
             names = (file.with_name(f"events.out.tfevents.{number}") for number in count(1))
@@ -252,7 +252,7 @@ class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
 
 
 class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
-    """MLflow as a Lightning logger, told what may be told (`_PublicLogger`).
+    """An MLflow Lightning logger that receives only public values (`_PublicLogger`).
 
     Guarantees:
         - No name of a user or of a script and no commit is sent or stored either. A database on this machine has two
@@ -324,7 +324,7 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         return str(self._run_dir)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Nothing: a checkpoint names the folder that it lies in."""
+        """Do nothing: a checkpoint contains the path of its folder."""
 
     def _begin(self) -> Any:
         self._make_run()
@@ -363,7 +363,7 @@ class _Later:
 
 
 def public_settings(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The numbers, switches and names of classes among settings, by their dotted names.
+    """Return the numbers, booleans and class names among settings, by dotted name.
 
     Example:
         >>> dict(public_settings({"privacy": {"_target_": "lit_dpret.privacy.modes.DPSGD", "eps": 3.0,

@@ -1,4 +1,4 @@
-"""An audit that any training can carry: canaries with a coin each, and a guess of the coins when it is over.
+"""A one-run audit for any training: canaries included by coin flips, and guesses of the coins at the end.
 
 The canaries are planted before the run is planned, as private units like all others, and scored with the model before
 its first step and after its last. How many of the coins can be guessed from what the model gained bounds epsilon from
@@ -47,7 +47,7 @@ from lit_dpret.settings import require_choice, require_whole
 
 @dataclass(frozen=True)
 class Best:
-    """What the audit would find if it guessed every coin: the bound at the claim's delta, and whether it would raise.
+    """The result of perfect guesses: the bound at the claim's delta, and whether the audit would raise.
 
     ``alarms`` is None where there is no claim to contradict.
     """
@@ -57,14 +57,14 @@ class Best:
 
     @classmethod
     def of(cls, canaries: int, claim: ClaimedCurve | None, *, confidence: float) -> Best:
-        """Audit scores that tell every coin, against ``claim``."""
+        """Audit perfect scores against ``claim``."""
         perfect = perfect_scores(canaries)
         bound = both_ends_audit(perfect, delta=0.0 if claim is None else claim.delta, confidence=confidence)
         alarms = None if claim is None else refute(perfect, claim.pairs).contradicts(confidence=ALARM)
         return cls(bound.eps_lower, alarms)
 
     def describe(self, canaries: int) -> str:
-        """Say how much an audit of ``canaries`` canaries could show at all."""
+        """Describe the most that an audit of ``canaries`` canaries can show."""
         told = f"{canaries} canaries show {self.eps_lower:.3g} at most"
         silent = f", and no guesses of theirs contradict this claim with confidence {ALARM:g}"
         return told + silent if self.alarms is False else told
@@ -79,7 +79,7 @@ def audit_results(
     refutation: Refutation | None,
     at_point: Evidence | None,
 ) -> list[AttackResult]:
-    """Return the bound at the claim's delta, and the point of the claimed curve that the guesses speak against most.
+    """Return the bound at the claim's delta, and the point of the claimed curve that the guesses contradict most.
 
     The scores behind them belong to planted rows and public words, so the numbers are post-processing of the released
     model. ``counts`` holds guesses and right ones, the largest number of guesses first; ``at_point`` is the bound at
@@ -119,7 +119,7 @@ def audit_results(
 
 
 def stands_already(result: AttackResult, known: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a card has this result, up to the rounding of the accountant, which is not the same every time."""
+    """Return whether a card has this result, up to rounding by the accountant, which varies."""
     told = result.to_dict()
     return any(one.keys() == told.keys() and all(_alike(one[name], told[name]) for name in told) for one in known)
 
@@ -138,7 +138,7 @@ _log = logging.getLogger(__name__)
 
 
 class OneRunAudit(Callback):
-    """Plant coin-flipped canaries, guess the coins from the trained model, and hold the guesses against the claim.
+    """Plant coin-flipped canaries, guess the coins from the trained model, and test the claim with the guesses.
 
     It stands after `PrivacyAccountant`, which has it plant, and after `PrivacyCard`, to whose card it adds what it
     found. The model that is released is the one that was trained on the canaries, and the card says so.
@@ -227,7 +227,7 @@ class OneRunAudit(Callback):
         data.plant(self._coins.planted(mode.neighbours))
 
     def planned_units(self, mode: Any, data: Any) -> int:
-        """Return the number of canaries to plant in ``data``, each a unit of its own."""
+        """Return the number of canaries to plant in ``data``, each a separate unit."""
         data.use_unit(mode.unit, mode.neighbours)
         return self._count(data.n_units, mode.neighbours)
 
@@ -284,7 +284,7 @@ class OneRunAudit(Callback):
         return self.run_dir or Path(trainer.default_root_dir)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Register the audit in the ledger, and score the canaries with the model that training begins with."""
+        """Register the audit in the ledger, and score the canaries with the initial model."""
         if self._coins is None:
             raise ConfigurationError(
                 "callbacks.audit: nothing was planted, because no PrivacyAccountant planned this run. Put it among the "
@@ -349,7 +349,7 @@ class OneRunAudit(Callback):
         self._judge(trainer, pl_module)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Judge a run that went on from its very last step, and raise where the claim is contradicted."""
+        """Audit a run resumed after its last step, and raise if the claim is contradicted."""
         if not self._judged:
             self._judge(trainer, pl_module)
         if self._violation is not None:

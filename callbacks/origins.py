@@ -1,4 +1,4 @@
-"""Which weights a run starts from, and whether its claim counts the runs that trained them on private data.
+"""The origin of a run's initial weights, and whether its claim counts the private runs that trained them.
 
 Known origins are the folders that modules and transformers remember, the runs that trained weights in this
 process (`lit_dpret.privacy.ledger.trained`), and the run that ``init_from`` names.
@@ -37,7 +37,7 @@ from lit_dpret.privacy.ledger.trained import (
 
 
 class OwnWeights:
-    """The weights of one fit, known again by later runs in this process.
+    """The weights of one fit, recognisable by later runs in this process.
 
     Args:
         module: As the fit begins: values that it does not change are not its own.
@@ -63,7 +63,7 @@ class OwnWeights:
         self._began_with = {run for place in places for run in _trained(place) if run.privacy != "none"}
 
     def mark_trained(self, module: Any) -> None:
-        """Mark a module that the run has trained, with all runs behind it; once."""
+        """Mark a trained module once, with all runs behind it."""
         if not self._marked:
             self._marked = True
             mark_trained(module, [self._itself, *self._began_with, *runs_behind(module)])
@@ -73,12 +73,12 @@ class OwnWeights:
         self._passed.note(self._held, held_by(self._callbacks, self._shapes))
 
     def remember(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Remember the values that the run has given its weights."""
+        """Record the values that the run gave its weights."""
         remember(values, self._before, [self._itself])
 
 
 def refuse_other_weights(module: Any, counter: Any, data: Any, *, part: nn.Module | None = None) -> None:
-    """Refuse weights that a run trained on private data whose releases this run's claim does not count.
+    """Refuse weights from a private run whose releases this run's claim does not count.
 
     Args:
         module: Of the run.
@@ -109,7 +109,7 @@ def refuse_other_weights(module: Any, counter: Any, data: Any, *, part: nn.Modul
 
 
 def refuse_called(trainer: L.Trainer, module: Any, counter: Any, data: Any) -> RemovableHandle:
-    """Refuse to call what `refuse_other_weights` refuses to begin with, until the handle is removed or the fit fails.
+    """Refuse calls of modules that `refuse_other_weights` refuses, until the handle is removed or the fit fails.
 
     It is asked of every module of this process and of the workers that it forks, at its first call: a teacher may be
     reached through a closure, a list, ``collate_fn`` or a data set, and what cannot be called teaches nothing. Not seen
@@ -127,7 +127,7 @@ def refuse_called(trainer: L.Trainer, module: Any, counter: Any, data: Any) -> R
 
 
 def refuse_set_later(module: Any, counter: Any) -> None:
-    """Refuse weights of unknown origin: other ones than the module was built with, which nobody counts or declares."""
+    """Refuse weights changed since the module's construction, unless they are counted or declared."""
     counted = counter.counted_by_others or counter.start() is not None or runs_behind(module)
     if counted or counter.init_from_is_public or not (names := set_later(module)):
         return
@@ -141,7 +141,7 @@ def refuse_set_later(module: Any, counter: Any) -> None:
 
 
 def declared_weights(module: Any, counter: Any) -> list[str]:
-    """For the card: which weights are public by the word of ``init_from_is_public`` alone, beside those of a start."""
+    """Return for the card the weights that are public only by ``init_from_is_public``, besides those of a start."""
     names = set_later(module) if counter.init_from_is_public and counter.start() is None else []
     return [
         f"No private data went into {_some(names)}, set after {type(module).__name__} was built or trained before, as "
@@ -209,13 +209,13 @@ def _ledgered(ledger: Path) -> set[TrainedIn]:
 
 
 def claim_of(data: Any) -> str:
-    """Name the release behind the data of ``privacy=synthetic``: everything derived from one release has one claim."""
+    """Name the release behind the data of ``privacy=synthetic``: one claim covers everything derived from it."""
     card = read_card(data.privacy_card_path)
     return f"claim {(card['ledger'] or {}).get('head') or card['checksum']}"
 
 
 def refuse_cards_behind(module: Any, start: Start | None) -> None:
-    """Refuse weights from a folder with a privacy card, unless it is the run that ``init_from`` names."""
+    """Refuse weights from a folder with a privacy card, except the run of ``init_from``."""
     for place in _origins(module, start):
         card = place / CARD_NAME if (place / CARD_NAME).is_file() else card_above(place)
         if card is not None:

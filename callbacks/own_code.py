@@ -1,4 +1,4 @@
-"""The user's own code in a private run: what of it is refused or tried before the first step, and what is trusted."""
+"""User code in a private run: refusals and trials before the first step, and trusted parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SETTINGS, _LONGEST = 64, 500
 
 
 def refuse_changed_batches(module: Any, data: Any) -> None:
-    """Refuse hooks that change a batch on its way to the device: nobody could compare rows without their company."""
+    """Refuse hooks that change a batch on its way to the device: rows could no longer be compared."""
     for owner in (module, data):
         for hook in _HOOKS:
             if getattr(type(owner), hook, None) not in (getattr(DataHooks, hook), None):
@@ -53,7 +53,7 @@ def refuse_changed_batches(module: Any, data: Any) -> None:
 
 
 def refuse_replaced_weighting(module: Any) -> None:
-    """Refuse a ``unit_loss`` of the user's own: clipping takes rows as they are weighted there, unexamined."""
+    """Refuse a custom ``unit_loss``: clipping trusts its weighting of rows without a check."""
     owner = next((kind for kind in type(module).__mro__ if "unit_loss" in vars(kind)), None)
     if owner is not None and not owner.__module__.startswith("lit_dpret."):
         raise ConfigurationError(
@@ -64,7 +64,7 @@ def refuse_replaced_weighting(module: Any) -> None:
 
 
 def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatchSampler) -> None:
-    """Have the rows of some units collated alone, after others and with others, before the first step."""
+    """Compare the collation of rows alone, after others and with others, before the first step."""
     examine = getattr(module, "examine_collation", None)
     if examine is None or dataset is None:
         return
@@ -75,7 +75,7 @@ def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatc
 
 
 def refuse_first_come(module: Any, data: Any) -> None:
-    """Refuse rows, and a ``collate_rows``, made by what fills up as rows are asked for, as a growing vocabulary.
+    """Refuse rows and a ``collate_rows`` that depend on the order of requests, such as a growing vocabulary.
 
     Whoever comes first decides what all later ones are made of. Lists and dicts that the user's code reaches
     (attributes, closures, globals) are put back between two rounds in which the first rows come in opposite orders.
@@ -171,7 +171,7 @@ def _reached(function: FunctionType) -> Iterator[Any]:
 
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
-    """List what the claim takes on trust about code from outside this package and Lightning, for the card."""
+    """List the claim's trusted assumptions about code outside this package and Lightning, for the card."""
     mode = type(module.privacy)
     own = dict.fromkeys(_own_code([module, data, trainer], apart=mode))
     bound = [] if mode.__module__.startswith(_KNOWN) else [
@@ -231,7 +231,7 @@ def _is_library(module: str | None) -> bool:
 
 
 def refuse_saved_data(module: Any, data: Any) -> None:
-    """Refuse hyper-parameters that hold data: checkpoints and loggers keep what ``save_hyperparameters`` took."""
+    """Refuse hyper-parameters that contain data: ``save_hyperparameters`` writes them to checkpoints and loggers."""
     for owner, name, value in _saved(module, data):
         leaves = list(islice(_leaves(value), _SETTINGS + 1))
         if len(leaves) > _SETTINGS or any(
@@ -288,7 +288,7 @@ def _refuse_fetching_together(dataset: Any) -> None:
 
 
 def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
-    """Ask a training data set from outside this package for every unit once, and refuse one whose units share rows.
+    """Read every unit of an external training data set once, and refuse units that share rows.
 
     Ours is built unit by unit. Where rows have no names (`row_key`) nothing can be seen, and asking ends early. Returns
     whether the rows of one unit are known to be all rows of one query, user or image.

@@ -1,4 +1,4 @@
-"""`datamodule.physical_batch_size=auto`: how many units fit on the device at once, found by trying.
+"""`datamodule.physical_batch_size=auto`: measure how many units fit on the device at once.
 
 Before the first release, batches of rows as long as the model reads them are clipped and forgotten, twice as many each
 time, until memory runs out. The rows are random token ids: the answer depends on the model and the device alone, so
@@ -41,7 +41,7 @@ _STATES = 2
 
 
 def fit_physical_batch(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun, ranks: Ranks) -> PlannedRun:
-    """The run as planned, its physical batches as large as fit; as it is where a number was given.
+    """Return the planned run with the largest physical batches that fit; unchanged for a given number.
 
     Every rank tries on its own device, and all take the smallest answer.
 

@@ -1,4 +1,4 @@
-"""From what was asked for to what will run: the plan, the law, the number of steps, and that all ranks agree on them.
+"""From settings to the planned run: the plan, the law, the number of steps, and the agreement of all ranks.
 
 One process of several with an older checkout, another file of data or another setting would draw other units, or hand
 out another number of batches: at best the job hangs, at worst the claim is about nothing that happened. So each rank
@@ -33,7 +33,7 @@ from lit_dpret.privacy.sampling import PrivateBatchSampler, steps_per_epoch
 
 
 def accountant_of(trainer: L.Trainer) -> Any:
-    """Return the callback that counts what is released; None where there is none."""
+    """Return the callback that counts releases; None without one."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if getattr(callback, "counts_releases", False)), None)
 
@@ -56,7 +56,7 @@ class PlannedRun:
     sub_batches: int | None = None  # into how many parts a logical batch falls whose units see each other
 
     def describe(self, mode: PrivacyMode, data: Any) -> dict[str, Any]:
-        """Return what the ledger records of the plan."""
+        """Return the plan's facts for the ledger."""
         return {
             "mode": mode.name,
             "unit": mode.unit,
@@ -72,7 +72,7 @@ class PlannedRun:
         }
 
     def sampler(self, data: Any, stream: KeyedStream, *, ranks: Ranks | None = None) -> PrivateBatchSampler:
-        """The sampler of the law, in batches as ``data`` asks; with ``ranks``, of this rank's part of each draw."""
+        """Return the sampler of the law, with the batches of ``data``; with ``ranks``, of this rank's part."""
         n_max = None if self.plan is None or self.plan.coupling is None else self.plan.coupling.n_max
         return PrivateBatchSampler(
             self.law,
@@ -87,7 +87,7 @@ class PlannedRun:
 
 
 def begin_from(mode: PrivacyMode, start: Start | None) -> None:
-    """Have ``mode`` plan a claim about ``start`` and the run together, at the smaller delta of both.
+    """Make ``mode`` plan a claim about ``start`` and the run together, at the smaller delta of both.
 
     Raises:
         ConfigurationError: The two make no one claim.
@@ -106,7 +106,7 @@ def plan_run(
     reserve: int = 0,
     start: Start | None = None,
 ) -> PlannedRun:
-    """Plan the run of ``trainer`` on ``data`` under ``mode``, with ``reserve`` steps paid for beyond its length.
+    """Plan the run of ``trainer`` on ``data`` under ``mode``, with budget for ``reserve`` repeated steps.
 
     A mode for coupled losses reads the loss of ``module``. The claim is about ``start`` as well, where there is one.
 
@@ -138,7 +138,7 @@ def plan_run(
 
 
 def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
-    """Return how many logical steps ``trainer`` will take; a private run must know before it starts."""
+    """Return how many logical steps ``trainer`` will take; a private run must know this before it starts."""
     epochs = trainer.max_epochs
     by_epochs = epochs * steps_per_epoch if epochs is not None and epochs > 0 else None
     by_steps = trainer.max_steps if trainer.max_steps > 0 else None
@@ -154,7 +154,7 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
 
 
 def fingerprint_of_files(module: Any, key: bytes) -> str | None:
-    """Return a fingerprint of the files that the module reads beside its DataModule, keyed by the run's secret.
+    """Return a keyed fingerprint of the files that the module reads besides its DataModule.
 
     Labels and hard negatives were made of private queries, so to a claim another file is another data set, and a
     resume with one is refused like a resume with another log.
@@ -178,7 +178,7 @@ _OF_ONE_RANK = ("secret_file", "dataset_ledger", "counts")
 def require_agreement(
     trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun, stream: KeyedStream, ranks: Ranks
 ) -> None:
-    """Refuse ranks that are not about to do the same; weights may differ, because the strategy makes them equal."""
+    """Refuse ranks with different plans; weights may differ, because the strategy makes them equal."""
     if ranks.world_size == 1:
         return
     stated = ranks.gather(ranks.together(lambda: facts_of(trainer, module, data, planned=planned, stream=stream)))
@@ -193,7 +193,7 @@ def require_agreement(
 
 
 def facts_of(trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun, stream: KeyedStream) -> dict[str, str]:
-    """Hash what all ranks must have in common, by the name that a refusal gives it."""
+    """Hash the facts that all ranks must share, named as in a refusal."""
     mode = {k: v for k, v in vars(module.privacy).items() if not k.startswith("_") and k not in _OF_ONE_RANK}
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     key = bytes.fromhex(stream.tag("ranks"))
@@ -214,7 +214,7 @@ def facts_of(trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun,
 
 @lru_cache(maxsize=1)
 def code_sha256() -> str:
-    """SHA-256 of every Python file of this package, whatever its version says."""
+    """Return the SHA-256 of every Python file of this package."""
     digest = hashlib.sha256()
     root = Path(lit_dpret.__file__).parent
     folders = [root, *(root / name for name in ("callbacks", "datamodules"))]  # links in a checkout

@@ -1,4 +1,4 @@
-"""The accountant: it calibrates, has every release granted and written down first, and stops in time.
+"""The accountant: calibrate the noise, grant and record every release before it is made, and stop within the budget.
 
 The order is what makes the number honest. Before a logical step may draw noise, the gate checks that
 the budget covers it and appends an *intent* to a ledger on disk; after the step it appends what was
@@ -69,7 +69,7 @@ _NOT_FOR_US = ("your dataloader is not resumable", "pre-optimization state")
 
 
 class PrivacyAccountant(Callback):
-    """Compose every release into ``privacy/eps_spent``; end the run inside its budget.
+    """Compose every release into ``privacy/eps_spent``; end the run within its budget.
 
     Guarantees:
         - No noise is drawn before the ledger on disk says so.
@@ -164,17 +164,17 @@ class PrivacyAccountant(Callback):
         return Path(self.run_dir or ".") / LEDGER_NAME
 
     def epsilon(self) -> float:
-        """Epsilon spent so far, from the ledger; on ranks other than 0, as of the last time it was shared."""
+        """Epsilon spent so far, from the ledger; on ranks other than 0, as last shared."""
         return self._gate.epsilon()
 
     def start(self) -> Start | None:
-        """The run that this one starts from, its card checked against its ledger; read once."""
+        """The run this one starts from, with its card checked against its ledger; read once."""
         if self._start is None and self.init_from is not None:
             self._start = read_start(self.init_from, public=self.init_from_is_public)
         return self._start
 
     def known_runs(self, module: Any, data: Any) -> list[str]:
-        """The runs whose releases are counted where this one's are: its own, what it starts from, its data's claim."""
+        """The runs that this claim counts: its own, its start, and its data's claim."""
         start = self.start()
         known = [] if start is None else list(start.facts["runs"])
         if module.privacy.guarantee == "inherited" and getattr(data, "privacy_card_path", None) is not None:
@@ -324,7 +324,7 @@ class PrivacyAccountant(Callback):
         module.receive_guard(self._gate)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Attach the mode to what a strategy put in the parameters' place: engines know parameters by identity."""
+        """Attach the mode to the strategy's parameters: engines identify parameters by object identity."""
         module: Any = pl_module
         self._ranks.together(lambda: refuse_own_optimizers(trainer, module))
         if self.log_gate is not None:
@@ -342,7 +342,7 @@ class PrivacyAccountant(Callback):
         self._restored = Position.from_dict(state_dict, place="The checkpoint") if state_dict else None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse the checkpoint of another run under a claim; the module, which has its weights by now, is marked.
+        """Refuse another run's checkpoint under a claim; mark the module, which already has its weights.
 
         The counters are set to this run's own: batches may be counted otherwise than by the run that wrote it.
         """
@@ -417,7 +417,7 @@ class PrivacyAccountant(Callback):
         self._ranks.share(self._reserve)
 
     def refuse_unseen_writes(self) -> None:
-        """Refuse, before weights are saved, what was written outside a step (`UnseenWrites.refuse_before_saving`)."""
+        """Refuse, before weights are saved, writes made outside a step."""
         if self._module.privacy.guarantee == "dp":
             self._writes.refuse_before_saving(self._checkpoint_gate)
 
@@ -552,7 +552,7 @@ class PrivacyAccountant(Callback):
         self.ledger.append("end", reason=reason, steps=self._gate.steps_done)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End a run that went on from its very last step: Lightning then skips training, and ``on_train_end``."""
+        """End a run resumed after its last step: Lightning then skips training, and ``on_train_end``."""
         if not self._ended and hasattr(self, "_gate"):
             self._begin(trainer, pl_module)
             self.on_train_end(trainer, pl_module)

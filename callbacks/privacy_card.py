@@ -1,4 +1,4 @@
-"""The card is made inside the run, from the ledger, next to the model that it speaks of.
+"""Write the card within the run, from the ledger, beside its model.
 
 A card written after ``fit`` by whoever remembers would describe the configuration; under spawning
 strategies it could not even see the ledger. This callback exports the model and writes the card as
@@ -98,7 +98,7 @@ class PrivacyCard(Callback):
         declared_search(self.tuning)  # a declaration that cannot be priced is refused before the run, not after it
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Register the protocols in the ledger, which the accountant has just opened."""
+        """Register the protocols in the ledger that the accountant has just opened."""
         self._fits = stage == "fit"
         if not self._fits:  # the card of a finished run stays, whatever is measured with its module
             return
@@ -114,7 +114,7 @@ class PrivacyCard(Callback):
         Ranks.here().share(lambda: self._register(trainer, pl_module))
 
     def refuse_protected(self, module: Any, data: Any) -> None:
-        """Refuse an overlap that was counted on train queries of ``data``, which is set up.
+        """Refuse an overlap counted on train queries of ``data``, which is set up.
 
         Raises:
             ConfigurationError: More than a tenth of the queries that were declared public are train queries of the run.
@@ -178,7 +178,7 @@ class PrivacyCard(Callback):
         self._written = True
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write after a resume from the very last step, where Lightning skips training and ``on_train_end``."""
+        """Write after a resume from the last step, where Lightning skips training and ``on_train_end``."""
         if not self._written:
             self.on_train_end(trainer, pl_module)
 

@@ -1,4 +1,4 @@
-"""Progress and speed of a training run, on the terminal alone.
+"""Progress and speed of a training run, on the terminal only.
 
 How long a step takes depends on how long its private texts are and how many were drawn. Times are therefore shown to
 whoever watches the run and written nowhere: not to a logger, the ledger or the card. Rates are computed from public
@@ -24,7 +24,7 @@ __all__ = ["Progress", "ProgressLine", "StepProgress"]
 
 
 class StepProgress(Callback):
-    """Logical steps done, with ETA and the epsilon spent so far.
+    """Finished logical steps, with ETA and the epsilon spent so far.
 
     Args:
         label: What the line starts with.
@@ -50,7 +50,7 @@ class StepProgress(Callback):
 
 
 class Throughput(Callback):
-    """Seconds per step, tokens per second at full lengths, model FLOP utilisation, clipping, and when the run is over.
+    """Seconds per step, tokens per second at full lengths, model FLOP utilisation, clipping, and the remaining time.
 
     The share of clipped units is the mean of what the steps since the last line released, and is shown only under
     ``privacy.clip_fraction_budget``: it is read from what was logged, never from the gradients.
@@ -104,7 +104,7 @@ class Throughput(Callback):
             sys.stderr.flush()
 
     def rates(self, trainer: Any, module: Any, seconds: float) -> dict[str, float]:
-        """The rates of steps that take ``seconds`` on average; those that are not known are left out."""
+        """Return the rates of steps with ``seconds`` on average; unknown ones are omitted."""
         found = {"seconds_per_step": seconds}
         plan = getattr(accountant_of(trainer), "plan", None)
         outline = getattr(module, "outlined", None)

@@ -1,4 +1,4 @@
-"""Settings of a run under which its claim would be false, refused before it starts.
+"""Refuse settings under which the claim of a run would be false, before it starts.
 
 One list of checks serves a fit, which raises the first refusal, and ``task=doctor``, which reports all of them. Each
 check looks at a `Candidate` and raises, or returns nothing.
@@ -77,18 +77,18 @@ class Candidate:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks of the Trainer, and those that the module will add to them."""
+        """The callbacks of the Trainer, including those that the module will add."""
         own = self.module.configure_callbacks()
         return [*self.trainer.callbacks, *(own if isinstance(own, (list, tuple)) else [own])]  # type: ignore[attr-defined]
 
     @property
     def public_metrics(self) -> set[str]:
-        """The logged names by which a checkpoint may be chosen: to do so costs no privacy."""
+        """The logged names that may choose a checkpoint without privacy cost."""
         return self._metrics(False)
 
     @property
     def metrics_of_other_claims(self) -> set[str]:
-        """The logged names on synthetic queries, which were made under an epsilon that is in no claim of this run."""
+        """The logged names on synthetic queries, whose own epsilon is in no claim of this run."""
         return self._metrics(True)
 
     def _metrics(self, of_other_claims: bool) -> set[str]:
@@ -104,7 +104,7 @@ class Candidate:
 
     @property
     def choosing(self) -> list[Any]:
-        """The callbacks that choose a checkpoint, or the end of the run, by a metric."""
+        """The callbacks that choose a checkpoint, or stop the run, by a metric."""
         return [
             callback for callback in self.callbacks
             if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and callback.monitor is not None
@@ -112,27 +112,27 @@ class Candidate:
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """The checks that the module's privacy mode calls for."""
+        """The checks of the module's privacy mode."""
         guarantee = getattr(getattr(self.module, "privacy", None), "guarantee", "none")
         more = {"dp": _ANY_CLAIM + _DP, "inherited": _ANY_CLAIM + _INHERITED}.get(guarantee, ())
         return _SHAPE + _EVERY + more
 
     @property
     def start(self) -> Start | None:
-        """The run that this one starts from, as its accountant was told."""
+        """The run that this one starts from, from its accountant."""
         counters = (callback for callback in self.callbacks if getattr(callback, "counts_releases", False))
         return next((counter.start() for counter in counters if hasattr(counter, "start")), None)
 
 
 def refuse_broken_claims(trainer: L.Trainer, module: Any, data: Any) -> None:
-    """Refuse a Trainer, module or DataModule with which the run would release what nobody counts."""
+    """Refuse a Trainer, module or DataModule with which the run would make uncounted releases."""
     candidate = Candidate(trainer, module, data)
     for check in candidate.checks:
         check(candidate)
 
 
 def complaints(trainer: L.Trainer, module: Any, data: Any) -> list[LitDpretError]:
-    """Everything that `refuse_broken_claims` would raise, one after the other."""
+    """Yield everything that `refuse_broken_claims` would raise, one after the other."""
     candidate, found = Candidate(trainer, module, data), []
     for check in candidate.checks:
         try:
@@ -306,7 +306,7 @@ def _validates_on_declared_data(run: Candidate) -> None:
 
 
 def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None:
-    """Refuse to evaluate on, or to publish, what the run protects; ``data`` is set up, unlike for other checks."""
+    """Refuse to evaluate on, or publish, the run's protected queries; ``data`` must be set up."""
     if hasattr(module, "refuse_protected"):
         module.refuse_protected(data)
     for callback in Candidate(trainer, module, data).callbacks:
@@ -315,7 +315,7 @@ def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None
 
 
 def takes_whole_epochs(trainer: L.Trainer) -> bool:
-    """Whether an epoch ends where the sampler ends it, and not after fewer batches."""
+    """Return whether an epoch ends with the sampler's epoch, not after fewer batches."""
     limit = trainer.limit_train_batches
     whole = limit is None or (isinstance(limit, float) and limit == 1.0)  # the int 1 means one batch
     return whole and not getattr(trainer, "overfit_batches", False)

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, and which of its steps are made once more."""
+"""Resume a run: its checkpoint, and the steps that are repeated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
 
 
 def refuse_checkpoint_of_other_run(module: Any, found: Position | None, own: Position, run_dir: Path | None) -> None:
-    """Refuse a checkpoint whose weights were trained by somebody else; the module, which has them by now, is marked.
+    """Refuse another run's checkpoint; mark the module, which already has its weights.
 
     Args:
         module: Of the run, under a claim.
@@ -39,7 +39,7 @@ def refuse_checkpoint_of_other_run(module: Any, found: Position | None, own: Pos
 def refuse_other_positions(
     trainer: L.Trainer, restored: Position | None, run: PrivateRun | None, run_dir: Path | None, ranks: Ranks
 ) -> None:
-    """Refuse ranks that read different checkpoints, and a start over where the ledger holds releases.
+    """Refuse ranks with different checkpoints, and a restart if the ledger has releases.
 
     Args:
         trainer: Of the fit.
@@ -80,7 +80,7 @@ def _own_checkpoint(trainer: Any, run: PrivateRun, run_dir: Path | None) -> str 
 
 
 def tell_repeated(run: PrivateRun, first: int) -> None:
-    """Say which steps, from ``first`` on, a resume makes once more, and whether they are charged again.
+    """Report which steps, from ``first`` on, a resume repeats, and whether they are charged again.
 
     Epsilon alone would alarm.
     """

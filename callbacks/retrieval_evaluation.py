@@ -1,4 +1,4 @@
-"""Validation inside a run: how well the model retrieves so far, and whose queries that tells about.
+"""Validation within a run: retrieval metrics of the current model, and the kind of their queries.
 
 A metric is a statement about the queries that it was computed on. On public queries, or on synthetic ones that
 have a privacy card of their own, it costs nothing more. On private dev queries it is a release that no noise
@@ -40,7 +40,7 @@ SHARED_BY_CHANCE = 0.1
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RetrievalEvaluation(Callback):
-    """Rank the passages for one split's queries every so many steps, and log the means as ``val/ndcg@10``.
+    """Rank the passages for one split's queries every few steps, and log the means as ``val/ndcg@10``.
 
     Guarantees:
         - Under a mode that promises something, nothing is computed on data that is not declared.
@@ -102,18 +102,18 @@ class RetrievalEvaluation(Callback):
 
     @property
     def declared_leak(self) -> str | None:
-        """The leak that `task=doctor` reports; None where nothing leaks."""
+        """The declared leak, for `task=doctor`; None without one."""
         if self.data != "private":
             return None
         return f"callbacks.evaluation.data=private logs {', '.join(self.metrics)} of private {self.split} queries."
 
     @property
     def public_metrics(self) -> tuple[str, ...]:
-        """The logged names by which a run may stop or keep a checkpoint: those of public or synthetic queries."""
+        """The logged names that may stop a run or keep a checkpoint: on public or synthetic queries."""
         return tuple(f"{self.prefix}/{name}" for name in self.metrics) if self.data in ("public", "synthetic") else ()
 
     def refuse_undeclared(self, module: Any, data: Any) -> None:
-        """Refuse an evaluation whose data is not declared, or not what it is declared to be.
+        """Refuse an evaluation whose data are undeclared, or contradict their declaration.
 
         Raises:
             ConfigurationError: Naming what to declare.
@@ -240,7 +240,7 @@ class RetrievalEvaluation(Callback):
         return self.measure(module)
 
     def measure(self, module: Any) -> EvaluationResult:
-        """The metrics of a module as it is, with intervals and values per query.
+        """Return the metrics of a module, with intervals and values per query.
 
         Raises:
             ConfigurationError: There is nothing loaded to measure on; ``setup`` loads it.
@@ -259,7 +259,7 @@ class RetrievalEvaluation(Callback):
 
 
 def trains_on(data: Any, queries: Collection[str]) -> bool:
-    """Return whether more of ``queries`` are train queries of ``data`` than chance explains, by their texts.
+    """Return whether more of ``queries`` are train queries of ``data`` than chance explains, compared by text.
 
     Data whose rows have no ``query`` are taken on trust.
     """
@@ -268,7 +268,7 @@ def trains_on(data: Any, queries: Collection[str]) -> bool:
 
 
 def train_queries(data: Any) -> Iterator[str]:
-    """Yield the texts of the train queries of a DataModule that is set up: of its collection, or else of its rows."""
+    """Yield the texts of a set-up DataModule's train queries, from its collection or its rows."""
     if (collection := getattr(data, "collection", None)) is not None:
         yield from (collection.queries[query] for query in collection.qrels.get("train", {}))
         return

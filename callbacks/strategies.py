@@ -1,4 +1,4 @@
-"""Strategies of the Trainer under which a private step is shown, and the refusal of all others.
+"""Trainer strategies supported for private steps, and the refusal of all others.
 
 DeepSpeed takes a nested dict with some two hundred keys, many of which change what a gradient is: they compress it,
 clip it, skip it or build another optimizer. The keys that are let through are listed here; every other is refused.
@@ -39,7 +39,7 @@ _ROWS = {
 def ddp_strategy(
     *, timeout_minutes: float = 5.0, process_group_backend: str | None = None, **settings: Any
 ) -> DDPStrategy:
-    """Build Lightning's DDP, with a timeout that a configuration can state.
+    """Build Lightning's DDP, with a timeout that a configuration can set.
 
     Args:
         timeout_minutes: How long ranks wait for one that is stuck. It must cover what one of them does while the others
@@ -53,7 +53,7 @@ def ddp_strategy(
 
 
 def strategy_name(trainer: L.Trainer) -> str:
-    """The name of the Trainer's row in `lit_dpret.distributed.strategies`."""
+    """Return the name of the Trainer's row in `lit_dpret.distributed.strategies`."""
     found: Any = trainer.strategy
     name = type(found).__name__
     if (ours := _OURS.get(f"{type(found).__module__}.{name}")) is not None:
@@ -69,7 +69,7 @@ def strategy_name(trainer: L.Trainer) -> str:
 
 
 def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
-    """Refuse a strategy under which the privacy mode's claim would be false, or is not shown to be true."""
+    """Refuse a strategy under which the privacy mode's claim is false or unproven."""
     row = strategy(strategy_name(trainer))
     engine = getattr(mode, "engine", None)
     reason = row.reason_against(mode, engine)
@@ -110,7 +110,7 @@ def _refuse_other_cuts(strategy: Any) -> None:
 
 
 def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
-    """Refuse several processes for a module that does not say that it adds its sums up over them.
+    """Refuse several processes for a module that does not declare that it reduces its sums.
 
     Each process would noise a sum of its own, with the noise that they all share: the difference of two of their
     updates is a difference of clipped gradients without any noise.
@@ -138,7 +138,7 @@ def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
 
 
 def refuse_own_optimizers(trainer: L.Trainer, module: Any) -> None:
-    """Refuse what a module's ``configure_optimizers`` returned where a run cannot follow it."""
+    """Refuse the result of ``configure_optimizers`` if a private run does not support it."""
     who, found = f"{type(module).__name__}.configure_optimizers", trainer.optimizers
     if len(found) != 1 or isinstance(found[0], _MockOptimizer):
         count = sum(not isinstance(optimizer, _MockOptimizer) for optimizer in found)
@@ -158,7 +158,7 @@ def refuse_own_optimizers(trainer: L.Trainer, module: Any) -> None:
 
 
 def refuse_second_masters(trainer: L.Trainer) -> None:
-    """Refuse half precision with float32 copies in the optimizer where the strategy keeps such copies itself."""
+    """Refuse half precision with float32 optimizer copies if the strategy keeps such copies itself."""
     name = strategy_name(trainer)
     if name in ("fsdp", "deepspeed") and str(trainer.precision) == "bf16-true":
         copies = "its shards are float32" if name == "fsdp" else "ZeRO divides them"
@@ -170,7 +170,7 @@ def refuse_second_masters(trainer: L.Trainer) -> None:
 
 
 def keep_the_sampler(trainer: L.Trainer) -> None:
-    """Tell a Trainer that its training batches are dealt to the ranks already.
+    """Tell a Trainer that its training batches are already distributed over the ranks.
 
     Without this, ``Trainer(strategy="ddp")`` would try to put a `DistributedSampler` in their place, and fail.
     """
@@ -180,7 +180,7 @@ def keep_the_sampler(trainer: L.Trainer) -> None:
 
 
 def note_sigterm_quietly(trainer: L.Trainer) -> None:
-    """On several ranks, have a SIGTERM noted and passed on, and nothing sent from within its handler.
+    """On several ranks, record a SIGTERM and pass it on, without communication in its handler.
 
     Lightning's handler broadcasts. A rank that is interrupted there waits for one that waits for its sum, and the job
     ends by a timeout instead of after the step.

@@ -1,4 +1,4 @@
-"""The known ways to lose a privacy guarantee without noticing, and what this package does about each.
+"""Known ways to lose a privacy guarantee unnoticed, and how this package handles each.
 
 ``task=doctor`` checks a run for them; `pitfalls_page` lists them for a reader. The numbers are those that refusals
 carry as `LitDpretError.trap`.
@@ -138,7 +138,7 @@ TRAPS: tuple[Trap, ...] = (
 
 
 def pitfalls_page() -> str:
-    """The traps by severity, as a page in Markdown."""
+    """Return the traps by severity, as a page in Markdown."""
     lines = [
         "# Pitfalls",
         "",

@@ -1,4 +1,4 @@
-"""Writes that no noise covers: by hooks before the first batch or after the last, and beside the saved weights."""
+"""Writes without noise: by hooks before the first batch or after the last, and beside the saved weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CASTS = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
 class UnseenWrites:
-    """Refuses what a hook of the module or of a callback writes outside a step, where private rows are at hand.
+    """Refuse writes by a hook of the module or a callback outside a step, while private rows are accessible.
 
     Between two steps the module looks by itself (`HookWatch`).
 
@@ -38,12 +38,12 @@ class UnseenWrites:
         self._before = self._held() if whole and ranks.is_first else None
 
     def expect(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take what the run's own checkpoint puts into the module for what was there before."""
+        """Accept the values that the run's own checkpoint loads into the module."""
         if self._before is not None:
             self._before |= self._held(checkpoint.get("current_model_state", checkpoint.get("state_dict", {})))
 
     def refuse_before_first_batch(self) -> None:
-        """Refuse, once, what was written since `setup`, or since the run's own checkpoint was read.
+        """Refuse, once, writes since `setup`, or since the run's own checkpoint was read.
 
         Tensors in attributes are compared from the first batch on.
         """
@@ -52,12 +52,12 @@ class UnseenWrites:
             self._ranks.together(self._refuse_early)
 
     def refuse_after_last_batch(self) -> None:
-        """Refuse what a hook wrote after the last batch; on this rank."""
+        """Refuse writes by a hook after the last batch; on this rank."""
         if hasattr(self._module, "look_at_last_hooks"):
             self._module.look_at_last_hooks(trained=averaging(self._trainer) is None)
 
     def refuse_before_saving(self, gate: CheckpointGate | None) -> None:
-        """Refuse, before weights are saved, all of this, and with ``gate`` what a state dict holds beside them.
+        """Refuse, before saving weights, all of this, and with ``gate`` other content of a state dict.
 
         Raises:
             UnsupportedModelError: Something was written; the message names it.

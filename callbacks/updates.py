@@ -1,4 +1,4 @@
-"""Count how often an optimizer has updated the weights, by Lightning's count and by its own.
+"""Count the weight updates of an optimizer, by Lightning's count and its own.
 
 A ``training_step`` of one's own may step an optimizer as often as it likes. The accountant compares each count with
 the steps that were granted: an update more carries no noise and stands in no ledger.
@@ -32,7 +32,7 @@ def _is_step_of_a_base(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class UpdateCounter:
-    """Counts updates, and hands each count to whoever holds it against what was granted.
+    """Count updates, and pass each count to the check against granted steps.
 
     Args:
         check: Called with the updates so far, after each.
@@ -44,7 +44,7 @@ class UpdateCounter:
         self._hook: torch.utils.hooks.RemovableHandle | None = None
 
     def watch(self, optimizer: object, is_training: Callable[[], bool]) -> None:
-        """Count the steps of an optimizer itself, also those that Lightning does not hear of."""
+        """Count the steps of the optimizer itself, including those unknown to Lightning."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             return
 
@@ -55,7 +55,7 @@ class UpdateCounter:
         self._hook = optimizer.register_step_pre_hook(count)
 
     def reset(self) -> None:
-        """Begin to count anew, for another fit."""
+        """Restart the count for another fit."""
         self._counts.clear()
 
     def count(self, by: str) -> None:
@@ -64,6 +64,6 @@ class UpdateCounter:
         self._check(self._counts[by])
 
     def release(self) -> None:
-        """Leave the optimizer alone again."""
+        """Stop watching the optimizer."""
         if self._hook is not None:
             self._hook.remove()

@@ -1,4 +1,4 @@
-"""A BEIR set by its name: from a folder, evaluated by the protocol that its name implies."""
+"""A BEIR set by name: read from a folder, evaluated by the protocol of that set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BeirDataModule(PairsDataModule):
-    """One public BEIR set, out of ``root/NAME`` or of ``root`` itself.
+    """One public BEIR set, from ``root/NAME`` or ``root`` itself.
 
     Guarantees:
         - Nothing is ever downloaded unless ``download=true`` asks for it.
@@ -63,12 +63,12 @@ class BeirDataModule(PairsDataModule):
 
     @property
     def evaluation_split(self) -> str:
-        """The split that BEIR evaluates."""
+        """The split that BEIR evaluates on."""
         return self.set.split
 
     @property
     def drops_self_matches(self) -> bool:
-        """Whether a passage with the query's own id is left out of its ranking."""
+        """Whether a passage with the query's own id is excluded from its ranking."""
         return self.set.drops_self_matches
 
     def _sources(self) -> dict[str, Any]:
@@ -89,11 +89,11 @@ class BeirDataModule(PairsDataModule):
         return found
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """The set as it stands in its folder, or in ir-datasets."""
+        """Read the set from its folder, or from ir-datasets."""
         return _from_ir_datasets(self.set) if self.download else super().read_collection(complain)
 
     def evaluation_set(self, split: str | None = None) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-        """Queries and graded qrels of one split, by default the one that BEIR evaluates; warns about any other.
+        """Return queries and graded qrels of one split, by default BEIR's; warn about any other.
 
         Raises:
             DataError: There is no such split; the message lists those there are.
@@ -105,7 +105,7 @@ class BeirDataModule(PairsDataModule):
         return queries, qrels
 
     def departures(self, split: str, qrels: dict[str, dict[str, int]]) -> list[str]:
-        """Return in what this split and these judgements depart from BEIR's protocol, one phrase each."""
+        """Return how this split and these judgements differ from BEIR's protocol, one phrase each."""
         if split != self.set.split:
             return [f"split {split}, where BEIR evaluates {self.set.split}"]
         found = self.set.departures(
@@ -115,7 +115,7 @@ class BeirDataModule(PairsDataModule):
 
 
 def beir_folder(root: str | Path, wanted: BeirSet) -> Path | None:
-    """The folder of a set under ``root``, or ``root`` itself where it is one; None where there is none."""
+    """Return the folder of a set under ``root``, or ``root`` itself if it is one; None without one."""
     places = [Path(root) / wanted.name, Path(root)]
     return next((place for place in places if place.is_dir() and find_part(place, "corpus") is not None), None)
 

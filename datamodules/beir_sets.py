@@ -1,4 +1,4 @@
-"""The protocol of every public BEIR set: which split is evaluated, and what else a number depends on.
+"""The protocol of every public BEIR set: the evaluated split, and other conditions of a number.
 
 The traps are BEIR's own (Thakur et al., "BEIR: A Heterogeneous Benchmark for Zero-shot Evaluation of Information
 Retrieval Models", 2021). MS MARCO is evaluated on ``dev``: its ``test`` is 43 TREC queries with another kind of
@@ -32,7 +32,7 @@ class BeirSet:
     note: str = ""  # what else a reader of a number should know
 
     def departures(self, *, passages: int, queries: int, judgements: int) -> list[str]:
-        """In what these numbers differ from the published set's, one phrase each; empty for the whole set."""
+        """Return how these numbers differ from the published set's, one phrase each; empty for the whole set."""
         found = {"passages": passages, "queries": queries, "judgements": judgements}
         wanted = {"passages": self.passages, "queries": self.queries, "judgements": self.judgements}
         return [
@@ -97,7 +97,7 @@ _ALIASES = {
 
 
 def beir_set(name: str) -> BeirSet:
-    """The set of this name, in any letter case; the papers' short names are understood too.
+    """Return the set of this name, in any letter case; the papers' short names work too.
 
     Example:
         >>> beir_set("covid").name, beir_set("msmarco").split, beir_set("Quora").drops_self_matches

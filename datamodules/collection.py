@@ -1,4 +1,4 @@
-"""Passages, queries, and which passage answers which query: one data set.
+"""One data set: passages, queries, and which passage answers which query.
 
 Passages are public. Queries, and the qrels that pair them with passages, are private wherever
 their split is trained on. The ``repr`` therefore shows no query, no id and no count of queries.
@@ -62,7 +62,7 @@ class Collection:
         return self
 
     def contradictions(self, *, allow_empty_passages: bool = False) -> Iterator[DataError]:
-        """Every contradiction, in the order in which `check` would meet them."""
+        """Yield every contradiction, in the order of `check`."""
         for problem, found in (
             ("holds no passages", self.passages),
             ("holds no queries", self.queries),
@@ -144,7 +144,7 @@ class Collection:
                     )
 
     def split(self, name: str) -> Qrels:
-        """The qrels of one split.
+        """Return the qrels of one split.
 
         Raises:
             DataError: There is no such split; the message lists those there are.
@@ -156,11 +156,11 @@ class Collection:
         return self.qrels[name]
 
     def positives(self, split: str, query_id: str) -> tuple[str, ...]:
-        """Ids of the passages with a grade above 0, in the order of the qrels."""
+        """Return the ids of the passages with a grade above 0, in the order of the qrels."""
         return tuple(passage for passage, grade in self.split(split)[query_id].items() if grade > 0)
 
     def fingerprint(self, key: bytes) -> str:
-        """HMAC-SHA256 over everything that training reads: the passages and the train split, in order.
+        """Return an HMAC-SHA256 of everything that training reads: the passages and the train split, in order.
 
         An unkeyed hash of private text would let anybody test a guess at the text; keyed with the
         run's privacy secret it only lets a resumed run notice that its data changed. Evaluation
@@ -198,11 +198,11 @@ class Collection:
 
 
 class TextData(Protocol):
-    """A DataModule of queries and passages, as `task=check_data` reads it.
+    """The DataModule interface for `task=check_data`: queries and passages.
 
     It may also have ``columns`` and the switches ``allow_empty_passages``, ``drop_queries_without_passage`` and
     ``has_public_passages`` of `lit_dpret.datamodules.pairs.PairsDataModule`.
     """
 
     def read_collection(self, complain: Callable[[DataError], None] = ...) -> Collection:
-        """Return the data as it stands in the files; ``complain`` gets every problem of a record."""
+        """Read the data from the files; ``complain`` gets every problem of a record."""

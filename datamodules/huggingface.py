@@ -1,4 +1,4 @@
-"""Any Hugging Face data set of (query, passage) rows, by the names of its columns: from the hub or from a folder.
+"""Any Hugging Face data set of (query, passage) rows, by column names: from the hub or a folder.
 
 A folder is read without the library ``datasets``, by our own readers: every .parquet, .jsonl, .tsv and .csv
 file in it (the last three also with .gz or .zst). A file belongs to the split that its name, or that of a
@@ -30,7 +30,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class HubRows(Records):
-    """The rows of one split as ``datasets`` gives them, in order.
+    """The rows of one split from ``datasets``, in order.
 
     Args:
         rows: What to iterate over: a ``Dataset`` or an ``IterableDataset``.
@@ -58,7 +58,7 @@ class HubRows(Records):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HuggingFaceDataModule(PairsDataModule):
-    """Rows with a query and a passage, whatever their columns are called.
+    """Rows with a query and a passage, under any column names.
 
     A path that exists is read from disk, without ``datasets`` and without a network; anything else is a name on the hub
     (extra ``hf``). Only the columns that are named are read. `lit_dpret.datamodules.pair_file` says how rows become
@@ -121,7 +121,7 @@ class HuggingFaceDataModule(PairsDataModule):
 
     @property
     def is_local(self) -> bool:
-        """Whether the data is read from this machine's disk."""
+        """Whether the data are read from the local disk."""
         return Path(self.path).exists()
 
     def use_unit(self, unit: TextUnit, neighbours: str | None = None) -> None:
@@ -129,7 +129,7 @@ class HuggingFaceDataModule(PairsDataModule):
         super().use_unit(unit, neighbours)
 
     def prepare_data(self) -> None:
-        """Look whether the files are there, or fetch the data set from the hub, once for all processes."""
+        """Check that the files exist, or download the data set from the hub, once for all processes."""
         if self.corpus:
             if not Path(self.corpus).exists():
                 raise DataError(f"{self.corpus} does not exist; check datamodule.corpus.", kind="missing file")
@@ -139,11 +139,11 @@ class HuggingFaceDataModule(PairsDataModule):
         self._rows(refuse)
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
-        """The columns of the first row of each split."""
+        """Return the columns of the first row of each split."""
         return {split: records[0].columns() for split, records in self._rows(refuse).items()}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """All rows of all splits, or the first ``max_rows`` of each."""
+        """Read all rows of all splits, or the first ``max_rows`` of each."""
         passages = open_corpus(self.corpus, self._corpus_settings(), complain=complain) if self.corpus else None
         reader = PairReader(corpus=passages, columns=self.pair_columns)
         for split, sources in self._rows(complain).items():

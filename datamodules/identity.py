@@ -1,4 +1,4 @@
-"""Which data a result is about: a name without the place where the data lie, and a hash of what was measured."""
+"""Identify the data of a result: a name without its path, and a hash of the evaluated data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLACES = ("folder", "pairs", "queries", "file", "path", "root")
 
 
 def data_facts(data: Any, *measured: Mapping[str, Any]) -> dict[str, str]:
-    """Return what every result file says of its data: ``data`` and, of what was measured, ``data_sha256``.
+    """Return the data facts for every result file: ``data`` and, for evaluated data, ``data_sha256``.
 
     Whoever has the data can compute the hash, and whoever guesses them can check the guess: a file that is handed on
     may hold that of public parts alone.
@@ -25,7 +25,7 @@ def data_facts(data: Any, *measured: Mapping[str, Any]) -> dict[str, str]:
 
 
 def data_name(data: Any) -> str:
-    """Name a data set without the place where it lies: BEIR's name, or the last part of its folder or file."""
+    """Name a data set without its path: BEIR's name, or the last part of its folder or file."""
     if isinstance(data, str | Path):
         return Path(data).resolve().name
     if (public := getattr(data, "set", None)) is not None:
@@ -37,7 +37,7 @@ def data_name(data: Any) -> str:
 
 
 def content_sha256(*parts: Mapping[str, Any]) -> str:
-    """Return a hash of mappings, whatever the order of their entries; nothing is held in memory."""
+    """Return a hash of mappings, independent of the order of entries, without holding them in memory."""
     found = hashlib.sha256()
     for part in parts:
         total = 0

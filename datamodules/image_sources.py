@@ -1,4 +1,4 @@
-"""Where labelled images come from: CIFAR-10, CIFAR-100, Fashion-MNIST, a folder of classes, or the hub.
+"""Sources of labelled images: CIFAR-10, CIFAR-100, Fashion-MNIST, a folder of classes, or the hub.
 
 Each source is one function from a folder and a split to a `RawSplit`, listed in `SOURCES`, with a
 sentence that says where to get the data. Nothing is downloaded, unless a data set of the Hugging Face
@@ -61,7 +61,7 @@ _HARMLESS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RawSplit:
-    """One split as its files hold it."""
+    """One split as stored in its files."""
 
     source: str  # the file or folder, for messages
     ids: Sequence[str]  # one public id per image; the same image keeps its id whatever else the files hold
@@ -87,7 +87,7 @@ class Source:
 
 
 def read_source(name: SourceName, folder: Path, split: ImageSplit, *, image_size: int | None = None) -> RawSplit:
-    """Read one split of a data set in ``folder``, with the names and groups that its source knows.
+    """Read one split of a data set in ``folder``, with the names and groups of its source.
 
     Raises:
         DataError: The folder or a file is missing or broken; the message says where to get the data.

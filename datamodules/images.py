@@ -32,7 +32,7 @@ Labels = Literal["fine", "coarse"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRow:
-    """One image as training sees it; its ``repr`` shows neither pixels nor label."""
+    """One image for training; its ``repr`` shows neither pixels nor label."""
 
     image_id: str  # public id
     image: Tensor = field(repr=False)  # its pixels, uint8, shape (channels, height, width)
@@ -62,7 +62,7 @@ class ImageUnits:
         return len(self._ids) + len(self._planted)
 
     def rows(self, unit: int) -> Sequence[ImageRow]:
-        """The one row of unit number ``unit`` (0 to ``len(self) - 1``); none where it was planted blank."""
+        """Return the one row of unit number ``unit`` (0 to ``len(self) - 1``); none if it was planted blank."""
         if not 0 <= unit < len(self):
             raise IndexError(f"There is no unit {unit}; units are numbered from 0 to {len(self) - 1}.")
         if unit >= len(self._ids):
@@ -70,12 +70,12 @@ class ImageUnits:
         return (ImageRow(self._ids[unit], self._images[unit], int(self._labels[unit])),)
 
     def most_units_of_a_user(self) -> int | None:
-        """None: these data sets name no users."""
+        """None: these data sets have no users."""
         return None
 
 
 class ImageItems(UnitItems):
-    """A map-style data set whose index is a draw; the row takes the draw's random number along."""
+    """A map-style data set indexed by draws; the row includes the draw's random number."""
 
     def __getitem__(self, draw: Draw) -> tuple[Any, Sequence[ImageRow]]:
         _, rows = super().__getitem__(draw)
@@ -154,7 +154,7 @@ class ImagesDataModule(SampledDataModule):
     # -- reading -----------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Look whether the folder is there; the hub's data sets are fetched by `setup`."""
+        """Check that the folder exists; `setup` downloads the hub's data sets."""
         if self.folder is not None and not Path(self.folder).is_dir():
             raise DataError(f"datamodule.folder={self.folder} is not a folder. {SOURCES[self.source].missing}")
 
@@ -189,7 +189,7 @@ class ImagesDataModule(SampledDataModule):
     # -- the private side --------------------------------------------------------------------
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
-        """Take the run's unit of privacy: an image, by the name ``image``, or as its own query and pair.
+        """Set the run's unit of privacy: an image, as ``image``, ``query`` or ``pair``.
 
         Raises:
             ConfigurationError: The unit is a user, whom these data do not name; or the public sample
@@ -204,7 +204,7 @@ class ImagesDataModule(SampledDataModule):
         self._unit = unit
 
     def train_units(self) -> ImageUnits:
-        """The train images, one unit each."""
+        """Return the train images, one unit each."""
         train = self._split("train")
         planted = () if self._planted is None else self._planted.units
         return ImageUnits(train.ids, train.images, self._labels_of(train, None), planted)
@@ -222,7 +222,7 @@ class ImagesDataModule(SampledDataModule):
         return "for plain images in a loop of your own use labelled('train')"
 
     def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
-        """A keyed fingerprint of the train images and labels, so that a resume notices changed data.
+        """Return a keyed fingerprint of the train images and labels, so that a resume detects changed data.
 
         It covers what is planted, unless ``planted`` is false. ``key`` is the run's privacy secret; without it the
         fingerprint says nothing about the data.
@@ -242,7 +242,7 @@ class ImagesDataModule(SampledDataModule):
     # -- the evaluation side -----------------------------------------------------------------
 
     def labelled(self, split: ImageSplit = "test", *, labels: Labels | None = None) -> tuple[Tensor, Tensor]:
-        """All images and labels of one split, for evaluation without privacy.
+        """Return all images and labels of one split, for evaluation without privacy.
 
         The train split is the private one: a score that was computed from it (the neighbours of
         k-NN, a classifier on top) is a release that no accountant counts.

@@ -1,4 +1,4 @@
-"""InsuranceQA: real insurance questions and professional answers, from pip and never from the web.
+"""InsuranceQA: real insurance questions and professional answers, from a pip package.
 
 12,889 train, 2,000 dev and 2,000 test questions over 27,413 answers, in twelve domains of very
 unequal size (Feng et al., "Applying deep learning to answer selection", ASRU 2015; version 2 of
@@ -67,7 +67,7 @@ class InsuranceQADataModule(PairsDataModule):
         return {name: ("en",) if name == "answers" else ("en", "domain", "answers") for name in files}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """The package's files as a collection: ids ``train-0``, ``dev-0``, ``test-0``, ``a1``."""
+        """Read the package's files as a collection: ids ``train-0``, ``dev-0``, ``test-0``, ``a1``."""
         files = self._sources()
         if "answers" not in files:
             return super().read_collection(complain)

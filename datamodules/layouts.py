@@ -1,4 +1,4 @@
-"""Three parts of a data set, in a BEIR folder or wherever they are: corpus, queries, qrels.
+"""Three parts of a data set, in a BEIR folder or separate paths: corpus, queries, qrels.
 
 Columns (JSONL keys, table headers and parquet columns alike; others are ignored):
 
@@ -52,7 +52,7 @@ _PACKED = 4  # bytes of text in a byte of a compressed file, roughly
 
 @dataclass
 class Passages:
-    """The content of a corpus file; a corpus that is kept on disk has no domains."""
+    """The content of a corpus file; a corpus on disk has no domains."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class CorpusSettings:
     knob: str = "datamodule.corpus"  # what the user set to name the file, for messages
 
     def holds(self, path: str | Path) -> bool:
-        """Return whether the texts of this file are to be held in memory."""
+        """Return whether to keep the texts of this file in memory."""
         if self.in_memory != "auto":
             return self.in_memory
         file = Path(path)
@@ -286,7 +286,7 @@ def read_parts(
     repeated: Repeated = "refuse",
     left_out: LeftOut | None = None,
 ) -> Collection:
-    """Read a collection from its separate files (or passages at hand); ``qrels`` gives one file per split.
+    """Read a collection from separate files (or given passages); ``qrels`` gives one file per split.
 
     With ``left_out`` judgements are complained of to it, and a split that is not measured may be unreadable.
     """
@@ -324,7 +324,7 @@ def find_part(folder: Path, name: str, suffixes: tuple[str, ...] = _SUFFIXES) ->
 
 
 def qrels_files(folder: Path) -> dict[str, Path]:
-    """Return the qrels file of each split that ``folder`` has one for."""
+    """Return the qrels file of each split in ``folder``."""
     files: dict[str, Path] = {}
     for name, split in SPLIT_NAMES.items():
         path = find_part(folder, name, _QRELS_SUFFIXES)
@@ -342,7 +342,7 @@ def folder_parts(
     needs_corpus: bool = True,
     knob: str = "datamodule.folder",
 ) -> dict[str, Any]:
-    """Find the files of a BEIR folder, as `read_parts` takes them.
+    """Find the files of a BEIR folder, for `read_parts`.
 
     ``corpus`` stands in for the folder's own; ``knob`` is the setting that a message names.
 
@@ -371,7 +371,7 @@ def folder_parts(
 
 
 def split_name(name: str, where: str) -> str:
-    """Return ``train``, ``dev`` or ``test``; refuse another value, which may be a private text, without showing it."""
+    """Return ``train``, ``dev`` or ``test``; refuse another value without showing it: it may be a private text."""
     if name not in SPLIT_NAMES:
         like = len(name) <= 32 and len(name.split()) == 1 and any(known in name.lower() for known in SPLIT_NAMES)
         shown = repr(name) if like else "(a text)"

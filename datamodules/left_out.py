@@ -1,4 +1,4 @@
-"""What measuring one split of a collection leaves out: counted and named, where it changes no number of that split.
+"""Count and list problems outside the evaluated split, which do not change its numbers.
 
 Collections that others made have queries that nobody judged, judgements of texts that are not there, and splits that
 overlap. For training these are refused. For a measurement of one split only that split has to be right.
@@ -21,7 +21,7 @@ _NAMED = 5
 
 
 class LeftOut:
-    """Gathers what reading a collection for one split leaves out."""
+    """Collect what reading a collection for one split leaves out."""
 
     def __init__(self, split: str) -> None:
         self.split = split
@@ -29,7 +29,7 @@ class LeftOut:
         self._lines: list[str] = []
 
     def complain_of(self, split: str) -> Complain:
-        """Return what takes the problems of one split's judgements."""
+        """Return the receiver of problems in one split's judgements."""
         noted = self.problems[split]
 
         def complain(problem: DataError) -> None:
@@ -40,7 +40,7 @@ class LeftOut:
         return complain
 
     def checked(self, collection: Collection, *, allow_empty_passages: bool) -> Collection:
-        """Return the collection without the queries that nobody judged.
+        """Return the collection without unjudged queries.
 
         Raises:
             DataError: There is a contradiction that the measured split has a part in.
@@ -63,7 +63,7 @@ class LeftOut:
         return kept
 
     def lines(self) -> list[str]:
-        """What was left out or passed over, one line each."""
+        """Return what was left out or skipped, one line each."""
         found = list(self._lines)
         for split, problems in self.problems.items():
             for kind, count in problems.counts.items():
@@ -72,5 +72,5 @@ class LeftOut:
 
 
 def named(ids: Sequence[str]) -> str:
-    """Return the first few ids, and that there are more."""
+    """Return the first few ids, and whether there are more."""
     return ", ".join([*ids[:_NAMED], *(["..."] if len(ids) > _NAMED else [])])

@@ -72,7 +72,7 @@ class MSMarcoDataModule(PairsDataModule):
         self._check_choices(dev=Dev)
 
     def prepare_data(self) -> None:
-        """Look whether the files are there, or fetch them where that is asked for, and store the collection."""
+        """Check that the files exist, or download them if asked for, and store the collection."""
         if self.download:
             self.read_collection()
             return
@@ -109,7 +109,7 @@ class MSMarcoDataModule(PairsDataModule):
         return found
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
-        """The columns that the files have by their layout."""
+        """Return the columns of the files by their layout."""
         return (
             {}
             if self.download
@@ -117,7 +117,7 @@ class MSMarcoDataModule(PairsDataModule):
         )
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """The data as it stands in the files, without the queries that no judgement names."""
+        """Read the data from the files, without queries that have no judgement."""
         if self.download:
             return self._downloaded()
         files = self._sources()

@@ -1,4 +1,4 @@
-"""A map-style data set of one's own, each row of which belongs to a unit of privacy that a function names."""
+"""A custom map-style data set, each row of which belongs to a unit of privacy named by a function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER_UNITS = tuple(unit for unit in get_args(Unit) if unit != "user")
 
 
 class OwnUnits:
-    """The rows of a data set, grouped by whose they are.
+    """The rows of a data set, grouped by their owner.
 
     Args:
         dataset: Indexed by the number of a row.
@@ -39,17 +39,17 @@ class OwnUnits:
         return len(self._groups)
 
     def rows(self, unit: int) -> Sequence[Any]:
-        """All rows of unit number ``unit``, as the data set gives them."""
+        """Return all rows of unit number ``unit``, as the data set returns them."""
         return tuple(self.dataset[row] for row in self._groups[unit])
 
     def most_units_of_a_user(self) -> int | None:
-        """None: who is behind a unit is what ``unit_of`` says."""
+        """None: only ``unit_of`` knows the person behind a unit."""
         return None
 
 
 @dataclass(eq=False, repr=False)
 class UnitDataModule(SampledDataModule):
-    """Any map-style data set; a unit of privacy, a *record*, is all rows that bear one name.
+    """Any map-style data set; a unit of privacy, a *record*, is all rows with one name.
 
     Guarantees:
         - Every row is in exactly one unit.
@@ -109,7 +109,7 @@ class UnitDataModule(SampledDataModule):
         self._units: OwnUnits | None = None
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
-        """Take the run's unit of privacy, which can be a record alone.
+        """Set the run's unit of privacy, which can only be a record.
 
         Raises:
             ConfigurationError: It is another one.
@@ -121,11 +121,11 @@ class UnitDataModule(SampledDataModule):
             )
 
     def assumptions(self) -> list[str]:
-        """Return, for the card, what a name of the unit takes on trust."""
+        """Return, for the card, the trusted assumption behind a unit name."""
         return [] if self.unit_name is None else [f"unit_of gives all rows of one {self.unit_name} one name."]
 
     def train_units(self) -> OwnUnits:
-        """The rows by unit, in the order in which the units first occur; `unit_of` is asked once.
+        """Return the rows by unit, in order of first occurrence; `unit_of` is called once per row.
 
         Raises:
             DataError: It names no unit of a row.
@@ -156,7 +156,7 @@ class UnitDataModule(SampledDataModule):
         return found
 
     def plant(self, planted: Planted) -> None:
-        """Refuse: canaries are made of texts, and nobody knows how a row of this data set is made.
+        """Refuse: canaries are texts, and the format of this data set's rows is unknown.
 
         Raises:
             ConfigurationError: Always.
@@ -164,7 +164,7 @@ class UnitDataModule(SampledDataModule):
         raise ConfigurationError("UnitDataModule takes no canaries: its rows may be of any kind. Leave the audit out.")
 
     def data_fingerprint(self, key: bytes) -> str:
-        """A keyed fingerprint of all rows, in order and with their units, so that a resume notices changed data."""
+        """Return a keyed fingerprint of all rows with their units, so that a resume detects changed data."""
         found = hmac.new(key, digestmod="sha256")
         with kept_generators():
             for row in range(len(self.dataset)):

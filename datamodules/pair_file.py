@@ -1,4 +1,4 @@
-"""One file of (query, passage) records, as a query log gives them, read into a `Collection`.
+"""Read one file of (query, passage) records, such as a query log, into a `Collection`.
 
 Columns: ``query`` and ``passage``, both texts; optional ``query_id``, ``passage_id``, ``user_id``,
 ``domain`` and ``split``. Others are ignored. `PairColumns` gives them other names, and a `PairReader` takes
@@ -46,7 +46,7 @@ class PairColumns:
 
     @classmethod
     def renamed(cls, names: Mapping[str, str]) -> PairColumns:
-        """Return the columns that are called otherwise: ``{"query": "question", "user_id": "author"}``.
+        """Return the columns with other names: ``{"query": "question", "user_id": "author"}``.
 
         Raises:
             ConfigurationError: A key is no column, or a name is no text.
@@ -85,7 +85,7 @@ def read_pairs(
 
 
 class PairReader:
-    """Collects pairs out of one file or several.
+    """Collect pairs from one or several files.
 
     Args:
         corpus: The only passages that there may be; None takes those of the records.
@@ -108,7 +108,7 @@ class PairReader:
         self._sources: list[Records] = []
 
     def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
-        """Take the records of one source; return how many there were.
+        """Add the records of one source; return their number.
 
         Args:
             records: What to read; problems go to its ``complain``, and the record is then left out.
@@ -128,7 +128,7 @@ class PairReader:
         return count
 
     def collection(self, source: str) -> Collection:
-        """Return everything that was taken.
+        """Return everything that was added.
 
         Raises:
             DataError: That is nothing.

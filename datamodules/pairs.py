@@ -143,7 +143,7 @@ class PairsDataModule(SampledDataModule):
     # -- reading -----------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Check that the files are there, and store a large corpus; nothing is downloaded."""
+        """Check that the files exist, and store a large corpus; nothing is downloaded."""
         if corpus := self._sources().get("corpus"):
             self._store(corpus)
 
@@ -186,7 +186,7 @@ class PairsDataModule(SampledDataModule):
         return files
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """Read the data as it stands in the files. A subclass for another source overrides this alone.
+        """Read the data from the files. A subclass for another source overrides only this.
 
         Args:
             complain: Gets every problem of a record; unless it raises it, the record is left out.
@@ -202,7 +202,7 @@ class PairsDataModule(SampledDataModule):
         return read_parts(**found, how=how, complain=complain, repeated=repeated, left_out=left_out)
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return the columns of each file, by the part that it holds; the first record shows them.
+        """Return the columns of each file, by part, from the first record.
 
         Raises:
             DataError: A file is missing.
@@ -210,7 +210,7 @@ class PairsDataModule(SampledDataModule):
         return {name: RecordFile(path).columns() for name, path in _by_name(self._sources()).items()}
 
     def setup(self, stage: str | None = None) -> None:
-        """Read, check and prepare the data, once; every process ends with the same."""
+        """Read, check and prepare the data, once; every process gets the same result."""
         _ = self.collection
 
     @property
@@ -238,7 +238,7 @@ class PairsDataModule(SampledDataModule):
         return self._collection
 
     def measure(self, split: str) -> LeftOut:
-        """Read the data, when they are read, for a measurement of one split; return what that leaves out.
+        """Prepare to evaluate one split: return what reading the data leaves out.
 
         Nothing is trained on data that were read so.
         """
@@ -248,7 +248,7 @@ class PairsDataModule(SampledDataModule):
     # -- the private side --------------------------------------------------------------------
 
     def train_on(self, query_ids: Container[str]) -> None:
-        """Train on these queries and no others; those of another split leave it, and are trained on too.
+        """Train on exactly these queries; those of another split are moved to train.
 
         For experiments that hold some queries out. What was left out is not in `collection` any more.
 
@@ -308,7 +308,7 @@ class PairsDataModule(SampledDataModule):
             self._unit, self._units = unit, None
 
     def train_units(self) -> GroupedUnitDataset:
-        """The train split, one item per unit of privacy; built on first use.
+        """Return the train split, one item per unit of privacy; built on first use.
 
         Raises:
             ConfigurationError: `use_unit` has not said what a unit is.
@@ -329,7 +329,7 @@ class PairsDataModule(SampledDataModule):
         return self._units
 
     def plant(self, planted: Planted) -> None:
-        """Train on these units too; see `SampledDataModule.plant`. `collection` and `pair_rows` do not have them.
+        """Train on these units too; see `SampledDataModule.plant`. `collection` and `pair_rows` omit them.
 
         Raises:
             ConfigurationError: Something was planted before, a sampler is attached, or equal texts become one unit.
@@ -343,13 +343,13 @@ class PairsDataModule(SampledDataModule):
         return "for plain pairs in a loop of your own use pair_rows('train')"
 
     def assumptions(self) -> list[str]:
-        """Return, for the card, what a setting takes out of the promise."""
+        """Return, for the card, what a setting excludes from the guarantee."""
         if not self.drop_overlap:
             return []
         return ["Evaluation queries are public: which train queries stay depends on them (datamodule.drop_overlap)."]
 
     def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
-        """A keyed fingerprint of everything training reads, so that a resume notices changed data.
+        """Return a keyed fingerprint of everything training reads, so that a resume detects changed data.
 
         ``key`` is the run's privacy secret; without it the fingerprint says nothing about the data.
         It covers passages, train queries, users, qrels and how they are grouped, not evaluation data; and what is
@@ -362,18 +362,18 @@ class PairsDataModule(SampledDataModule):
         return hmac.new(key, grouping.encode(), digestmod="sha256").hexdigest()
 
     def report_overlap(self) -> dict[str, preparation.Overlap]:
-        """Count what each evaluation split shares with train; private numbers, do not log them."""
+        """Count the overlap of each evaluation split with train; private numbers, do not log them."""
         return preparation.report_overlap(self.collection)
 
     # -- the public and the evaluation side --------------------------------------------------
 
     @property
     def has_public_passages(self) -> bool:
-        """Whether the list of passages is public: it is not where it comes from the private records alone."""
+        """Whether the list of passages is public: not if it comes from private records alone."""
         return not self.pairs or bool(self.corpus) or self.passages_are_public
 
     def public_passages(self) -> Mapping[str, str]:
-        """The declared public list of passages, text by id; it depends on no query.
+        """Return the declared public list of passages, text by id; it depends on no query.
 
         Raises:
             ConfigurationError: The list would come from the private records (``pairs`` alone).
@@ -384,7 +384,7 @@ class PairsDataModule(SampledDataModule):
         return passages if isinstance(passages, PassageStore) else dict(passages)
 
     def evaluation_set(self, split: str = "test") -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-        """Queries and graded qrels of one split, for the evaluator.
+        """Return queries and graded qrels of one split, for the evaluator.
 
         Raises:
             DataError: There is no such split; the message lists those there are.
@@ -393,7 +393,7 @@ class PairsDataModule(SampledDataModule):
         return {query: self.collection.queries[query] for query in qrels}, qrels
 
     def pair_rows(self, split: str = "train") -> list[Row]:
-        """Every (query, positive passage) row of a split, for training or probing without privacy."""
+        """Return every (query, positive passage) row of a split, for training or probing without privacy."""
         units = GroupedUnitDataset(self.collection, unit="query", split=split)
         return [row for unit in range(len(units)) for row in units.rows(unit)]
 

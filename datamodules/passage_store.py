@@ -1,4 +1,4 @@
-"""A corpus on disk that is used like a dictionary: texts are read when they are asked for, and not held.
+"""A corpus on disk with the interface of a dictionary: texts are read on demand.
 
 MS MARCO's 8.8 million passages are 3 GB of text and, as Python strings in a dictionary, more than twice that. A
 `PassageStore` keeps them in an SQLite file. It is built once from a corpus file of any format, next to others in a
@@ -87,11 +87,11 @@ class PassageStore(Mapping[str, str]):
         return (name for (name,) in self._query("SELECT id FROM passages ORDER BY rowid"))
 
     def values(self) -> _Values:
-        """The texts, in order, read as one goes; a slice of them by number, like that of a list."""
+        """Return the texts in order, read on demand; sliceable by number like a list."""
         return _Values(self)
 
     def items(self) -> ItemsView[str, str]:
-        """Ids and texts, in order, read as one goes."""
+        """Return ids and texts in order, read on demand."""
         return _Items(self)
 
 
@@ -170,7 +170,7 @@ def build_store(path: Path, passages: Iterable[tuple[str, str]], repeated: Calla
 
 
 def cached_store(name: str, build: Callable[[Path], bool], cache_dir: str | Path | None) -> PassageStore:
-    """Return the store of this name; build it where there is none.
+    """Return the store of this name; build it if it does not exist.
 
     Args:
         name: Of the store.
@@ -203,13 +203,13 @@ def cached_store(name: str, build: Callable[[Path], bool], cache_dir: str | Path
 
 
 def default_cache() -> Path:
-    """Return where stores are kept unless ``datamodule.cache_dir`` says otherwise."""
+    """Return the folder of stores if ``datamodule.cache_dir`` is null."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "lit-dpret" / "passages"
 
 
 def file_key(path: Path, *facts: object) -> str:
-    """Hash what a file is into 32 hexadecimal digits: its length, time of change, first and last bytes, ``facts``."""
+    """Hash a file's identity into 32 hexadecimal digits: length, modification time, first and last bytes, ``facts``."""
     status = path.stat()
     digest = hashlib.sha256(json.dumps([_FORMAT, status.st_size, status.st_mtime_ns, *facts], default=str).encode())
     with path.open("rb") as file:

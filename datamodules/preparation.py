@@ -1,4 +1,4 @@
-"""Steps from the data as it was read to the data that is trained on: pure functions of a `Collection`.
+"""Prepare read data for training: pure functions of a `Collection`.
 
 Each says what it does to privacy. A step is *record-wise* where whether and how a training query
 remains depends on that query's own record, on public facts and on nothing else: adding or
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def drop_queries_without_passage(collection: Collection) -> Collection:
-    """Leave out queries that no qrel names, and train queries without a grade above 0. Record-wise."""
+    """Drop queries without a judgement, and train queries without a grade above 0. Record-wise."""
     qrels = {
         split: {
             query: judged
@@ -34,7 +34,7 @@ def drop_queries_without_passage(collection: Collection) -> Collection:
 
 
 def lower_case_queries(collection: Collection) -> Collection:
-    """Every query in lower case. Record-wise."""
+    """Lower-case every query. Record-wise."""
     return replace(collection, queries={query: text.lower() for query, text in collection.queries.items()})
 
 
@@ -47,7 +47,7 @@ class Overlap:
 
 
 def report_overlap(collection: Collection) -> dict[str, Overlap]:
-    """Count what each evaluation split shares with train; private numbers."""
+    """Count the overlap of each evaluation split with train; private numbers."""
     train = {query: judged for query, judged in collection.qrels.get("train", {}).items() if judged}
     texts = {normalise(collection.queries[query]) for query in train}
     passages = _positives(train)
@@ -62,7 +62,7 @@ def report_overlap(collection: Collection) -> dict[str, Overlap]:
 
 
 def drop_overlap(collection: Collection) -> Collection:
-    """Take the rows of train queries that repeat an evaluation query or share a positive passage with one.
+    """Drop the rows of train queries that repeat an evaluation query or share a positive passage with one.
 
     Such a query stays as a unit without rows, so that the published number of units does not tell.
     It is the train side that gives way. Whether a train query stays then depends on its own record
@@ -91,7 +91,7 @@ def sample(
     max_eval_queries: int | None,
     seed: int,
 ) -> Collection:
-    """A smaller data set for a quick run, the same for the same seed and in any file order.
+    """Return a smaller data set for a quick run, determined by the seed, in any file order.
 
     1. Train queries: the ``max_train_queries`` whose *ids* hash lowest among all train ids.
     2. Passages: the ``max_passages`` whose ids hash lowest among all passages. No query is looked

@@ -1,4 +1,4 @@
-"""Files of records, whatever their format, with every complaint naming the file and the line.
+"""Record files in any format, with error messages that name the file and the line.
 
 JSONL, TSV, CSV and parquet files all come out as dictionaries. The format follows the name:
 ``.jsonl``, ``.tsv`` and ``.csv``, each also with ``.gz`` or ``.zst`` behind it, and ``.parquet``.
@@ -51,13 +51,13 @@ Complain = Callable[[DataError], None]
 
 
 def refuse(problem: DataError) -> None:
-    """Raise the problem: a reader that complains to this stops at the first."""
+    """Raise the problem: a reader that reports to this function stops at the first one."""
     raise problem
 
 
 @dataclass(kw_only=True)
 class Problems:
-    """Problems by kind: how many of each, and the messages of the first few.
+    """Problems by kind: their number, and the messages of the first few.
 
     Example:
         >>> problems = Problems(examples=1)
@@ -79,12 +79,12 @@ class Problems:
 
     @property
     def total(self) -> int:
-        """How many problems there are of all kinds."""
+        """The number of problems of all kinds."""
         return sum(self.counts.values())
 
 
 class Records:
-    """Records in order, each with its place, and the columns of a record by any of their names.
+    """Records in order, each with its place, and access to columns under any of their names.
 
     Iterating yields ``(number, record)``, numbers counted from 1. The methods that take both pick a column and raise
     a `DataError` that names the place.
@@ -104,15 +104,15 @@ class Records:
         raise NotImplementedError
 
     def where(self, number: int) -> str:
-        """The place of record ``number``, in the words of a message."""
+        """Return the place of record ``number`` for a message."""
         return f"{self.source} {self.place(number)}"
 
     def place(self, number: int) -> str:
-        """``line 3``, or ``row 3``; 0 stands for a place that nobody looked for."""
+        """Return ``line 3``, or ``row 3``; 0 means an unknown place."""
         return f"{self.row_word} {number}" if number else "an earlier one"
 
     def columns(self) -> tuple[str, ...]:
-        """The columns of the first record, as they may be shown; () where there is none."""
+        """The columns of the first record, in a printable form; () without records."""
         quiet = copy.copy(self)
         quiet.complain = _ignore
         return next((shown_columns(record) for _, record in quiet), ())
@@ -136,7 +136,7 @@ class Records:
         return self.unicode(number, name, found)
 
     def optional_id(self, number: int, record: Mapping[str, Any], name: str) -> str | None:
-        """Return the id under ``name``; None where it is missing, null, NaN or empty.
+        """Return the id under ``name``; None if it is missing, null, NaN or empty.
 
         Raises:
             DataError: It is neither a text nor a whole number: to pass it over would be to forget whose the row is.
@@ -149,7 +149,7 @@ class Records:
         return None if found is None else self.unicode(number, name, found)
 
     def text(self, number: int, record: Mapping[str, Any], *names: str, optional: bool = False) -> str:
-        """Return the text under one of ``names``; ``""`` where it is optional and missing or null."""
+        """Return the text under one of ``names``; ``""`` if it is optional and missing or null."""
         if optional and all(record.get(name) is None for name in names):
             return ""
         name = self.name(number, record, *names)
@@ -159,13 +159,13 @@ class Records:
         return self.unicode(number, name, value)
 
     def unicode(self, number: int, name: str, value: str) -> str:
-        """Return ``value``; refuse a text that cannot be written as UTF-8."""
+        """Return ``value``; refuse a text that cannot be encoded as UTF-8."""
         if not is_unicode(value):
             raise DataError(f"{self.where(number)}: {name!r} {NOT_UNICODE}.", kind="not Unicode text")
         return value
 
     def grade(self, number: int, record: Mapping[str, Any], *names: str) -> int:
-        """Return the relevance grade under one of ``names``, a whole number."""
+        """Return the relevance grade under one of ``names``, an integer."""
         name = self.name(number, record, *names)
         value = record[name]
         try:
@@ -180,7 +180,7 @@ class Records:
 
 
 class RecordFile(Records):
-    """The records of one file; it is read again by every iteration and closed at its end.
+    """The records of one file, reread by every iteration and closed at its end.
 
     Args:
         path: The file; its name decides the format.
@@ -413,7 +413,7 @@ class _ZstdStream(io.RawIOBase):
 
 
 def parse_json_file(path: Path) -> Any:
-    """Read a JSON file, compressed with gzip where its name ends in .gz.
+    """Read a JSON file, decompressed if its name ends in .gz.
 
     Raises:
         DataError: It cannot be read, or is no JSON; the message names the line.
@@ -430,7 +430,7 @@ def parse_json_file(path: Path) -> Any:
 
 
 def ir_records(source: str, records: str) -> Iterator[Any]:
-    """Yield records of a data set of ir-datasets, which downloads it, keeps it and checks its hashes.
+    """Yield records of a data set of ir-datasets, which downloads, stores and verifies it.
 
     Args:
         source: The name of the data set.
@@ -451,7 +451,7 @@ def ir_records(source: str, records: str) -> Iterator[Any]:
 
 
 def is_unicode(text: str) -> bool:
-    r"""Return whether a text can be written as UTF-8. JSON can say half of a surrogate pair, which is no character.
+    r"""Return whether a text can be encoded as UTF-8. JSON can contain lone surrogates.
 
     Example:
         >>> is_unicode("\N{WAVE DASH}"), is_unicode("\ud800")
@@ -464,7 +464,7 @@ def is_unicode(text: str) -> bool:
 
 
 def as_id(value: object) -> str | None:
-    r"""Return an id as a string; whole numbers are ids too. None for what cannot be an id.
+    r"""Return an id as a string; integers are ids too. None for invalid ids.
 
     Surrounding whitespace is removed, accents are composed (NFC), and 7.0 is 7, as a column of a table has it in which
     some ids are missing: who is meant must not depend on how an id was written.
@@ -483,7 +483,7 @@ def as_id(value: object) -> str | None:
 
 
 def shown_columns(names: Iterable[object]) -> tuple[str, ...]:
-    """Return names of columns as a message may show them: in a table without a header they are private texts.
+    """Return column names in a printable form: in a table without a header they are private texts.
 
     They are taken for names where each is one word, or where one of them is a name that we know.
 
@@ -503,7 +503,7 @@ def shown_columns(names: Iterable[object]) -> tuple[str, ...]:
 
 
 def shown_number(value: object) -> str:
-    """Return what should be a number as a message may show it: anything else may be a private text.
+    """Return a supposed number in a printable form: other values may be private texts.
 
     Example:
         >>> shown_number("1.5"), shown_number("insulin dose")
@@ -520,7 +520,7 @@ def kind_of(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, shortened: messages here are one line."""
+    """Return the first line of an exception's message, shortened."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return first if len(first) <= 160 else first[:157] + "..."
 

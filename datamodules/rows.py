@@ -1,4 +1,4 @@
-"""A row and a split: the terms that readers, DataModules and modules share.
+"""Row and split: the types that readers, DataModules and modules share.
 
 A *row* is one (query, passage) pair as training sees it. Everything in it beyond the passage's
 text is private: the query, and which passage was chosen for it. Its ``repr`` therefore shows
@@ -33,7 +33,7 @@ class Row:
 
 
 def stable_hash(*parts: str) -> bytes:
-    """SHA-256 of ``parts``, the same in every process and on every machine.
+    """Return the SHA-256 of ``parts``, the same in every process and on every machine.
 
     The parts are length-prefixed, so ``("ab", "c")`` and ``("a", "bc")`` differ.
     """

@@ -1,4 +1,4 @@
-"""The base of every private DataModule: how it asks to be sampled, and how it is sampled.
+"""Base of every private DataModule: its sampling settings, and its sampling.
 
 The DataModule states its wishes (`lit_dpret.privacy.plan.SamplingRequest`); the run's privacy
 plan turns them into a law, draws by it, and attaches its sampler here before `fit`. Without a
@@ -29,14 +29,14 @@ UNTIL_FOUND = 32
 
 
 class Units(Protocol):
-    """A train split seen as units of privacy, whatever its rows are."""
+    """A train split as units of privacy, with any kind of rows."""
 
     def __len__(self) -> int: ...
     def rows(self, unit: int) -> Sequence[Any]: ...
 
 
 class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
-    """A map-style data set whose index is a draw: ``items[draw]`` is ``(draw, rows of its unit)``.
+    """A map-style data set indexed by draws: ``items[draw]`` is ``(draw, rows of its unit)``.
 
     A batch sampler that yields lists of draws thereby tells the collate function which slot is
     real. Padding has no rows.
@@ -54,7 +54,7 @@ class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SampledDataModule(LightningDataModule):
-    """A private data set that is drawn by the privacy plan and by nobody else.
+    """A private data set, sampled only by the privacy plan.
 
     What a fit asks of any DataModule is `lit_dpret.privacy.sampling.TrainingData`.
 
@@ -137,7 +137,7 @@ class SampledDataModule(LightningDataModule):
         )
 
     def plant(self, planted: Planted) -> None:
-        """Train on these units too: canaries, whose fate an audit looks at afterwards.
+        """Train on these units too: canaries, which an audit examines afterwards.
 
         Guarantees:
             - Each unit is drawn by the same law as every other unit and counts as one: in n, and in what is
@@ -156,11 +156,11 @@ class SampledDataModule(LightningDataModule):
 
     @property
     def planted_facts(self) -> dict[str, Any] | None:
-        """The facts about the planted units that ledger and card may state; None where there are none."""
+        """The public facts about planted units, for ledger and card; None without any."""
         return None if self._planted is None else dict(self._planted.facts)
 
     def train_units(self) -> Units:
-        """The train split, one item per unit of privacy."""
+        """Return the train split, one item per unit of privacy."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its units are.")
 
     def _train_items(self) -> Dataset[Any]:
@@ -173,14 +173,14 @@ class SampledDataModule(LightningDataModule):
         return len(self.train_units())
 
     def attach(self, batch_sampler: Iterable[list[Any]], collate_fn: Callable[[list[Any]], Any]) -> None:
-        """Take the plan's sampler, which yields lists of draws, and its collate function.
+        """Set the plan's sampler, which yields lists of draws, and its collate function.
 
         The collate function gets a list of ``(draw, rows)``; ``rows`` is empty where ``draw.unit`` is -1.
         """
         self._batch_sampler, self._collate_fn = batch_sampler, collate_fn
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Batches as the attached sampler draws them.
+        """Return a loader of the attached sampler's batches.
 
         Iterating draws nothing from torch's global random state, so it cannot disturb an exact resume.
 

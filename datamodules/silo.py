@@ -1,4 +1,4 @@
-"""One client of a federation as a DataModule: its sentences are the passages that its queries are trained on."""
+"""One client of a federation as a DataModule: the passages for its queries are its sentences."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SiloDataModule(PairsDataModule):
         return {"sentences": ("sid", "pid", "text"), "queries": ("qid", "text", "pos_sids", "split")}
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """Sentences as passages, judged 1 for the queries that they answer."""
+        """Read sentences as passages, with grade 1 for the queries that they answer."""
         silo = self.silo if complain is refuse else read_silo(str(self.folder), complain=complain)
         qrels: dict[str, dict[str, dict[str, int]]] = {}
         for query in silo.queries:

@@ -1,4 +1,4 @@
-"""Silos on disk: what each client of a federation holds, in one folder of its own.
+"""Silos on disk: the data of each client of a federation, in a separate folder.
 
     FOLDER/manifest.json
     FOLDER/clients/NAME/passages.jsonl     {"pid", "title"}
@@ -33,7 +33,7 @@ FILES = ("passages.jsonl", "sentences.jsonl", "queries.jsonl")
 
 @dataclass(frozen=True)
 class SiloQuery:
-    """A question of a client, and the sentences of its own collection that answer it."""
+    """A question of a client, and the sentences of its collection that answer it."""
 
     qid: str
     text: str = field(repr=False)
@@ -43,7 +43,7 @@ class SiloQuery:
 
 @dataclass(frozen=True)
 class Silo:
-    """All that one client holds; its ``repr`` shows no text."""
+    """All data of one client; its ``repr`` shows no text."""
 
     name: str  # of the client
     passages: Mapping[str, str] = field(repr=False)  # title by passage id; a passage's text is that of its sentences
@@ -52,12 +52,12 @@ class Silo:
     queries: Sequence[SiloQuery] = field(repr=False)  # with their split
 
     def counts(self) -> dict[str, int]:
-        """Passages, sentences, and queries of each split; private where the number of queries is."""
+        """Return the numbers of passages, sentences, and queries of each split; private if the number of queries is."""
         splits = {split: sum(query.split == split for query in self.queries) for split in SPLITS}
         return {"passages": len(self.passages), "sentences": len(self.sentences), **splits}
 
     def contradictions(self) -> Iterator[DataError]:
-        """Yield what makes the silo unusable: a name that is no folder, an id that leads nowhere, an empty part."""
+        """Yield reasons why the silo is unusable: an invalid folder name, an unknown id, an empty part."""
         where = f"silo {self.name!r}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
             yield DataError(f"{where}: the name must be up to 64 letters, digits, dots, dashes or underscores.")
@@ -102,7 +102,7 @@ class Silo:
 
 
 def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str, Any], knob: str = "task.out") -> Path:
-    """Write silos into a new folder that its owner alone can read.
+    """Write silos into a new folder that only its owner can read.
 
     Guarantees:
         - What is written reads back as the same silos.
@@ -134,7 +134,7 @@ def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str
 
 
 def write_silo(folder: Path, silo: Silo) -> dict[str, Any]:
-    """Write one client's folder; returns its counts."""
+    """Write one client's folder; return its counts."""
     folder.mkdir(mode=0o700)
     lines: tuple[Iterable[Mapping[str, Any]], ...] = (
         ({"pid": pid, "title": title} for pid, title in silo.passages.items()),
@@ -151,7 +151,7 @@ def write_silo(folder: Path, silo: Silo) -> dict[str, Any]:
 
 
 def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[str, Any]:
-    """The manifest of a folder of silos, or of one client's folder.
+    """Read the manifest of a folder of silos, or of one client's folder.
 
     Raises:
         DataError: There is none, it is no JSON object, or a newer version wrote it.
@@ -170,7 +170,7 @@ def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[s
 
 
 def silo_folders(folder: str | Path, *, knob: str = "federated.data") -> dict[str, Path]:
-    """The folder of each client by name, in the manifest's order.
+    """Return the folder of each client by name, in the manifest's order.
 
     Raises:
         DataError: There is no manifest, or a client of it has no folder.
@@ -186,7 +186,7 @@ def silo_folders(folder: str | Path, *, knob: str = "federated.data") -> dict[st
 
 
 def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool = True) -> Silo:
-    """One client's folder.
+    """Read one client's folder.
 
     Args:
         folder: ``.../clients/NAME``.

@@ -1,4 +1,4 @@
-"""A split for data that came without one: by user where users are known, else by query text.
+"""Split unsplit data: by user if ids are known, otherwise by query text.
 
 Which side a query falls on is a hash of its user or of its text with a public seed. It is therefore the same in
 any order of the file and on any machine, and one query's side does not depend on any other query: adding or
@@ -30,7 +30,7 @@ _TINY = 1e-9
 
 
 def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
-    """The share of each split, in the order train, dev, test; those of 0 are left out.
+    """Return the share of each split, in the order train, dev, test; those of 0 are omitted.
 
     Raises:
         ConfigurationError: A name or a number is impossible, or the shares do not add up to 1.
@@ -51,7 +51,7 @@ def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
 def split_collection(
     collection: Collection, *, fractions: Mapping[str, float], seed: int = 0, by: SplitBy = "auto"
 ) -> Collection:
-    """The same queries, all splits taken together, in new splits; see the module's text.
+    """Return the queries of all splits in new splits; see the module's text.
 
     Args:
         collection: The data.
@@ -89,7 +89,7 @@ def split_collection(
 
 
 def write_split(collection: Collection, folder: Path, *, public_passages: bool) -> dict[str, str]:
-    """Write a data set to train on into the new folder ``folder``, which its owner alone can read.
+    """Write a data set for training into the new folder ``folder``, which only its owner can read.
 
     Where the list of passages is public this is a BEIR folder. Where it comes from private records it is one file of
     pairs with a column ``split``, so that the list does not become public by having been copied.

@@ -1,4 +1,4 @@
-"""SQuAD as retrieval: which paragraph does this question ask about?
+"""SQuAD as retrieval: find the paragraph that a question is about.
 
 Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016, and the second version's
 questions without an answer (Rajpurkar, Jia and Liang, 2018). Passages are the paragraphs, equal texts once; the queries
@@ -30,7 +30,7 @@ _VERSIONS = ("v1.1", "v2.0")
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SquadDataModule(PairsDataModule):
-    """SQuAD out of its JSON files, or a BEIR folder made from them.
+    """SQuAD from its JSON files, or a BEIR folder made from them.
 
     Args:
         folder: A folder with ``train-v1.1.json`` and ``dev-v1.1.json`` (or v2.0, or one of the two; each may end in
@@ -51,7 +51,7 @@ class SquadDataModule(PairsDataModule):
 
     @property
     def evaluation_split(self) -> str:
-        """``dev``, since the test questions were never published; ``test`` of a BEIR folder that has one."""
+        """``dev``, since the test questions were never published; ``test`` of a BEIR folder with one."""
         return "test" if self.collection.qrels.get("test") else "dev"
 
     def _sources(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class SquadDataModule(PairsDataModule):
         )
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """The paragraphs, and the questions that have an answer among them."""
+        """Read the paragraphs, and the questions with an answer in them."""
         files = self._sources()
         if "corpus" in files:
             return super().read_collection(complain)

@@ -1,4 +1,4 @@
-"""The content of a data set, as numbers: splits, duplicates, leakage, lengths, users.
+"""Statistics of a data set: splits, duplicates, leakage, lengths, users.
 
 Every number here comes from the private data as it is and is covered by no guarantee. It is for the owner of the data.
 """
@@ -42,7 +42,7 @@ def count_splits(collection: Collection) -> dict[str, dict[str, int]]:
 
 
 def find_duplicates(collection: Collection, *, examples: int) -> dict[str, Any]:
-    """Texts that stand under several ids, and what evaluation splits share with train.
+    """Find texts with several ids, and the overlap of evaluation splits with train.
 
     Query texts compare casefolded, all texts with whitespace collapsed. ``texts`` are distinct repeated texts,
     ``ids`` the ids that they stand under, ``examples`` some of those ids, equal ones together.
@@ -59,7 +59,7 @@ def find_duplicates(collection: Collection, *, examples: int) -> dict[str, Any]:
 
 
 def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at_most: int) -> dict[str, Any]:
-    """Lengths of texts by ``count``: quantiles, and the share that ``limit`` cuts.
+    """Return length quantiles of texts by ``count``, and the share that ``limit`` truncates.
 
     Larger sets are subsampled evenly to ``at_most`` texts.
     """
@@ -77,7 +77,7 @@ def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at
 
 
 def count_users(collection: Collection, split: str = "train") -> dict[str, Any] | None:
-    """Count the rows of each user in a split, and what caps would keep; None where no user is known.
+    """Count the rows of each user in a split, and the rows kept under caps; None without user ids.
 
     No cap is recommended where none keeps `ENOUGH`, nor where a query has no user, which ``unit=user`` refuses.
     A row is a query with one positive passage, which is what `max_rows_per_unit` counts under ``unit=user``.
@@ -113,7 +113,7 @@ def count_users(collection: Collection, split: str = "train") -> dict[str, Any] 
 
 
 def count_invisible(texts: Iterable[str], *, of_one_line: bool) -> int:
-    """Count the texts that hold characters nobody sees: control, zero-width, text direction, byte order.
+    """Count the texts with invisible characters: control, zero-width, text direction, byte order.
 
     In texts ``of_one_line`` line breaks count too.
     """
@@ -121,7 +121,7 @@ def count_invisible(texts: Iterable[str], *, of_one_line: bool) -> int:
 
 
 def count_words(texts: Sequence[str]) -> list[int]:
-    """Count the words, between white space, of each text."""
+    """Count the white-space separated words of each text."""
     return [len(text.split()) for text in texts]
 
 

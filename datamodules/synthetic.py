@@ -1,4 +1,4 @@
-"""Synthetic queries, written by ``task=synthesize``, as training data.
+"""Synthetic queries from ``task=synthesize`` as training data.
 
 Training on them is post-processing: the claim of the generator's privacy card covers whatever is
 made from them, and from public data, without spending more. That holds only while the claim is
@@ -63,7 +63,7 @@ class SyntheticDataModule(PairsDataModule):
 
     @property
     def privacy_card_path(self) -> Path | None:
-        """The card whose claim everything trained on this folder inherits; None where none is required or there.
+        """The card whose claim all training on this folder inherits; None without a required card.
 
         Raises:
             DataError: A card is required and missing, or the file is not a JSON object.
@@ -82,7 +82,7 @@ class SyntheticDataModule(PairsDataModule):
         return path
 
     def assumptions(self) -> list[str]:
-        """What the claim of a run on these queries takes on trust, for its card."""
+        """Return the trusted assumptions of a claim on these queries, for the card."""
         if self.keep is None:
             return super().assumptions()
         return ["The synthetic queries of datamodule.keep were chosen by no private data, as declared."]
@@ -98,7 +98,7 @@ class SyntheticDataModule(PairsDataModule):
         return found
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
-        """The folder's splits and, of the others, those of ``evaluation``."""
+        """Read the folder's splits, and the other splits of ``evaluation``."""
         read = self._whole_collection(complain)
         return read if self.keep is None else keep_queries(read, Path(self.keep))
 
@@ -142,7 +142,7 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def keep_queries(collection: Collection, path: Path) -> Collection:
-    """The collection with those train queries alone whose ids ``path`` lists, one in a line.
+    """Return the collection with only the train queries whose ids ``path`` lists, one per line.
 
     Raises:
         DataError: The file is missing, empty, or lists an id that no train query has.

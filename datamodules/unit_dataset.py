@@ -1,4 +1,4 @@
-"""Training rows grouped by whose data they are: one item per unit of privacy.
+"""Training rows grouped by owner: one item per unit of privacy.
 
 What the unit is decides what the guarantee speaks of, so it comes from ``privacy.unit`` and never
 from the data settings:
@@ -35,7 +35,7 @@ from lit_dpret.texts import normalise
 
 
 class GroupedUnitDataset:
-    """The train split of a collection as units, in the order in which they first occur.
+    """The train split of a collection as units, in order of first occurrence.
 
     Guarantees:
         - Every row with a positive passage is in exactly one unit, unless ``max_rows_per_unit`` leaves it out.
@@ -109,7 +109,7 @@ class GroupedUnitDataset:
         return len(self._units) + len(self._planted)
 
     def rows(self, unit: int) -> Sequence[Row]:
-        """All rows of unit number ``unit`` (0 to ``len(self) - 1``)."""
+        """Return all rows of unit number ``unit`` (0 to ``len(self) - 1``)."""
         if not 0 <= unit < len(self):
             raise IndexError(f"There is no unit {unit}; units are numbered from 0 to {len(self) - 1}.")
         if unit >= len(self._units):
@@ -136,7 +136,7 @@ class GroupedUnitDataset:
         return frozenset(self._collection.positives(self._split, query_id))
 
     def most_units_of_a_user(self) -> int | None:
-        """Count the units of the user with the most of them; None where no user is known. Private, do not log."""
+        """Return the most units of one user; None without user ids. Private, do not log."""
         users = self._collection.users
         counts: dict[str, int] = {}
         for queries in self._queries:
@@ -155,7 +155,7 @@ def _lowest(rows: list[tuple[str, str]], limit: int | None, queries: Mapping[str
 
 @dataclass(frozen=True)
 class Planted:
-    """Units that are trained on and belong to nobody: canaries, put beside the data of a run.
+    """Units of no person, added to a run's training data: canaries.
 
     They come as finished rows; secrets and coin flips belong to `lit_dpret.audit.canaries`. They join as units, so
     that sampling, n, delta and the fingerprint of the data speak of what is really trained on. A unit without rows is
@@ -169,7 +169,7 @@ class Planted:
     facts: Mapping[str, Any]  # what may be published of them, as JSON values: it goes into the ledger and onto the card
 
     def check(self, *, duplicates: Duplicates, passages: Mapping[str, str]) -> None:
-        """Refuse to be planted where a row would not be a unit of its own, or would contradict the data.
+        """Refuse planting if a row would not be a separate unit, or would contradict the data.
 
         Args:
             duplicates: The policy of the data on equal texts.
@@ -189,7 +189,7 @@ class Planted:
                 raise DataError(f"A planted row has another text for passage {row.passage_id!r} than the data.")
 
     def fingerprint(self, key: bytes) -> str:
-        """HMAC-SHA256 of the units in their order, 64 hexadecimal digits."""
+        """Return an HMAC-SHA256 of the units in order, 64 hexadecimal digits."""
         digest = hmac.new(key, digestmod="sha256")
         for rows in self.units:
             digest.update(len(rows).to_bytes(8, "big"))

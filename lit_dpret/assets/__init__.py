@@ -1,4 +1,4 @@
-"""What ships inside the package: a small T5 that this project trained on public text.
+"""Data shipped inside the package: a small T5 that this project trained on public text.
 
 The folder is an ordinary Hugging Face model folder: `AutoTokenizer.from_pretrained` and
 `AutoModelForSeq2SeqLM.from_pretrained` load it with no hub and no network. Its model card,
@@ -14,7 +14,7 @@ from lit_dpret.errors import DataError
 
 
 def public_t5_path() -> Path:
-    """The folder of the public T5: config, safetensors weights, tokenizer, model card, query hashes.
+    """Return the folder of the public T5: config, safetensors weights, tokenizer, model card, query hashes.
 
     Raises:
         DataError: the weights are not in this installation.

@@ -1,4 +1,4 @@
-"""Did the public warm-up see one of my private queries? Answered from hashes, by whoever holds them.
+"""Check from hashes whether the public warm-up data contained one of your private queries.
 
 A public warm-up is free only while its text is public, so it must not contain the private queries.
 The holder of the private set cannot publish it, and the warm-up's questions need not be shipped: the
@@ -27,7 +27,7 @@ _NOT_WORD = re.compile(r"[\W_]+")
 
 
 def without_punctuation(text: str) -> str:
-    """The text in NFKC, case-folded, without punctuation and white space.
+    """Return the text in NFKC, case-folded, without punctuation and white space.
 
     >>> without_punctuation("What's  a Deductible?") == without_punctuation("whats a deductible")
     True
@@ -36,12 +36,12 @@ def without_punctuation(text: str) -> str:
 
 
 def query_hash(text: str) -> bytes:
-    """The first `HASH_BYTES` bytes of the SHA-256 of the normalised text."""
+    """Return the first `HASH_BYTES` bytes of the SHA-256 of the normalised text."""
     return hashlib.sha256(without_punctuation(text).encode()).digest()[:HASH_BYTES]
 
 
 def overlap(queries: Iterable[str], hashes: Collection[bytes]) -> list[str]:
-    """Those of `queries` whose normalised text is among `hashes`, in their order.
+    """Return those of `queries` whose normalised text is among `hashes`, in order.
 
     >>> overlap(["Is it PUBLIC?", "is it private?"], {query_hash("is it public")})
     ['Is it PUBLIC?']
@@ -50,14 +50,14 @@ def overlap(queries: Iterable[str], hashes: Collection[bytes]) -> list[str]:
 
 
 def write_hashes(queries: Iterable[str], path: Path) -> int:
-    """Write the sorted, distinct hashes of `queries` end to end; returns how many there are."""
+    """Write the concatenated sorted, distinct hashes of `queries`; return their number."""
     hashes = sorted({query_hash(query) for query in queries})
     path.write_bytes(b"".join(hashes))
     return len(hashes)
 
 
 def read_hashes(path: Path) -> frozenset[bytes]:
-    """What `write_hashes` wrote.
+    """Read what `write_hashes` wrote.
 
     Raises:
         DataError: the file is missing, or its length is not a whole number of hashes.

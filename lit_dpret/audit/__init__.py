@@ -1,4 +1,4 @@
-"""What attacks prove about a claim: their statistics, canaries, attacks on finished models, and `assert_private`.
+"""Audits of a claim: statistics of attacks, canaries, attacks on finished models, and `assert_private`.
 
 It is larger than planned because each bound stands beside the published one that it is compared with, and attacks cover
 generators, encoders, releases and federations.

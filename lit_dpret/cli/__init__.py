@@ -1,4 +1,4 @@
-"""One entry point for `python train.py`, `python -m lit_dpret` and `lit-dpret`.
+"""The single entry point of `python train.py`, `python -m lit_dpret` and `lit-dpret`.
 
 This is the only module that knows Hydra. It composes the configuration, hands a task the means to
 build what it needs, and turns what a user can cause into one line and a non-zero exit.
@@ -206,7 +206,7 @@ def _hydra_main(cfg: DictConfig) -> Any:
 
 
 def main() -> None:
-    """Console entry; exits with status 2 and one line on what a user can mend."""
+    """Run the console entry; user errors exit with status 2 and one line."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     errors.on_command_line = True
     warnings.formatwarning = lambda message, *place, **more: f"warning: {message}\n"  # no line of ours is of use here

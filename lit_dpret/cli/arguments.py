@@ -1,4 +1,4 @@
-"""Arguments of the command line: a word for the task, paths by position, quoted values, and the command to repeat."""
+"""Command-line arguments: a word for the task, positional paths, quoted values, and the command to repeat."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 
 
 def listing(arguments: list[str]) -> str:
-    """``lit-dpret list`` and ``lit-dpret list GROUP``: what can be chosen.
+    """Run ``lit-dpret list`` and ``lit-dpret list GROUP``, which show the choices.
 
     Raises:
         ConfigurationError: There is no such group, or more than one was named.
@@ -31,7 +31,7 @@ def listing(arguments: list[str]) -> str:
 
 
 def with_task(arguments: list[str]) -> list[str]:
-    """``doctor privacy.eps=3`` as ``task=doctor privacy.eps=3``; a word that names no task is refused.
+    """Read ``doctor privacy.eps=3`` as ``task=doctor privacy.eps=3``; refuse a word that names no task.
 
     Example:
         >>> with_task(["plan", "privacy.eps=3"])
@@ -66,7 +66,7 @@ def with_task(arguments: list[str]) -> list[str]:
 
 
 def quoted(argument: str) -> str:
-    """Return a setting with its value in quotes, where it is a plain text that Hydra's grammar does not take.
+    """Return a setting with its value quoted, if it is plain text that Hydra's grammar does not accept.
 
     Sentences, such as a question, are taken as they are.
 
@@ -110,7 +110,7 @@ def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[s
 
 
 def program() -> str:
-    """Return how this program was called, as it is typed: only a clone has ``train.py``."""
+    """Return the command that called this program: only a clone has ``train.py``."""
     called = {"train.py": "python train.py", "__main__.py": "python -m lit_dpret"}
     return called.get(Path(sys.argv[0]).name, "lit-dpret")
 
@@ -121,7 +121,7 @@ def shown_overrides() -> list[str]:
 
 
 def own_overrides() -> list[str]:
-    """Return the settings of this run; of one job of many under ``-m``."""
+    """Return the settings of this run; under ``-m``, of its job."""
     if HydraConfig.initialized():
         return list(HydraConfig.get().overrides.task)
     return shown_overrides()

@@ -1,4 +1,4 @@
-"""From a composed configuration to a task and the means to build what it needs."""
+"""Turn a composed configuration into a task and factories for its parts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Plugins.instance().register(_Studies)
 
 
 def build_parts(cfg: DictConfig) -> Parts:
-    """The means to build every piece of a run, each only when it is asked for."""
+    """Return factories for every part of a run, each called on demand."""
 
     def node(name: str, **extra: Any) -> Any:
         # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
@@ -148,7 +148,7 @@ def _trained_settings(cfg: DictConfig) -> dict[str, Any]:
 
 
 def composed_run(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
-    """Another run with ``overrides``; of the run that asks only the folder goes into it, where they name none."""
+    """Compose another run with ``overrides``; it inherits only the folder of this run, unless they name one."""
     folder = str(cfg.run_dir).replace("\\", "\\\\").replace("'", "\\'")
     wanted = [f"run_dir='{folder}'", *overrides]
     try:
@@ -210,7 +210,7 @@ def _start(cfg: DictConfig) -> dict[str, str]:
 
 
 def checked_task(cfg: DictConfig) -> Any:
-    """The task of a composed configuration, which takes everything that is chosen beside it.
+    """Return the task of a composed configuration, which must accept every chosen group.
 
     Raises:
         ConfigurationError: It does nothing with what is chosen.
@@ -235,14 +235,14 @@ def checked_task(cfg: DictConfig) -> Any:
 
 
 def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:
-    """Refuse what no accountant could plan before a task that trains reads its data."""
+    """Refuse sampling settings that no accountant supports, before a training task reads its data."""
     if hasattr(task, "planned_fits") and cfg.datamodule.get("sampling") is not None:
         names = ("sampling", "expected_batch_size", "sample_rate", "cap")
         parts.make_privacy().check_request(SimpleNamespace(**{name: cfg.datamodule.get(name) for name in names}))
 
 
 def check_top_level(cfg: DictConfig) -> None:
-    """Refuse what no task reads: a setting that was added with ``+`` and is named nowhere, and a seed that is none."""
+    """Refuse settings that no task reads: unknown ones added with ``+``, and an invalid seed."""
     known = {key.name for key in top_level().keys} | set(groups())
     text = OmegaConf.to_yaml(cfg, resolve=False)
     added = {o.lstrip("+").split("=")[0].split(".")[0] for o in own_overrides() if o.startswith("+")}

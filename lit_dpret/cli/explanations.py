@@ -1,4 +1,4 @@
-"""One line for what a user can cause, in the words of the command line; nothing for a defect of ours."""
+"""One-line messages for user errors, in the words of the command line; none for defects of this package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EN
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for what a user can cause; None for a defect of ours, which keeps its traceback."""
+    """Return one line for a user error; None for a defect, which keeps its traceback."""
     for cause in causes(error):
         if isinstance(cause, LitDpretError):
             return str(cause)
@@ -45,14 +45,14 @@ def explain(error: BaseException) -> str | None:
 
 
 def lost_rank(error: BaseException) -> WorkerError | None:
-    """Return the error behind a broken connection between ranks; a command that never loaded them has none."""
+    """Return the error behind a broken connection between ranks, for commands that loaded them."""
     ranks = sys.modules.get("lit_dpret.distributed.ranks")
     found: WorkerError | None = None if ranks is None else ranks.lost_rank(error)
     return found
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those behind it."""
+    """Yield an error, and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -100,7 +100,7 @@ def _composed_again(without: str = "") -> DictConfig:
 
 
 def explain_unknown_key(key: str) -> str:
-    """Say which settings there are where ``key`` is none."""
+    """List the existing settings near the unknown ``key``."""
     group, _, name = key.rpartition(".")
     try:
         cfg = _composed_again(without=key)

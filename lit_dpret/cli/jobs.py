@@ -1,4 +1,4 @@
-"""The jobs of a multirun (``-m``): their names, their settings, and the one that runs."""
+"""The jobs of a multirun (``-m``): their names, their settings, and the current one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lit_dpret.tasks.stages import holds_a_run
 
 
 def swept() -> tuple[list[str], list[list[str]] | None]:
-    """Return the names that ``-m`` varies, and each run's settings; None for these where a sweeper chooses them."""
+    """Return the names that ``-m`` varies, and each run's settings; None for these if a sweeper chooses them."""
     known: Any = HydraConfig.get()
     params = [f"{name}={value}" for name, value in (known.sweeper.get("params") or {}).items()]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
@@ -33,7 +33,7 @@ def swept() -> tuple[list[str], list[list[str]] | None]:
 
 
 def job_name(number: int) -> str:
-    """Name the folder of a job: its number, which is unique, and a word for each setting that is varied."""
+    """Name the folder of a job: its unique number, and a word for each varied setting."""
     names, _ = swept()
     given = dict(setting.partition("=")[::2] for setting in HydraConfig.get().overrides.task)
 
@@ -45,7 +45,7 @@ def job_name(number: int) -> str:
 
 
 def close_sweep() -> None:
-    """Let only its owner into the folder of a multirun, before its sweeper has a score to write there."""
+    """Make the folder of a multirun private to its owner, before its sweeper can write a score there."""
     known: Any = HydraConfig.get() if HydraConfig.initialized() else None
     if known is not None and known.mode == RunMode.MULTIRUN:
         folder = Path(known.sweep.dir)
@@ -54,7 +54,7 @@ def close_sweep() -> None:
 
 
 def begin_what_is_left(cfg: DictConfig) -> None:
-    """Under ``-m``, let ``resume=true`` begin those jobs that an interrupted multirun had not come to."""
+    """Under ``-m``, let ``resume=true`` start the jobs that an interrupted multirun had not reached."""
     known: Any = HydraConfig.get() if HydraConfig.initialized() else None
     if known is None or known.mode != RunMode.MULTIRUN or not cfg.resume:
         return
@@ -65,7 +65,7 @@ def begin_what_is_left(cfg: DictConfig) -> None:
 
 @contextmanager
 def one_job() -> Iterator[None]:
-    """Let the ranks that Lightning starts repeat this job of a multirun, not the whole multirun, in its folder."""
+    """Make Lightning's ranks repeat only this job of a multirun, in its folder."""
     known: Any = HydraConfig.get() if HydraConfig.initialized() else None
     if known is None or known.mode != RunMode.MULTIRUN:
         yield

@@ -1,4 +1,4 @@
-"""What a private run takes: operations, bytes and seconds of a step, counted, or measured on slices of the model.
+"""The cost of a private run: operations, bytes and seconds of a step, counted, or measured on slices of the model.
 
 Nothing here reads data or makes a release. Numbers are of three kinds, and everything that prints them says which:
 *counted* (operations and bytes of weights, exact), *measured* on the machine at hand, and *predicted* from either.

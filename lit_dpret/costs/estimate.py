@@ -35,7 +35,7 @@ def estimate(
     precision: str = "32-true",
     secure_rng: bool = False,
 ) -> dict[str, Any]:
-    """Seconds and bytes of a step and of the run, by formulas.
+    """Estimate seconds and bytes of a step and of the run, by formulas.
 
     Raises:
         ConfigurationError: The model is no generator, whose shape the formulas know.
@@ -71,7 +71,7 @@ def from_slices(
     secure_rng: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Seconds and bytes of a step and of the run, from slices of the model that were run here."""
+    """Estimate seconds and bytes of a step and of the run, from slices of the model run here."""
     work, rows = work_of(outline), plan.physical_batch_size
     slices = measure_slices(
         outline, plan, device, rows=rows, precision=precision, secure_rng=secure_rng, progress=progress
@@ -96,7 +96,7 @@ def from_slices(
 def measure(
     module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False, secure_rng: bool = False
 ) -> dict[str, Any]:
-    """Clip, noise and update on random token ids of the full lengths, and take the time and the peak memory.
+    """Clip, noise and update on random token ids at full lengths; return the time and the peak memory.
 
     Guarantees:
         - No row of data is read, and no release is made: the ids are random, and the noise comes from a
@@ -157,7 +157,7 @@ def _products(work: Work, rows: int, device: torch.device, *, half: bool, again:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a reader."""
+    """Format seconds for a reader."""
     for unit, length in (("years", 365.25 * 86_400), ("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.3g} {unit}"
@@ -165,7 +165,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for a reader."""
+    """Format bytes for a reader."""
     for unit, power in (("TiB", 40), ("GiB", 30)):
         if count >= 2**power:
             return f"{count / 2**power:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Time and memory of a private step, measured on random token ids; no data is read and nothing is released."""
+"""Measure time and memory of a private step on random token ids, without data and releases."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Measured:
 def measure_step(
     module: Any, plan: PrivacyPlan, device: torch.device, *, rows: int, autocast: bool = False, secure_rng: bool = False
 ) -> Measured:
-    """Clip, noise and update as a run does in its later steps, and take time and peak memory.
+    """Clip, noise and update as in later steps of a run, and measure time and peak memory.
 
     The optimizer's states are there before memory is measured, as they are from the second step on.
 
@@ -80,7 +80,7 @@ def measure_step(
 
 @dataclass(frozen=True)
 class Held:
-    """What the phases of a physical batch make and hold at once, in bytes of tensors, in the order of `PHASES`."""
+    """Bytes of tensors that each phase of a physical batch allocates and holds, in the order of `PHASES`."""
 
     clipped: tuple[Line, ...]  # the sum of clipped gradients being there already
     # In a batch in which the engine checks itself, the first one of a run, which also makes the sum.
@@ -97,7 +97,7 @@ class Held:
 
 
 def held_bytes(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False) -> Held:
-    """Count what clipping holds, phase by phase, from batches of two sizes; tensors, not pages of the process."""
+    """Count the bytes that clipping holds in each phase, from batches of two sizes; tensors, not process pages."""
     TrialStep(module, plan, device, autocast=autocast).clip(1)  # what is made once and kept is not of a batch
     found: list[tuple[dict[str, int], dict[str, int]]] = []
     for rows in _COUNTED_ROWS:
@@ -123,7 +123,7 @@ def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[Line, ...]:
 
 
 class TrialStep:
-    """One module in training on random rows, without data, ledger or Trainer."""
+    """One module training on random rows, without data, ledger or Trainer."""
 
     def __init__(
         self, module: Any, plan: PrivacyPlan, device: torch.device, *, autocast: bool = False, secure_rng: bool = False
@@ -137,12 +137,12 @@ class TrialStep:
         self._optimizer: Any = built[0][0] if isinstance(built, tuple) else built
 
     def attach(self) -> None:
-        """Begin again: the next batch is one in which the engine checks itself, and there is no sum."""
+        """Restart: the next batch includes the engine's self-check, and the sum is empty."""
         self._mode = DPSGD(eps=self._plan.budget.eps)
         self._mode.attach(self._module, self._plan, self._stream)
 
     def clip(self, rows: int) -> None:
-        """Add the clipped gradients of a physical batch of so many rows."""
+        """Add the clipped gradients of a physical batch with this many rows."""
         batch = {name: values.to(self._device) for name, values in self._module.longest_rows(rows).items()}
         units = torch.arange(rows, device=self._device)
         with torch.autocast(self._device.type, dtype=torch.bfloat16) if self._autocast else nullcontext():
@@ -171,7 +171,7 @@ def seconds_per_normal(device: torch.device, noise: NoiseName = "gaussian", *, s
 
 
 def seconds_per_value(device: torch.device) -> float:
-    """Return the seconds of an operation on one of many values that lie in memory; the mean of three operations."""
+    """Return the mean seconds per value of three memory-bound operations."""
     values = torch.randn(4_000_000, device=device)
 
     def work() -> None:
@@ -181,7 +181,7 @@ def seconds_per_value(device: torch.device) -> float:
 
 
 def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *, half: bool = False) -> float:
-    """Return operations per second of a linear layer of that shape: forward, and the gradients of inputs and weight."""
+    """Return operations per second of a linear layer of this shape: forward, and gradients of inputs and weight."""
     if device.type == "cpu":  # a rate no longer rises with the tokens where a product takes a second
         tokens = min(tokens, max(256, SECOND_OF_A_CORE // (6 * inputs * outputs)))
     dtype = torch.bfloat16 if half else torch.float32
@@ -199,7 +199,7 @@ def product_rate(tokens: int, inputs: int, outputs: int, device: torch.device, *
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Time ``work``: on a GPU until it has finished, on a CPU with one thread in processor time.
+    """Time ``work``: on a GPU until it finishes, on a CPU as processor time of one thread.
 
     Processor time, because the machine may be shared: a step that waits for a core is no slower a step.
     """
@@ -216,7 +216,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def resident(device: torch.device, field: str = "VmRSS") -> int:
-    """Return the bytes that are in use now, or with ``VmHWM`` were at the peak.
+    """Return the bytes in use now, or at the peak with ``VmHWM``.
 
     Raises:
         ConfigurationError: The system has no ``/proc`` to ask.
@@ -234,7 +234,7 @@ def resident(device: torch.device, field: str = "VmRSS") -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak begin at what is in use now."""
+    """Reset the peak to the current usage."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -251,7 +251,7 @@ def _bytes_of(module: torch.nn.Module) -> int:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations make while it is active, until nothing refers to them any more.
+    """Count the live storages that operations create while active.
 
     It is what `torch.cuda.max_memory_allocated` counts, without rounding up to blocks. What a kernel takes and
     gives back inside one operation is not seen.

@@ -1,4 +1,4 @@
-"""The peak memory of a private step, from what is held at the same time.
+"""The peak memory of a private step, from the tensors that are held simultaneously.
 
 While batches are clipped, there are the weights, the optimizer's states, the sum of clipped gradients, and what the
 phases of clipping hold (`lit_dpret.privacy.clipping.ghost`), each so much for each row of the physical batch and so
@@ -42,7 +42,7 @@ _IN_FLOAT64 = 8
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes that a phase holds at its peak: ``fixed``, and ``row`` for each row of the physical batch."""
+    """Bytes at the peak of a phase: ``fixed``, plus ``row`` per row of the physical batch."""
 
     fixed: float
     row: float
@@ -54,7 +54,7 @@ class Line:
         return Line(factor * self.fixed, factor * self.row)
 
     def at(self, rows: int) -> int:
-        """Bytes with so many rows."""
+        """Return the bytes for this many rows."""
         return round(self.fixed + rows * self.row)
 
 
@@ -77,7 +77,7 @@ class Bytes:
 
     @property
     def lasting(self) -> int:
-        """What lies there all the time."""
+        """Bytes allocated throughout."""
         return self.weights + self.masters + self.states
 
     @property
@@ -88,12 +88,12 @@ class Bytes:
 
     @property
     def row(self) -> int:
-        """What each further row takes in the phase of a batch that takes most."""
+        """Bytes per further row in the most expensive phase of a batch."""
         return round(max(self.clipped, key=lambda line: line.at(self.rows)).row)
 
     @property
     def updating(self) -> int:
-        """The peak while the update is made."""
+        """The peak during the update."""
         return self.lasting + self.sums + max(self.gradients, self.noise)
 
     @property
@@ -105,7 +105,7 @@ class Bytes:
 def bytes_of(
     outline: Any, *, half: bool, rows: int, clipped: tuple[Line, ...], checked: tuple[Line, ...] = ()
 ) -> Bytes:
-    """Return the bytes of a step on one device that holds everything.
+    """Return the bytes of a step on a single device.
 
     ``half`` are weights in bfloat16, with float32 copies of the trained ones in the optimizer; ``clipped`` and
     ``checked`` are what the phases of a batch of ``rows`` rows hold, and of one in which the engine checks itself.
@@ -124,7 +124,7 @@ def bytes_of(
 
 
 def estimated_bytes(outline: Any, work: Work, *, half: bool = True, rows: int = 1) -> Bytes:
-    """Return the same with what the phases hold estimated from the number of values; nothing has to run."""
+    """Return the same with phases estimated from the number of values, without running anything."""
     linear, attention, logits = COPIES["checkpointing" if outline.gradient_checkpointing else "plain"]
     size = 2 if half else 4
     row = size * (linear * work.linear_values + attention * work.scores + logits * work.logits)
@@ -137,7 +137,7 @@ STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 def check_sharding(strategy: str, world: int) -> None:
-    """Refuse what `on_each_device` cannot tell.
+    """Refuse combinations that `on_each_device` does not support.
 
     Raises:
         ConfigurationError: The strategy is unknown, or ``world`` is no whole number of at least 1.
@@ -149,7 +149,7 @@ def check_sharding(strategy: str, world: int) -> None:
 
 
 def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
-    """Return the bytes on each of ``world`` devices, from those of one device that holds everything.
+    """Return the bytes on each of ``world`` devices, from those of a single device.
 
     | strategy | weights | float32 copies, states | sum of clipped gradients | noised gradients |
     | --- | --- | --- | --- | --- |
@@ -182,7 +182,7 @@ def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
 
 
 def rows_that_fit(part: Bytes, memory: float, *, share: float = 0.9) -> int:
-    """Return the most rows of a physical batch that fit in ``share`` of a device's memory; 0 where none fits."""
+    """Return the most rows of a physical batch within ``share`` of a device's memory; 0 if none fits."""
     room = share * memory
     if replace(part, rows=0).updating > room:
         return 0

@@ -1,4 +1,4 @@
-"""Predict a private step on an accelerator that is not here, from the maker's rates for each kind of work.
+"""Predict a private step on another accelerator, from the vendor's rates for each kind of work.
 
 One rate for everything would be wrong by a factor: forward and backward products run in bfloat16, norms and weighted
 sums in float32 (`lit_dpret.privacy.clipping.ghost`) or, where the engine says so, with low-precision inputs
@@ -39,7 +39,7 @@ _NODE, _NETWORK = 8, 50e9
 
 
 def check_devices(device: str, world: int, strategy: str) -> None:
-    """Refuse, before anything is computed, what `predict` would refuse."""
+    """Refuse, before any computation, what `predict` would refuse."""
     accelerator(device)
     check_sharding(strategy, world)
 
@@ -56,7 +56,7 @@ def predict(
     secure_rng: bool = False,
     seconds_of_a_normal: float | None = None,
 ) -> dict[str, Any]:
-    """Return one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
+    """Predict one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
 
     Args:
         outline: The generator.

@@ -1,4 +1,4 @@
-"""Time and memory of a model that is too large to try, extrapolated from slices of it that are not.
+"""Time and memory of a model that is too large to run, extrapolated from slices of it.
 
 A slice is the model with one or three layers on a side, at its full width and lengths. What a physical batch takes is
 very nearly linear in the number of layers, so three slices tell what the whole would take: what is there once
@@ -32,7 +32,7 @@ SLICES = ((1, 1), (_MORE, 1), (1, _MORE))
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of the model takes."""
+    """The cost of a part of the model."""
 
     seconds: float
     held: Held
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Slices:
-    """What the slices show."""
+    """The measurements of the slices."""
 
     rows: int
     base: Part  # what is there once
@@ -57,11 +57,11 @@ class Slices:
     precision: str
 
     def whole(self, encoder: int, decoder: int) -> Part:
-        """Return what a physical batch of a model of so many layers takes."""
+        """Return the cost of a physical batch of a model with this many layers."""
         return self.base + self.encoder_layer * encoder + self.decoder_layer * decoder
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
 
@@ -100,7 +100,7 @@ def measure_slices(
 
 
 def taken_apart(parts: Sequence[Part]) -> tuple[Part, Part, Part]:
-    """Return what is there once, and what a layer of the encoder (if there is one) and of the decoder adds."""
+    """Return the fixed cost, and the cost per layer of the encoder (if any) and of the decoder."""
     small, *more_encoder, more_decoder = parts
     decoder_layer = _each(small, more_decoder)
     encoder_layer = _each(small, more_encoder[0]) if more_encoder else decoder_layer * 0.0
@@ -112,7 +112,7 @@ def _each(small: Part, large: Part) -> Part:
 
 
 def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGenerator:
-    """Return the model with so many layers and random weights.
+    """Return the model with this many layers and random weights.
 
     Raises:
         ConfigurationError: The model cannot be sliced.

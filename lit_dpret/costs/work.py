@@ -1,4 +1,4 @@
-"""Operations and values of one row of a language model, counted from its layers."""
+"""Count the operations and values for one row of a language model, from its layers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Product:
 
     @property
     def size(self) -> int:
-        """Multiplications of one product."""
+        """The multiplications of one product."""
         return self.tokens * self.inputs * self.outputs
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one row passes through.
+    """The work for one row.
 
     Attributes:
         products: The linear layers, equal ones counted.
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def forward_flops(self) -> int:
-        """Floating-point operations of a forward pass: two for each weight and token, and attention."""
+        """Floating-point operations of a forward pass: two per weight and token, and attention."""
         return 2 * sum(count * product.size for product, count in self.products.items()) + 2 * self.score_products
 
     @property
@@ -66,12 +66,12 @@ class Work:
 
     @property
     def linear_values(self) -> int:
-        """Values of the inputs and outputs of all linear layers."""
+        """The number of inputs and outputs of all linear layers."""
         return sum(count * p.tokens * (p.inputs + p.outputs) for p, count in self.products.items())
 
 
 class Outline(Protocol):
-    """A generator, with or without its weights, and the lengths that its rows are cut to."""
+    """A generator, with or without its weights, and the lengths of its rows."""
 
     @property
     def name(self) -> str: ...

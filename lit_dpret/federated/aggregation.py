@@ -1,4 +1,4 @@
-"""From the clients' weights to the server's: FedAvg, and rules for silos that may send anything.
+"""Aggregate the clients' weights: FedAvg, and robust rules against malicious silos.
 
 ``mean`` is FedAvg (McMahan et al., 1602.05629; equations 5 and 6 of paper 004): one silo moves it as far as
 ``federated.update_norm`` allows. The robust rules are Flower's own functions, for servers that see every update: the
@@ -25,7 +25,7 @@ Weights = dict[str, Tensor]
 
 
 def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: int | None = None) -> dict[str, float]:
-    """Return how much each client counts; not normalised.
+    """Return each client's aggregation weight; not normalised.
 
     Args:
         counts: Train queries of each client.
@@ -42,7 +42,7 @@ def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: in
 
 
 def take_weights(module: nn.Module) -> Weights:
-    """Copy the trainable parameters, float32 on the CPU, each once however many names it has."""
+    """Copy the trainable parameters, float32 on the CPU, each shared one once."""
     return {
         name: parameter.detach().to("cpu", torch.float32).clone()
         for name, parameter in module.named_parameters()
@@ -51,7 +51,7 @@ def take_weights(module: nn.Module) -> Weights:
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Set the trainable parameters; refuse names, shapes and values that are not the module's (`check_weights`)."""
+    """Set the trainable parameters; refuse other names, shapes and values than the module's (`check_weights`)."""
     own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     check_weights("the weights", weights, own)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 
 def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Refuse weights that are not of the model: other names or shapes, NaN or infinity."""
+    """Refuse weights that do not fit the model: other names or shapes, NaN or infinity."""
     if set(weights) != set(like):
         odd = sorted(set(weights) ^ set(like))
         raise DataError(
@@ -86,7 +86,7 @@ def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, 
 
 
 def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Tensor], most: float | None) -> None:
-    """Refuse a change of the weights that is too long beside the weights themselves (L2, over all of them)."""
+    """Refuse a change that is too large relative to the weights (L2, over all of them)."""
     if most is None:
         return
     length = math.sqrt(sum(float(value.double().square().sum()) for value in start.values()))
@@ -121,13 +121,13 @@ def weighted_mean(updates: Mapping[str, Mapping[str, Tensor]], weights: Mapping[
 
 
 def updates_needed(stage: Stage1) -> int:
-    """Return how many updates the rule needs, so that ``federated.stage1.malicious`` of them do not decide."""
+    """Return the least number of updates with which the rule withstands ``federated.stage1.malicious`` silos."""
     wrong = stage.malicious
     return {"mean": 1, "median": 2 * wrong + 1, "trimmed_mean": 2 * wrong + 1}.get(stage.aggregation, 2 * wrong + 3)
 
 
 def check_enough(stage: Stage1, silos: int, what: str) -> None:
-    """Refuse a rule that needs more silos than the setting ``what`` gives a round, before anything is trained."""
+    """Refuse a rule that needs more silos than the setting ``what`` guarantees, before any training."""
     if silos < (needed := updates_needed(stage)):
         raise ConfigurationError(
             f"federated.stage1.aggregation={stage.aggregation} with federated.stage1.malicious={stage.malicious} needs "
@@ -136,7 +136,7 @@ def check_enough(stage: Stage1, silos: int, what: str) -> None:
 
 
 def check_silos(run: PddAs2, silos: int) -> None:
-    """Refuse settings that so many silos can never meet: too few for the rule or for a secure sum."""
+    """Refuse settings that this many silos cannot meet: too few for the rule or for a secure sum."""
     check_enough(run.stage1, silos, "the number of clients (federated.clients)")
     if run.secure_sum:
         from lit_dpret.federated.secure_sum import Session, threshold_for
@@ -155,7 +155,7 @@ def next_weights(
     faults: list[str],
     least: int = 1,
 ) -> tuple[Weights, list[str]]:
-    """Return the next global weights, and whose updates they are made of: nobody's, where the old weights are kept."""
+    """Return the next global weights, and the silos whose updates they contain: none if the old ones are kept."""
     good: dict[str, Mapping[str, Tensor]] = {}
     for name, update in updates.items():
         try:
@@ -181,7 +181,7 @@ def next_weights(
 
 
 def good_weights(start: Mapping[str, Tensor], found: Weights, most: float | None) -> Weights:
-    """Return the result of a round; refuse one that is not finite, or further from ``start`` than one silo may go."""
+    """Return the result of a round; refuse one that is not finite, or too far from ``start``."""
     try:
         check_weights("the result", found, start)
         check_norm("the result", start, found, most)

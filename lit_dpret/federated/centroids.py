@@ -1,4 +1,4 @@
-r"""Private centroids of embeddings, which are sent in their place as requests and answers.
+r"""Private centroids of embeddings, sent instead of the embeddings as requests and answers.
 
 Noise on every query's own embedding drowns it: at epsilon 8 and 768 dimensions the noise is thirty times as long as
 the signal. A centroid of fifty is worth more, because all fifty add to it and noise is added once. The centroids are
@@ -86,7 +86,7 @@ def table_of(
 def dp_centroids(
     embeddings: Tensor, plan: CentroidPlan, noised: Noised, *, units: Sequence[Hashable] | None = None
 ) -> Tensor:
-    """Return centroids of private rows, ``(count, dim)``, float32: a function only of what ``noised`` returned."""
+    """Return centroids of private rows, ``(count, dim)``, float32: a function only of the results of ``noised``."""
     centroids = plan.start(embeddings.shape[1])
     for _ in range(plan.iterations):
         table = noised(table_of(embeddings, centroids, plan, units), plan.sensitivity)

@@ -47,7 +47,7 @@ class SiloSettings:
     ledgers: Path | None = None
 
     def client(self) -> SiloClient:
-        """Build the silo; reads its data, and its ledgers where it has a budget."""
+        """Build the silo; read its data, and its ledgers if it has a budget."""
         credentials = None
         if self.federated.roster:
             if self.signing_key is None or self.roster_file is None:
@@ -103,7 +103,7 @@ class Patience:
 
 @dataclass(frozen=True, kw_only=True)
 class SuperLinkTarget(Patience):
-    """The SuperLink that a run is handed to, and how patient its server is."""
+    """The SuperLink for a run, and its server's waiting times."""
 
     superlink: str | None = None
     root_certificates: Path | None = None
@@ -112,13 +112,13 @@ class SuperLinkTarget(Patience):
 
     @property
     def by_address(self) -> bool:
-        """Whether ``superlink`` is an address and not a name."""
+        """Whether ``superlink`` is an address instead of a name."""
         return self.superlink is not None and ":" in self.superlink
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest(Patience):
-    """The request for a run, as it is sent to the server's app."""
+    """The request for a run, sent to the server's app."""
 
     name: str  # of the run. The same name continues what is finished, on the server and at the silos.
     federated: PddAs2 = field(default_factory=PddAs2)  # its settings

@@ -1,4 +1,4 @@
-"""Answer sentence selection, measured at both of the paper's levels: which sentence, and which passage.
+"""Evaluate answer sentence selection at both levels of the paper: sentences and passages.
 
 A passage scores as its best sentence does (paper 004, equation 9), so the ranking of passages is the ranking of
 sentences with every passage at the place of its first. Hence *any-hit* measures can only rise from sentences to
@@ -60,7 +60,7 @@ def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> 
 
 
 def collapse(top: TopK, passage_of: Tensor, depth: int) -> TopK:
-    """Turn a ranking of sentences into one of passages, each with the score of its best sentence.
+    """Turn a ranking of sentences into one of passages, each with its best sentence's score.
 
     Returns:
         Exactly ``depth`` columns, padded with -inf and `MISSING`.
@@ -81,7 +81,7 @@ def collapse(top: TopK, passage_of: Tensor, depth: int) -> TopK:
 
 
 class SentenceCollection:
-    """The sentences of one client, in an order that breaks ties, with the passages that they are from."""
+    """The sentences of one client, in tie-breaking order, with their passages."""
 
     def __init__(self, sentences: Mapping[str, str], passage_of: Mapping[str, str]) -> None:
         if not sentences:

@@ -1,4 +1,4 @@
-"""A run of PDD-AS2 as its server sees it (Algorithm 1 of paper 004, and its second stage), and what it gives back.
+"""The server's view of a PDD-AS2 run (Algorithm 1 of paper 004, and its second stage), and its result.
 
 Which phases are run, how the rounds of stage 1 follow each other, and how their updates are combined is the same for
 every transport. How silos are asked is not: `lit_dpret.federated.transport` calls them, and
@@ -52,14 +52,14 @@ class FedResult:
         return self.traffic.by_phase()
 
     def mean(self, system: str, metric: str) -> float:
-        """Return the mean over all queries of all clients whose measures are known."""
+        """Return the mean over all queries of all clients with known measures."""
         found = self.systems.get(system)
         if not found:
             raise DataError(f"No silo shares its measures of {system}; each has them in its own state folder.")
         return float(np.concatenate([values[metric] for values in found.values()]).mean())
 
     def facts(self) -> dict[str, Any]:
-        """Return what a server knows at the end as plain values, without the weights."""
+        """Return the server's final knowledge as plain values, without the weights."""
         of_silo = {name: found for shared in self.systems.values() for name, found in shared.items()}
         return {
             # A server knows means, so that every value of a silo is the same one.
@@ -77,7 +77,7 @@ class FedResult:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> FedResult:
-        """Return the result that a server told by `facts`, in which each query has the mean of its silo."""
+        """Return the result from `facts` of a server, with each query's value replaced by its silo's mean."""
         result = cls(faults=list(facts["faults"]), epsilon=dict(facts["epsilon"]))
         for phase, shared in facts["measures"].items():
             result.systems[phase] = {
@@ -91,7 +91,7 @@ class FedResult:
 
 
 class Federation(ABC):
-    """A run of PDD-AS2, whatever carries the messages.
+    """A run of PDD-AS2, over any transport.
 
     Guarantees:
         - A run that is started again does not repeat a finished round or refresh.
@@ -113,7 +113,7 @@ class Federation(ABC):
         self.result = FedResult(traffic=Traffic(self.folder / "traffic.json"))
 
     def run(self, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
-        """Train what is needed, and measure the given phases on each silo's own questions.
+        """Train as needed, and evaluate the given phases on each silo's own questions.
 
         Without ``stage2`` in ``measure`` stage 2 is not run, and ``bm25`` alone trains nothing.
         """
@@ -129,7 +129,7 @@ class Federation(ABC):
         return self.result
 
     def train_shared(self) -> Weights:
-        """Run stage 1, in every round one local epoch of every silo and then the mean; return the global weights."""
+        """Run stage 1, each round a local epoch of every silo and their mean; return the global weights."""
         weights, first = newest_round(self.folder, "global") or (self.start, 0)
         rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
         steps = self.steps_of_round
@@ -146,7 +146,7 @@ class Federation(ABC):
 
     @abstractmethod
     def round(self, weights: Weights, number: int, progress: Callable[[int], None]) -> Weights:
-        """Return the next global weights; the last ones where the round is void."""
+        """Return the next global weights; the previous ones if the round is void."""
 
     @abstractmethod
     def personalise(self, weights: Weights) -> None:
@@ -154,12 +154,12 @@ class Federation(ABC):
 
     @abstractmethod
     def measure(self, system: Phase, weights: Weights | None, *, split: str) -> None:
-        """Put the measures of every silo on its own collection into the result; ``weights`` is None for BM25."""
+        """Add the measures of every silo on its own collection to the result; ``weights`` is None for BM25."""
 
     def combine(
         self, weights: Weights, updates: Mapping[str, Weights], examples: Mapping[str, int], number: int, *, least: int
     ) -> Weights:
-        """Return the next global weights, made of updates that are known in clear."""
+        """Return the next global weights from updates known in clear."""
         stage, where = self.settings.stage1, f"stage 1, round {number}"
         shares = client_weights({name: examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat)
         with self.giving_reasons(where):
@@ -170,7 +170,7 @@ class Federation(ABC):
 
     @contextmanager
     def giving_reasons(self, where: str) -> Iterator[None]:
-        """Add to an error of a round why each silo was left out of it."""
+        """Add to a round's error why each silo was excluded."""
         try:
             yield
         except DataError as error:

@@ -1,4 +1,4 @@
-"""Local epochs by an ordinary Trainer, with the accountant that every run of this project has, and their callbacks."""
+"""Local epochs by an ordinary Trainer, with this package's accountant, and their callbacks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lit_dpret.progress import without_progress
 
 
 class NotRepeatedError(ResumeError):
-    """A fit that was broken off cannot be repeated bit by bit, so all of it would be paid for again."""
+    """An interrupted fit cannot be repeated bit by bit, so all of it would be charged again."""
 
 
 class RoundAccountant(PrivacyAccountant):
-    """The accountant of one round, which continues the weights of earlier rounds: the silo composes them all."""
+    """The accountant of one round that continues earlier weights: the silo composes all rounds."""
 
     counted_by_others = True
 
@@ -49,7 +49,7 @@ def fit_epochs(
     module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = (),
     progress: StepProgress | None = None, repeat: bool = False,
 ) -> None:  # fmt: skip
-    """Train ``module`` on ``data`` for so many epochs, its ledger in ``folder``.
+    """Train ``module`` on ``data`` for this many epochs, with its ledger in ``folder``.
 
     Nothing is logged, validated or checkpointed: a local epoch yields the weights, and the ledger.
 
@@ -92,7 +92,7 @@ def fit_epochs(
 
 
 class KeepOptimizer(Callback):
-    """Restores the optimizer's state of an earlier fit, and saves its own at the end.
+    """Restore the optimizer's state of an earlier fit, and save the new state at the end.
 
     Under a private mode the state is a function of noised gradients only; it stays on this machine either way.
     """
@@ -120,7 +120,7 @@ def attempt_folder(folder: Path) -> Path:
 
 
 def broken_attempt(folder: Path) -> tuple[Path, float] | None:
-    """Return the newest attempt of a fit that is in a ledger, and its noise multiplier; None where there is none."""
+    """Return the newest attempt with a ledger, and its noise multiplier; None without one."""
     # Asked where the fit has no result, so that it was broken off: killed in a step, or before its result was written.
     attempts = sorted(folder.glob(f"attempt-*/{LEDGER_NAME}"), key=lambda path: int(path.parent.name.split("-")[1]))
     for path in reversed(attempts):
@@ -135,7 +135,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 class TowardsAnchor(Callback):
-    """Adds ``strength * (w - anchor)`` to every gradient: the term ``strength / 2 * |w - anchor|^2`` of the loss.
+    """Add ``strength * (w - anchor)`` to every gradient: the term ``strength / 2 * |w - anchor|^2`` of the loss.
 
     With the weights of the round's start as the anchor it is FedProx (Li et al., 1812.06127, equation 2); with
     the mean of the clients' personal models MR-MTL (Liu et al., "On Privacy and Personalization in Cross-Silo

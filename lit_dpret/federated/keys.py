@@ -1,4 +1,4 @@
-"""Keys, signatures, boxes, shared secrets and identities, of which the secure sum and the sealing are built.
+"""Keys, signatures, boxes, shared secrets and identities for the secure sum and for sealing.
 
 X25519 (RFC 7748), HKDF-SHA256 (RFC 5869), ChaCha20-Poly1305 (RFC 8439) and Ed25519 (RFC 8032), all of the package
 cryptography; keys are their 32 raw bytes. Every derived key, signature and box is bound to a `label` that states its
@@ -41,7 +41,7 @@ _RAW = serialization.Encoding.Raw
 
 
 def label(*parts: str | int | bytes) -> bytes:
-    """Concatenate the parts, each after its length: different parts never give the same bytes."""
+    """Concatenate the parts, each with its length, so that different parts never give the same bytes."""
     data = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"".join(len(part).to_bytes(4, "big") + part for part in data)
 
@@ -59,7 +59,7 @@ def public_of(key: bytes) -> bytes:
 
 
 def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
-    """Derive 32 bytes that only the owners of both keys can derive, each with the public half of the other's."""
+    """Derive 32 bytes that only the two key owners can derive, each from the other's public half."""
     try:
         secret = X25519PrivateKey.from_private_bytes(key).exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError as error:
@@ -68,14 +68,14 @@ def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Encrypt and authenticate under a key; ``about`` is authenticated as well, and not sent."""
+    """Encrypt and authenticate under a key; ``about`` is authenticated too, and not sent."""
     # The nonce is random: one key may seal 2^32 boxes before two nonces are likely to collide.
     nonce = secrets.token_bytes(_NONCE_BYTES)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, content, about)
 
 
 def unseal(key: bytes, box: bytes, about: bytes) -> bytes | None:
-    """Open a box; None where it was changed, or sealed under another key or about something else."""
+    """Open a box; None if it was changed, or sealed under another key or context."""
     try:
         return ChaCha20Poly1305(key).decrypt(box[:_NONCE_BYTES], box[_NONCE_BYTES:], about)
     except (InvalidTag, ValueError):
@@ -83,7 +83,7 @@ def unseal(key: bytes, box: bytes, about: bytes) -> bytes | None:
 
 
 def key_stream(key: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
-    """Yield the ChaCha20 stream under a key of this single use, in consecutive pieces of these sizes."""
+    """Yield the ChaCha20 stream under a single-use key, in consecutive pieces of these sizes."""
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     for size in sizes:
         yield encryptor.update(bytes(size))
@@ -107,7 +107,7 @@ def sign(key: bytes, content: bytes) -> bytes:
 
 
 def is_signed(public: bytes, signature: bytes, content: bytes) -> bool:
-    """Tell whether the owner of a signing key signed this."""
+    """Return whether the owner of a signing key signed this."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, content)
     except (InvalidSignature, ValueError):
@@ -120,7 +120,7 @@ SECRET_BYTES, SHARE_BYTES = 32, 66
 
 
 def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, bytes]:
-    """Share a secret among holders so that any ``threshold`` of them find it and fewer learn nothing.
+    """Split a secret among holders so that any ``threshold`` of them recover it and fewer learn nothing.
 
     Shamir, "How to share a secret", 1979. Fewer shares are uniformly distributed, whatever the secret is.
 
@@ -187,12 +187,12 @@ class Credentials:
 
     @property
     def number(self) -> int:
-        """The silo's own, from 1."""
+        """The silo's own number, from 1."""
         return sorted(self.roster).index(self.name) + 1
 
     @property
     def by_number(self) -> dict[int, bytes]:
-        """Everybody's public signing key."""
+        """All public signing keys, by number."""
         return {place: self.roster[name] for place, name in enumerate(sorted(self.roster), start=1)}
 
     def sign(self, content: bytes) -> bytes:
@@ -200,7 +200,7 @@ class Credentials:
         return sign(self.identity, content)
 
     def signed_by(self, number: int, signature: bytes, content: bytes) -> bool:
-        """Tell whether it is the signature of the silo with this number."""
+        """Return whether this is the signature of the silo with this number."""
         public = self.by_number.get(number)
         return public is not None and is_signed(public, signature, content)
 

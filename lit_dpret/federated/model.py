@@ -1,4 +1,4 @@
-"""The maker of the model of every round: the same public start each time, from settings that can be sent anywhere."""
+"""Build the model of every round: the same public start each time, from serialisable settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLANTED = "planted"
 
 @dataclass(frozen=True, kw_only=True)
 class AS2Maker:
-    """Builds the `AS2DualEncoder` of a round; call it as `SiloClient` does.
+    """Build the `AS2DualEncoder` of a round; called by `SiloClient`.
 
     Guarantees:
         - Two calls with the same arguments give the same weights, in any process.
@@ -48,7 +48,7 @@ class AS2Maker:
     seed: int = 0
 
     def check(self) -> AS2Maker:
-        """Load the encoder, so that a missing one is refused before anything else; return the maker."""
+        """Load the encoder, so that a missing one is refused first; return the maker."""
         require_whole("federated.model", self, 1, "max_query_length", "max_sentence_length")
         require_whole("federated.model", self, 1, "layers", null=True)
         _loaded(self)
@@ -76,7 +76,7 @@ class AS2Maker:
 
 
 def start_and_dim(make: Callable[..., AS2DualEncoder]) -> tuple[Weights, int]:
-    """Return the public weights that stage 1 begins with, and the dimensions of an embedding.
+    """Return the public initial weights of stage 1, and the dimension of an embedding.
 
     They are the shapes that messages must have.
     """
@@ -85,12 +85,12 @@ def start_and_dim(make: Callable[..., AS2DualEncoder]) -> tuple[Weights, int]:
 
 
 def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
-    """Return the public weights that stage 1 begins with."""
+    """Return the public initial weights of stage 1."""
     return start_and_dim(make)[0]
 
 
 def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:
-    """Refuse an encoder that was trained on private data, for a federation whose silos count what they spend."""
+    """Refuse an encoder trained on private data, for a federation with a budget."""
     place = Path(str(getattr(make, "encoder", PLANTED))).expanduser()
     if not place.is_dir():
         return

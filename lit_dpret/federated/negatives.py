@@ -1,4 +1,4 @@
-"""Negatives from other clients' collections (paper 004, section 2.2): what is sent, and the source that draws from it.
+"""Negatives from other clients' collections (paper 004, section 2.2): their messages, and the source that draws them.
 
 Three acts: the asker makes *request rows*, each asked client answers with a *block*, the asker merges the blocks
 into a *pool*. Nothing here sends anything; transports do.
@@ -29,7 +29,7 @@ from lit_dpret.retrieval.search import MISSING, TopK, merged, search, unbroken
 
 
 def select_clients(asker: str, names: Iterable[str], stage: Stage2, *, seed: int, refresh: int) -> list[str]:
-    """Return the clients to ask (``Select`` of equation 7 of paper 004, which leaves open how), never the asker.
+    """Return the clients to ask (``Select`` of equation 7, unspecified in paper 004), never the asker.
 
     Guarantees:
         - A function of names and public coins, which ``random`` draws again at every refresh: nothing that a client
@@ -49,7 +49,7 @@ SENT_AS = {"float32": torch.float32, "float16": torch.float16}
 
 @dataclass(frozen=True, repr=False)
 class Block:
-    """One client's answer: every embedding once, and for each request row which of them, best first.
+    """One client's answer: every embedding once, and for each request row a ranked list of them.
 
     Neighbouring requests have neighbours in common, so this is several times smaller than a table.
     """
@@ -64,17 +64,17 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """How many request rows it answers."""
+        """The number of answered request rows."""
         return len(self.starts) - 1
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that travel, by name."""
+        """The tensors to send, by name."""
         return {"embeddings": self.embeddings, "starts": self.starts, "entries": self.entries}
 
     @property
     def bytes(self) -> int:
-        """Its size on the wire, without the envelope."""
+        """Its size when sent, without the envelope."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
     def table(self) -> Tensor:
@@ -88,7 +88,7 @@ class Block:
         return table
 
     def check(self, *, rows: int, dim: int, limit: int | None = None) -> Block:
-        """Refuse a block of wrong shape, with values that give no finite scores, or larger than was asked for."""
+        """Refuse a block with a wrong shape, non-finite scores, or more entries than requested."""
         wrong = None
         if self.embeddings.dim() != 2 or self.embeddings.shape[1] != dim:
             wrong = f"embeddings of shape {tuple(self.embeddings.shape)} where {dim} dimensions were asked for"
@@ -107,7 +107,7 @@ class Block:
 
 @dataclass(frozen=True, repr=False)
 class FedPool:
-    """Negatives from other clients, as an asker keeps them."""
+    """Negatives from other clients, as stored by an asker."""
 
     embeddings: Tensor  # float32, ``(pool, dim)``
     # Places in the pool for each request row, best first, `MISSING` where there are no more, ``(rows, n)``; None where
@@ -119,7 +119,7 @@ class FedPool:
 
 
 def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, send_as: str = "float16") -> Block:
-    """Answer every request row, ``(rows, dim)``, with the ``n`` candidates of highest dot product.
+    """Answer every request row, ``(rows, dim)``, with its ``n`` candidates of highest dot product.
 
     Guarantees:
         - Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
@@ -131,14 +131,14 @@ def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, se
 
 
 def respond_uniformly(client: str, candidates: Tensor, n: int, *, seed: int, send_as: str = "float16") -> Block:
-    """Answer a request that says nothing with ``n`` candidates, drawn uniformly: one list for one empty row."""
+    """Answer an empty request with ``n`` uniformly drawn candidates: one list for one empty row."""
     sent = as_sent(candidates, send_as)
     drawn = public_coins(seed, "uniform answer", client).permutation(len(sent))[:n]
     return _block(client, sent, [torch.from_numpy(drawn.copy()).long()])
 
 
 def as_sent(embeddings: Tensor, send_as: str) -> Tensor:
-    """Round embeddings to the type that is sent; refuse one that cannot hold a value."""
+    """Convert embeddings to the dtype for sending; refuse values outside its range."""
     sent = embeddings.detach().cpu().to(SENT_AS[send_as])
     if not bool(torch.isfinite(sent).all()):
         raise ConfigurationError(f"federated.stage2.send_as={send_as} cannot hold these embeddings. Send float32.")
@@ -173,7 +173,7 @@ def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> Fe
 
 
 def pool_of(blocks: Sequence[Block], dim: int) -> FedPool:
-    """Merge answers into a pool that holds each embedding once and is searched with the asker's own queries."""
+    """Merge answers into a pool with each embedding once, searched with the asker's own queries."""
     ordered = sorted(blocks, key=lambda block: block.client)
     found = [block.embeddings.float() for block in ordered]
     return FedPool(torch.unique(torch.cat(found), dim=0) if found else torch.empty(0, dim))
@@ -183,7 +183,7 @@ def merged_pool(
     answers: Iterable[tuple[Who, Callable[..., Block]]], rows: Tensor, stage: Stage2,
     refuse: Callable[[Who, DataError], None],
 ) -> FedPool:  # fmt: skip
-    """Merge the answers to a request of ``rows`` into the asker's pool, which has lists where the rows are queries.
+    """Merge the answers to a request of ``rows`` into the asker's pool, with lists if the rows are queries.
 
     Each answer is read with the number of rows that it has to answer, and the most entries of a row; ``refuse`` is
     told of those that cannot be read.
@@ -200,7 +200,7 @@ def merged_pool(
 
 
 def kept_pool(pool: FedPool | None, path: Path) -> FedPool:
-    """Write the pool that was answered to ``path`` and return it; read it from there between two refreshes."""
+    """Write the answered pool to ``path`` and return it; between refreshes read it from there."""
     if pool is not None:
         parts = {"embeddings": pool.embeddings, "lists": pool.lists}
         save_tensors({name: part for name, part in parts.items() if part is not None}, path)
@@ -254,7 +254,7 @@ class OtherPositives(PassageSource):
 
 
 class FedNegatives(DynamicNegatives):
-    """Sentences of other clients, of which only embeddings are known, in a space whose sentence side is frozen.
+    """Sentences of other clients, known only as embeddings, in a space with a frozen sentence side.
 
     With lists (an exact request) a query gets ``per_query`` of its own list; without, the pool is
     searched with the query encoder as it is at every step. Either way they are drawn uniformly from the best
@@ -291,7 +291,7 @@ class FedNegatives(DynamicNegatives):
         self.index = torch.cat([own, self.pool.embeddings.to(own.dtype)])
 
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
-        """Return the best of the pool, in places that are numbered after the client's own sentences."""
+        """Return the best of the pool, numbered after the client's own sentences."""
         pool, rows = self.pool.embeddings, len(query_embeddings)
         if self.pool.lists is not None or not len(pool):
             return TopK(torch.full((rows, 1), float("-inf")), torch.full((rows, 1), MISSING))

@@ -1,4 +1,4 @@
-"""The federation that ``federated=`` describes: where the silos are, how they talk, and all public facts of a run."""
+"""The federation configured by ``federated=``: the silos, the transport, and all public facts of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INSURANCEQA, PLANTED = "insuranceqa", "planted"
 
 @dataclass(frozen=True, kw_only=True)
 class FederationPlan(Safeguards, SuperLinkTarget):
-    """A federation as the command line describes it.
+    """A federation as configured on the command line.
 
     Where a setting is null its value follows from whether there is a budget: without ``privacy.eps`` it is the
     paper's, with it what the budget allows. A value that is given and that a budget refuses is refused by name.
@@ -136,20 +136,20 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         return replace(self.run, seed=seed)
 
     def federation(self, settings: PddAs2, silos: Mapping[str, Path], folder: Path) -> FederationRun:
-        """Return one run of this federation, with its own settings and silos, and its state in ``folder``."""
+        """Return one run of this federation, with its settings and silos, and its state in ``folder``."""
         return FederationRun(
             settings=settings, silos=silos, make_module=self.model, folder=folder, transport=self.transport,
             secret_file=self.secret_file, link=self.link,
         )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that results depend on."""
+        """Return everything that determines the results."""
         link = {one.name for one in fields(SuperLinkTarget)} | (set() if self.transport in ELSEWHERE else {"link"})
         names = {one.name for one in fields(self)} - link - set(_HOW)
         return {name: repr(getattr(self, name)) for name in sorted(names)}
 
     def folders(self, folder: Path) -> dict[str, Path]:
-        """Return the data folder of each client; silos that are built here are written to ``folder``, once."""
+        """Return the data folder of each client; silos built here are written to ``folder``, once."""
         # The folders of other people's silos are not known here, so there are none.
         if self.transport in ELSEWHERE:
             return {}
@@ -179,7 +179,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         return {name: found[name] for name in largest}
 
     def check_state(self, silos: Mapping[str, Path]) -> None:
-        """Refuse a run with too few silos, or whose silos lack synthetic queries that their ledgers have counted."""
+        """Refuse a run with too few silos, or with silos that lack charged synthetic queries."""
         settings = self.settings(0)
         if silos:
             check_silos(settings, len(silos))
@@ -207,7 +207,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
                 check_generated(data, own, settings)
 
     def begin_states(self, silos: Mapping[str, Path], folder: Path) -> None:
-        """Copy the state that each silo begins with to ``folder``, unless it has one there."""
+        """Copy the initial state of each silo to ``folder``, unless it already has one there."""
         for name in silos if self.state is not None else ():
             copy_once(Path(str(self.state)) / name, silo_state(folder, name))
 

@@ -1,4 +1,4 @@
-"""Letters from silo to silo, sealed so that the server that carries them sees only their sizes.
+"""Messages between silos, sealed so that the relaying server sees only their sizes.
 
 For every refresh of negatives each silo draws an X25519 key, which is on its disk until the refresh is over; recordings
 of older refreshes cannot be opened with anything that a silo still has. A *letter* is one body for all its readers,
@@ -34,7 +34,7 @@ _HEADER = struct.Struct(">BIII")  # kind, refresh, sender, receiver: said in cle
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:
-    """The refresh that a letter is part of."""
+    """The refresh that a sealed message belongs to."""
 
     run: str  # digest of the settings
     number: int
@@ -43,14 +43,14 @@ class Refresh:
 
 @dataclass(frozen=True)
 class Letter:
-    """A body, and for each silo that may read it the box with its key."""
+    """A sealed body, and for each receiver a box with its key."""
 
     body: bytes
     boxes: Mapping[int, bytes]
 
 
 class Sealer:
-    """One silo's key of one refresh, and what it seals and opens with it.
+    """One silo's key for one refresh, with sealing and opening.
 
     Guarantees:
         - A letter opens for those it was sealed for, and shows everybody else only its size.
@@ -73,7 +73,7 @@ class Sealer:
         return public if one is None else public + one.sign(_key_of(refresh, number, public))
 
     def usable(self, refresh: Refresh, keys: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, str]]:
-        """Return the keys that letters can be sealed for, and what is wrong with each of the others, by number."""
+        """Return the keys that messages can be sealed for, and the fault of each other key, by number."""
         good: dict[int, bytes] = {}
         bad: dict[int, str] = {}
         own = self._own(refresh)[1]
@@ -86,7 +86,7 @@ class Sealer:
         return good, bad
 
     def seal(self, refresh: Refresh, kind: Kind, content: bytes, to: Mapping[int, bytes]) -> Letter:
-        """Seal a letter to the silos with these keys."""
+        """Seal a message for the silos with these keys."""
         own, key = self._own(refresh), secrets.token_bytes(KEY_BYTES)
         body = seal(key, content, label("body", *_parts(refresh), kind, own[0]))
         boxes = {
@@ -97,7 +97,7 @@ class Sealer:
         return Letter(body, boxes)
 
     def open(self, refresh: Refresh, kind: Kind, body: bytes, box: bytes, *, sender: int, public: bytes) -> bytes:
-        """Open a letter."""
+        """Open a sealed message."""
         own = self._own(refresh)
         if len(box) < _HEADER.size:
             raise _refused(sender, "was cut")

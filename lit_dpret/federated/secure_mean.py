@@ -1,4 +1,4 @@
-"""The weighted mean of the clients' updates by a secure sum: the vectors that are masked, and the mean of their sum.
+"""The weighted mean of the clients' updates by a secure sum: the masked vectors, and the mean of their sum.
 
 Vectors are whole numbers modulo 2^32, in which masks cancel exactly, as floating-point sums would not. A client's
 weight is at most 1 and is masked together with its change, so that the server divides by the sum of the weights without
@@ -26,7 +26,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPoint:
-    """Values in [-limit, limit] with so fine a step that the sum of ``clients`` of them cannot wrap.
+    """Values in [-limit, limit], with a step such that the sum of ``clients`` of them cannot wrap.
 
     Guarantees:
         - ``decode`` of the sum modulo 2^32 of at most ``clients`` encodings is the sum of the rounded values;
@@ -43,11 +43,11 @@ class FixedPoint:
 
     @property
     def error(self) -> float:
-        """The most that rounding moves one coordinate of the sum, values within the limit."""
+        """The largest rounding error of one coordinate of the sum, for values within the limit."""
         return self.clients * 0.5 / self.scale
 
     def encode(self, values: Values) -> tuple[Words, int]:
-        """Return the values as words, and how many were clipped; refuse values that are not finite."""
+        """Return the values as integers, and the number of clipped ones; refuse values that are not finite."""
         values = np.asarray(values, dtype=np.float64)
         if not np.isfinite(values).all():
             raise DataError("An update holds values that are not finite; it is not sent.", kind="bad update")
@@ -63,7 +63,7 @@ class FixedPoint:
 def vector_of(
     start: Mapping[str, Tensor], update: Mapping[str, Tensor], weight: float, limit: float
 ) -> tuple[Values, int]:
-    """Return the vector that a client masks, its change times its weight and the weight; and how many were clipped."""
+    """Return the vector to mask, a client's weighted change and its weight; and the number of clipped values."""
     check_weights("this client's update", update, start)
     changes = torch.cat([(update[key].double() - start[key].double()).flatten() for key in sorted(start)])
     cut = int((changes.abs() > limit).sum())
@@ -102,7 +102,7 @@ def mean_of(
 
 
 def words_for(limit: float, clients: int) -> FixedPoint:
-    """Return the encoding of the vectors of so many clients, the same for all of them and the server."""
+    """Return the encoding for vectors of this many clients, the same for all of them and the server."""
     return FixedPoint(limit=max(limit, 1.0), clients=clients)
 
 
@@ -115,7 +115,7 @@ def secure_mean(
     name: str,
     faults: list[str],
 ) -> Weights:
-    """Return ``start`` plus the weighted mean of the clients' changes; all roles run in this process, with new keys.
+    """Return ``start`` plus the weighted mean of the clients' changes; all roles in this process, with new keys.
 
     Weights lie in (0, 1], and no two sums may share a ``name``. ``faults`` receives the clients that are left out.
     """

@@ -1,4 +1,4 @@
-"""A sum that a server learns without learning any summand, even if some clients drop out in the middle.
+"""A sum that a server learns without learning any summand, even if some clients drop out during the protocol.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), section 4,
 figure 4. Every pair of clients agrees on a mask that one adds and the other subtracts; each adds a mask of its own as
@@ -108,18 +108,18 @@ class Session:
 
     @property
     def colluders(self) -> int:
-        """How many clients may work with the server, under a roster, without learning more than a sum of others."""
+        """The most clients that may collude with the server, under a roster, and learn only a sum of others."""
         return min(2 * self.threshold - len(self.clients) - 1, self.threshold - 2)
 
 
 def threshold_for(least: int | None, clients: int) -> int:
-    """Return the threshold of a sum that so many clients begin: more than half of them, whatever the setting."""
+    """Return the threshold for a sum begun by this many clients: more than half, for any setting."""
     return 2 * clients // 3 + 1 if least is None else max(least, clients // 2 + 1)
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a client advertises; ``signature`` is empty where there is no roster."""
+    """A client's advertised keys; ``signature`` is empty without a roster."""
 
     client: int
     seal: bytes
@@ -186,7 +186,7 @@ class Client:
         self._signed = b""
 
     def advertise(self) -> Keys:
-        """Act 1: return the public keys."""
+        """Phase 1: return the public keys."""
         sealing, mask = public_of(self._seal), public_of(self._mask)
         signature = b""
         if self._identity is not None:
@@ -194,7 +194,7 @@ class Client:
         return Keys(self.number, sealing, mask, signature)
 
     def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
-        """Act 2: return for every peer that advertised a sealed pair of shares and whether this client has an update.
+        """Phase 2: return for every peer a sealed pair of shares and whether this client has an update.
 
         Raises:
             DataError: Fewer than ``threshold`` clients advertised, a number is repeated or unknown, two clients have
@@ -228,7 +228,7 @@ class Client:
         }
 
     def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
-        """Act 3: return the vector under all its masks.
+        """Phase 3: return the vector under all its masks.
 
         Args:
             words: The client's vector (`FixedPoint.encode`).
@@ -259,7 +259,7 @@ class Client:
         return total
 
     def statement(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """Return the statement that is signed: the lists, the sum, its clients and threshold, the roster and all keys.
+        """Return the statement to sign: the lists, the sum, its clients and threshold, the roster and all keys.
 
         The keys represent the sealed shares as well: a client shares once under its keys, and nobody else can seal
         between two honest clients.
@@ -274,7 +274,7 @@ class Client:
         return _about(self.session, "lists") + hashlib.sha256(label(*parts)).digest()
 
     def sign(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """Act 4, with a roster: sign the lists; a client signs one pair of lists for each sum.
+        """Phase 4, with a roster: sign the lists; a client signs one pair of lists for each sum.
 
         Raises:
             DataError: As for `statement`; or it has signed other lists.
@@ -291,7 +291,7 @@ class Client:
     def unmask(
         self, active: Iterable[int], dead: Iterable[int], signatures: Mapping[int, bytes] | None = None
     ) -> Unmasking:
-        """Act 5: reveal a share of the seed of every client whose vector arrived, and of the key of every other one.
+        """Phase 5: reveal a seed share of every client whose vector arrived, and a key share of every other one.
 
         With a roster the signatures of act 4 are needed, by client.
 
@@ -342,7 +342,7 @@ class Client:
         return alive, lost
 
     def to_state(self) -> dict[str, Any]:
-        """Return everything that the client knows as plain values, secrets included: only for its owner's disk."""
+        """Return the client's complete state as plain values, secrets included: only for its owner's disk."""
         peers = [[one.client, one.seal.hex(), one.mask.hex(), one.signature.hex()] for one in self._peers.values()]
         return {
             "seal": self._seal.hex(), "mask": self._mask.hex(), "seed": self._seed.hex(),
@@ -352,7 +352,7 @@ class Client:
         }  # fmt: skip
 
     def go_on(self, state: Mapping[str, Any]) -> Client:
-        """Restore what `to_state` returned in another process, for the same session; return the client."""
+        """Restore `to_state` in another process, for the same session; return the client."""
         self._seal, self._mask, self._seed = (bytes.fromhex(state[name]) for name in ("seal", "mask", "seed"))
         self._peers = {peer: Keys(peer, *map(bytes.fromhex, keys)) for peer, *keys in state["peers"]}
         self._held = {peer: (bytes.fromhex(seed), bytes.fromhex(key)) for peer, seed, key in state["held"]}
@@ -397,7 +397,7 @@ class Client:
 
 
 class Server:
-    """The server's side: relays, adds up, and removes the masks."""
+    """The server's side: relay, sum, and unmask."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -415,12 +415,12 @@ class Server:
 
     @property
     def active(self) -> list[int]:
-        """Clients whose masked vectors arrived."""
+        """The clients whose masked vectors arrived."""
         return sorted(self.masked)
 
     @property
     def dead(self) -> list[int]:
-        """Clients that shared their secrets, so that others masked against them, but sent no vector."""
+        """The clients that sent shares, so that others masked against them, but no vector."""
         return sorted(self.sharers - set(self.masked))
 
     def total(self, unmaskings: Iterable[Unmasking]) -> Words:

@@ -1,4 +1,4 @@
-"""Settings of a PDD-AS2 run, and what it refuses under a privacy budget.
+"""Settings of a PDD-AS2 run, and its refusals under a privacy budget.
 
 The defaults are the paper's where it states one. With ``privacy.eps`` set the run *fails closed*: whatever would
 release something that no ledger counts is refused by name, before any data is read. The meaning of each setting is
@@ -51,7 +51,7 @@ class Stage1:
     optimizer_state: Literal["reset", "keep"] = "reset"
 
     def check(self) -> None:
-        """Refuse values that are out of range, or that exclude each other."""
+        """Refuse values that are out of range or contradict each other."""
         require_switch("federated.stage1", self, "in_batch")
         require_whole("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
         require_whole("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k", "malicious")
@@ -79,7 +79,7 @@ class Stage1:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage2:
-    """A query encoder of each client's own, the sentence encoder frozen."""
+    """A query encoder for each client, with a frozen sentence encoder."""
 
     epochs: int = 1
     refresh_every: int = 1
@@ -99,11 +99,11 @@ class Stage2:
     lr: float = 3e-5
 
     def asks(self, epoch: int) -> bool:
-        """Tell whether other clients are asked for negatives before a local epoch."""
+        """Return whether other clients are asked for negatives before a local epoch."""
         return self.negatives == "fed" and epoch % self.refresh_every == 0
 
     def check(self) -> None:
-        """Refuse values that are out of range, or that exclude each other."""
+        """Refuse values that are out of range or contradict each other."""
         require_switch("federated.stage2", self, "in_batch")
         require_whole("federated.stage2", self, 0, "epochs")
         require_whole("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations",
@@ -120,7 +120,7 @@ class Stage2:
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedPrivacy:
-    """The budget of each silo, for everything that leaves it in one run, or in all that share its folder of ledgers."""
+    """The budget of each silo, for everything that leaves it in one run, or in all with its ledger folder."""
 
     eps: float | None = None
     delta: float | None = None
@@ -135,7 +135,7 @@ class FederatedPrivacy:
     noise: NoiseName = "gaussian"
 
     def check(self) -> None:
-        """Refuse values that are out of range, or that exclude each other."""
+        """Refuse values that are out of range or contradict each other."""
         _require_choices("federated.privacy", self)
         if self.eps is not None and self.neighbours == "add_or_remove":
             raise ConfigurationError(
@@ -151,7 +151,7 @@ class FederatedPrivacy:
 
 @dataclass(frozen=True, kw_only=True)
 class Safeguards:
-    """Limits to what the server and other silos see of a silo, and to what a silo can do to the others."""
+    """Limits on what others see of a silo, and on a silo's influence on others."""
 
     train_on: Literal["queries", "synthetic"] = "queries"
     secure_sum: bool = False
@@ -164,7 +164,7 @@ class Safeguards:
 
 @dataclass(frozen=True, kw_only=True)
 class PddAs2(Safeguards):
-    """Everything about a run that is public."""
+    """All public settings of a run."""
 
     stage1: Stage1 = field(default_factory=Stage1)
     stage2: Stage2 = field(default_factory=Stage2)
@@ -173,26 +173,26 @@ class PddAs2(Safeguards):
 
     @property
     def asks(self) -> bool:
-        """Whether stage 2 asks other clients for negatives at all."""
+        """Whether stage 2 asks other clients for negatives."""
         return self.stage2.negatives == "fed" and self.stage2.epochs > 0
 
     @property
     def generated(self) -> bool:
-        """Whether a silo needs the queries that its DP generator wrote (`lit_dpret.federated.synthetic`)."""
+        """Whether a silo needs queries from its DP generator (`lit_dpret.federated.synthetic`)."""
         return self.train_on == "synthetic" or (self.asks and self.stage2.response == "synthetic")
 
     @property
     def hides(self) -> bool:
-        """Whether something of single queries is kept from the server, which then hears of no failure on them."""
+        """Whether single queries are hidden from the server, which then learns of no failure on them."""
         return self.privacy.eps is not None or self.secure_sum or self.seal
 
     @property
     def reports_examples(self) -> bool:
-        """Whether the server is told in clear how many queries a silo trains on, since the aggregation needs it."""
+        """Whether the aggregation needs each silo's number of train queries in clear."""
         return self.stage1.weighting != "uniform" and not self.secure_sum
 
     def check(self) -> PddAs2:
-        """Refuse values without meaning, and under a budget whatever no ledger would count; return the settings."""
+        """Refuse invalid values, and under a budget everything that no ledger would count; return the settings."""
         self.stage1.check()
         self.stage2.check()
         self.privacy.check()

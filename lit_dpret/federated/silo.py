@@ -1,4 +1,4 @@
-"""One client of a federation, beside its own data: its rounds of training, requests, answers and measures.
+"""One client of a federation, beside its data: its training rounds, requests, answers and measures.
 
 Everything that a transport has to move is an argument or a return value here; everything else stays in the silo's
 state folder: its ledgers, its personal query encoder, and the files of each round of training.
@@ -71,7 +71,7 @@ MakeModule = Callable[..., AS2DualEncoder]
 
 @dataclass(frozen=True)
 class Told:
-    """What a silo tells the server about itself."""
+    """What a silo reports about itself to the server."""
 
     measures: bool = False  # the mean measures and the number of test queries; never under a budget
     # With every measure, how much of its budget the silo has spent. It depends on the settings and on the number of
@@ -156,18 +156,18 @@ class SiloClient:
 
     @property
     def examples(self) -> int:
-        """|D_i|, the number of train queries, for the aggregation weight; private where people wrote them."""
+        """|D_i|, the number of train queries, for the aggregation weight; private for real queries."""
         return len(self.queries)
 
     @cached_property
     def model(self) -> tuple[Weights, int]:
-        """The weights before any training, and the dimensions of an embedding (`start_and_dim`)."""
+        """The initial weights, and the dimension of an embedding (`start_and_dim`)."""
         return start_and_dim(self._make)
 
     # -- stage 1 -------------------------------------------------------------------------------
 
     def accept_round(self, weights: Mapping[str, Tensor], number: int) -> Path:
-        """Record that a round is served, before anything is computed; return where its result is kept.
+        """Record that a round is served, before any computation; return the path of its result.
 
         Raises:
             DataError: The round was served with other weights, or is over (`Served`).
@@ -176,7 +176,7 @@ class SiloClient:
         return self.state / f"stage1-{number:03}.safetensors"
 
     def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
-        """Train one local epoch of stage 1 from the global weights; return the same weights whenever it is asked.
+        """Train one local epoch of stage 1 from the global weights; repeated calls return the same weights.
 
         Raises:
             DataError: As for `accept_round`.
@@ -276,7 +276,7 @@ class SiloClient:
     # -- stage 2 -------------------------------------------------------------------------------
 
     def request(self, weights: Mapping[str, Tensor], refresh: int) -> Tensor:
-        """Return the rows that other clients are asked with, ``(rows, dim)``.
+        """Return the request rows for other clients, ``(rows, dim)``.
 
         There is no row under ``request=none``, and one of zeros, which says nothing, where the budget has nothing left.
 
@@ -333,11 +333,11 @@ class SiloClient:
         return respond(self.name, rows, candidates, stage.top_k, send_as=stage.send_as)
 
     def has_personal(self, number: int) -> bool:
-        """Tell whether an epoch of stage 2 is finished."""
+        """Return whether an epoch of stage 2 is finished."""
         return self._personal_path(number).is_file()
 
     def personalise(self, weights: Mapping[str, Tensor], pool: FedPool | None, number: int) -> None:
-        """Train one local epoch of the client's own query encoder, which is kept in its state folder.
+        """Train one local epoch of the client's own query encoder, stored in its state folder.
 
         Args:
             weights: The global weights after stage 1.
@@ -376,7 +376,7 @@ class SiloClient:
     def evaluate(
         self, weights: Mapping[str, Tensor] | None, *, personal: bool, split: str = "test"
     ) -> dict[str, Values]:
-        """Measure every query of a split on the client's own collection; the values are as private as the queries.
+        """Evaluate every query of a split on the client's own collection; as private as the queries.
 
         With ``hides_failures`` a query whose embedding nothing can be searched with, which is an error otherwise, finds
         the first sentences of the collection.
@@ -394,7 +394,7 @@ class SiloClient:
     # -- privacy -------------------------------------------------------------------------------
 
     def epsilon(self) -> float | None:
-        """Return the epsilon that was spent of the silo's queries; None where nothing is promised."""
+        """Return the epsilon spent on the silo's queries; None without a budget."""
         return None if self.ledger is None else self.ledger.epsilon()
 
     # -- data and models -----------------------------------------------------------------------
@@ -471,7 +471,7 @@ class SiloClient:
 
 
 def public_places(folder: Path, collection: SentenceCollection) -> list[int]:
-    """Return the places of the sentences that the silo declares public (`synthetic.public_sentences`).
+    """Return the places of the sentences declared public by the silo (`synthetic.public_sentences`).
 
     Raises:
         DataError: There is no declaration, or it names none of the collection.

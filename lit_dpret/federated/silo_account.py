@@ -1,4 +1,4 @@
-"""A silo's account in one run: its ledger, the noise that its plan needs, and the privacy mode of each fit."""
+"""A silo's account in one run: its ledger, the noise for its plan, and the privacy mode of each fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SiloAccount:
 
     @property
     def noise(self) -> NoisePlan | None:
-        """The noise of the releases that are left; None where the run makes none."""
+        """The noise of the remaining releases; None if the run makes none."""
         kept = self.state / _NOISE
         if self.ledger is None or self.settings.train_on == "synthetic":
             return None
@@ -58,7 +58,7 @@ class SiloAccount:
         secret_file: str | Path | None,
         ledgers: Path,
     ) -> SiloAccount:
-        """Open the account of the silo at ``folder``, whose run keeps its files in ``state``."""
+        """Open the account of the silo at ``folder``, whose run stores its files in ``state``."""
         privacy, near = settings.privacy, [state]
         if privacy.eps is None:
             synthetic = read_synthetic(folder, budget=None, ledger=None, near=near) if settings.generated else None
@@ -84,12 +84,12 @@ class SiloAccount:
 
     @property
     def ended(self) -> str | None:
-        """Why the silo releases nothing more in this run; None where it has something left."""
+        """Why the silo makes no more releases in this run; None if it has remaining budget."""
         kept = self.state / _ENDED
         return str(json.loads(kept.read_text(encoding="utf-8"))) if kept.is_file() else None
 
     def end(self, lost: str) -> None:
-        """Let the silo go on without releases, with the weights that it has: what is charged leaves nothing.
+        """Let the silo continue without releases, with its current weights: no budget remains.
 
         Whether that is so follows from what was announced and from where the process was killed.
 
@@ -106,7 +106,7 @@ class SiloAccount:
         rank_zero_warn(f"Silo {self.name}: {why}")
 
     def mode(self, *turn: object, noise_multiplier: float | None = None) -> PrivacyMode:
-        """Return the mode of one fit; without a budget its shuffling follows the public seed, so that runs repeat.
+        """Return the mode of one fit; without a budget, shuffling follows the public seed, so that runs repeat.
 
         Args:
             turn: Which fit it is.
@@ -124,7 +124,7 @@ class SiloAccount:
         )
 
     def keep_within(self, *, rounds: int = 0, epochs: int = 0, refreshes: int = 0) -> None:
-        """Raise the noise of what is left of the run where it would no longer stay within the budget.
+        """Raise the noise of the remaining run if it would exceed the budget.
 
         Args:
             rounds: Rounds of stage 1 that are over, lost ones not among them.
@@ -175,7 +175,7 @@ def centroids_once(
     noise: Callable[[bool], float],
     units: Sequence[Hashable] | None = None,
 ) -> Tensor:
-    """Release private centroids and keep them in a file, from where they are reused for free.
+    """Release private centroids and store them in a file for free reuse.
 
     Args:
         kept: The file.
@@ -205,7 +205,7 @@ def collection_centroids(
     secret_file: str | Path | None,
     ledgers: Path,
 ) -> Tensor:
-    """Return private centroids of a collection (`centroids_once`), kept in a file for one sentence encoder."""
+    """Return private centroids of a collection (`centroids_once`), stored for one sentence encoder."""
     if kept.is_file():
         return load_file(kept)["rows"]
     privacy, stage, passages = settings.privacy, settings.stage2, len(collection.passage_ids)

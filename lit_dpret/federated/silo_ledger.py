@@ -50,7 +50,7 @@ QUERY_LEDGER, PASSAGE_LEDGER = "silo_ledger.query.jsonl", "silo_ledger.passage.j
 
 
 class SiloLedger:
-    """The budget of one silo for one unit of privacy, and everything that was charged to it.
+    """The budget of one silo for one unit of privacy, and all charges to it.
 
     Guarantees:
         - No noise is drawn before the release is in a ledger on disk, and none that the budget does not cover.
@@ -93,7 +93,7 @@ class SiloLedger:
             )
 
     def require_whole(self, state: Path) -> None:
-        """Refuse to go on where rounds in a state folder released something that this file does not know.
+        """Refuse to continue if rounds in a state folder made releases that this file lacks.
 
         Raises:
             LedgerError: The file was lost or replaced by an older copy: what it held is spent all the same.
@@ -198,7 +198,7 @@ class SiloLedger:
             self._ledger.settle(run_id, spent=owed_releases(ledger.records), heads=heads(), name=label)
 
     def settle_broken(self, path: Path) -> None:
-        """Charge a run that was broken off and is given up with what its own ledger announced, no more and no less.
+        """Charge an abandoned, interrupted run exactly the releases that its own ledger announced.
 
         A release that was announced counts whether or not it was made. What had been reserved beyond is given back.
 
@@ -222,7 +222,7 @@ class SiloLedger:
                 lock.release()
 
     def settle_broken_releases(self) -> None:
-        """Settle the requests and answers that were broken off (`settle_broken`); those that go on stay as they are."""
+        """Settle interrupted requests and answers (`settle_broken`); running ones stay unchanged."""
         held = {run_id for run_id, entry in self._book.entries.items() if not entry.settled}
         for path in sorted((self.folder / _RELEASES).glob("*.jsonl")):
             if path.stem.rpartition("-")[2] in held:
@@ -234,20 +234,20 @@ class SiloLedger:
         return DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()
 
     def total(self) -> Total | None:
-        """Return what is spent and reserved now; None where nothing was ever charged."""
+        """Return the spent and reserved total; None if nothing was ever charged."""
         return self._ledger.total() if self.path.exists() else None
 
     def epsilon(self) -> float:
-        """Return the epsilon of everything charged, at the budget's delta or a smaller one that the file began with."""
+        """Return the epsilon of all charges, at the smaller of the budget's delta and the file's."""
         total = self.total()
         return 0.0 if total is None else total.epsilon
 
     def charged(self) -> list[Release]:
-        """Return everything that was charged, whichever run it was."""
+        """Return all charges, of any run."""
         return composed(entry.charge for entry in self._book.entries.values())
 
     def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:
-        """Return what a private run was charged with here, given the records of its own ledger.
+        """Return the charge of a private run here, given the records of its own ledger.
 
         After it returns, everything that the run released is counted in this file.
 
@@ -283,7 +283,7 @@ class SiloLedger:
 
 @dataclass(frozen=True)
 class NoisePlan:
-    """Noise multipliers with which everything that is planned stays within a budget."""
+    """Noise multipliers that keep the whole plan within a budget."""
 
     training: float  # of every step of every round
     request: float | None  # of every iteration of centroids; None where none are planned
@@ -299,7 +299,7 @@ def split_budget(
     spent: tuple[Release, ...] = (),
     accountant: AccountantName = "pld",
 ) -> NoisePlan:
-    """Return the least noise of training that fits beside the requests.
+    """Return the least training noise that fits beside the requests.
 
     Guarantees:
         - The epsilon of all that is planned, composed, is at most ``budget.eps``.
@@ -341,7 +341,7 @@ def split_budget(
 
 
 class NothingLeftError(BudgetExceededError):
-    """What a run released and cannot repeat leaves nothing of its budget for the rest."""
+    """Unrepeatable releases of a run have exhausted its budget."""
 
 
 def noise_of_rest(
@@ -353,7 +353,7 @@ def noise_of_rest(
     spent: Sequence[Release] = (),
     accountant: AccountantName = "pld",
 ) -> NoisePlan:
-    """Return the noise of what is left of a run of which something that was released is lost.
+    """Return the noise of the remaining run after the loss of some releases.
 
     Guarantees:
         - The epsilon of all that is left and all that is charged, composed, is at most ``budget.eps``.
@@ -400,7 +400,7 @@ def noise_of_rest(
 def silo_budget(
     eps: float, delta: float | None, *, unit: Unit, neighbours: Neighbours, units: int | None
 ) -> PrivacyBudget:
-    """Return a silo's budget; a null delta is 1/(2n) where the number of units is public.
+    """Return a silo's budget; a null delta is 1/(2n) if the number of units is public.
 
     Raises:
         ConfigurationError: Delta is null under ``add_or_remove``, or permits publishing one whole unit.
@@ -420,7 +420,7 @@ def silo_budget(
 
 
 def spent_together(ledgers: Iterable[Path], *, accountant: AccountantName = "pld") -> float:
-    """Return the epsilon of everything that several ledgers of one silo are charged with, all of one unit.
+    """Return the epsilon of all charges in several ledgers of one silo, with one unit.
 
     Systems and seeds of one study go on in copies of a ledger; whoever sees what several of them released has all of
     it, composed.

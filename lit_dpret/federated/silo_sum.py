@@ -1,4 +1,4 @@
-"""A silo's part in the secure sum of one round, kept on its disk between messages.
+"""A silo's part in the secure sum of one round, stored on its disk between messages.
 
 A deployed silo runs each message in a new process, so its secrets of a round are in one folder of its state, readable
 by its owner only, from `begin` until the sum is unmasked, a new one begins, or the server goes on to something else
@@ -39,7 +39,7 @@ log = logging.getLogger("lit_dpret.federated")
 
 @dataclass(frozen=True, kw_only=True)
 class SumPlan:
-    """The facts that the server states when a sum begins; part of all its keys and signatures."""
+    """The server's facts at the start of a sum; part of all its keys and signatures."""
 
     run: str  # digest of the settings
     round: int  # of stage 1
@@ -75,7 +75,7 @@ def _one_at_a_time(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SiloSum:
-    """One silo's side of the secure sum, act by act.
+    """One silo's side of the secure sum, phase by phase.
 
     Guarantees:
         - Secrets are on the disk during the round, readable by the silo's owner only, and are deleted before the
@@ -98,7 +98,7 @@ class SiloSum:
         self, plan: SumPlan, number: int, start: Mapping[str, Tensor], update: Mapping[str, Tensor] | None, *,
         examples: int,
     ) -> Keys:  # fmt: skip
-        """Act 1: keep the vector of this round, and advertise keys; an earlier sum is given up.
+        """Phase 1: store the vector of this round, and advertise keys; an earlier sum is abandoned.
 
         Where training failed (``update`` is None), and of an update that may not be sent, it is a vector of zeros, its
         weight included: the mean is that of the others, and the server does not hear whose update that was. The other
@@ -136,7 +136,7 @@ class SiloSum:
 
     @_one_at_a_time
     def share(self, attempt: str, keys: Iterable[Keys]) -> dict[int, bytes]:
-        """Act 2: return sealed shares of the silo's secrets, by receiver."""
+        """Phase 2: return sealed shares of the silo's secrets, by receiver."""
         plan, client = self._known(attempt)
         found = client.share(keys)
         self._keep(plan, client)
@@ -144,7 +144,7 @@ class SiloSum:
 
     @_one_at_a_time
     def mask(self, attempt: str, sealed: Mapping[int, bytes]) -> Words:
-        """Act 3: return the masked vector, once."""
+        """Phase 3: return the masked vector, once."""
         plan, client = self._known(attempt)
         if not self._words.is_file():
             raise DataError("This silo has sent its vector in this sum, and does so once.", kind="bad protocol")
@@ -156,7 +156,7 @@ class SiloSum:
 
     @_one_at_a_time
     def sign(self, attempt: str, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """Act 4, with a roster: sign who is left and who was lost."""
+        """Phase 4, with a roster: sign the lists of remaining and lost silos."""
         plan, client = self._known(attempt)
         alive, lost = set(active), set(dead)
         self._agree(plan, client.statement(alive, lost))
@@ -168,7 +168,7 @@ class SiloSum:
     def unmask(
         self, attempt: str, active: Iterable[int], dead: Iterable[int], signatures: Mapping[int, bytes] | None = None
     ) -> Unmasking:
-        """Act 5: reveal the shares that unmask the sum, and delete the silo's secrets of this round.
+        """Phase 5: reveal the shares that unmask the sum, and delete the silo's secrets of this round.
 
         A sum in which too few silos have an update is refused, and ends in the same way.
         """

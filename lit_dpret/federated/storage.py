@@ -1,4 +1,4 @@
-"""State of silo and server on disk, whole or not at all, readable by its owner only: tensors, facts, traffic, turns."""
+"""State of silo and server on disk, written atomically and readable by its owner only: tensors, facts, traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lit_dpret.privacy.ledger.chain import sync_folder
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file by renaming a finished one."""
+    """Write a safetensors file atomically."""
     write_whole(path, save({name: value.detach().contiguous() for name, value in tensors.items()}), owner_only=True)
 
 
@@ -32,12 +32,12 @@ def newest_round(folder: Path, kind: str) -> tuple[dict[str, Tensor], int] | Non
 
 
 def save_json(path: Path, content: object) -> None:
-    """Write JSON by renaming a finished file."""
+    """Write JSON atomically."""
     write_whole(path, json.dumps(content), owner_only=True)
 
 
 def keep_once(path: Path, fact: str) -> str:
-    """Keep a fact under a path for good, unless one is kept there already; return the one that is kept.
+    """Store a fact under a path permanently, unless there is one already; return the stored one.
 
     Guarantees:
         - Of several processes at once one keeps its own, and all of them get the same.
@@ -60,7 +60,7 @@ def keep_once(path: Path, fact: str) -> str:
 
 
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
-    """Record under ``name`` the settings that a state folder was begun with; refuse to continue it with others."""
+    """Record under ``name`` the initial settings of a state folder; refuse to continue it with others."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     now = json.loads(json.dumps(facts))
     if name in known:
@@ -76,7 +76,7 @@ def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
 
 
 def copy_once(source: Path, target: Path) -> None:
-    """Copy a folder, whole or not at all, unless it has been copied already."""
+    """Copy a folder atomically, unless it has been copied already."""
     if not target.exists():
         draft = target.with_name(f".{target.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
@@ -85,7 +85,7 @@ def copy_once(source: Path, target: Path) -> None:
 
 
 class Traffic:
-    """Bytes of one run, kept beside the server's state.
+    """Bytes of one run, stored beside the server's state.
 
     Guarantees:
         - What is repeated after an interruption is counted once, and what is not repeated stays counted.
@@ -97,7 +97,7 @@ class Traffic:
         self._events: dict[str, dict[str, int]] = json.loads(path.read_text(encoding="utf-8")) if known and path else {}
 
     def note(self, phase: str, event: str, sent: dict[str, int]) -> None:
-        """Record what each silo sent, or received from the server, in one event of a phase."""
+        """Record the bytes that each silo sent to or received from the server in one event of a phase."""
         self._events[f"{phase}/{event}"] = dict(sent)
         if self._path is not None:
             save_json(self._path, self._events)
@@ -116,7 +116,7 @@ class Traffic:
 
 
 class Served:
-    """The turns that one silo has answered, each once, so that no server gets more of them than were planned.
+    """The turns that one silo has answered, each once, so that no server gets more than planned.
 
     Without it a server could ask for rounds 0, 1, 0 with other weights each time, and get an update of the same queries
     for each. A turn is recorded with the hash of the question before anything is computed. Asked the same again, the
@@ -136,11 +136,11 @@ class Served:
             raise _served(f"a later round than {number}")
 
     def stage2(self, digest: str) -> None:
-        """Accept the global weights of stage 2, by their hash; refuse other ones than it has accepted before."""
+        """Accept the global weights of stage 2, by hash; refuse others than those accepted before."""
         self._once("weights", digest, "stage 2 with other weights")
 
     def known(self, refresh: int, asked: Sequence[Tensor]) -> list[bool]:
-        """Tell which requests are among those that this refresh began with; all of them where they begin it."""
+        """Return which requests belong to the start of this refresh; all of them if they start it."""
         digests = [hashlib.sha256(rows.float().numpy(force=True).tobytes()).hexdigest() for rows in asked]
         kept = json.loads(keep_once(self._folder / f"asked-{refresh:03}", json.dumps(sorted(set(digests)))))
         return [digest in kept for digest in digests]

@@ -1,4 +1,4 @@
-"""Synthetic queries by a silo's own DP generator in place of its people's queries: written, verified, charged once.
+"""Synthetic queries from a silo's own DP generator instead of real ones: written, verified, charged once.
 
 A silo trains a query generator on its pairs under its own ledger, and lets it write queries for sentences that it
 declares public. Using these costs nothing more, however often (post-processing; Dwork and Roth 2014, proposition 2.1),
@@ -63,7 +63,7 @@ class SyntheticSet:
 
 
 def public_sentences(folder: Path) -> dict[str, str]:
-    """Return the sentences, by id, that the silo declares public: one id in each line of ``public_sids.txt``.
+    """Return the sentences, by id, that the silo declares public: one id per line of ``public_sids.txt``.
 
     Raises:
         DataError: There is no such file, or a line of it names no sentence of the collection.
@@ -84,7 +84,7 @@ def public_sentences(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorTerms:
-    """Settings of the training of a silo's generator."""
+    """Training settings of a silo's generator."""
 
     eps: float  # the part of the silo's budget that the generator may cost by itself
     epochs: int = 1
@@ -107,7 +107,7 @@ def train_generator(
     ledgers: str | Path | None = None,
     label: str | None = None,
 ) -> Path:
-    """Train a silo's query generator on its train queries, charged to the ledger that its rounds are charged to.
+    """Train a silo's query generator on its train queries, charged to the ledger of its rounds.
 
     Guarantees:
         - No noise is drawn that the silo's budget does not cover beside everything else in its ledger.
@@ -172,13 +172,13 @@ def train_generator(
 
 
 def finished_generator(state: str | Path) -> Path | None:
-    """Return the run folder of the finished generator in a silo's state folder; None where there is none."""
+    """Return the run folder of the finished generator in a silo's state folder; None without one."""
     runs = sorted((Path(state) / GENERATOR).glob("attempt-*"))
     return next((run for run in runs if (run / MODEL_FOLDER / CARD_NAME).is_file()), None)
 
 
 def check_generator(silo: str | Path, settings: PddAs2, terms: GeneratorTerms) -> tuple[SiloDataModule, PrivacyBudget]:
-    """Refuse what `train_generator` could not train; return what it trains on, and the silo's whole budget.
+    """Refuse what `train_generator` could not train; return the training data, and the silo's whole budget.
 
     Raises:
         ConfigurationError: A number is out of range, or there is no budget.
@@ -221,7 +221,7 @@ def read_synthetic(
     ledger: SiloLedger | None,
     near: Sequence[str | Path] = (),
 ) -> SyntheticSet:
-    """Read the synthetic queries of a silo, and verify everything that they claim.
+    """Read the synthetic queries of a silo, and verify their claim.
 
     Their generator's card and ledger are looked for in the folders ``near`` as well. Budget and ledger are None where
     the federation promises nothing.
@@ -260,7 +260,7 @@ def read_synthetic(
 
 
 def check_generated(silo: str | Path, state: str | Path, settings: PddAs2) -> SyntheticSet:
-    """Read the synthetic queries of a silo as its rounds will (`read_synthetic`), before anything is started.
+    """Read the synthetic queries of a silo as its rounds will (`read_synthetic`), before any start.
 
     ``state`` is the client's state folder, with the ledger that its rounds are charged to.
     """
@@ -272,7 +272,7 @@ def check_generated(silo: str | Path, state: str | Path, settings: PddAs2) -> Sy
 
 
 def open_ledger(silo: str | Path, state: str | Path, privacy: FederatedPrivacy) -> SiloLedger:
-    """Open the ledger of a silo's queries, to be read."""
+    """Open the ledger of a silo's queries for reading."""
     return SiloLedger(Path(state) / "private", units_and_budget(silo, privacy)[1], accountant=privacy.accountant)
 
 

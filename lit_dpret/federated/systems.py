@@ -1,4 +1,4 @@
-"""The rows of the paper's Table 1, each as a system that is run once for every seed.
+"""The rows of the paper's Table 1, each a system that runs once per seed.
 
 Stage 1 is run once for a seed; the systems that build on it continue from there. The baselines without a federation are
 trained with the same losses, for as many epochs as the federation has rounds.
@@ -57,7 +57,7 @@ class SystemResult:
 
 
 class SystemRunner:
-    """Runs systems over one set of silos.
+    """Run systems over one set of silos.
 
     Guarantees:
         - An interrupted system continues from what is finished; stage 1 of a seed is trained once.
@@ -91,7 +91,7 @@ class SystemRunner:
         return found
 
     def stage1_model(self, seed: int) -> AS2DualEncoder:
-        """Return the global model of stage 1, where all silos are here, marked as trained on their queries."""
+        """Return the global model of stage 1, if all silos are local, marked as trained on their queries."""
         found = sorted((self._shared(self.plan.settings(seed)) / "server").glob("global-*.safetensors"))
         if not found:
             raise ConfigurationError(
@@ -107,7 +107,7 @@ class SystemRunner:
     def spent(
         self, system: System | None = None, seeds: Sequence[int] = (), *, ledger: str = QUERY_LEDGER
     ) -> dict[str, float]:
-        """Return by silo what the runs of one system with these seeds cost together; of null, all runs in the folder.
+        """Return by silo the joint cost of one system's runs with these seeds; for null, of all runs in the folder.
 
         A silo whose ledger is elsewhere is left out.
         """
@@ -119,7 +119,7 @@ class SystemRunner:
         return spent_in(folders, accountant=self.plan.privacy.accountant, ledger=ledger)
 
     def tidy(self, system: System, seed: int) -> None:
-        """Remove the weights that no other system starts from; ledgers, and the global model of stage 1, stay."""
+        """Remove weights that no other system needs; ledgers, and the global model of stage 1, stay."""
         state = self.folder / f"seed{seed}"
         if system in FEDERATED:
             root = state / (system if (state / system).exists() else "federation") / "silos"
@@ -160,7 +160,7 @@ def spent_in(
     folders: Sequence[Path], *, accountant: AccountantName, ledger: str = QUERY_LEDGER,
     client: Callable[[str], str] = str,
 ) -> dict[str, float]:  # fmt: skip
-    """Return by client what the federations in several folders cost together, by the ledgers that are there."""
+    """Return by client the joint cost of the federations in several folders, from their ledgers."""
     ledgers: dict[str, list[Path]] = {}
     for folder in folders:
         for path in sorted(silo_state(folder, "*").parent.glob(f"*/private/{ledger}")):
@@ -171,7 +171,7 @@ def spent_in(
 def run_phase(
     plan: FederationPlan, settings: PddAs2, silos: Mapping[str, Path], folder: Path, phase: Phase, *, split: str
 ) -> SystemResult:
-    """Run what a phase needs, with the state of all silos in ``folder``, and measure that phase alone."""
+    """Run what a phase needs, with the state of all silos in ``folder``, and evaluate only that phase."""
     run = replace(plan.federation(settings, silos, folder), measure=[phase], split=split)
     found = run_federation(run)
     values = as_lists(found.systems[phase])
@@ -201,7 +201,7 @@ def check_systems(systems: Sequence[str]) -> list[System]:
 
 
 def check_seeds_and_split(seeds: Sequence[int], split: str) -> None:
-    """Refuse seeds that are missing or not distinct, and a split that nothing is measured on."""
+    """Refuse missing or repeated seeds, and a split without evaluation."""
     if not seeds or len(set(seeds)) != len(seeds) or any(isinstance(one, bool) or one < 0 for one in seeds):
         raise ConfigurationError(f"task.seeds={list(seeds)} must be some different whole numbers, none below 0.")
     if split not in ("dev", "test"):
@@ -209,7 +209,7 @@ def check_seeds_and_split(seeds: Sequence[int], split: str) -> None:
 
 
 def check_stage2(system: System, run: PddAs2) -> None:
-    """Refuse a system that stage 2 trains where stage 2 has no epoch."""
+    """Refuse a system trained by stage 2 if stage 2 has no epoch."""
     if system in ("customised", "fed_negative") and not run.stage2.epochs:
         raise ConfigurationError(
             f"federated.stage2.epochs=0 trains no query encoder, and {system} (task.systems) is measured with one. Set "
@@ -218,7 +218,7 @@ def check_stage2(system: System, run: PddAs2) -> None:
 
 
 def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
-    """Refuse what needs the silos' data here, or more of a silo than the one run that its owner agreed to."""
+    """Refuse systems that need silos' data here, or more of a silo than the run its owner agreed to."""
     apart = [system for system in systems if system not in ("bm25", *FEDERATED)]
     if apart:
         raise ConfigurationError(
@@ -252,7 +252,7 @@ def alone(settings: PddAs2, negatives: Stage1Negatives = "static") -> PddAs2:
 def trained_alone(
     system: System, settings: PddAs2, silos: Mapping[str, Path], make_module: MakeModule, folder: Path, *, split: str
 ) -> PerClient:
-    """Return what a system reaches that needs no federation, measured on each silo's own collection.
+    """Return the results of a system without federation, evaluated on each silo's own collection.
 
     A `SiloClient` trains without a server: the losses, negatives and batches of stage 1, as many epochs as the
     federation has rounds, and no budget, since nothing leaves the silo.
@@ -290,7 +290,7 @@ def trained_alone(
 
 
 def train_alone(client: SiloClient, make_module: MakeModule) -> Weights:
-    """Run all rounds of stage 1 with one client, and return its last weights; finished rounds are not repeated."""
+    """Run all rounds of stage 1 with one client, and return its final weights; finished rounds are kept."""
     stage = client.settings.stage1
     weights, first = newest_round(client.state, "stage1") or (start_of(make_module), 0)
     for number in range(first, stage.warmup_rounds + stage.rounds):

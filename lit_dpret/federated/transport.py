@@ -1,4 +1,4 @@
-"""Transports: the functions, found by name, that carry the messages of a federation (`FederationRun`).
+"""Transports by name: functions that send the messages of a federation (`FederationRun`).
 
 ``inprocess`` is the default and needs no server. A transport of your own is registered as a function, or as
 ``package.module:function``, which is imported at its first use.
@@ -27,7 +27,7 @@ from lit_dpret.progress import ProgressLine
 
 @dataclass(frozen=True, kw_only=True)
 class FederationRun:
-    """One run of a federation, and everything that a transport has to know of it."""
+    """One run of a federation, with everything that a transport needs."""
 
     settings: PddAs2  # of PDD-AS2
     silos: Mapping[str, Path]  # the data folder of each client by name; none where they are on other machines
@@ -42,11 +42,11 @@ class FederationRun:
     link: SuperLinkTarget = field(default_factory=SuperLinkTarget)  # the SuperLink, for ``transport=flower``
 
     def state(self, name: str) -> Path:
-        """Return where a silo on this machine keeps its state."""
+        """Return the state folder of a silo on this machine."""
         return silo_state(self.folder, name)
 
     def client(self, name: str) -> SiloClient:
-        """Build a silo on this machine; refuses what its rounds would refuse."""
+        """Build a silo on this machine; refuse what its rounds would refuse."""
         return SiloClient(
             self.silos[name], self.state(name), self.settings, self.make_module, secret_file=self.secret_file
         )
@@ -70,7 +70,7 @@ ELSEWHERE = ("flower",)  # the silos are other people's: no data folder is known
 
 
 def silo_state(folder: Path, name: str) -> Path:
-    """Return where a silo keeps its state in the folder of a run on this machine."""
+    """Return the state folder of a silo within a run's folder on this machine."""
     return folder / "silos" / name
 
 
@@ -80,7 +80,7 @@ def register(name: str, transport: Transport | str) -> None:
 
 
 def check_transport(name: str) -> Transport:
-    """Return the transport that is registered under a name; refuse an unknown name."""
+    """Return the transport registered under a name; refuse an unknown name."""
     found = _TRANSPORTS.get(name)
     if found is None:
         raise ConfigurationError(f"federated.transport={name!r} is not one of {', '.join(sorted(_TRANSPORTS))}.")
@@ -92,7 +92,7 @@ def check_transport(name: str) -> Transport:
 
 
 def run_federation(run: FederationRun) -> FedResult:
-    """Run PDD-AS2 over silos and measure it on each one's own collection."""
+    """Run PDD-AS2 over silos and evaluate it on each one's own collection."""
     carry = check_transport(run.transport)
     if not run.silos and run.transport not in ELSEWHERE:
         raise ConfigurationError("A federation needs at least one silo.")
@@ -144,7 +144,7 @@ class InProcessFederation(Federation):
         return self.aggregate(weights, updates, number)
 
     def aggregate(self, weights: Weights, updates: Mapping[str, Weights], number: int) -> Weights:
-        """Return the mean of the updates, by a secure sum where the settings ask for one."""
+        """Return the mean of the updates, by a secure sum if configured."""
         examples = {name: self.clients[name].examples for name in updates}
         if not self.settings.secure_sum:
             return self.combine(weights, updates, examples, number, least=1)
@@ -175,7 +175,7 @@ class InProcessFederation(Federation):
             progress(len(turns), len(turns))
 
     def pool(self, asker: str, weights: Mapping[str, Tensor], refresh: int) -> FedPool:
-        """Collect what the selected clients answer to one client's request."""
+        """Collect the selected clients' answers to one client's request."""
         stage = self.settings.stage2
         asked = select_clients(asker, self.clients, stage, seed=self.settings.seed, refresh=refresh)
         rows = self.clients[asker].request(weights, refresh)

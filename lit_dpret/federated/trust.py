@@ -1,4 +1,4 @@
-"""Who sees what in clear: a table that follows from the settings, for reports and for whoever approves a run."""
+"""What each party sees in clear: a table derived from the settings, for reports and for approval of a run."""
 
 from __future__ import annotations
 

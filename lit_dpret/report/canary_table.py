@@ -1,4 +1,4 @@
-"""The canary study as a page, a table and data: in the form of table 7 of paper 000, with intervals and ceilings."""
+"""The canary study as a page, a table and data: like table 7 of paper 000, with intervals and ceilings."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def write_canary_table(
     notes: Sequence[str] = (),
     command: str = "",
 ) -> tuple[dict[str, Path], list[str]]:
-    """Write ``NAME.{html,md,json,csv}``; return their paths by file name, and what contradicts the claim."""
+    """Write ``NAME.{html,md,json,csv}``; return their paths by file name, and contradictions of the claim."""
     contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
     lead: list[Block] = [Banner(text) for text in contradictions]
     sections = [*_in_short(rows), *_in_full(rows), *_words(rows, facts, notes, command)]

@@ -1,4 +1,4 @@
-"""Bars with confidence intervals, as SVG written by hand: no script, no library, sharp on paper."""
+"""Bar charts with confidence intervals, as hand-written SVG without scripts and libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ACCENT, _INK, _LINE = "var(--accent, #0072B2)", "var(--ink, #222)", "var(--line
 
 
 def bar_chart(rows: Sequence[RowResult]) -> str:
-    """Draw a panel per metric, a bar per system, a whisker over its 95 % interval; one scale for all.
+    """Draw a panel per metric and a bar per system, with its 95 % interval, on one scale.
 
     Returns:
         An ``<svg>`` element that takes its colours from the page; empty where nothing was measured.
@@ -33,7 +33,7 @@ def bar_chart(rows: Sequence[RowResult]) -> str:
 
 
 def gain_chart(panels: Mapping[str, Mapping[str, Interval]]) -> str:
-    """Bars of gains to either side of zero: by the title of a panel those of its clients, in the order given.
+    """Draw bars of gains around zero: for each panel title the gains of its clients, in the given order.
 
     Returns:
         An ``<svg>`` element that can stand alone or in a page, whose colours it takes; empty where there is no gain.

@@ -1,4 +1,4 @@
-"""PDD-AS2 and its baselines as a page, a table and data: the paper's Table 1 with ours beside theirs.
+"""PDD-AS2 and its baselines as a page, a table and data: the paper's Table 1 with our values.
 
 Numbers here are of private queries, whatever budget the training had: a page like this stays where they are. The
 guarantee (what each silo spent) and the measures stand side by side and are never one number.
@@ -36,7 +36,7 @@ ORDERS: list[tuple[str, str]] = [(better, worse) for better, worse in _PAPER["or
 
 
 def impossible_cells() -> list[tuple[str, str, float, float]]:
-    """Return rows whose passage R@k is below their sentence R@k, which equation 9 excludes.
+    """Return rows whose passage R@k is below their sentence R@k, which contradicts equation 9.
 
     A passage scores as its best sentence, so the passage of a sentence among the first k is among the first k.
 
@@ -117,7 +117,7 @@ class FederatedRow:
         return TABLE_1[self.system][1]
 
     def over_silos(self, metric: str) -> dict[int, float]:
-        """For each seed in which a silo told its measures: the mean over silos of each one's mean over its queries."""
+        """Return for each seed with reported measures the mean over silos of their means over queries."""
         return {
             seed: float(np.mean([np.mean(measures[metric]) for measures in clients.values()]))
             for seed, clients in self.values.items()
@@ -125,7 +125,7 @@ class FederatedRow:
         }
 
     def over_queries(self, metric: str) -> dict[int, float]:
-        """For each seed the mean over all queries of all silos."""
+        """Return for each seed the mean over all queries of all silos."""
         return {
             seed: float(np.mean(np.concatenate([measures[metric] for measures in clients.values()])))
             for seed, clients in self.values.items()
@@ -133,19 +133,19 @@ class FederatedRow:
         }
 
     def of_client(self, client: str, metric: str) -> dict[int, float]:
-        """For each seed the mean over one silo's queries."""
+        """Return for each seed the mean over one silo's queries."""
         return {seed: float(np.mean(clients[client][metric])) for seed, clients in self.values.items()}
 
     @property
     def clients(self) -> list[str]:
-        """The silos that told their measures under every seed."""
+        """The silos that reported measures for every seed."""
         first, *rest = self.values.values()
         return [name for name in first if all(name in one for one in rest)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedFacts:
-    """What a page says beside the numbers."""
+    """Facts of the page besides the numbers."""
 
     silos: Mapping[str, Mapping[str, int]]  # passages, sentences and queries of each client
     split: str  # on which questions
@@ -168,13 +168,13 @@ class FederatedFacts:
 
     @property
     def terms(self) -> str:
-        """What stands beside every epsilon on the page."""
+        """The conditions printed beside every epsilon on the page."""
         delta = f"1/(2n), n being the number of its {self.unit} units" if self.delta is None else f"{self.delta:g}"
         return f"delta = {delta}, for one {self.unit}, {self.neighbours}"
 
 
 def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: FederatedFacts) -> dict[str, Path]:
-    """Write ``pdd_as2.{html,md,json}`` and, where there is something to draw, ``gain_per_client.svg``.
+    """Write ``pdd_as2.{html,md,json}`` and, if there is something to draw, ``gain_per_client.svg``.
 
     Args:
         folder: Of the run.

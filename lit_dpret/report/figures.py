@@ -1,4 +1,4 @@
-"""Figures: one look, told apart by dashes and markers as well as by colour, and one way to a PNG.
+"""Figures in one style, distinguished by dashes and markers as well as colour, and their export as PNG.
 
 Drawn with matplotlib, which is an extra (``pip install "lit-dpret[plot]"``). The colours are those of Okabe and Ito
 (2008), which people with the common forms of colour blindness can tell apart.
@@ -31,7 +31,7 @@ def can_draw() -> bool:
 
 
 def require_matplotlib() -> None:
-    """Refuse to draw where matplotlib is not installed."""
+    """Refuse to draw if matplotlib is not installed."""
     if not can_draw():
         raise ConfigurationError(
             "Figures are drawn with matplotlib, which is not installed. Where task.plot=true asks for them, null goes "
@@ -40,7 +40,7 @@ def require_matplotlib() -> None:
 
 
 def new_figure(width: float, height: float, *, layout: str = "constrained") -> Any:
-    """Make a figure that needs no display, of so many inches."""
+    """Make a figure without a display, with this size in inches."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -51,21 +51,21 @@ def new_figure(width: float, height: float, *, layout: str = "constrained") -> A
 
 
 def tidy(axis: Any, *, grid: str = "both") -> None:
-    """Leave out the frame's upper and right side, and draw a light grid behind the data."""
+    """Hide the upper and right spines, and draw a light grid behind the data."""
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(visible=True, axis=grid, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
 
 
 def save_png(figure: Any, path: Path, *, owner_only: bool, dpi: int = 110, **how: Any) -> Path:
-    """Write a figure as a PNG, whole or not at all."""
+    """Write a figure as a PNG, atomically."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=dpi, format="png", **how)
     return write_whole(path, drawn.getvalue(), owner_only=owner_only)
 
 
 def draw_sweep(rows: Sequence[Mapping[str, Any]], *, metric: str, varied: Sequence[str], path: Path) -> Path:
-    """Draw a sweep as paper 000 shows it: a metric over epsilon, one line for each model size."""
+    """Draw a sweep as in paper 000: a metric over epsilon, one line per model size."""
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
     axis, lines = varied[0], varied[1:]

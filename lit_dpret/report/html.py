@@ -1,4 +1,4 @@
-"""The page that a run leaves behind: what was reached, at what privacy, on what evidence.
+"""The final page of a run: results, their privacy, and the evidence.
 
 One file without scripts and without anything loaded from elsewhere, for a colleague who has five
 minutes and for the archive. The privacy statement and the list of what is not covered come from
@@ -27,7 +27,7 @@ MAX_PASSAGE = 500  # characters shown
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What stands on the page of a run."""
+    """The content of a run's page."""
 
     title: str  # heading of the page
     table: Sequence[RowResult]  # the systems compared
@@ -40,7 +40,7 @@ class RunReport:
     notes: Sequence[str]  # further remarks
 
     def write(self, folder: Path) -> Path:
-        """Write ``report.html`` into ``folder``, for its owner alone: rows without privacy may stand in it."""
+        """Write ``report.html`` into ``folder``, readable by its owner alone: it may have rows without privacy."""
         sections = [
             _results(self.table, self.evaluated_on),
             _round_trip(self.round_trip),
@@ -95,7 +95,7 @@ def _samples(samples: Sequence[tuple[str, str, str]], card: Mapping[str, Any]) -
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Passages on the left, their synthetic queries on the right; each text kept to its own direction."""
+    """Passages on the left, their synthetic queries on the right; each text keeps its own direction."""
 
     samples: Sequence[tuple[str, str, str]]
 

@@ -1,4 +1,4 @@
-"""A report as files: the same story as HTML, as Markdown and as data, with a spreadsheet for each table."""
+"""A report as files: the same content as HTML, Markdown and data, with a spreadsheet for each table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lit_dpret.privacy.ledger.chain import today
 
 
 def render(template: str, facts: Mapping[str, Any]) -> str:
-    """Fill in a template of ``report/templates``; a fact that it names and does not get is an error."""
+    """Fill in a template of ``report/templates``; a missing fact is an error."""
     return str(_templates().get_template(template).render(facts))
 
 
@@ -39,7 +39,7 @@ def _templates() -> Any:
 
 
 def aligned(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table in Markdown that also reads well on a console: the first column flush left, the others right."""
+    """Return a Markdown table that is also readable on a console: first column left, others right."""
     lines = [[str(cell) for cell in row] for row in (head, *rows)]
     first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
@@ -47,7 +47,7 @@ def aligned(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def wrapped(text: str, first: str = "") -> str:
-    """Return a text in lines of at most 80 columns, which begin under each other behind ``first``."""
+    """Return a text in lines of at most 80 columns, aligned behind ``first``."""
     return textwrap.fill(
         text, 80, initial_indent=first, subsequent_indent=" " * len(first), break_long_words=False,
         break_on_hyphens=False,
@@ -60,7 +60,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class Sheet(Protocol):
-    """What can say itself as a spreadsheet."""
+    """An object with a spreadsheet form."""
 
     def csv(self) -> str: ...
 
@@ -79,7 +79,7 @@ class Page:
     owner_only: bool = True
 
     def markdown(self) -> str:
-        """Return what ``NAME.md`` holds."""
+        """Return the content of ``NAME.md``."""
         return to_markdown(*self._parts())
 
     def _parts(self) -> tuple[str, str, Sequence[Block], Sequence[Section]]:
@@ -99,7 +99,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG or an SVG: within the page in HTML, beside it in Markdown."""
+    """A PNG or an SVG: embedded in HTML, beside the Markdown."""
 
     path: Path
     says: str
@@ -116,7 +116,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG element of our own making."""
+    """An SVG element drawn by this package."""
 
     svg: str
 
@@ -138,7 +138,7 @@ def copied_picture(source: Path, path: Path, says: str) -> Picture:
 
 @dataclass(frozen=True)
 class Written:
-    """The files of a report, and the lines that are told on the console."""
+    """The files of a report, and its lines for the console."""
 
     files: tuple[Path, ...]
     lines: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Similarity of synthetic to original queries for people and machines: JSON, markdown and a page."""
+"""Report the similarity of synthetic to original queries: JSON, Markdown and a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REFERENCES = {
 def write_similarity(
     facts: Facts, folder: Path, *, command: str = "", plot: bool | None = None, owner_only: bool = False
 ) -> Written:
-    """Write ``similarity.json``, ``.md`` and ``.html``, and ``similarity.png`` where it can be drawn."""
+    """Write ``similarity.json``, ``.md`` and ``.html``, and ``similarity.png`` if it can be drawn."""
     made, known = facts["synthetic"], facts["reference"]
     declared = ", as declared" if known["whose"] == "public" else ""
     subtitle = (
@@ -160,7 +160,7 @@ _TITLES = {"lengths": "words of a query", "question_types": "first word of a que
 
 
 def draw_similarity(diversity: Mapping[str, Any], path: Path, *, owner_only: bool) -> Path:
-    """Draw the histograms of lengths and of question types, sides told apart by filling as well as by colour."""
+    """Draw the histograms of lengths and question types, with sides distinguished by fill and colour."""
     figure = new_figure(10, 7)
     for axis, (name, title) in zip(figure.subplots(2, 1), _TITLES.items(), strict=True):
         labels = list(diversity["synthetic"][name])

@@ -1,4 +1,4 @@
-"""One table of results, for a page, a console, a spreadsheet and a program.
+"""A table of results, for a page, a console, a spreadsheet and a program.
 
 Each row is a system, each metric comes with its confidence interval, and the privacy column stands
 in the same row: a number of quality without its price is not a result.
@@ -24,7 +24,7 @@ from lit_dpret.retrieval.statistics import Interval
 
 @runtime_checkable
 class Measured(Protocol):
-    """A mean and its bounds, NaN where they are unknown: an interval of metrics, or one of an audit."""
+    """A mean and its bounds, NaN if unknown: an interval of metrics, or of an audit."""
 
     @property
     def mean(self) -> float: ...
@@ -39,7 +39,7 @@ METRICS = ("nDCG@10", "Recall@10", "MRR@10")
 
 @dataclass(frozen=True)
 class RowResult:
-    """What one system reached, and what it cost."""
+    """The results of one system, and their privacy cost."""
 
     system: str  # name of the system
     # Mean and 95 % confidence interval per metric, e.g. ``{"nDCG@10": Interval(...)}``.
@@ -50,13 +50,13 @@ class RowResult:
 
 
 def metric_names(rows: Sequence[RowResult]) -> list[str]:
-    """Return the metrics that any row has: the usual three first, the rest in order of appearance."""
+    """Return the metrics of any row: the usual three first, the rest in order of appearance."""
     present = dict.fromkeys(name for row in rows for name in row.metrics)
     return [name for name in METRICS if name in present] + [name for name in present if name not in METRICS]
 
 
 def show(interval: Measured | None, *, sign: str = "") -> str:
-    """``0.412 [0.398, 0.425]``, or a dash where nothing was measured; ``sign="+"`` shows the sign of a gain.
+    """Format ``0.412 [0.398, 0.425]``, or a dash without a measurement; ``sign="+"`` shows the sign of a gain.
 
     Where all samples or seeds gave one value there is no interval: one without width would look like certainty.
     """
@@ -68,12 +68,12 @@ def show(interval: Measured | None, *, sign: str = "") -> str:
 
 
 def plain(value: object) -> str:
-    """Return a value as a table shows it: a dash for None, four digits of a number."""
+    """Return a value for a table: a dash for None, four digits of a number."""
     return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def verdict(gain: Interval) -> str:
-    """Say whether a difference over seeds carries the order that was claimed."""
+    """State whether a difference over seeds confirms the claimed order."""
     if not math.isfinite(gain.low):
         return "one seed decides nothing"
     if gain.high - gain.low < 1e-9:
@@ -84,12 +84,12 @@ def verdict(gain: Interval) -> str:
 
 
 def interval_of(found: Mapping[str, Any]) -> Interval:
-    """Return what `ends` made of an interval."""
+    """Return the interval from the output of `ends`."""
     return Interval(*(math.nan if found[end] is None else float(found[end]) for end in ("mean", "low", "high")))
 
 
 def ends(interval: Measured) -> dict[str, float | None]:
-    """Return mean, low and high for JSON, which has no NaN: null stands for it."""
+    """Return mean, low and high for JSON, with null for NaN."""
     found = {"mean": interval.mean, "low": interval.low, "high": interval.high}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
@@ -130,7 +130,7 @@ class Table:
         return table
 
     def csv(self) -> str:
-        """Return every number in full; an interval in three columns: name, name low, name high."""
+        """Return all numbers at full precision; an interval in three columns: name, name low, name high."""
         ends = {
             column: ("", " low", " high") if column in self.measured else ("",) for column in range(len(self.header))
         }
@@ -155,7 +155,7 @@ class Table:
 
 
 def console_table(rows: Sequence[RowResult], *, title: str = "") -> ConsoleTable:
-    """Return the table for ``rich.print``, in 80 columns: intervals and privacy stand below numbers and names."""
+    """Return the table for ``rich.print``, in 80 columns: intervals and privacy below numbers and names."""
     names = metric_names(rows)
     table = ConsoleTable(
         title=title or None, title_justify="left", caption="mean, and below it the 95 % confidence interval",
@@ -174,7 +174,7 @@ def console_table(rows: Sequence[RowResult], *, title: str = "") -> ConsoleTable
 
 
 def result_table(rows: Sequence[RowResult]) -> Table:
-    """Systems with their metrics and, in the same row, the price of each."""
+    """Return systems with their metrics and, in the same row, the privacy cost of each."""
     names = metric_names(rows)
     noted = any(row.note for row in rows)
     lines = [
@@ -187,7 +187,7 @@ def result_table(rows: Sequence[RowResult]) -> Table:
 
 
 def write_csv(rows: Sequence[RowResult], path: Path, about: Mapping[str, str] | None = None) -> None:
-    """Write one line per system, for the file's owner alone; each metric in three columns, the mean and its bounds.
+    """Write one line per system, readable by the owner alone; each metric in three columns, the mean and its bounds.
 
     ``about`` (`data_facts`) is repeated in each line.
     """
@@ -230,7 +230,7 @@ def from_json(data: Sequence[Mapping[str, Any]]) -> list[RowResult]:
 
 
 def write_json(rows: Sequence[RowResult], path: Path, about: Mapping[str, str] | None = None) -> None:
-    """``to_json`` as a file, for its owner alone; ``about`` (`data_facts`) is repeated in each row."""
+    """Write ``to_json`` as a file, readable by the owner alone; ``about`` (`data_facts`) is repeated in each row."""
     write_whole(
         path,
         json.dumps([row | dict(about or {}) for row in to_json(rows)], indent=2, allow_nan=False) + "\n",

@@ -1,4 +1,4 @@
-"""A W&B sweep file, read as W&B reads it: its parameters become trials, its command a command line.
+"""Read a W&B sweep file like W&B: its parameters become trials, its command a command line.
 
 Only what can be known before the first trial is taken: ``grid``, and ``random`` over listed values. A search that looks
 at results to choose the next trial (``bayes``) has no list of trials whose cost could be reserved.
@@ -33,18 +33,18 @@ _MACROS = ("${env}", "${interpreter}", "${program}", "${args_no_hyphens}")
 
 @dataclass(frozen=True)
 class Trial:
-    """One point of a sweep: what it varies, as (name, value), in the order of the file."""
+    """One point of a sweep: its varied settings, as (name, value), in the order of the file."""
 
     settings: tuple[tuple[str, Any], ...]
 
     @property
     def overrides(self) -> list[str]:
-        """The settings as arguments, written as W&B's agent writes them."""
+        """The settings as arguments, in the format of W&B's agent."""
         return [f"{name}={value}" for name, value in self.settings]
 
     @property
     def id(self) -> str:
-        """Eight hexadecimal digits, the same wherever the same point is tried; W&B's run id and the folder's name."""
+        """Eight hexadecimal digits, the same for the same point everywhere; W&B's run id and the folder's name."""
         return json_sha256(self.overrides)[:8]
 
 
@@ -63,7 +63,7 @@ class SweepFile:
 
     @classmethod
     def read(cls, path: str | Path) -> SweepFile:
-        """Read and check a file, or one that comes with the package, such as ``quickstart``.
+        """Read and check a file, or one shipped with the package, such as ``quickstart``.
 
         Raises:
             ConfigurationError: It is missing, no sweep, or asks for something whose trials are not known beforehand.
@@ -118,7 +118,7 @@ class SweepFile:
         )
 
     def trials(self, *, seed: int = 0) -> list[Trial]:
-        """Return the trials in the order of W&B's grid, or a public draw (by ``seed``) of ``run_cap`` of them."""
+        """Return the trials in the order of W&B's grid, or a public sample (by ``seed``) of ``run_cap``."""
         names = list(self.parameters)
         if self.method == "grid":
             points = itertools.product(*self.parameters.values())
@@ -136,7 +136,7 @@ class SweepFile:
         return [part for part in self.command if "=" in part and not part.startswith(("${", "hydra.", "trial_of="))]
 
     def command_line(self, trial: Trial, environment: Mapping[str, str]) -> list[str]:
-        """Return the command of one trial, with the macros that W&B's agent would fill in.
+        """Return the command of one trial, with the macros filled in like W&B's agent.
 
         ``${envvar:NAME}`` is looked up in ``environment``; a name that is missing stays as W&B leaves it.
         """
@@ -157,14 +157,14 @@ class SweepFile:
         return words
 
     def fingerprint(self) -> str:
-        """Return a hash of everything that decides which trials there are and how they are run."""
+        """Return a hash of everything that determines the trials and how they run."""
         parameters = list(self.parameters.items())  # their order is that of the trials
         facts = [self.program, self.method, parameters, list(self.command), dict(self.metric), self.run_cap]
         return json_sha256(facts, default=str)
 
 
 def shown(words: Sequence[str]) -> str:
-    """Return a command line as one would type it."""
+    """Return a command line as typed in a shell."""
     return " ".join(shlex.quote(word if word != sys.executable else os.path.basename(word)) for word in words)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a sweep: what was planned, what was reserved for it, and what its trials reached.
+"""The folder of a sweep: its plan, its reservations, and the results of its trials.
 
 ``sweep.json`` is written before anything is reserved and never changed. Each trial has a folder in ``trials``, named
 by its id, and says in ``trial.json`` when it is done what it was and what it reached. So several processes, and
@@ -30,7 +30,7 @@ DONE = "trial.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTerms:
-    """The terms under which the trials of a sweep are counted and compared."""
+    """The terms for counting and comparing the trials of a sweep."""
 
     # Of the private trials: their unit, neighbours and delta; None where no trial is private.
     budget: PrivacyBudget | None
@@ -62,7 +62,7 @@ class SweepFolder:
         places: Sequence[Charge | Sequence[Release]],
         terms: SweepTerms,
     ) -> SweepFolder:
-        """Write down a new sweep of a file's trials and of what each private run plans to be charged with.
+        """Record a new sweep: a file's trials, and the planned charge of each private run.
 
         Nothing is reserved yet.
         """
@@ -91,7 +91,7 @@ class SweepFolder:
 
     @classmethod
     def read(cls, folder: str | Path) -> SweepFolder:
-        """Read a sweep that was planned.
+        """Read a planned sweep.
 
         Raises:
             ConfigurationError: There is none.
@@ -103,7 +103,7 @@ class SweepFolder:
         return cls(path.parent, read_json(path, SCHEMA))
 
     def require(self, file: SweepFile, dataset_ledger: Path | None, total_eps: float | None, metric_data: str) -> None:
-        """Refuse to go on with a sweep that was planned with another file or other settings."""
+        """Refuse to continue a sweep planned with another file or other settings."""
         ledger = None if dataset_ledger is None else str(dataset_ledger.expanduser().resolve())
         limit = self.facts["total_eps"] if total_eps is None else total_eps
         now = {"dataset_ledger": ledger, "total_eps": limit, "metric_data": metric_data}
@@ -121,7 +121,7 @@ class SweepFolder:
 
     @property
     def id(self) -> str:
-        """The sweep's lasting identity."""
+        """The sweep's permanent identity."""
         return str(self.facts["id"])
 
     @property
@@ -135,7 +135,7 @@ class SweepFolder:
         return self.folder / TRIALS / name
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """Return what a trial wrote when it was done; None where it is not."""
+        """Return the result of a finished trial; None if it is not finished."""
         try:
             found = json.loads((self.trial_folder(name) / DONE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -143,12 +143,12 @@ class SweepFolder:
         return found if isinstance(found, dict) else None
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """Return what all finished trials wrote, by folder; those of W&B's agents have names of their own."""
+        """Return the results of all finished trials, by folder; W&B's agents name their own."""
         folders = sorted(path.parent.name for path in (self.folder / TRIALS).glob(f"*/{DONE}"))
         return {name: result for name in folders if (result := self.result(name)) is not None}
 
     def ledger(self, budget: PrivacyBudget | None = None, *, trial: bool = False) -> DatasetLedger | None:
-        """Return the ledger that its trials are counted in; None where none of them is private.
+        """Return the ledger that counts its trials; None if none of them is private.
 
         ``budget`` is a trial's own, or null for the plan's; a ``trial`` takes over one of the reservations.
         """
@@ -181,7 +181,7 @@ class SweepFolder:
 
 
 def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedger | None, mode: str) -> DatasetLedger:
-    """Return the ledger in which a private trial takes over one of the reservations of its sweep.
+    """Return the ledger in which a private trial takes over a reservation of its sweep.
 
     Raises:
         ConfigurationError: The trial names a ledger of its own (``own``), the sweep planned no private run, or its
@@ -207,7 +207,7 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
 
 
 def write_result(folder: Path, settings: Sequence[str], metrics: Mapping[str, Any]) -> None:
-    """Say that a trial is done and what it reached; for its owner alone, since scores may be of private queries."""
+    """Record a finished trial and its result; readable by the owner alone, since scores may use private queries."""
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
     write_whole(
         folder / DONE, json.dumps({"settings": list(settings), "metrics": numbers}, indent=2) + "\n", owner_only=True

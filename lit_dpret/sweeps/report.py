@@ -1,4 +1,4 @@
-"""The report of a sweep: what its trials reached and cost, as a table, a CSV file and a picture."""
+"""The report of a sweep: results and cost of its trials, as a table, a CSV file and a picture."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Report:
 
 
 def write_report(sweep: SweepFolder) -> Report:
-    """Write ``sweep.csv``, ``sweep.md``, ``sweep_report.json`` and, where matplotlib is installed, ``sweep.png``.
+    """Write ``sweep.csv``, ``sweep.md``, ``sweep_report.json`` and, with matplotlib, ``sweep.png``.
 
     Scores may be measures of private queries, so the files are for their owner alone.
     """
@@ -64,7 +64,7 @@ def _row(sweep: SweepFolder, name: str, found: Mapping[str, Any]) -> dict[str, A
 
 
 def claimed_epsilon(folder: Path) -> float | None:
-    """Return epsilon by the card in a run's folder; None where a run of several trainings has several cards."""
+    """Return epsilon from the card in a run's folder; None for a run of several trainings with several cards."""
     try:
         claim = read_card(folder)["claim"]
     except LitDpretError:

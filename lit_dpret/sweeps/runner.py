@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def settled(self) -> int:
-        """Trials that nothing is left to do for here."""
+        """The trials without remaining work here."""
         return len(self.done) + len(self.failed) + len(self.elsewhere)
 
 
@@ -47,7 +47,7 @@ def run_trials(
     offline: bool,
     progress: Callable[[int, int, str], None] = lambda done, total, extra: None,
 ) -> Outcome:
-    """Run every trial that is not done and that no other process is running.
+    """Run every trial that is neither finished nor running in another process.
 
     Guarantees:
         - A trial that is done is not run again; one that was interrupted goes on where it stopped.
@@ -85,7 +85,7 @@ def run_trials(
 
 
 def environment_of(sweep: SweepFolder, trial: Trial, *, offline: bool) -> dict[str, str]:
-    """Return the environment of a trial: what W&B's agent sets, as far as there is no server to know of it."""
+    """Return the environment of a trial, as set by W&B's agent, as far as possible without a server."""
     own = {
         SWEEP_VARIABLE: str(sweep.folder),
         "WANDB_RUN_ID": trial.id,
@@ -100,7 +100,7 @@ def environment_of(sweep: SweepFolder, trial: Trial, *, offline: bool) -> dict[s
 
 
 def check_command(file: SweepFile, trial: Trial, folder: Path) -> None:
-    """Refuse a command whose trials would not know of the sweep in ``folder``, or lie where it does not look."""
+    """Refuse a command whose trials would not know the sweep in ``folder``, or write outside of it."""
     known = {SWEEP_VARIABLE: str(folder), "WANDB_RUN_ID": trial.id}
     given = dict(word.partition("=")[::2] for word in file.command_line(trial, known))
     place = f"${{envvar:{SWEEP_VARIABLE}}}"

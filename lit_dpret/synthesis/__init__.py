@@ -1,4 +1,4 @@
-"""From a generator to a synthetic data set: drawing queries, choosing among them, and comparing them with real ones.
+"""From a generator to a synthetic data set: sample queries, filter them, and compare them with real ones.
 
 `writer` draws (`groups`, `sampler`, `shards`) and writes a `dataset_folder`; `filters` choose and label what was
 released; `textsim` compares texts; `pseudo_queries` makes queries from public passages. It is larger

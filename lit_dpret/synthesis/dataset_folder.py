@@ -1,4 +1,4 @@
-"""A synthetic data set as a folder that everybody's tools can read.
+"""A synthetic data set as a folder in standard formats.
 
 The layout is BEIR's (``corpus.jsonl``, ``queries.jsonl``, ``qrels/train.tsv``) with a JSONL mirror of
 the qrels and a file of (query, positive) pairs, because Hugging Face ``datasets`` reads one file type
@@ -31,7 +31,7 @@ DATA_FILES = ("queries.jsonl", "qrels/train.tsv", "qrels/train.jsonl", "pairs/tr
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticQuery:
-    """One drawn query, as a shard holds it."""
+    """One drawn query, as stored in a shard."""
 
     passage_id: str
     draw: int
@@ -46,7 +46,7 @@ class SyntheticQuery:
 
 @dataclass
 class Counts:
-    """How many queries were drawn, dropped and kept."""
+    """The numbers of drawn, dropped and kept queries."""
 
     drawn: int = 0
     empty: int = 0  # of these, without any word; dropped
@@ -58,7 +58,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedQuery:
-    """One query of a data set and the passage that it was written for."""
+    """One query of a data set and its passage."""
 
     query_id: str
     text: str
@@ -67,13 +67,13 @@ class ReleasedQuery:
 
     @property
     def log_prob(self) -> float | None:
-        """Log probability in nats of the whole query under its generator, where it was recorded."""
+        """Log probability in nats of the whole query under its generator, if recorded."""
         found = self.metadata.get("log_prob")
         return None if found is None else float(found)
 
 
 def check_passages(passages: Mapping[str, str]) -> None:
-    """Refuse ids that the formats cannot carry.
+    """Refuse ids that the formats cannot represent.
 
     Raises:
         DataError: There is no passage, or an id is empty or holds white space that a TSV splits at.
@@ -112,7 +112,7 @@ def write_dataset(
 def write_entries(
     folder: Path, entries: Callable[[], Iterable[ReleasedQuery]], passages: Mapping[str, str]
 ) -> dict[str, str]:
-    """Write the data files of the layout from queries that have their ids, and return the SHA-256 of each file.
+    """Write the data files of the layout from queries with ids; return the SHA-256 of each file.
 
     ``entries`` gives them again at each call; ``passages`` with a query are written, in the order of their first ones.
     """
@@ -146,7 +146,7 @@ def write_summary(
     *,
     terms: Mapping[str, str],
 ) -> None:
-    """Write ``generation.json``: how the data set was made, what was counted, its files, its language and licence."""
+    """Write ``generation.json``: how the data set was made, counts, files, language and licence."""
     facts = {
         "schema": SYNTHETIC_SCHEMA,
         "configuration": dict(configuration),
@@ -182,7 +182,7 @@ def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[Rele
 
 
 def passages_hash(passages: Mapping[str, str]) -> str:
-    """Return the SHA-256 of ids and texts, whatever order they come in.
+    """Return the SHA-256 of ids and texts, independent of order.
 
     Example:
         >>> passages_hash({"1": "ab", "2": "c"}) == passages_hash({"2": "c", "1": "ab"})
@@ -253,13 +253,13 @@ class DataCard:
 
     @property
     def terms(self) -> dict[str, str]:
-        """Language and licence where they are stated, for ``generation.json``."""
+        """Language and licence, if stated, for ``generation.json``."""
         stated = {"language": self.language, "license": self.license}
         return {name: value for name, value in stated.items() if value is not None}
 
 
 def terms_of(folder: Path) -> dict[str, str]:
-    """Return language and licence of an earlier set, for one that is made from it; none where it states none."""
+    """Return language and licence of an earlier set, for one derived from it; none if it states none."""
     try:
         facts = json.loads((folder / SUMMARY_NAME).read_text(encoding="utf-8"))
         return {name: str(facts["terms"][name]) for name in ("language", "license") if name in facts["terms"]}
@@ -268,7 +268,7 @@ def terms_of(folder: Path) -> dict[str, str]:
 
 
 def write_readme(folder: Path, card: DataCard, counts: Counts, privacy: Mapping[str, Any] | None) -> None:
-    """Write the data card, whose text is ``data_card.md`` beside this file.
+    """Write the data card, from the template ``data_card.md`` beside this file.
 
     ``privacy`` is the privacy card of the folder, or None where there is none.
     """

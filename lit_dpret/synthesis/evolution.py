@@ -29,7 +29,7 @@ _MARK = "#"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A query that can be voted for."""
+    """A query that can receive votes."""
 
     passage_id: str  # the passage that it was written for
     draw: int  # counts the candidates of that passage
@@ -43,7 +43,7 @@ class Candidate:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Candidate:
-        """Return the candidate that was drawn under its name, from a record of a shard."""
+        """Return the candidate drawn under its name, from a record of a shard."""
         passage_id, _, draw = str(record["passage_id"]).rpartition(_MARK)
         return cls(
             passage_id=passage_id, draw=int(draw), text=str(record["text"]), log_prob=record["log_prob"],
@@ -57,12 +57,12 @@ class Candidate:
 
 
 def name_of(passage_id: str, draw: int) -> str:
-    """Return the name of a candidate, under which its random numbers are drawn."""
+    """Return the name of a candidate, which keys its random numbers."""
     return f"{passage_id}{_MARK}{draw}"
 
 
 def in_turn(passages: Iterable[str]) -> Iterator[str]:
-    """Yield passages for new candidates without end, in the order of a hash of their ids, which no query influences.
+    """Yield passages for new candidates endlessly, in the order of a hash of their ids, independent of queries.
 
     Example:
         >>> from itertools import islice
@@ -73,7 +73,7 @@ def in_turn(passages: Iterable[str]) -> Iterator[str]:
 
 
 def numbered(sources: Iterable[str], drawn: Counter[str]) -> list[str]:
-    """Return the names of new candidates of these passages; ``drawn`` counts those of each, and goes on.
+    """Return the names of new candidates of these passages; ``drawn`` counts those of each, and is continued.
 
     Example:
         >>> numbered(["a", "b", "a"], Counter(a=3))
@@ -87,7 +87,7 @@ def numbered(sources: Iterable[str], drawn: Counter[str]) -> list[str]:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates with words, each text once: of equal ones the first."""
+    """Return the non-empty candidates, each text once: the first of equal ones."""
     found: dict[str, Candidate] = {}
     for each in candidates:
         if each.text.strip():
@@ -96,7 +96,7 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def nearest(query: np.ndarray, candidates: np.ndarray, count: int) -> list[int]:
-    """Return the places of the ``count`` candidates nearest to one query, the nearest first; of equal ones the first.
+    """Return the places of the ``count`` candidates nearest to one query, nearest first; the first of equal ones.
 
     One query at a time: a product with many would round each by how many there are, and at a tie a vote would then
     depend on other units.
@@ -144,7 +144,7 @@ def survivors(counts: np.ndarray, *, least: float) -> list[int]:
 
 
 def at_most(sources: Sequence[str], most: int | None, held: Iterable[str] = ()) -> list[int]:
-    """Return the places of those passages that stand there no more than ``most`` times, the ones that are held counted.
+    """Return the places of passages with at most ``most`` occurrences, including those already held.
 
     Example:
         >>> at_most(["a", "b", "a", "a"], 2, held=["b", "b"])
@@ -161,7 +161,7 @@ def at_most(sources: Sequence[str], most: int | None, held: Iterable[str] = ()) 
 
 
 def offspring(weights: np.ndarray, total: int, *, seed: int) -> list[int]:
-    """Share ``total`` new candidates out over survivors in proportion to positive weights: systematic resampling.
+    """Distribute ``total`` new candidates over survivors in proportion to positive weights: systematic resampling.
 
     Each gets its exact share rounded down or up, by one uniform number that ``seed`` keys (Kitagawa 1996).
 

@@ -43,7 +43,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How a data set is drawn; plain values, so that they can be sent to a process.
+    """Sampling settings of a data set; plain values, so that they can be sent to a process.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -72,19 +72,19 @@ class Generation:
             )
 
     def decoding(self) -> Decoding:
-        """Return the way of sampling, where ``max_new_tokens`` is known."""
+        """Return the decoding settings; ``max_new_tokens`` must be known."""
         return Decoding(**{field.name: getattr(self, field.name) for field in fields(Decoding)})
 
 
 class GroupDrawer:
-    """A loaded generator that draws the queries of groups; one that is given is moved and cast."""
+    """A loaded generator that draws the queries of groups; a given one is moved and cast."""
 
     def __init__(self, generator: GeneratorModel, how: Generation, *, place: torch.device | None = None) -> None:
         self._how, self._generator = how, generator
         self._generator.model.to(device=place or torch.device(how.device), dtype=PRECISIONS[how.precision])
 
     def records(self, group: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return the queries of one group, as a shard holds them."""
+        """Return the queries of one group, as stored in a shard."""
         how = self._how
         drawn = draw_group(self._generator, group, how.queries_per_passage, how.seed, how.decoding())
         return [query.to_dict() for query in drawn]
@@ -92,7 +92,7 @@ class GroupDrawer:
 
 @contextmanager
 def fixed_arithmetic(threads: int) -> Iterator[None]:
-    """Compute with so many threads and whole float32 products, whatever this process was set to; then restore that."""
+    """Compute with this many threads and full float32 products within the block; then restore the settings."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -153,7 +153,7 @@ _GRACE = 5.0  # seconds for a process to end by itself
 def draw_groups(
     tasks: Iterable[Task], source: Path, how: Generation, *, workers: int, generator: GeneratorModel | None = None
 ) -> Generator[Drawn]:
-    """Yield the records of each group with its number, in whatever order they are finished.
+    """Yield the records of each group with its number, in order of completion.
 
     Guarantees:
         - The records of a group depend on the group, the generator and the settings alone.

@@ -1,4 +1,4 @@
-"""Let a generator read each passage once, for all queries of it.
+"""Let a generator read each passage once for all of its queries.
 
 An encoder-decoder model keeps its encoder's hidden states. A decoder-only one keeps the key-value cache of the
 prompts, padded at the left, so that every query begins at the same place. From either, `begin` writes new queries and
@@ -25,20 +25,20 @@ SHARED_FROM = 32
 
 
 class Decoder(Protocol):
-    """A batch of queries being written."""
+    """A batch of queries during decoding."""
 
     def first(self) -> Tensor:
         """Return the logits of the first token, ``(rows, vocabulary)``."""
 
     def next(self, tokens: Tensor) -> Tensor:
-        """Take one token of each row, ``(rows,)``, and return the logits of the next."""
+        """Append one token to each row, ``(rows,)``, and return the logits of the next."""
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
+        """Continue with only these rows."""
 
 
 class Prefilled(Protocol):
-    """Passages after they were read; what is made from it does not change it."""
+    """Passages after reading; queries made from it do not change it."""
 
     def __len__(self) -> int: ...
 
@@ -46,7 +46,7 @@ class Prefilled(Protocol):
         """Return some of the passages."""
 
     def repeated(self, count: int) -> Prefilled:
-        """Return the only passage ``count`` times."""
+        """Return the single passage ``count`` times."""
 
     def begin(self) -> Decoder:
         """Begin a query for each passage."""

@@ -1,4 +1,4 @@
-"""Pseudo-queries, which cost no privacy: words cut out of the passages themselves.
+"""Pseudo-queries without privacy cost: words cut out of the passages.
 
 A private generator has to beat a program that never saw a query. Here is one: for each passage it
 takes a salient sentence and keeps its most telling words, in the order of the text. The words that

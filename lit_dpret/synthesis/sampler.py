@@ -1,4 +1,4 @@
-r"""Nucleus sampling in which every random number belongs to one query, and to no batch.
+r"""Nucleus sampling in which every random number belongs to one query, independent of batches.
 
 A draw is made by inverting the distribution function of the nucleus at a number u in [0, 1). The
 numbers of query (passage, draw) are a stream of their own, keyed by a hash of (seed, passage id,
@@ -38,7 +38,7 @@ HEADS = (256, 2048)  # so many of the largest scores are looked at before the wh
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How queries are drawn."""
+    """Settings for drawing queries."""
 
     top_p: float = 0.8  # mass of the nucleus; 1 samples from the whole distribution
     temperature: float = 1.0  # divides the logits before the nucleus is taken
@@ -70,7 +70,7 @@ class Sampled:
 
 
 def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
-    """Return the first ``count`` numbers in [0, 1) of one query's stream; a longer stream begins the same.
+    """Return the first ``count`` numbers in [0, 1) of one query's stream; longer streams have the same start.
 
     Example:
         >>> uniforms(0, "p1", 0, 3).tolist() == uniforms(0, "p1", 0, 9)[:3].tolist()
@@ -177,7 +177,7 @@ def _from_nucleus(
 
 @torch.inference_mode()
 def decode(model: PreTrainedModel, passages: Prefilled, numbers: np.ndarray, decoding: Decoding) -> list[Sampled]:
-    """Draw one sequence per row with a key-value cache; rows that have ended leave the batch.
+    """Draw one sequence per row with a key-value cache; finished rows leave the batch.
 
     ``numbers`` are uniform, shape ``(rows, at least max_new_tokens)``.
     """
@@ -227,7 +227,7 @@ _DEPTH = 40.0  # scores so far below the largest, in nats, share the last bucket
 
 
 def from_nucleus_unsorted(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> int:
-    """Return the token at ``u`` of the distribution function of one row's nucleus, without sorting the vocabulary.
+    """Return the token at ``u`` of the distribution function of one row's nucleus, without sorting.
 
     A flat distribution has a nucleus of tens of thousands of tokens, and sorting as many scores for every row of
     every step takes longer than the model that made them. Only two places of the order are wanted: where the
@@ -277,7 +277,7 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class TargetScores:
-    """Log probabilities (nats) of the tokens of some targets; zero where a target has ended."""
+    """Log probabilities (nats) of the tokens of some targets; zero after the end of a target."""
 
     log_probs: Tensor  # under the model, shape ``(targets, tokens)``, float64
     # Under the decoding, of the same shape: minus infinity where the nucleus leaves a token out. None where no decoding

@@ -1,4 +1,4 @@
-"""Shards of a generation on disk: finished groups, each verified as whole, so that a killed run goes on.
+"""Shards of a generation on disk: finished, verified groups, from which a killed run resumes.
 
 The state of a generation is a folder of shards and a manifest. A shard is written beside its name,
 synced and renamed, so a name never stands for half a file; its SHA-256 then goes into the manifest,
@@ -27,12 +27,12 @@ _ADVICE = (
 
 
 def json_line(value: object) -> str:
-    """``value`` as one line of JSON; keys keep their order, which readers take for the order of columns."""
+    """Return ``value`` as one line of JSON; keys keep their order, which readers use as column order."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def write_chunks(path: Path, chunks: Iterable[str]) -> str:
-    """Write a file so that it is there whole or not at all; return its SHA-256.
+    """Write a file atomically; return its SHA-256.
 
     Raises:
         StorageError: The disk is full or the folder cannot be written; ``path`` is as it was.
@@ -54,12 +54,12 @@ def write_chunks(path: Path, chunks: Iterable[str]) -> str:
 
 
 def unwritable(path: Path, error: OSError) -> StorageError:
-    """Put an ``OSError`` into words that say which file, why, and what to do."""
+    """Turn an ``OSError`` into an error that names the file, the reason, and what to do."""
     return StorageError(f"{path} cannot be written: {error.strerror or error}. {_ADVICE}")
 
 
 class ShardStore:
-    """The shards of one generation and the manifest that vouches for them.
+    """The shards of one generation and their manifest.
 
     Guarantees:
         - A shard that ``add`` has returned from is on the disk, whole.
@@ -83,17 +83,17 @@ class ShardStore:
         self.missing = [index for index in range(count) if not self._is_whole(index)]
 
     def path(self, index: int) -> Path:
-        """Return where shard ``index`` lies."""
+        """Return the path of shard ``index``."""
         return self.folder / SHARDS_NAME / f"{index:06d}.jsonl"
 
     def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write one shard and vouch for it."""
+        """Write one shard and record it in the manifest."""
         sha256 = write_chunks(self.path(index), (json_line(record) for record in records))
         self._append({"shard": index, "sha256": sha256})
         self._known[index] = sha256
 
     def adopt(self, made: Mapping[int, str]) -> None:
-        """Vouch for shards that other ranks wrote, by their SHA-256."""
+        """Record shards written by other ranks, by SHA-256."""
         for index, sha256 in sorted(made.items()):
             if self._known.get(index) != sha256:
                 self._append({"shard": index, "sha256": sha256})
@@ -121,7 +121,7 @@ class ShardStore:
                     yield json.loads(line)
 
     def seal(self) -> None:
-        """Rewrite the manifest in order, so that its bytes do not tell how often work stopped."""
+        """Rewrite the manifest in order, so that its bytes do not depend on interruptions."""
         lines = [self._first_line()]
         lines += [json_line({"shard": index, "sha256": self._known[index]}) for index in sorted(self._known)]
         write_chunks(self._manifest, lines)
@@ -186,12 +186,12 @@ class ShardStore:
 
 
 def configuration_hash(configuration: Mapping[str, Any]) -> str:
-    """Tells one generation from another."""
+    """Return a hash that identifies a generation."""
     return hashlib.sha256(json_line(dict(configuration)).encode()).hexdigest()
 
 
 class RankShards:
-    """The shards that a rank other than the first one writes, beside a `ShardStore` that the first one holds.
+    """The shards written by a rank other than the first, beside the first rank's `ShardStore`.
 
     Guarantees:
         - A shard that ``add`` has returned from is on the disk, whole, and in a journal of this rank; the next
@@ -205,7 +205,7 @@ class RankShards:
         self._configuration = configuration
 
     def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write one shard and vouch for it."""
+        """Write one shard and record it."""
         sha256 = write_chunks(
             self.folder / SHARDS_NAME / f"{index:06d}.jsonl", (json_line(record) for record in records)
         )

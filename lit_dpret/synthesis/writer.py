@@ -1,4 +1,4 @@
-"""From a private generator to a synthetic data set: restartable, and the same whoever restarts it.
+"""From a private generator to a synthetic data set: resumable, with the same result after any interruption.
 
 The passages are cut into *canonical groups*: sorted by token length and id, a fixed number at a time.
 The shapes that the model computes are then a function of the list of passages alone, so a run that was
@@ -138,7 +138,7 @@ def synthesize(
 
 
 def drawing_facts(source: Path, texts: Mapping[str, str], how: Generation) -> dict[str, Any]:
-    """Return all that the drawn queries are a function of; lengths and device of ``how`` are known."""
+    """Return everything that determines the drawn queries; lengths and device of ``how`` are known."""
     return {
         "generator": weights_hash(source),
         "passages": passages_hash(texts),
@@ -164,7 +164,7 @@ def draw_into(
     progress: Callable[[int, int], None] | None = None,
     job: Job | None = None,
 ) -> None:
-    """Draw what is missing in the shards; afterwards the first rank's store holds all of it.
+    """Draw the missing shards; afterwards the first rank's store has all of them.
 
     The arguments are those of `synthesize` and `draw_groups`; the others ranks return when nothing is left to do.
     """
@@ -277,7 +277,7 @@ def write_set(
     *,
     amount: str,
 ) -> None:
-    """Write data files, cards and ``generation.json`` of queries that a generator drew.
+    """Write data files, cards and ``generation.json`` of the drawn queries.
 
     Args:
         folder: Where they go.
@@ -341,7 +341,7 @@ def _why_public(source: Path, declared: object) -> str:
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device of a setting, where ``auto`` takes a GPU if there is one; `ConfigurationError` names it."""
+    """Return the device of a setting, where ``auto`` prefers a GPU; `ConfigurationError` names it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -356,7 +356,7 @@ def device_named(name: str) -> torch.device:
 def opened(
     folder: Path, configuration: Mapping[str, Any], count: int, *, job: Job, check: Callable[[], None]
 ) -> Iterator[ShardStore | RankShards]:
-    """Yield the shards, as this rank may write them; the first rank looks what is missing, and all learn it.
+    """Yield the shards for this rank to write; the first rank finds the missing ones and tells the others.
 
     The first rank calls ``check`` before anything is written to ``folder``, which all ranks see.
 
@@ -381,7 +381,7 @@ def opened(
 
 
 def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_tokens: int) -> None:
-    """Refuse before hours of work what the disk cannot hold at the end.
+    """Refuse a generation whose result would not fit on the disk, before it starts.
 
     The passages are written once as corpus and once per draw as pairs; a drawn query stands in a
     shard, in two files of queries and in two qrels, at some 6 bytes a token and 300 of framing.
@@ -411,7 +411,7 @@ def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_to
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold the shards folder for one process; the operating system lets go when the process ends."""
+    """Lock the shards folder for one process; the operating system releases the lock at its end."""
     try:
         import fcntl
     except ImportError:  # no such locks on this system

@@ -1,4 +1,4 @@
-"""What the command line can be asked to do; one class each, chosen by ``task=``.
+"""The tasks of the command line; one class each, selected by ``task=``.
 
 A class is imported when it is asked for: a command that reads two files starts without what a training needs.
 What a setting means is said once, in `configs/task/NAME.yaml`, and on the site's page of every setting.

@@ -1,4 +1,4 @@
-"""`task=audit`: what became of the canaries that a run was trained with, and whether that contradicts its claim.
+"""`task=audit`: measure the canaries of a run, and whether they contradict its claim.
 
 Everything that is computed here comes from the trained model, which the claim covers, and from planted secrets: it is
 post-processing, and may stand on the card. The files with single canaries and generated queries are internal all the
@@ -70,11 +70,11 @@ class Measurement:
         self.decoding()
 
     def decoding(self) -> Decoding:
-        """Return the way of sampling."""
+        """Return the decoding settings."""
         return Decoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def of(self, model: Path, canaries: Sequence[Canary], *, seed: int) -> list[dict[str, Any]]:
-        """``score`` and ``leak`` of each canary, as JSON values; samples of generated queries among them.
+        """Return ``score`` and ``leak`` of each canary as JSON values, including samples of generated queries.
 
         A model that writes no text is taken for a dual encoder: its leaks are of no draw.
         """
@@ -96,7 +96,7 @@ class Measurement:
 def limits_by_copies(
     card: Mapping[str, Any], ledger: Path, measure: Measurement, *, copies: Sequence[int], candidates: int
 ) -> dict[int, Limits]:
-    """Compute what the ledger behind a card allows for secrets with so many copies in the data.
+    """Return the limits that a card's ledger sets for secrets with this many copies in the data.
 
     Where several units together have no known bound, the ceilings are trivial. Without a guarantee there are none.
     """
@@ -126,13 +126,13 @@ _COINS = "one_run"
 
 
 class Audit:
-    """Score the canaries of a finished run, rank them, draw queries for them; bounds on epsilon, and the card."""
+    """Score the canaries of a finished run, rank them, draw queries for them; bound epsilon, and amend the card."""
 
     def __init__(self, *, run: str | Path, measure: Measurement, card: bool = True, min_free_mb: float = 50) -> None:
         self.run_folder, self.measure, self.card, self.min_free_mb = Path(run), measure, card, min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Measure, write ``audit.*`` into the task's folder and the results onto the card; returns bounds by row.
+        """Measure, write ``audit.*`` into the task's folder and the results to the card; return bounds by row.
 
         Raises:
             DataError: The run has no canaries, or others than its ledger says; or its model is not the one on its card.

@@ -1,4 +1,4 @@
-"""`task=build_silos`: the clients of a federation out of a data set that exists, in one folder each."""
+"""`task=build_silos`: split an existing data set into the clients of a federation, one folder each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Source = Literal["insuranceqa", "medquad", "squad", "newsqa", "planted"]
 
 @dataclass(kw_only=True)
 class BuildSilos:
-    """Write the silos of a source into ``RUN/silos``, and print how large each client is."""
+    """Write the silos of a source into ``RUN/silos``, and print the size of each client."""
 
     source: Source
     folder: str | Path | None = None
@@ -54,7 +54,7 @@ class BuildSilos:
             self.planted = built(Planted, self.planted, "task.planted")
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Build, write and tell; returns how many clients there are."""
+        """Build, write and report; return the number of clients."""
         check_run_dir(parts.run_dir, min_free_mb=50)
         out = parts.run_dir / "silos"
         if out.exists() and parts.resume:  # it is there whole or not at all
@@ -124,7 +124,7 @@ _COLUMNS = ("passages", "sentences", "train", "dev", "test")
 
 
 def statistics_table(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a Markdown table of clients, largest first, with totals; private where the counts are.
+    """Return a Markdown table of clients, largest first, with totals; private if the counts are.
 
     Example:
         >>> print(statistics_table({"a": {"passages": 2, "sentences": 9, "train": 4, "dev": 1, "test": 1}}))

@@ -1,4 +1,4 @@
-"""`task=check_data`: what is in this data, what is wrong with it, and how to train on it. Nothing is trained."""
+"""`task=check_data`: report the content and the problems of a data set, and how to train on it, without training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIDES: Mapping[Side, str] = {"query": "queries", "passage": "passages"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler:
-    """Measures texts of one side."""
+    """Measure the texts of one side."""
 
     unit: Literal["tokens", "words"]  # ``tokens`` or ``words``
     # The length of each text, uncut, with prefix or prompt and special tokens.
@@ -49,7 +49,7 @@ class Ruler:
 
 
 def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
-    """Return a ruler for each side by the tokenizer of ``model=``, or by words where it cannot be had.
+    """Return a ruler for each side by the tokenizer of ``model=``, or by words if it is unavailable.
 
     Returns:
         The rulers, and what they measure by, in words.
@@ -74,7 +74,7 @@ def rulers_of(module: Any) -> dict[Side, Ruler]:
 
 
 def rulers_by_words(settings: Mapping[str, Any]) -> dict[Side, Ruler]:
-    """Return rulers where no model is loaded: a text has at least as many tokens as words."""
+    """Return rulers without a model: a text has at least as many tokens as words."""
     return {
         side: Ruler(unit="words", count=count_words, limit=settings.get(f"model.max_{side}_length")) for side in SIDES
     }
@@ -98,17 +98,17 @@ def _ruler(module: Any, side: Side) -> Ruler:
 
 
 def fitting_length(lengths: Sequence[int]) -> int:
-    """Return the least multiple of eight tokens that cuts at most one text in twenty."""
+    """Return the least multiple of eight tokens that truncates at most one text in twenty."""
     return -(-int(np.percentile(lengths or [8], 95, method="higher")) // 8) * 8
 
 
 def fitting_batch(units: int, at_most: int) -> int:
-    """Return the expected units of a step: at most a quarter of all, since sampling amplifies little above."""
+    """Return the expected units of a step: at most a quarter of all, above which sampling amplifies little."""
     return min(at_most, max(1, units // 4))
 
 
 def cut_texts(data: Any, rulers: Mapping[Side, Ruler]) -> list[str]:
-    """Say which side's texts are mostly cut by the model's length; for the terminal of the owner of the data alone."""
+    """Report the sides whose texts the model's length mostly truncates; only for the data owner's terminal."""
     collection = getattr(data, "collection", None)
     texts = {"query": getattr(collection, "queries", {}), "passage": getattr(collection, "passages", {})}
     found = []
@@ -136,7 +136,7 @@ _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 
 @dataclass(kw_only=True)
 class CheckData:
-    """Read the datamodule's files to the end, collect every problem, and report on what is in them.
+    """Read the datamodule's files to the end, collect every problem, and report on their content.
 
     The report is printed, and written into the run folder for its owner alone; its name says that it is private.
     """
@@ -157,7 +157,7 @@ class CheckData:
         self.fractions = checked_fractions(_FRACTIONS if self.fractions is None else self.fractions)
 
     def run(self, parts: Parts, *, show: bool = True) -> dict[str, float]:
-        """Write the report, and ``show`` it; write the split if one is asked for; returns how many problems there are.
+        """Write and ``show`` the report; write the split if requested; return the number of problems.
 
         Raises:
             DataError: There are problems; the exit status of the command line is then not 0.

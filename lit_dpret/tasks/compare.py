@@ -1,4 +1,4 @@
-"""`task=compare`: two runs on the same queries; by how much they differ, and whether that could be chance."""
+"""`task=compare`: compare two runs on the same queries: their differences and significance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 @dataclass(kw_only=True)
 class Compare:
-    """The difference of two systems by every metric on every data set that both have a run for."""
+    """The difference of two systems in every metric on every common data set."""
 
     run_a: Path
     run_b: Path
@@ -54,7 +54,7 @@ class Compare:
         self.metrics = tuple(str(Metric.parse(name)) for name in self.metrics)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``comparison.json`` and ``comparison.md``, and print the table; returns the differences.
+        """Write ``comparison.json`` and ``comparison.md``, and print the table; return the differences.
 
         Raises:
             DataError: A run or the judgements are missing or malformed, or the two have no data set in common.
@@ -146,7 +146,7 @@ def _console(comparison: Comparison) -> Table:
 
 
 def write_comparison(comparison: Comparison, folder: Path, about: Mapping[str, Any] | None = None) -> tuple[Path, Path]:
-    """Write ``comparison.json`` and ``comparison.md``, which their owner alone may read."""
+    """Write ``comparison.json`` and ``comparison.md``, readable by their owner alone."""
     rows = [(*_cells(cell), "yes" if comparison.significant(cell) else "no") for cell in comparison.cells]
     metrics = dict.fromkeys(Metric.parse(cell.metric) for cell in comparison.cells)
     blocks: list[Block] = [

@@ -1,4 +1,4 @@
-"""`task=doctor`: would this run keep its promise? Reported trap by trap, without training."""
+"""`task=doctor`: check whether a run would keep its guarantee, trap by trap, without training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Doctor:
     takes_start: ClassVar[bool] = True
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Returns how many findings there are of each status.
+        """Return the number of findings by status.
 
         Raises:
             ConfigurationError: Something is refused, or there is a federation; the exit status of the command line is

@@ -1,4 +1,4 @@
-"""`task=encode`: embed a corpus into a folder that can be searched."""
+"""`task=encode`: embed a corpus into a searchable folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMBEDDINGS = "embeddings"
 
 @dataclass(frozen=True, kw_only=True)
 class Encode(Encoding):
-    """Embed the datamodule's texts, as `Encoding` says; the same command goes on after an interruption."""
+    """Embed the datamodule's texts with the settings of `Encoding`; the same command resumes after an interruption."""
 
     takes_ranks: ClassVar[bool] = True
 
@@ -27,7 +27,7 @@ class Encode(Encoding):
     device: str = "cpu"
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/embeddings``, on however many ranks."""
+        """Write ``run_dir/embeddings``, on any number of ranks."""
         with job_here() as job:
             return self._run(parts, job)
 

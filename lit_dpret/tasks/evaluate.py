@@ -1,4 +1,4 @@
-"""`task=evaluate`: rank a collection for its queries, and say how sure the numbers are."""
+"""`task=evaluate`: rank a collection for its queries, and report metrics with intervals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lit_dpret.tasks.uncovered import Owner, refuse_training_data
 
 @dataclass(kw_only=True)
 class Evaluate(Ranker):
-    """Measure an encoder, or BM25, on one split, by any measure at any cut-off; how it ranks is set as for `Ranker`."""
+    """Evaluate an encoder, or BM25, on one split, with any measure at any cut-off; ranking settings as for `Ranker`."""
 
     encoder: str = "minilm"
     whose: Owner | None = None
@@ -42,11 +42,11 @@ class Evaluate(Ranker):
 
     @property
     def undeclared_results(self) -> bool:
-        """Whether nothing says whose queries are scored."""
+        """Whether the kind of the scored queries is not declared."""
         return self.whose is None
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``evaluation.json``, the run, the judgements and the values per query; returns the means.
+        """Write ``evaluation.json``, the run, the judgements and the values per query; return the means.
 
         What is wrong elsewhere than in the split is left out and said (`lit_dpret.datamodules.left_out`).
 
@@ -88,7 +88,7 @@ class Evaluate(Ranker):
 
 
 def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:
-    """Return the metrics in the way that results name them.
+    """Return the metrics under the names used in results.
 
     Raises:
         ConfigurationError: There is none, one is unknown, or one looks deeper than ``top_k``.

@@ -1,4 +1,4 @@
-"""`task=evolve`: synthetic queries by private selection, from a public language model that nobody trains."""
+"""`task=evolve`: synthetic queries by private selection, from a public language model without training."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _COMPARED = ("population", "queries", "threshold", "keep", "vote_power", "fresh"
 
 @dataclass(kw_only=True)
 class Evolve(SetDrawing):
-    """Write synthetic queries that the votes of private queries have selected, with a privacy card of the votes."""
+    """Write synthetic queries selected by the votes of private queries, with a privacy card of the votes."""
 
     passages_are_public: bool = False
     generations: int = 3
@@ -118,7 +118,7 @@ class Evolve(SetDrawing):
         self._trusts = require_public_encoder(self.encoder, self.encoder_is_public, knob="task.encoder")
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/synthetic``, with ledger and card of the votes in the run folder; returns epsilon."""
+        """Write ``run_dir/synthetic``, with ledger and card of the votes in the run folder; return epsilon."""
         folder = parts.run_dir
         check_run_dir(folder, min_free_mb=self.min_free_mb)
         if parts.resume and (folder / SYNTHETIC / CARD_NAME).is_file():

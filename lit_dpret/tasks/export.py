@@ -1,4 +1,4 @@
-"""`task=export`: any checkpoint of a run as a model folder that others load, or a synthetic set as it goes out."""
+"""`task=export`: export a checkpoint as a standard model folder, or a synthetic set for publication."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Export:
         self.evaluation = None if self.evaluation is None else Path(self.evaluation)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write the folder; returns the number of its bytes."""
+        """Write the folder; return its size in bytes."""
         check_run_dir(parts.run_dir, min_free_mb=100)
         new = parts.run_dir / (MODEL_FOLDER if self.data is None else "data")
         if new.exists():  # what lies there would be handed on, and certified, with what is written now
@@ -294,7 +294,7 @@ def _handed_on(what: str, folder: Path, hub: HubRepository | None) -> dict[str, 
 
 
 def load_module(path: Path) -> Any:
-    """Return the module of a checkpoint, of whichever class of this package wrote it.
+    """Return the module of a checkpoint, of any class of this package.
 
     Raises:
         DataError: It is no checkpoint of this package.

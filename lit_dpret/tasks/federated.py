@@ -1,4 +1,4 @@
-"""`task=federated`: PDD-AS2 and its baselines over silos, and the paper's Table 1 with ours beside theirs.
+"""`task=federated`: PDD-AS2 and its baselines over silos, and the paper's Table 1 with our values.
 
 Every system of every seed is a stage that is run once: ``resume=true`` continues an interrupted run, and adds systems
 or seeds to a finished one.
@@ -44,7 +44,7 @@ _HOW_NOT_WHAT = ("hydra.run.dir=", "federated.secret_file=")
 
 @dataclass(kw_only=True)
 class Federated:
-    """Run the systems that are not finished, and report their results.
+    """Run the unfinished systems, and report their results.
 
     Raises:
         ConfigurationError: A system is unknown, or seeds are missing or not distinct.
@@ -70,7 +70,7 @@ class Federated:
         check_seeds_and_split(self.seeds, self.split)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Run every system and seed that is not finished; return sentence MRR@10 by system, the mean over silos."""
+        """Run every unfinished system and seed; return sentence MRR@10 by system, the mean over silos."""
         plan: FederationPlan = parts.federation()
         for system in self.systems:
             check_stage2(system, plan.settings(self.seeds[0]))

@@ -1,4 +1,4 @@
-"""`task=federated_attacks`: the two attacks that paper 004 names and leaves open, before and after each defence.
+"""`task=federated_attacks`: the two attacks named in paper 004, with and without each defence.
 
 A curious silo matches the requests of the others, made in each `Way`, with suspected texts. A curious server reads the
 word embeddings off the updates of one round, under each `Defence`.
@@ -51,7 +51,7 @@ Attack = Literal["requests", "updates"]
 
 @dataclass(kw_only=True)
 class FederatedAttacks:
-    """A silo that matches requests, and a server that reads word embeddings, on a folder of silos.
+    """Attack a folder of silos: a silo that matches requests, and a server that reads word embeddings.
 
     The attacked messages come from the code that a federation runs: requests from its centroids under its ledger,
     updates from a silo's first round. The model is the public one that a run begins with.
@@ -100,7 +100,7 @@ class FederatedAttacks:
         self.lr = float(self.lr)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``federated_attacks.json`` and ``.md``, or ``internal_federated_attacks`` about private silos.
+        """Write ``federated_attacks.json`` and ``.md``; ``internal_federated_attacks`` for private silos.
 
         Raises:
             DataError: The silos are malformed.
@@ -282,7 +282,7 @@ class Asker:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to ask."""
+    """One kind of request."""
 
     name: str
     request: str
@@ -290,7 +290,7 @@ class Way:
 
 
 def ways(request_eps: Sequence[float]) -> list[Way]:
-    """List the ways, from the paper's own to the one that says nothing."""
+    """List the kinds of requests, from the paper's own to an empty one."""
     noised = [Way(name=f"dp_centroid, eps={eps:g}", request="dp_centroid", eps=eps) for eps in request_eps]
     return [
         Way(name="exact (the paper)", request="exact"),
@@ -301,7 +301,7 @@ def ways(request_eps: Sequence[float]) -> list[Way]:
 
 
 def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
-    """Embed the queries that a silo asks with, and others that it could have asked with.
+    """Embed the queries of a silo's request, and others that it could have used.
 
     Raises:
         DataError: It has no dev or test query to distinguish train queries from.
@@ -451,7 +451,7 @@ def _state(folder: Path) -> Path:
 
 
 def word_table(module: AS2DualEncoder) -> str | None:
-    """Return the name of the word embeddings in an update; None where no update has them.
+    """Return the name of the word embeddings in an update; None if no update has them.
 
     Raises:
         UnsupportedModelError: The encoder does not say which of its parameters they are.
@@ -513,7 +513,7 @@ def attack_updates(
 
 
 def start_weights(make: MakeModule) -> tuple[AS2DualEncoder, Weights]:
-    """Build the model that a round begins with; return it and the weights that travel."""
+    """Build the initial model of a round; return it and the weights to send."""
     module = make(privacy=NoPrivacy(), optimizer_lr=1e-3)
     return module, take_weights(module)
 

@@ -1,4 +1,4 @@
-"""`task=federated_generators`: each silo's own DP query generator, and the queries that it writes for public sentences.
+"""`task=federated_generators`: train each silo's DP query generator, and write queries for its public sentences.
 
 Everything is charged to the ledger in the silo's state folder, ``RUN/private/NAME``, which is where its rounds go on:
 ``federated.state=RUN/private`` of ``task=federated``, ``lit-dpret silo --state RUN/private/NAME``.
@@ -44,7 +44,7 @@ PRIVATE = "private"
 
 @dataclass(kw_only=True)
 class FederatedGenerators(Drawing):
-    """Train the generators that are not trained yet, let them write, and report the spending of each budget.
+    """Train the missing generators, let them write, and report the spending of each budget.
 
     Guarantees:
         - Every silo's data, budget and declaration of public sentences are checked before the first is trained.
@@ -77,7 +77,7 @@ class FederatedGenerators(Drawing):
         )  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Return the largest epsilon that a silo has spent; write ``internal_generators.json``.
+        """Return the largest epsilon spent by a silo; write ``internal_generators.json``.
 
         Raises:
             ConfigurationError: A setting is refused, or a silo is unknown.

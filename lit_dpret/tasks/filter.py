@@ -1,4 +1,4 @@
-"""`task=filter`: choose among synthetic queries by public means, and write what is left with the same claim."""
+"""`task=filter`: filter synthetic queries without private data, and write the rest with the same claim."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Filter:
         self.data = Path(self.data)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/filtered``, ``filter.json`` and ``examples.md``; returns the kept share."""
+        """Write ``run_dir/filtered``, ``filter.json`` and ``examples.md``; return the kept share."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         check_is_new(parts.run_dir / FILTERED)
         released = load_released(self.data, corpus=self.corpus, declared_public=self.queries_are_public)

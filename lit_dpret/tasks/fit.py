@@ -38,7 +38,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 @dataclass(frozen=True)
 class PlannedFit:
-    """A private training that is still to be made."""
+    """A private training that has not run yet."""
 
     plan: PrivacyPlan
     steps: int
@@ -46,14 +46,14 @@ class PlannedFit:
 
     @property
     def releases(self) -> list[Release]:
-        """The releases that its own ledger will charge: a shuffled epoch as a whole."""
+        """The releases that its own ledger will charge: a shuffled epoch counts as a whole."""
         return forthcoming_releases([], self.plan.release(), first=0, until=self.steps)
 
 
 def plan_fit(
     mode: Any, data: Any, trainer: Any, *, make_module: Any, callbacks: list[Any] | None = None
 ) -> list[PlannedFit]:
-    """Return the plan of one training, as a list; an empty one where it is under a mode that makes no release.
+    """Return the plan of one training, as a list; empty for a mode without releases.
 
     Args:
         mode: The privacy mode.
@@ -100,7 +100,7 @@ class Fit:
     membership_coins: bool = False
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Build, train and export; returns the last logged metrics."""
+        """Build, train and export; return the last logged metrics."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         keep_settings(parts)
         if parts.resume and _is_finished(parts.run_dir):
@@ -130,7 +130,7 @@ class Fit:
         return logged
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """Return the private training that ``run`` would make; reads the data, and trains nothing."""
+        """Return the private training that ``run`` would make; reads the data without training."""
         if self.membership_coins:
             raise ConfigurationError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
         datamodule = parts.read_data()
@@ -167,7 +167,7 @@ class Fit:
 
 
 def keep_settings(parts: Parts) -> None:
-    """Write down what the run trains; refuse to go on with something else, by the name that the user knows it by."""
+    """Record what the run trains; refuse to resume with something else, named as the user knows it."""
     path, now = parts.run_dir / SETTINGS, json.loads(json.dumps(parts.trained_settings(), default=str))
     if parts.resume:
         before = read_json(path, _SETTINGS_SCHEMA)["settings"] if path.exists() else now
@@ -259,7 +259,7 @@ def _keep_heads(datamodule: Any, folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How and where a module is trained."""
+    """Settings of a module's training."""
 
     run_dir: Path  # of its checkpoints, its ledger, its model and its card
     make_trainer: Callable[..., L.Trainer]  # takes settings of a Trainer
@@ -344,7 +344,7 @@ def _run_id(run_dir: Path) -> str | None:
 
 
 def refuse_several_ranks(trainer: L.Trainer) -> None:
-    """Refuse a Trainer of several processes for a task that trains among other things."""
+    """Refuse a multi-process Trainer for a task that trains as one of its stages."""
     if trainer.world_size > 1:
         raise ConfigurationError(
             f"trainer.devices and num_nodes make {trainer.world_size} processes, and this task trains in one: its "

@@ -1,4 +1,4 @@
-"""`task=fit_scored`: train a query generator, and score it by BLEU on queries that it was not trained on.
+"""`task=fit_scored`: train a query generator, and score it by BLEU on held-out queries.
 
 A search for settings needs a number to compare trials by. For a generator the papers take BLEU on validation
 queries. Whose queries those are decides what the number may do: of public or synthetic queries it is anybody's; of
@@ -34,7 +34,7 @@ BLEU = "val/bleu"
 
 @dataclass(kw_only=True)
 class FitScored(Fit):
-    """Train as ``task=fit`` does, then draw a query for passages of a validation split and compare."""
+    """Train like ``task=fit``, then draw a query for passages of a validation split and compare."""
 
     data: Whose | None = None
     datamodule: Any = None
@@ -56,7 +56,7 @@ class FitScored(Fit):
         require_whole("task", self, 1, "max_passages", null=True)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Train, score; the loggers learn the score unless it is of private queries."""
+        """Train and score; loggers receive the score unless it uses private queries."""
         held = self._held_out(parts)  # read first: a split that is missing is refused before the training
         loggers = parts.make_loggers()
         result = super().run(replace(parts, make_loggers=lambda: loggers))

@@ -33,7 +33,7 @@ _SPARE = 16  # sentences that repeat an answer and count as none
 
 @dataclass(kw_only=True)
 class HardNegatives:
-    """Write ``hard_negatives.json`` and ``.md``, or ``internal_hard_negatives`` about private questions."""
+    """Write ``hard_negatives.json`` and ``.md``; ``internal_hard_negatives`` for private questions."""
 
     silo: Path
     encoder: str | Path
@@ -49,7 +49,7 @@ class HardNegatives:
         self.silo = Path(self.silo)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Returns how often one of the negatives ranks above every answer."""
+        """Return how often a negative ranks above every answer."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         silo = read_silo(self.silo)
         if self.whose == "public":
@@ -111,7 +111,7 @@ class HardNegatives:
 
 
 def case_grid(cases: Sequence[Mapping[str, Any]]) -> Grid:
-    """Return the cases as the paper's Table 5 has them: one a column, scores beside the sentences."""
+    """Return the cases in the form of the paper's Table 5: one per column, scores beside the sentences."""
     depth = max(len(case["negatives"]) for case in cases)
     rows: list[list[str]] = [
         ["Question", *(case["question"] for case in cases)],

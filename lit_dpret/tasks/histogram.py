@@ -1,4 +1,4 @@
-"""`task=histogram`: how often private queries are of which kind, with noise, charged together with a generator."""
+"""`task=histogram`: release a noised histogram of the private queries, charged together with a generator."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Histogram:
         require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``histogram.json``, its ledger and its card to the run folder; returns the epsilons."""
+        """Write ``histogram.json``, its ledger and its card to the run folder; return the epsilons."""
         folder = parts.run_dir
         check_run_dir(folder, min_free_mb=self.min_free_mb)
         if parts.resume and (folder / CARD_NAME).is_file():
@@ -187,7 +187,7 @@ class Histogram:
 
 
 def read_units(parts: Parts, mode: Any) -> tuple[Any, Any]:
-    """Read the data and group them for a release of counts over their units; return data module and units.
+    """Read the data and group them for a release of counts over units; return data module and units.
 
     Raises:
         ConfigurationError: Their queries carry a claim of their own, which a new card would not name, or
@@ -209,7 +209,7 @@ def read_units(parts: Parts, mode: Any) -> tuple[Any, Any]:
 def counting_run(
     parts: Parts, private: GaussianMode, plan: PrivacyPlan, data: Any, dataset: DatasetLedger | None, **described: Any
 ) -> PrivateRun:
-    """Open the ledger of a task that releases counts under a plan, and trains nothing; ``described`` adds to it."""
+    """Open the ledger of a task that releases counts under a plan without training; ``described`` adds facts."""
     seed = private.noise_seed
     return PrivateRun.open(
         parts.run_dir / LEDGER_NAME,

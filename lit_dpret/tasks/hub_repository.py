@@ -1,4 +1,4 @@
-"""A folder as a repository of the Hugging Face hub: what is asked before it is made, and how it is sent."""
+"""Upload a folder as a repository of the Hugging Face hub, with checks beforehand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A repository of models or of data sets, which need not be there yet.
+    """A repository of models or data sets, which need not exist yet.
 
     The token is that of ``hf auth login`` or ``HF_TOKEN``, and is written nowhere.
     """
@@ -25,7 +25,7 @@ class HubRepository:
     kind: Literal["model", "dataset"] = "model"
 
     def check(self) -> None:
-        """Refuse what could not be sent, before there is anything to send.
+        """Refuse an impossible upload before the work starts.
 
         Raises:
             ConfigurationError: There is no token, the hub does not answer or does not know it, or the repository is
@@ -54,7 +54,7 @@ class HubRepository:
             )
 
     def send(self, folder: Path) -> str:
-        """Send the files of a folder in one commit; return the address of the repository.
+        """Upload the files of a folder in one commit; return the address of the repository.
 
         Raises:
             StorageError: The hub did not take them; the folder stays.

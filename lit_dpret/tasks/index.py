@@ -1,4 +1,4 @@
-"""`task=index` and `task=search`: a search structure over embeddings that `task=encode` wrote, and a query to it."""
+"""`task=index` and `task=search`: build a search index over embeddings from `task=encode`, and query it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Index:
         self.embeddings = Path(self.embeddings)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/index``; of several ranks, the first one does."""
+        """Write ``run_dir/index``, on the first rank."""
         with job_here() as job:
             return job.share(lambda: self._run(parts))
 
@@ -44,7 +44,7 @@ class Index:
 
 @dataclass(kw_only=True)
 class Search:
-    """Print the passages that are nearest to a query.
+    """Print the passages nearest to a query.
 
     The query is embedded in memory and written nowhere by this task; Hydra, though, keeps the command
     in the run folder (``.hydra/overrides.yaml``), so a private query does not belong on a command line

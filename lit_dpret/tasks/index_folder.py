@@ -1,4 +1,4 @@
-"""A searchable folder: embeddings, ids, texts, and a manifest that says what they are.
+"""A searchable folder: embeddings, ids, texts, and a manifest that describes them.
 
 ``index.json`` names every file by SHA-256, the encoder by the fingerprint of its two towers, and
 whether anything private went in. It is written last, so a folder without it is unfinished. A query
@@ -69,7 +69,7 @@ class Manifest:
     about: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the file's content."""
+        """Return the content of the file."""
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
 
 
@@ -88,7 +88,7 @@ def told_from(folder: str | Path, encoder: str | Path) -> str:
 
 
 class IndexFolder:
-    """A folder that `encode_folder` or `index_folder` wrote.
+    """A folder from `encode_folder` or `index_folder`.
 
     Guarantees:
         - Queries are embedded by the encoder that the folder was made with, or not at all.
@@ -117,7 +117,7 @@ class IndexFolder:
 
     @property
     def promise(self) -> str:
-        """What the folder promises, in a sentence."""
+        """The privacy claim of the folder, in a sentence."""
         if self.manifest.private:
             return (
                 "PRIVATE: these are embeddings of private queries, from which texts can be guessed. No guarantee "
@@ -142,7 +142,7 @@ class IndexFolder:
         return lexicographic_rank(self.ids)
 
     def text(self, place: int) -> str:
-        """Return the text at a place, read from the file."""
+        """Read the text at a place from the file."""
         start, stop = np.fromfile(self.folder / OFFSETS, dtype="<i8", count=2, offset=8 * place).tolist()
         with (self.folder / TEXTS).open("rb") as file:
             file.seek(start)
@@ -150,13 +150,13 @@ class IndexFolder:
 
     @property
     def encoder_folder(self) -> str:
-        """The encoder that the folder was made with, where it was left; else its name."""
+        """The folder of the encoder, if it is still at its path; otherwise its name."""
         name = str(self.manifest.encoder["folder"])
         beside = (self.folder / name).resolve()
         return str(beside) if beside.is_dir() else name
 
     def query_encoder(self, encoder: str | Path | None = None) -> TextEncoder:
-        """Return the encoder of queries that belongs to these passages.
+        """Return the query encoder for these passages.
 
         Args:
             encoder: Where it lies now, if it has moved.
@@ -177,7 +177,7 @@ class IndexFolder:
         return found.query_encoder
 
     def search(self, query_embeddings: Tensor, k: int, *, device: str | None = None) -> TopK:
-        """Return the ``k`` best passages of each query, by the structure that this folder has.
+        """Return the ``k`` best passages of each query, with the index of this folder.
 
         Args:
             query_embeddings: From `query_encoder`, shape ``(queries, dim)``.
@@ -216,7 +216,7 @@ Declared = Literal["public", "private"]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """How texts are embedded, and what they are.
+    """Settings for embedding texts, and the kind of the texts.
 
     Raises:
         ConfigurationError: A setting is impossible, or queries are neither declared public nor private.
@@ -252,7 +252,7 @@ class Encoding:
 
     @property
     def is_private(self) -> bool:
-        """Whether the texts are private, and so everything that is computed of them."""
+        """Whether the texts are private, and so everything computed from them."""
         return self.queries == "private"
 
 
@@ -267,7 +267,7 @@ def encode_folder(
     claim: Path | None = None,
     about: Mapping[str, str] | None = None,
 ) -> IndexFolder:
-    """Embed texts into a folder that can be searched; go on where an earlier call was stopped.
+    """Embed texts into a searchable folder; resume an interrupted call.
 
     Guarantees:
         - Run again after any interruption it goes on, and its files have the bytes of a call that was
@@ -374,7 +374,7 @@ def index_folder(
     device: str = "cpu",
     seed: int = 0,
 ) -> IndexFolder:
-    """Build a search structure over the embeddings of a folder, in a folder of its own.
+    """Build a search index over the embeddings of a folder, in a new folder.
 
     The embeddings are linked, not copied, where the file system allows it.
 

@@ -1,4 +1,4 @@
-"""`task=inversion`: what the embeddings of an encoder tell of their texts, to somebody who has nothing else."""
+"""`task=inversion`: measure how much an encoder's embeddings reveal of their texts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _LABELS: dict[Arm, str] = {
 
 @dataclass(kw_only=True)
 class Inversion:
-    """Three attacks on embeddings: a probe with its control, naming a candidate, and writing the text out."""
+    """Three attacks on embeddings: a probe with its control, naming a candidate, and reconstruction."""
 
     encoder: str | Path
     whose: Owner | None = None
@@ -90,7 +90,7 @@ class Inversion:
             raise ConfigurationError(f"task.samples={self.samples} would print private texts. Set it to 0.")
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``inversion.json`` and ``.md``, or ``internal_inversion`` about private texts; returns the scores."""
+        """Write ``inversion.json`` and ``.md``; ``internal_inversion`` for private texts; return the scores."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         need("sacrebleu")  # before anything is encoded or trained for nothing
         tower = self._tower(self.encoder)

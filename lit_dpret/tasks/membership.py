@@ -1,4 +1,4 @@
-"""`task=membership`: can somebody tell which queries a model was trained on, and is that more than was promised?"""
+"""`task=membership`: membership inference on a model, compared with its claim."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DROPPED = {
 
 
 class Claim:
-    """The promise of a run, as ceilings at any false positive rate.
+    """The claim of a run, as ceilings at any false positive rate.
 
     Attributes:
         line: Of the card, in words.
@@ -112,7 +112,7 @@ MEMORISED_MOST = 10
 
 @dataclass(kw_only=True)
 class MembershipSettings:
-    """How a run is attacked, besides the folder of the run: `run` is the method of every task."""
+    """Attack settings besides the run folder: `run` is the method of every task."""
 
     model: Path | None = None
     others: Others | None = None
@@ -156,7 +156,7 @@ class MembershipSettings:
 
 
 class Membership(MembershipSettings):
-    """Attack a finished run with everything at hand, and hold what is found against its claim.
+    """Attack a finished run with all available signals, and compare the results with its claim.
 
     The composed configuration is the target's: its ``datamodule`` finds the queries, and its ``model``,
     ``privacy`` and ``trainer`` are what shadow models are trained with.
@@ -169,7 +169,7 @@ class Membership(MembershipSettings):
         self.run_folder = Path(run)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``internal_membership.json`` and ``.md``; returns AUC by attack.
+        """Write ``internal_membership.json`` and ``.md``; return AUC by attack.
 
         Raises:
             DataError: The run's model is not the one on its card.

@@ -1,4 +1,4 @@
-"""Shadow models of a target: its own training again, on other halves, as many as a time set beforehand allows.
+"""Shadow models of a target: its own training on random halves of the data, as many as a time limit allows.
 
 A shadow model that was trained for fewer steps than the target remembers less, and tells little of what the target
 remembers. So every one of them takes the target's number of steps, and where the time is short there are fewer of them.
@@ -52,7 +52,7 @@ MOST_POPULATION = 500
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Suspects:
-    """Queries in a fixed order: first those that are attacked, then the population that RMIA compares them with."""
+    """Queries in a fixed order: first the attacked ones, then the population for RMIA."""
 
     universe: list[str]  # ids of all queries that shadow models may be trained on
     ids: list[str]  # of the suspects
@@ -72,7 +72,7 @@ class Suspects:
 
     @property
     def population(self) -> NDArray[np.int64]:
-        """Places of the population among the suspects."""
+        """The places of the population among the suspects."""
         return np.arange(self.attacked, len(self.ids))
 
     def texts(self) -> list[str]:
@@ -82,7 +82,7 @@ class Suspects:
 
 
 def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: int, rows: int, seed: int) -> Suspects:
-    """Draw suspects from the data that the target was trained on.
+    """Draw suspects from the target's training data.
 
     Guarantees:
         - With ``coins``, who is attacked does not depend on the coins, as the theorem of the one-run audit asks.
@@ -163,7 +163,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(eq=False, repr=False)
 class Attacker:
-    """Computes signals of target, reference and shadow models, for the same suspects, pool and settings."""
+    """Compute signals of target, reference and shadow models, for the same suspects, pool and settings."""
 
     target: Path
     suspects: Suspects
@@ -174,13 +174,13 @@ class Attacker:
     _reference: TokenScores | EncodedPairs | None = None
 
     def learn_reference(self, source: str | Path, progress: Progress) -> None:
-        """Look at the suspects with a model that never saw private data."""
+        """Compute the suspects' signals under a model without private data."""
         self._reference = self._look(source, progress)
 
     def signals(
         self, source: str | Path, progress: Progress, *, moments: bool = False
     ) -> dict[str, NDArray[np.float64]]:
-        """Signals of every suspect, the mean over its rows, each of shape ``(suspects,)``.
+        """Return signals of every suspect, the mean over its rows, each of shape ``(suspects,)``.
 
         ``moments`` adds the signal of a generator that needs the mean and deviation over its whole vocabulary.
         """
@@ -204,7 +204,7 @@ class Attacker:
 
 
 def write_signals(path: Path, signals: Signals) -> None:
-    """Write signals of private queries, whole or not at all, for their owner alone."""
+    """Write signals of private queries, atomically and readable by their owner alone."""
     content = io.BytesIO()
     np.savez(content, **signals)  # type: ignore[arg-type]
     write_whole(path, content.getvalue(), owner_only=True)
@@ -234,7 +234,7 @@ class Trained:
 
 
 class Shadows:
-    """Train, score and forget shadow models, one stage for each.
+    """Train, score and discard shadow models, one stage for each.
 
     Guarantees:
         - A shadow model that is done is not trained again; one that was interrupted starts again.
@@ -265,7 +265,7 @@ class Shadows:
             )
 
     def train(self, suspects: Suspects, attacker: Attacker, stages: Stages, *, scoring: float) -> Trained | None:
-        """Return the matrix of all suspects, or None where the time is too short for four models."""
+        """Return the matrix of all suspects, or None if the time is too short for four models."""
 
         def planned(folder: Path, resume: bool) -> dict[str, float]:
             # Which half the timed model gets is of no account.
@@ -358,7 +358,7 @@ class Shadows:
 
 
 def models_in(seconds: float, each: float, *, wanted: int) -> int:
-    """Return how many shadow models of ``each`` seconds fit: an even number from 4 to ``wanted``, or 0.
+    """Return how many shadow models with ``each`` seconds fit: an even number from 4 to ``wanted``, or 0.
 
     >>> models_in(1200, 100, wanted=8), models_in(1200, 190, wanted=8), models_in(1200, 301, wanted=8)
     (8, 6, 0)

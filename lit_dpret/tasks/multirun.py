@@ -1,4 +1,4 @@
-"""The runs of one command (``-m``, ``task=sweep``): their cost together before the first, a table after the last."""
+"""The runs of one command (``-m``, ``task=sweep``): their total cost before the first, a table after the last."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_RESULTS = 8  # columns that a terminal has room for
 
 
 def planned_once(run: ComposedRun, task: Any, parts: Parts, known: dict[str, list[PlannedFit]]) -> list[PlannedFit]:
-    """Return the private trainings of a run; those of an equal one where it was planned before."""
+    """Return the private trainings of a run; from the cache if an equal one was planned before."""
     groups = _PLANNED_BY + (_COUPLED_BY if parts.make_privacy().calibrated_to_loss else ())
     key = run.describe(groups)
     if key not in known:
@@ -38,7 +38,7 @@ def planned_once(run: ComposedRun, task: Any, parts: Parts, known: dict[str, lis
 
 
 def cost_together(plans: Sequence[PlannedFit]) -> tuple[float, str]:
-    """Return epsilon of all trainings together, at the least of their deltas, and the accountant that composed it."""
+    """Return epsilon of all trainings together, at the smallest of their deltas, and the accountant used."""
     budget = min((one.plan.budget for one in plans), key=lambda budget: budget.delta)
     value, how = compose_across_runs(
         composed(Charge.of(one.releases, one.start.earlier() if one.start else ()) for one in plans),
@@ -48,7 +48,7 @@ def cost_together(plans: Sequence[PlannedFit]) -> tuple[float, str]:
 
 
 def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> str:
-    """Print and return how many runs begin, what they cost together, and how long they take, as far as it is known.
+    """Print and return the number of runs, their total cost, and their duration, if known.
 
     ``varied`` are the settings in which they differ.
 
@@ -108,14 +108,14 @@ def _seconds(task: Any, parts: Parts, mode: Any, found: Sequence[PlannedFit]) ->
 
 @dataclass
 class Outcomes:
-    """What the runs of a command have come to so far: one row each, in their order, and what they cost together."""
+    """The results so far of a command's runs: one row each, in order, and their total cost."""
 
     folder: Path
     together: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, run_dir: Path, settings: Sequence[str], result: Any) -> None:
-        """Note what a run returned, or the error that ended it."""
+        """Record the result of a run, or the error that ended it."""
         found = dict(result) if isinstance(result, Mapping) else {}
         ended = " ".join(str(result).split()) if isinstance(result, BaseException) else ""
         given = dict(setting.lstrip("+").partition("=")[::2] for setting in settings)
@@ -124,7 +124,7 @@ class Outcomes:
                           "epsilon": claimed_epsilon(run_dir), "terms": terms})  # fmt: skip
 
     def tell(self) -> None:
-        """Print the table and write it into the folder of all runs, for its owner alone."""
+        """Print the table and write it into the folder of all runs, readable by its owner alone."""
         by_terms: dict[str, list[str]] = {}
         for row in self.rows:
             by_terms.setdefault(row["terms"], []).append(row["run"])
@@ -134,7 +134,7 @@ class Outcomes:
         say(text, f"written: {self.folder / RESULTS}")
 
     def table(self) -> Table:
-        """Return the settings and results in which the runs differ, each beside the epsilon of its card."""
+        """Return the settings and results in which the runs differ, with the epsilon of each card."""
         settings = _differing([row["settings"] for row in self.rows])
         metrics = _differing([row["metrics"] for row in self.rows if not row["error"]])[:_MOST_RESULTS]
         failed = any(row["error"] for row in self.rows)

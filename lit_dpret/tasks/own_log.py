@@ -1,4 +1,4 @@
-"""`task=own_log`: from a log of one's own to the comparison of `task=pipeline`, in one command."""
+"""`task=own_log`: run the comparison of `task=pipeline` on your own log, in one command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLIT, CHECK = "split", "check"
 
 @dataclass(kw_only=True)
 class OwnLog(Pipeline):
-    """Check a log, split it where it is not, and run the pipeline with sizes that follow from what is public of it.
+    """Check a log, split it if needed, and run the pipeline with sizes derived from public facts.
 
     Guarantees:
         - Batches follow from the number of units, which ``zero_out`` and ``replace_one`` take as public, and lengths
@@ -43,7 +43,7 @@ class OwnLog(Pipeline):
         require_whole("task", self, 8, "passage_length", null=True)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Run the check, the split and every stage of the pipeline that is not done yet; returns its numbers.
+        """Run the check, the split and every unfinished stage of the pipeline; return its numbers.
 
         Raises:
             ConfigurationError: The passages of the log are not declared public, or its size is not public.
@@ -68,7 +68,7 @@ class OwnLog(Pipeline):
         return super().run(parts)
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """Refuse: what is trained follows from a split that does not exist before the task runs."""
+        """Refuse: the trainings depend on a split that does not exist before the task runs."""
         raise ConfigurationError("task=own_log decides its sizes when it runs. In a sweep or a plan use task=pipeline.")
 
     def _split(self, parts: Parts, data: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The arguments of a task: a run folder and the means to build the rest, without knowing Hydra."""
+"""The arguments of a task: a run folder and factories for the rest, without Hydra."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+")
 
 @dataclass(frozen=True)
 class ComposedRun:
-    """Another run of this program, composed and not started."""
+    """Another run of this program, composed but not started."""
 
     describe: Callable[[Sequence[str]], str]
     make: Callable[[], tuple[Any, Parts]]
 
 
 def no_outline(**settings: Any) -> Any:
-    """Refuse to outline a model of which nobody said how."""
+    """Refuse to outline a model without a given method."""
     raise ConfigurationError("The formulas know encoder-decoder models (model=generator), and this is none.")
 
 
 def no_loggers(**settings: Any) -> list[Any]:
-    """Return no logger, in whichever folder it would write."""
+    """Return no logger, for any folder."""
     return []
 
 
@@ -57,14 +57,14 @@ class Parts:
     command: str = field(default="python train.py")
 
     def read_data(self, stage: str = "fit", **settings: Any) -> Any:
-        """Make the datamodule, let it fetch what it needs, and have it read."""
+        """Build the datamodule, let it download what it needs, and read it."""
         data = self.make_datamodule(**settings)
         data.prepare_data()
         data.setup(stage)
         return data
 
     def federation(self) -> Any:
-        """Return the plan of the federation that a task is about.
+        """Return the federation plan of the task.
 
         Raises:
             ConfigurationError: None is configured.
@@ -75,12 +75,12 @@ class Parts:
         return plan
 
     def command_again(self, *how: str) -> str:
-        """Return the command that repeats this run: without ``resume=`` and without words that begin as ``how``."""
+        """Return the command that repeats this run, without ``resume=`` and words that begin with ``how``."""
         return as_typed([word for word in _words(self.command) if not word.startswith(("resume=", *how))])
 
 
 def as_typed(words: Sequence[str]) -> str:
-    """Return a command as a shell takes it: words that the shell would change are quoted, and lists are left readable.
+    """Return a command for a shell: words that the shell would change are quoted, and lists stay readable.
 
     Example:
         >>> print(as_typed(["train.py", "task.only=[a,b]", "task.root=${oc.env:DATA}"]))
@@ -100,7 +100,7 @@ T = TypeVar("T")
 
 
 def some_of(knob: str, given: Sequence[T] | None, known: Collection[T]) -> list[T]:
-    """Return those of ``known`` that a setting names, each once and in their order; all where it names none.
+    """Return the members of ``known`` that a setting names, each once and in order; all if it names none.
 
     Raises:
         ConfigurationError: It names another one, one twice, or none at all.
@@ -121,18 +121,18 @@ def require_budgets(knob: str, values: Sequence[float | None], *, some: bool = F
 
 
 def by_hash(name: str, salt: bytes = b"") -> bytes:
-    """Return the key by which public samples are chosen: ids in an order that has nothing to do with what they name."""
+    """Return the sort key for public samples: an order of ids independent of their meaning."""
     return sha256(salt + name.encode("utf-8", "surrogatepass")).digest()
 
 
 def say(*lines: str) -> None:
-    """Print lines as they are; rich would read what stands in brackets, as in a path or a setting, as its markup."""
+    """Print lines unchanged; rich would interpret brackets, as in a path or a setting, as markup."""
     for line in lines:
         print(line, flush=True)
 
 
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
-    """Refuse a run folder that cannot be written or lies on a disk that is nearly full.
+    """Refuse a run folder that cannot be written or is on a nearly full disk.
 
     Raises:
         StorageError: Naming the folder, the reason and the knob.

@@ -1,4 +1,4 @@
-"""`task=pipeline`: a private query log in; synthetic queries, a retriever, a card and a report out.
+"""`task=pipeline`: from a private query log to synthetic queries, a retriever, a card and a report.
 
 The retriever that learns from DP synthetic queries stands beside everything that one would compare
 it with: BM25, the untrained encoder, the same retriever trained on the real queries without privacy,
@@ -131,7 +131,7 @@ class Pipeline:
             _refuse_trained(self.retriever, "encoder", f"task.retriever.encoder, with task.only={counting}")
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Run every stage that is not done yet; returns the headline numbers."""
+        """Run every unfinished stage; return the headline numbers."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         refuse_several_ranks(parts.make_trainer(logger=False))
         self._parts = parts
@@ -170,7 +170,7 @@ class Pipeline:
         return {**told, **({SCORE: rows["synthetic"].metrics["nDCG@10"].mean} if "synthetic" in rows else {})}
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
-        """Return the private trainings that ``run`` would make, of the retriever and of the generator."""
+        """Return the private trainings of ``run``, of the retriever and of the generator."""
         self._parts = parts
         if parts.make_privacy().guarantee != "dp":
             return []
@@ -473,7 +473,7 @@ def _refuse_trained(make: Any, argument: str, knob: str) -> None:
 
 
 def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
-    """Return what is promised for a row of an encoder that was not trained here.
+    """Return the privacy of a row whose encoder was not trained here.
 
     Args:
         encoder: What it was loaded from; None where nobody knows.

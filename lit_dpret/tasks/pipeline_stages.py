@@ -1,4 +1,4 @@
-"""Train one retriever as a stage of a longer task: resumable, with a ledger and a card of its own."""
+"""Train one retriever as a stage of a longer task: resumable, with its own ledger and card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stage_callbacks(
     folder: Path, *, resume: bool, label: str, save_every: int = 5, accountant: Mapping[str, Any] | None = None,
     **tuning: Any,
 ) -> list[Any]:  # fmt: skip
-    """Return the callbacks of a training inside a longer task; one that was not begun begins, also on ``resume``.
+    """Return the callbacks of a stage's training; one that was not begun starts, even on ``resume``.
 
     ``accountant`` are settings of `PrivacyAccountant`, the first of them; ``tuning`` goes to `PrivacyCard`.
     """
@@ -34,7 +34,7 @@ def stage_callbacks(
 
 
 def set_batch(data: PairsDataModule, mode: Any, batch: int) -> None:
-    """Have ``data`` drawn in batches of ``batch`` units, or of all where there are fewer and that may be known."""
+    """Set batches of ``batch`` units, or of all units if there are fewer and their number is public."""
     data.use_unit(mode.unit, mode.neighbours)
     data.expected_batch_size = batch if mode.neighbours == "add_or_remove" else min(batch, data.n_units)
 

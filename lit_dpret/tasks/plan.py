@@ -1,4 +1,4 @@
-"""`task=plan`: what a run would promise and cost, before any training."""
+"""`task=plan`: the guarantee and cost of a run, before any training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Plan:
         self.plot = can_draw() if self.plot is None else self.plot
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``plan.json`` and ``plan.png`` and print the tables; returns sigma and epsilon."""
+        """Write ``plan.json`` and ``plan.png`` and print the tables; return sigma and epsilon."""
         mode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(f"task=plan needs a private mode; privacy={mode.name} promises nothing to plan.")
@@ -157,7 +157,7 @@ class Plan:
 
 
 def format_plan(facts: Mapping[str, Any]) -> str:
-    """Return the facts of `describe_plan`, and ``cost``, as tables for a terminal: the claim first, then what it hides.
+    """Return the facts of `describe_plan`, and ``cost``, as terminal tables: first the claim, then its meaning.
 
     Guarantees:
         - The first line holds epsilon with its delta, unit and relation.

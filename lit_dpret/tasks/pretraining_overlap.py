@@ -1,4 +1,4 @@
-"""`task=pretraining_overlap`: how many queries and passages a public model may have read before."""
+"""`task=pretraining_overlap`: count queries and passages that a public model may have been pre-trained on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUERIES, _PASSAGES = "queries", "passages"
 
 @dataclass(kw_only=True)
 class PretrainingOverlap:
-    """Look for the datamodule's queries and passages in the corpus that a public model was trained on."""
+    """Search for the datamodule's queries and passages in the pre-training corpus of a public model."""
 
     corpus: Path
     queries: Whose | None = None
@@ -52,7 +52,7 @@ class PretrainingOverlap:
         self.card = None if self.card is None else Path(self.card)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; returns the shares found.
+        """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; return the shares found.
 
         Raises:
             DataError: The corpus is missing or empty, a record of it has no text, or ``card`` has none to mark.
@@ -154,7 +154,7 @@ class PretrainingOverlap:
 
 
 def corpus_files(path: Path) -> list[Path]:
-    """Return the files that a corpus consists of, in the order of their names."""
+    """Return the files of a corpus, sorted by name."""
     if not path.exists():
         raise DataError(f"{path} does not exist; check task.corpus.")
     if not path.is_dir():

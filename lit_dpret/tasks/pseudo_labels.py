@@ -47,7 +47,7 @@ class PseudoLabels:
         self.data = Path(self.data)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/pseudo_labels``; returns how many queries were labelled."""
+        """Write ``run_dir/pseudo_labels``; return the number of labelled queries."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         released = load_released(self.data, corpus=self.corpus, declared_public=self.queries_are_public)
         with ProgressLine("labelling queries") as progress:

@@ -30,7 +30,7 @@ def rank_embeddings(
     k: int = 100,
     find: Callable[..., TopK] = search,
 ) -> Ranking:
-    """Return the ``k`` nearest passages of every query by dot product, as ``find`` finds them."""
+    """Return the ``k`` nearest passages of every query by dot product, with the search ``find``."""
     top = find(query_embeddings, passage_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids))
     return Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
 
@@ -42,14 +42,14 @@ def score_embeddings(
     passage_embeddings: Tensor,
     qrels: Qrels,
 ) -> EvaluationResult:
-    """Rank the first 100, and judge against the full qrels."""
+    """Rank the first 100, and evaluate on the full qrels."""
     return evaluate(rank_embeddings(query_ids, query_embeddings, passage_ids, passage_embeddings), qrels)
 
 
 def embedded_texts(
     tower: TextEncoder, texts: Sequence[str], side: Side, *, batch_size: int, device: str = "cpu"
 ) -> Tensor:
-    """Return the embeddings of texts in float32, shape ``(texts, dim)``; how far it is stands on a progress line."""
+    """Return the embeddings of texts in float32, shape ``(texts, dim)``, with a progress line."""
     with ProgressLine(f"encoding {len(texts)} texts") as progress:
         return tower.encode(texts, side, batch_size=batch_size, device=device, progress=progress).float()
 
@@ -63,7 +63,7 @@ def rank_stream(
     k: int = 100,
     device: str | None = None,
 ) -> Ranking:
-    """Return the ``k`` nearest of passages whose embeddings come piece by piece and are not kept."""
+    """Return the ``k`` nearest of passages whose embeddings arrive in parts and are not stored."""
     stream = SearchStream(
         query_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids), device=device
     )
@@ -73,20 +73,20 @@ def rank_stream(
 
 
 def rank_bm25(queries: Mapping[str, str], passages: Mapping[str, str], *, k: int, **settings: Any) -> Ranking:
-    """Return the ``k`` best passages of every query by their words; ``settings`` are those of `BM25Settings`."""
+    """Return the ``k`` best passages of every query by BM25; ``settings`` are those of `BM25Settings`."""
     ids = list(passages)
     top = BM25(list(passages.values()), ids, **settings).search(list(queries.values()), min(k, len(ids)))
     return Ranking(query_ids=list(queries), passage_ids=ids, top=top)
 
 
 def score_bm25(queries: Mapping[str, str], passages: Mapping[str, str], qrels: Qrels) -> EvaluationResult:
-    """BM25 (k1 0.9, b 0.4, English stop words and stems) over the same passages."""
+    """Evaluate BM25 (k1 0.9, b 0.4, English stop words and stems) on the same passages."""
     return evaluate(rank_bm25(queries, passages, k=100), qrels)
 
 
 @dataclass(kw_only=True)
 class Ranker:
-    """Ranks passages for queries, best first.
+    """Rank passages for queries, best first.
 
     Raises:
         ConfigurationError: A setting of encoders is given for ``bm25``.
@@ -129,7 +129,7 @@ class Ranker:
         return without_self_matches(ranking, k) if drop_self_matches else ranking
 
     def fingerprints(self) -> list[str]:
-        """Return by what the encoders that ranked are known, query side first; nothing for ``bm25``."""
+        """Return the fingerprints of the ranking encoders, query side first; empty for ``bm25``."""
         return [] if self._towers is None else fingerprints(self._towers)
 
     def _nearest(self, queries: Mapping[str, str], passages: Mapping[str, str], k: int) -> Ranking:
@@ -152,7 +152,7 @@ class Ranker:
 
 
 def fingerprints(towers: Towers) -> list[str]:
-    """Return by what the weights and contracts of both sides are known, query side first."""
+    """Return the fingerprints of weights and contracts of both sides, query side first."""
     query, passage = towers
     first = query.fingerprint()
     return [first, first if passage is query else passage.fingerprint()]

@@ -1,4 +1,4 @@
-"""Does a synthetic query find the passage it was written for?
+"""Check whether a synthetic query retrieves the passage that it was written for.
 
 Round-trip recall is the share of synthetic queries whose source passage is among the first k that a
 retriever ranks for them. It needs no private data, so it may be computed, tuned on and published
@@ -38,7 +38,7 @@ def hits(sources: Mapping[str, str], ranked: Mapping[str, Sequence[str]], k: int
 
 
 def wrong_sources(sources: Mapping[str, str], seed: int = 0) -> dict[str, str]:
-    """Return each query with a passage that is not its own, every passage's queries moving together.
+    """Return each query with another passage, moving every passage's queries together.
 
     The distinct passages are permuted by one random cycle (Sattolo's algorithm), so none stays in place.
 
@@ -63,7 +63,7 @@ KEPT = "kept_queries.txt"
 def check_round_trip(
     model: DualEncoder | FrozenDualEncoder, released: ReleasedQueries, folder: Path, *, k: int, seed: int
 ) -> dict[str, Any]:
-    """Measure the round trip of released queries; ``folder/kept_queries.txt`` lists the ids of those that pass.
+    """Measure the round trip of released queries; ``folder/kept_queries.txt`` lists the passing ids.
 
     Args:
         model: A retriever that saw neither the private nor the synthetic queries.

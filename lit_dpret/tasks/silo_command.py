@@ -1,4 +1,4 @@
-"""``lit-dpret silo``: a silo beside its data. No task of Hydra's: it has no run and no run folder."""
+"""``lit-dpret silo``: a silo beside its data. Not a Hydra task: it has no run and no run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def silo_command(arguments: Sequence[str]) -> None:
-    """Check a silo, print who sees what and what is spent, and start it unless ``--check`` was given.
+    """Check a silo, print the trust table and the spent budget, and start it unless ``--check`` was given.
 
     Raises:
         LitDpretError: Of the checks, before anything is started.
@@ -62,7 +62,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def silo_parser() -> argparse.ArgumentParser:
-    """Return the parser of the arguments of ``lit-dpret silo``."""
+    """Return the argument parser of ``lit-dpret silo``."""
     parser = _Parser(
         prog="lit-dpret silo", description="A client of a federation, beside its data (docs/federated.md)."
     )

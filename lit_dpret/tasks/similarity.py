@@ -1,4 +1,4 @@
-"""`task=similarity`: how near a synthetic data set is to the original one, and how much of it is copied."""
+"""`task=similarity`: compare a synthetic data set with the original one, and count copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NO_PASSAGES = "task.reference_file has queries without passages"
 
 @dataclass(frozen=True)
 class Texts:
-    """Queries with the passages that they were written for, or asked about; one row for each pair."""
+    """Queries with the passages they were written for or asked about; one row for each pair."""
 
     queries: Mapping[str, str]
     rows: Sequence[tuple[str, str]]
@@ -45,30 +45,30 @@ class Texts:
 
     @classmethod
     def of(cls, queries: Mapping[str, str], qrels: Qrels, passages: Mapping[str, str]) -> Texts:
-        """Return those queries of a judged split that have a passage."""
+        """Return the queries of a judged split that have a passage."""
         rows = [(query, passage) for query, judged in qrels.items() for passage, grade in judged.items() if grade > 0]
         return cls({query: queries[query] for query in dict(rows)}, rows, passages)
 
     @classmethod
     def read(cls, path: Path) -> Texts:
-        """Return queries alone, from a file of records with a ``text``."""
+        """Read queries without passages, from a file of records with a ``text``."""
         file = RecordFile(path, knob="task.reference_file")
         return cls({str(number): file.text(number, record, "text") for number, record in file}, [], {})
 
     def sample(self, count: int) -> list[str]:
-        """Return so many queries, chosen by hash of id; all where there are no more."""
+        """Return this many queries, chosen by hash of id; all if there are no more."""
         chosen = sorted(self.queries, key=by_hash)[:count]
         return [self.queries[name] for name in chosen]
 
     def sample_rows(self, count: int) -> list[tuple[str, str]]:
-        """Query and passage of so many rows, chosen by hash of their ids."""
+        """Return query and passage of this many rows, chosen by hash of their ids."""
         chosen = sorted(self.rows, key=lambda row: by_hash("\t".join(row)))[:count]
         return [(self.queries[query], self.passages[passage]) for query, passage in chosen]
 
 
 @dataclass(kw_only=True)
 class Similarity:
-    """Hold the queries of a synthetic data set against original ones."""
+    """Compare the queries of a synthetic data set with original ones."""
 
     synthetic: Path
     reference: Whose | None = None
@@ -111,7 +111,7 @@ class Similarity:
         self.reference_file = None if self.reference_file is None else Path(self.reference_file)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; returns the scores.
+        """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; return the scores.
 
         Raises:
             DataError: The two have nothing that could be compared, or too few texts; or the card beside the synthetic

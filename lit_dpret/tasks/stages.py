@@ -1,4 +1,4 @@
-"""Stages of a long task: each has a folder, is done once, and is skipped when it was done before."""
+"""Stages of a long task: each has a folder, runs once, and is skipped when finished."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ MARK = "pipeline.fingerprint"
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Return whether a run, or a task of several, was begun in a folder or below it."""
+    """Return whether a run, or a task of several, was started in a folder or below it."""
     return any(True for name in (LEDGER_NAME, MARK) for _ in folder.rglob(name))
 
 
 def settings_fingerprint(task: object, *, but: Collection[str] = (), **more: object) -> str:
-    """Hash the settings that finished stages of a task depend on: its public attributes, without those in ``but``."""
+    """Hash the settings on which a task's finished stages depend: public attributes, except ``but``."""
     settings = {name: described(value) for name, value in vars(task).items() if name[0] != "_" and name not in but}
     settings |= {name: described(value) for name, value in more.items()}
     return json_sha256(settings)
 
 
 def described(settings: object) -> str:
-    """Return settings as a text that another process writes alike: where a function lies in memory is no setting."""
+    """Return settings as a text that is equal in every process: without addresses of functions."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(settings))
 
 
@@ -75,7 +75,7 @@ class Stages:
         self._begun_on = begun[1] if len(begun) > 1 else ""
 
     def on_data(self, *measured: Mapping[str, Any]) -> Stages:
-        """Bind the run to the content of what it reads, by id; returns self.
+        """Bind the run to the content of its inputs, by id; return self.
 
         Raises:
             ResumeError: The run was begun on other data: what it has done and what it would do belong apart.
@@ -89,7 +89,7 @@ class Stages:
         return self
 
     def begin(self) -> Stages:
-        """Mark the folder as that of this run, which ``resume=true`` with the same settings goes on with; returns self.
+        """Mark the folder for this run, which ``resume=true`` with the same settings continues; return self.
 
         The first stage does it; a task that writes before its first stage calls it itself.
         """
@@ -103,13 +103,13 @@ class Stages:
         return (self.run_dir / name / DONE).exists()
 
     def result(self, name: str) -> dict[str, Any]:
-        """Return the recorded result of a stage that finished."""
+        """Return the recorded result of a finished stage."""
         record: dict[str, Any] = json.loads((self.run_dir / name / DONE).read_text(encoding="utf-8"))
         self.seconds[name] = record["seconds"]
         return dict(record["result"])
 
     def run(self, name: str, work: Callable[[Path, bool], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of stage ``name``; ``work(folder, resume)`` does it where it is not done yet."""
+        """Return the result of stage ``name``; ``work(folder, resume)`` computes it if it is missing."""
         if self.is_done(name):
             return self.result(name)
         folder = self.run_dir / name

@@ -1,4 +1,4 @@
-"""`task=sweep`: plan every trial, reserve what all of them cost, run them, and show what they reached."""
+"""`task=sweep`: plan every trial, reserve the total cost, run the trials, and report their results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Sweep:
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Plan, reserve, run and report; returns how many trials are done and what they may cost."""
+        """Plan, reserve, run and report; return the number of finished trials and their maximal cost."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         trials = self.sweep.trials(seed=parts.seed)
         if self.start and not self.give_back:

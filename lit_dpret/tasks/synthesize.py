@@ -18,7 +18,7 @@ SYNTHETIC = "synthetic"
 
 @dataclass(kw_only=True)
 class Drawing:
-    """How queries are drawn from a generator."""
+    """Settings for drawing queries from a generator."""
 
     top_p: float = 0.8
     temperature: float = 1.0
@@ -30,7 +30,7 @@ class Drawing:
 
 @dataclass(kw_only=True)
 class SetDrawing(Drawing):
-    """The same for a data set that is handed on: also on what machine, and what its cards say."""
+    """Settings for drawing a data set for publication: also the device, and statements for its cards."""
 
     precision: str = "32-true"
     device: str = "auto"
@@ -49,7 +49,7 @@ class SetDrawing(Drawing):
 
     @property
     def tuning(self) -> dict[str, str]:
-        """On which data settings were chosen, as the card says it."""
+        """The data on which settings were chosen, for the card."""
         return {"data": self.tuning_data, "note": self.tuning_note or ""}
 
 
@@ -75,7 +75,7 @@ class Synthesize(SetDrawing):
         )  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/synthetic``; an interrupted run goes on where it stopped, on however many ranks."""
+        """Write ``run_dir/synthetic``, on any number of ranks; an interrupted run resumes."""
         with job_here() as job:
             return self._run(parts, job)
 
@@ -104,7 +104,7 @@ class Synthesize(SetDrawing):
 
 
 def public_sample(passages: dict[str, str], limit: int | None) -> dict[str, str]:
-    """``limit`` passages chosen by a hash of their ids: a choice that no query can influence."""
+    """Return ``limit`` passages chosen by a hash of their ids, independent of all queries."""
     if limit is None or limit >= len(passages):
         return passages
     chosen = sorted(passages, key=by_hash)[:limit]

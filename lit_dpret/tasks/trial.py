@@ -1,4 +1,4 @@
-"""A run as the trial of a sweep: known before it starts, and reported when it is done."""
+"""A run as a trial of a sweep: registered before it starts, and reported when it is finished."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TrialOf:
         self._left_out = unprivate_results(task, mode)
 
     def finish(self, overrides: Sequence[str], result: Any) -> None:
-        """Write down what the trial was and what it reached; of several ranks the first one does.
+        """Record the trial and its result, on the first rank.
 
         Args:
             overrides: The settings that it was called with.
@@ -70,13 +70,13 @@ class TrialOf:
 
 
 def release_behind(mode: Any, parts: Parts) -> str | None:
-    """Name the release on which a run under ``privacy=synthetic`` trains; None for every other run."""
+    """Name the release on which a ``privacy=synthetic`` run trains; None for other runs."""
     data = parts.make_datamodule() if mode.guarantee == "inherited" else None
     return None if getattr(data, "privacy_card_path", None) is None else claim_of(data)
 
 
 def unprivate_results(task: Any, mode: Any) -> Sequence[str]:
-    """Return the results of a private task that are of a model trained on the same data without privacy."""
+    """Return results of a private task from a model trained on the same data without privacy."""
     found: Sequence[str] = getattr(task, "unprivate_results", ()) if mode.guarantee == "dp" else ()
     return found
 
@@ -91,14 +91,14 @@ def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str
 
 
 def private_scores(task: Any, callbacks: Sequence[Any]) -> list[str]:
-    """Return the settings by which a run computes results on private queries, as ``task.data=private``."""
+    """Return the settings by which a run computes results on private queries, such as ``task.data=private``."""
     said = [(f"task.{name}", getattr(task, name, None)) for name in _WHOSE]
     said += [("callbacks.evaluation.data", one.data) for one in callbacks if isinstance(one, RetrievalEvaluation)]
     return [f"{knob}=private" for knob, value in said if isinstance(value, str) and value == "private"]
 
 
 def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, sweep: SweepFolder | None) -> bool:
-    """Refuse to tell a sweeper a result on private queries, which it writes beside all trials, undeclared.
+    """Refuse an undeclared objective on private queries: a sweeper writes it beside all trials.
 
     Returns:
         Whether the result is on private queries, so that only its owner may read what the sweeper writes.
@@ -130,7 +130,7 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
 
 
 def refuse_other_choice(task: Any, parts: Parts, objective: str | None, varied: Sequence[str] = ()) -> None:
-    """Refuse a card that tells of no choice, or of another one, in a multirun of private trainings without a sweep.
+    """Refuse cards with no choice, or another one, in a multirun of private trainings without a sweep.
 
     Args:
         task: What a run of it does.
@@ -160,7 +160,7 @@ def refuse_other_choice(task: Any, parts: Parts, objective: str | None, varied: 
 
 
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:
-    """Refuse a trial whose cost no reservation bounds, or that says otherwise than its sweep what it is compared on.
+    """Refuse a trial without a bounded cost, or that contradicts its sweep about the comparison data.
 
     Raises:
         ConfigurationError: Its releases are not known beforehand, its own ledger would let nothing be claimed for it,

@@ -1,4 +1,4 @@
-"""Measures of finished artefacts that look at queries: whose the queries are has to be said, and is written down."""
+"""Evaluations of finished artefacts on queries: the kind of the queries must be declared, and is recorded."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ NO_CARD = "there is no privacy card to say so"
 
 
 def require_owner(whose: Owner | None, why: str) -> None:
-    """Refuse to start before ``task.whose`` is said."""
+    """Refuse to start without ``task.whose``."""
     if whose not in get_args(Owner):
         raise ConfigurationError(f"task.whose={whose}: {why}, so say whose they are: public or private.")
 
 
 def model_of(source: str | Path) -> str | Path:
-    """Return the model folder of a run or model; a name, such as ``minilm``, stays one."""
+    """Return the model folder of a run or model; a name, such as ``minilm``, is returned unchanged."""
     return model_folder(source) if Path(source).is_dir() else source
 
 
@@ -57,7 +57,7 @@ def tell_attack(parts: Parts, name: str, title: str, facts: dict[str, Any], *, o
 
 
 def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured: str) -> Whose:
-    """Refuse to look at queries that nobody declared, or at private ones without consent to what that means."""
+    """Refuse undeclared queries, or private ones without consent to the consequences."""
     if whose is None or whose not in get_args(Whose):
         raise ConfigurationError(
             f"{knob}={whose}: {measured} is a statement about queries, so say whose they are: "
@@ -75,7 +75,7 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
 
 
 def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> None:
-    """Refuse queries declared public that are the private ones an artefact was trained on, where that can be seen.
+    """Refuse queries declared public that are an artefact's private training queries, if detectable.
 
     It is seen where the ledger of the training lies with the artefact or beside it, or near it and is the one that the
     artefact's card names, also through other cards, or is that of a silo whose federation saved the artefact; where the
@@ -137,7 +137,7 @@ def _is_data_of(plan: Mapping[str, Any], data: Any) -> bool:
 
 
 def declare(folder: Path | None, whose: Whose | None, *, measured: str, where: str) -> str | None:
-    """Write on the card in ``folder`` that numbers about private queries are about to be computed.
+    """Write on the card in ``folder`` that numbers about private queries will be computed.
 
     Returns:
         What to say beside the numbers; None where the queries are not private.
@@ -166,7 +166,7 @@ def _copies(folder: Path) -> list[Path]:
 
 
 def check_synthetic(data: Any, split: str) -> None:
-    """Refuse a datamodule whose ``split`` is declared synthetic and is not what a privacy card describes.
+    """Refuse a ``split`` declared synthetic that does not match a privacy card.
 
     Raises:
         ConfigurationError: It has no such card, or the split holds the real queries of its ``evaluation``.

@@ -1,4 +1,4 @@
-"""`task=verify`: is a privacy card what it says? From its files to the ledger of the private run."""
+"""`task=verify`: verify a privacy card, from its files to the ledger of the private run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_dpret.tasks.parts import Parts, say
 
 @dataclass(kw_only=True)
 class Verify:
-    """Check a card against its files, its ledger and its parents; write its findings into ``report``, if named."""
+    """Check a card against its files, its ledger and its parents; write the findings to ``report``, if set."""
 
     card: Path
     parents: Sequence[Path] = ()
@@ -34,7 +34,7 @@ class Verify:
         self.card, self.parents = Path(self.card), [Path(parent) for parent in self.parents]
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Print a line for each check; returns how many ended how.
+        """Print a line for each check; return the number of checks by result.
 
         Raises:
             ConfigurationError: There is nothing at ``card``.

@@ -1,4 +1,4 @@
-"""A fair coin for each query decides whether it is trained on, so that members and others have one distribution.
+"""Decide by a fair coin for each query whether it is trained on, so that members and others have one distribution.
 
 A membership attack is measured on queries that were trained on and on queries that were not. Where these come from
 another split, from later weeks say, the attack may tell weeks apart instead of members. So the target of an honest
@@ -48,11 +48,11 @@ class Coins:
 
     @property
     def trained_on(self) -> frozenset[str]:
-        """Ids of the queries whose coin showed heads."""
+        """The ids of the queries whose coin showed heads."""
         return frozenset(query for query, head in self.heads.items() if head)
 
     def write(self, folder: Path) -> Path:
-        """Write ``membership_coins.json``, readable by its owner alone; `StorageError` where it cannot be."""
+        """Write ``membership_coins.json``, readable by its owner alone; raise `StorageError` on failure."""
         return write_whole(
             folder / COINS_NAME, json.dumps({"schema": SCHEMA, "heads": dict(self.heads)}) + "\n", owner_only=True
         )

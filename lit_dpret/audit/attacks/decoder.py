@@ -1,4 +1,4 @@
-"""A language model that is given an embedding before the first word.
+"""A language model conditioned on an embedding before the first word.
 
 Paper 004 (PDD-AS2, section 3.6) feeds sentence embeddings to GPT-2 "as key-value pairs together with the text
 input": one linear map makes, for each layer, keys and values of some places before the text. ``embedding`` makes word
@@ -26,7 +26,7 @@ SMALL = {"n_embd": 192, "n_layer": 3, "n_head": 4}
 
 
 class Words:
-    """Texts as token ids with an end mark, by any Hugging Face tokenizer.
+    """Texts as token ids with an end token, by any Hugging Face tokenizer.
 
     Args:
         tokenizer: Of the language model, or of any other where the model is new.
@@ -56,14 +56,14 @@ class Words:
         self.size = len(tokenizer) if self._own is None else 2 + len(self._own)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return token ids without special tokens, cut, and the end mark."""
+        """Return token ids without special tokens, truncated, and the end token."""
         found, own = self._tokens(texts), self._own
         if own is not None:
             found = [[own.get(token, 1) for token in ids] for ids in found]
         return [[*ids[: self.max_tokens - 1], self.end] for ids in found]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the words of token ids; unknown ones are left out."""
+        """Return the text of token ids; unknown ones are omitted."""
         tokens = list(ids) if self._own is None else [self._back[token] for token in ids if token in self._back]
         return " ".join(str(self.tokenizer.decode(tokens, skip_special_tokens=True)).split())
 
@@ -120,7 +120,7 @@ class PrefixDecoder(nn.Module):
 
     @torch.inference_mode()
     def write(self, embeddings: Tensor, *, max_tokens: int) -> list[list[int]]:
-        """Write the likeliest next token again and again, from the embedding alone, until each row has ended."""
+        """Write the likeliest tokens from the embedding alone, until each row has ended."""
         with evaluation_mode(self):
             written = torch.full((len(embeddings), 1), self.end, device=embeddings.device)
             ended = torch.zeros(len(embeddings), dtype=torch.bool, device=embeddings.device)
@@ -199,7 +199,7 @@ def fit_decoder(
     seed: int,
     progress: Progress | None = None,
 ) -> list[float]:
-    """Train all of the decoder by Adam on the mean loss of a token; batches depend on ``seed`` alone.
+    """Train the whole decoder by Adam on the mean token loss; batches depend only on ``seed``.
 
     ``lr`` falls linearly to zero; ``embeddings`` are those of the texts, shape ``(texts, dim)``.
 

@@ -1,4 +1,4 @@
-"""Which of some texts is this the embedding of? No training, and the strongest attack where texts can be guessed."""
+"""Match an embedding to one of several texts: without training, and the strongest attack on guessable texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 def identify(
     embeddings: Floats, guesses: Floats, *, candidates: int = 100, confidence: float = 0.95, seed: int = 0
 ) -> Rate:
-    """Name the text of each embedding among its own and others', by cosine.
+    """Identify the text of each embedding among its own and others', by cosine.
 
     Guarantees:
         - A tie with another candidate is no hit.
@@ -56,7 +56,7 @@ def identify(
 
 
 def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
-    """Return the linear map that takes embeddings of known texts nearest to the attacker's own of the same texts.
+    """Return the linear map from embeddings of known texts to the attacker's own embeddings of these texts.
 
     For an attacker whose encoder has another space, by training or by a secret rotation, and who knows some
     texts with their embeddings. Ridge regression in closed form.
@@ -84,7 +84,7 @@ def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingGain:
-    """What embeddings tell of a token, beyond what shuffled ones do."""
+    """The information about a token in embeddings, beyond that in shuffled ones."""
 
     nats: float  # a token, in the mean over tokens; below zero where the embedding only confused
     low: float  # lower end of the paired bootstrap interval over texts
@@ -97,7 +97,7 @@ class EmbeddingGain:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes that the embeddings tell nothing."""
+        """Whether the interval excludes zero information."""
         return self.low > 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def embedding_gain(
     own: ArrayLike, shuffled: ArrayLike, tokens: ArrayLike, *, confidence: float = 0.95, resamples: int = 2000,
     seed: int = 0,
 ) -> EmbeddingGain:  # fmt: skip
-    """Return the nats a token between two networks' losses of the same texts.
+    """Return the nats per token between two networks' losses on the same texts.
 
     The interval is over the choice of texts, for these two trained networks; another training of them would differ too.
 
@@ -154,7 +154,7 @@ def shuffled_order(count: int, *, seed: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """Scores of written texts against the originals, means over texts."""
+    """Scores of reconstructed texts against the originals, means over texts."""
 
     bleu: float  # of the corpus, from 0 to 100, by sacrebleu
     token_f1: float  # harmonic mean of precision and recall of the sets of words
@@ -169,7 +169,7 @@ class Recovered:
 
 
 def token_set_f1(written: str, original: str) -> float:
-    """F1 of the two sets of words.
+    """Return the F1 of the two sets of words.
 
     >>> round(token_set_f1("a claim on my house", "file a claim"), 4)
     0.5
@@ -180,7 +180,7 @@ def token_set_f1(written: str, original: str) -> float:
 
 
 def recovered(written: Sequence[str], originals: Sequence[str], *, cosines: Sequence[float] | None = None) -> Recovered:
-    """Hold written texts against the originals.
+    """Compare reconstructed texts with the originals.
 
     Raises:
         DataError: There are not as many, or none.

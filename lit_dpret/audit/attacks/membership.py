@@ -1,4 +1,4 @@
-"""How well an attack distinguished members from others, and whether it did better than the accountant allows.
+"""How well an attack distinguished members from others, compared with the accountant's ceilings.
 
 Three readings of the same scores, and none replaces another:
 
@@ -70,7 +70,7 @@ class AttackResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What attacks are held against."""
+    """The claim that attacks are compared with."""
 
     # Upper bounds by false positive rate (``attack_ceilings`` of the accountant, with the releases given); None where
     # nothing was promised.
@@ -132,7 +132,7 @@ def measure(
 
 
 def half_accuracy(scores: CanaryScores) -> float:
-    """Return the balanced accuracy of taking the scores above the median for members, ties counting half."""
+    """Return the balanced accuracy of guessing scores above the median as members, ties counting half."""
     middle = float(np.median(scores.pooled))
 
     def above(values: np.ndarray) -> float:
@@ -142,7 +142,7 @@ def half_accuracy(scores: CanaryScores) -> float:
 
 
 def exceeded(scores: CanaryScores, ceilings: Ceilings, *, error: float) -> tuple[Exceeded, ...]:
-    """Return the rates above their ceiling, wrong about any of them with probability at most ``error``.
+    """Return the rates above their ceiling, with a probability of any error of at most ``error``.
 
     For each rate f of `RATES` the threshold is the score of the others that f allows. The share of the population
     beyond that score has a Beta distribution, whose quantiles are Clopper and Pearson's, so the threshold may well

@@ -1,4 +1,4 @@
-"""Attacks on a synthetic data set alone: its texts are all that the attacker has.
+"""Attacks on a synthetic data set alone, without the model.
 
 Meeus et al. 2025, "The Canary's Echo", arXiv 2502.14921, for the first two; Amin et al. 2026, "Phantoms and
 Disclosures", for the third, which needs no planted text: some rare queries are held out by coins before training, and
@@ -28,7 +28,7 @@ _START, _END = "\x02", "\x03"
 
 
 class BigramModel:
-    """How likely each word is after the one before it, with Laplace's one added to every count.
+    """Probability of each word given the previous one, with Laplace smoothing.
 
     Args:
         texts: What it learns from.
@@ -144,7 +144,7 @@ def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float =
 
 @dataclass(frozen=True, kw_only=True)
 class Disclosures:
-    """What a release repeats of rare queries, half of which were held out by coins before training."""
+    """Rare queries repeated by a release, half of which were held out by coins before training."""
 
     queries: int
     repeated: int
@@ -153,17 +153,17 @@ class Disclosures:
 
     @property
     def phantoms(self) -> int:
-        """Repeated queries that were held out: nobody disclosed them."""
+        """Repeated queries that were held out, and so not disclosed."""
         return self.repeated - self.trained
 
     @property
     def excess(self) -> int:
-        """Repeated trained queries beyond as many as there are phantoms."""
+        """The number of repeated trained queries above the number of phantoms."""
         return self.trained - self.phantoms
 
     @property
     def precision(self) -> float:
-        """The share of repeated queries that were trained on; one half where the release knows nothing of them."""
+        """The share of repeated queries that were trained on; one half without leakage."""
         return self.trained / self.repeated if self.repeated else 0.5
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Disclosures:
 
 
 def disclosures(*, queries: int, repeated: int, trained: int, delta: float, confidence: float = 0.95) -> Disclosures:
-    """Audit a release from counts.
+    """Audit a release from the counts of repeated queries.
 
     How many queries are repeated is the release's affair and no plan, so the bound is the one that holds for every
     number. (The one for a number fixed beforehand would be 0.46894 here.)

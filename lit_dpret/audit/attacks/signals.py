@@ -1,4 +1,4 @@
-"""Signals of membership from a dual encoder: how near a query is to its own passage, among public ones.
+"""Membership signals from a dual encoder: the similarity of a query to its passage, among public ones.
 
 Training pulls a query to its passage and away from others. Whoever holds query and passage sees how far that went,
 by comparing with a fixed pool of public passages. The pool is the attacker's choice and is drawn once for all models.
@@ -48,7 +48,7 @@ def encode_pairs(
     device: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EncodedPairs:
-    """Embed pairs and pool as the encoder does, but for the normalisation.
+    """Embed pairs and pool with the encoder, without normalisation.
 
     Raises:
         DataError: Not as many passages as queries, none of them, or a pool of fewer than two texts.
@@ -77,7 +77,7 @@ def encode_pairs(
 def encoder_signals(
     pairs: EncodedPairs, *, temperature: float = 0.05, reference: EncodedPairs | None = None
 ) -> dict[str, Floats]:
-    """Return the signals of each pair, shape ``(pairs,)``; the higher, the likelier a member.
+    """Return the signals of each pair, shape ``(pairs,)``; higher for likely members.
 
     * ``logit``: ln(p / (1 - p)), p the softmax of the pair's similarity over its passage and the pool: for an
       in-batch softmax what the logit of the loss is to a classifier, and ready for shadow models.
@@ -110,7 +110,7 @@ def encoder_signals(
 
 
 def mean_by_query(signals: dict[str, Floats], query_of_row: Any, queries: int) -> dict[str, Floats]:
-    """Turn signals of rows into signals of queries: the mean over a query's rows, shape ``(queries,)``."""
+    """Average row signals over a query's rows, shape ``(queries,)``."""
     counts = np.bincount(query_of_row, minlength=queries)
     return {name: np.bincount(query_of_row, value, minlength=queries) / counts for name, value in signals.items()}
 
@@ -137,7 +137,7 @@ def _signals(pairs: EncodedPairs, temperature: float) -> dict[str, Floats]:
 def generator_signals(
     scores: TokenScores, queries: Sequence[str], *, reference: TokenScores | None = None, lowest: float = 0.2
 ) -> dict[str, Floats]:
-    """Return the signals of each query, shape ``(queries,)``; the higher, the likelier a member.
+    """Return the signals of each query, shape ``(queries,)``; higher for likely members.
 
     * ``loss``: mean log probability of a token (Yeom et al. 2018, arXiv 1709.01604).
     * ``logit``: ln(p / (1 - p)) of p = exp(loss), which is roughly normal and what shadow models are compared by

@@ -1,4 +1,4 @@
-"""Canaries: secrets that are planted in the training data of a run, to see what becomes of them.
+"""Canaries: secrets planted in the training data of a run, to measure their leakage.
 
 `CanarySuite` makes them, `plant` puts them into a DataModule as private units of their own, and
 `lit_dpret.audit.statistics` says what their ranks and scores prove. ``docs/canaries.md`` tells which to choose.

@@ -1,4 +1,4 @@
-"""One canary: texts with a gap, a secret that fills it, and the others that could have.
+"""A canary: texts with a gap, the secret that fills it, and its other candidates.
 
 The secret was drawn uniformly from the candidates, by a coin that has nothing to do with training; ranks and
 exposure mean nothing otherwise. A canary has no owner: planting it takes nothing from anybody's privacy, but the
@@ -54,7 +54,7 @@ class Canary:
         return self.passage if self.side == "query" else f"{self.passage} {secret}".strip()
 
     def units(self) -> Iterator[tuple[Row, ...]]:
-        """Yield the units that are trained on, one for each copy, without a row where the coin left the canary out."""
+        """Yield one unit for each copy, without a row if the coin excluded the canary."""
         query, passage = self.query_with(self.secret), self.passage_with(self.secret)
         for copy in range(self.copies):
             row = Row(f"{OWN_ID}{self.name}:{copy}", query, self.passage_id, passage, frozenset((self.passage_id,)))
@@ -63,7 +63,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class CanarySet:
-    """The canaries of one training, and what they were made from."""
+    """The canaries of one training, and their sources."""
 
     canaries: tuple[Canary, ...]
     settings: dict[str, Any]
@@ -80,12 +80,12 @@ SCHEMA = "lit-dpret/canaries/1"
 
 
 def set_sha256(canaries: CanarySet) -> str:
-    """Return the SHA-256 of the file: it fixes what was planted before training, and reveals no secret."""
+    """Return the SHA-256 of the file: it fixes the planted canaries before training, and reveals no secret."""
     return hashlib.sha256(_text(canaries).encode()).hexdigest()
 
 
 def write_canaries(canaries: CanarySet, folder: str | Path) -> Path:
-    """Write ``canaries.json``, readable by its owner alone; `StorageError` where it cannot be."""
+    """Write ``canaries.json``, readable by its owner alone; raise `StorageError` on failure."""
     return write_whole(Path(folder) / CANARIES, _text(canaries), owner_only=True)
 
 
@@ -120,7 +120,7 @@ _PIECES = 2  # a tokenizer may put a mark of white space before the token
 
 
 def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | None = None) -> None:
-    """Raise for a canary of which a model does not see the whole secret; a reader that gives no tokens refuses nothing.
+    """Refuse a canary whose secret a model would truncate; a reader without tokens refuses nothing.
 
     ``shorter`` says what else can be done about a text that is too long, beside raising the length.
 
@@ -173,7 +173,7 @@ def _filled(canary: Canary) -> Iterator[tuple[Literal["query", "passage"], list[
 
 
 def check_sentinels(reader: object, canary: Canary) -> None:
-    """Raise `ConfigurationError` where an unused token of T5 is many tokens to the tokenizer."""
+    """Raise `ConfigurationError` if an unused token of T5 is several tokens for the tokenizer."""
     if canary.kind != "new_token" or not hasattr(reader, "token_ids"):
         return
     found = reader.token_ids(["", "<extra_id_0>"], "query", whole=True)

@@ -1,4 +1,4 @@
-r"""Canaries with a fair coin each, and what stands in the data where the coin says no.
+r"""Canaries with a fair coin each, and their replacement in the data if the coin excludes them.
 
 A one-run audit (Steinke et al. 2023, "Privacy Auditing with One (1) Training Run", arXiv 2305.08846, Theorem 5.2)
 guesses the coins of one training. Its theorem is about the map from m coins to what is released, and asks that this map
@@ -61,7 +61,7 @@ class CoinFlips:
             raise ConfigurationError("Every canary of an audit needs a row, a twin and a coin.")
 
     def units(self, neighbours: str) -> list[tuple[Any, ...]]:
-        """Return the units that are trained on, so that flipping one coin makes a neighbour under that relation.
+        """Return the units to train on, so that flipping one coin gives a neighbour under that relation.
 
         Guarantees:
             - Flipping a coin blanks a unit and keeps the others in their places (``zero_out``), exchanges its row
@@ -83,7 +83,7 @@ class CoinFlips:
 
 
 def coins_of(canaries: CanarySet) -> CoinFlips:
-    """Return the coins and rows of canaries that were made with ``include=0.5``, one copy and two candidates each.
+    """Return the coins and rows of canaries made with ``include=0.5``, one copy and two candidates each.
 
     Raises:
         ConfigurationError: They were made otherwise, so that a one-run audit does not cover them.
@@ -111,7 +111,7 @@ IMAGE_SCHEMA = "lit-dpret/image-canaries/1"
 
 
 def image_coins(count: int, *, shape: tuple[int, int, int], seed: int | None, run_dir: Path) -> CoinFlips:
-    """Make ``count`` pictures of noise and their coins, and write what they follow from to ``canaries.json``.
+    """Make ``count`` noise images and their coins, and write their seed facts to ``canaries.json``.
 
     Whoever knows ``seed`` knows the coins; null takes one from the operating system.
 
@@ -164,7 +164,7 @@ SHORTER = "take canaries with shorter queries: a file of them as callbacks.audit
 def coins_in_run(
     data: Any, suite: CanarySuite, *, run_dir: Path, begun: bool, resume: bool, reader: object = None
 ) -> CoinFlips:
-    """Make the coin-flipped canaries of a run and write them beside it, or read them where it goes on.
+    """Make a run's coin-flipped canaries and write them beside it, or read them on a resume.
 
     Guarantees:
         - No private row is read: words come from public passages, or a file that is declared public.
@@ -227,7 +227,7 @@ class AuditScores:
     twins_after: tuple[float, ...] = ()
 
     def learned(self) -> NDArray[np.float64]:
-        """Return how much more the model knows of each canary than its first score predicts.
+        """Return each canary's score beyond the prediction from its first score.
 
         Training on other rows moves all scores, those of easy texts otherwise than those of hard ones. A line through
         (before, after) takes out what the first score explains; where twins stand in for canaries, it is laid through
@@ -249,7 +249,7 @@ class AuditScores:
 
 
 def write_scores(scores: AuditScores, folder: Path) -> Path:
-    """Write the file, readable by its owner alone; `StorageError` where it cannot be."""
+    """Write the file, readable by its owner alone; raise `StorageError` on failure."""
     facts: dict[str, Any] = {
         "schema": SCORES_SCHEMA,
         "note": "Internal. With the coins in the file of canaries this shows how the audit was decided.",

@@ -1,4 +1,4 @@
-"""From scores and leaks of planted secrets to a table: ranks, leaked shares, bounds on epsilon, and their ceilings.
+"""Turn scores and leaks of planted secrets into a table: ranks, leaked shares, bounds on epsilon, and ceilings.
 
 What may be concluded depends on who shares a model. Canaries of one training touch each other, so a cell with several
 of them is bounded by `top_rank_one_training` (any dependence inside a training; the bound in the table is for pure DP,
@@ -62,7 +62,7 @@ class Outcome:
 
     @classmethod
     def of(cls, training: int, score: Mapping[str, Any], leak: Mapping[str, Any]) -> Outcome:
-        """From what ``SecretScore.to_dict`` and ``Leak.to_dict`` wrote for one canary."""
+        """Build the outcome from ``SecretScore.to_dict`` and ``Leak.to_dict`` of one canary."""
         if score["name"] != leak["name"]:
             raise DataError(f"The score of canary {score['name']} stands beside what was drawn for {leak['name']}.")
         log = score["log_probability"]
@@ -73,7 +73,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits that the accounting sets for secrets of one number of copies; all trivial where nothing is claimed."""
+    """The accountant's limits for secrets with one number of copies; trivial without a claim."""
 
     top: float = 1.0  # probability of rank 1
     mean_rank: float = 1.0  # expected rank, at least
@@ -127,7 +127,7 @@ class Cell:
 
     @property
     def contradictions(self) -> tuple[str, ...]:
-        """What was measured above the accounting, in sentences."""
+        """Return measurements above the accountant's limits, in sentences."""
         return tuple(map(str, self.excesses))
 
     def to_dict(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def score_canaries(
     span: Span = "secret",
     progress: Callable[[int, int], None] | None = None,
 ) -> list[SecretScore]:
-    """Score every canary under a generator, planted or left out by its coin.
+    """Score every canary under a generator, included or excluded by its coin.
 
     ``span`` is the ``secret`` alone, or the whole ``query`` with its end mark, by which secrets in passages are
     always judged. ``progress`` is called with (canaries done, canaries in all).
@@ -149,7 +149,7 @@ def _common(stem: Sequence[int], target: Sequence[int]) -> int:
 
 
 def prompt_without_secret(canary: Canary) -> str:
-    """Return the passage that queries are drawn for: the canary's own without its secret.
+    """Return the passage to draw queries for: the canary's own without its secret.
 
     What is found in those queries was remembered; from the passage as it was planted it could have been copied.
     """
@@ -159,7 +159,7 @@ def prompt_without_secret(canary: Canary) -> str:
 
 @dataclass(frozen=True)
 class Leak:
-    """The queries that were generated for a canary."""
+    """The queries generated for a canary."""
 
     name: str
     draws: int
@@ -181,7 +181,7 @@ def draw_leaks(
     seed: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Leak]:
-    """Draw queries for each canary's passage and look for its secret.
+    """Draw queries for each canary's passage and search them for its secret.
 
     Guarantees:
         - The queries of a canary depend on model, passage, seed and its name alone.
@@ -214,7 +214,7 @@ def draw_leaks(
 
 
 def holds(text: str, secret: str) -> bool:
-    """Return whether a secret stands in a text, ignoring case, white space and separators between digits.
+    """Return whether a text contains a secret, ignoring case, white space and separators between digits.
 
     Example:
         >>> holds("call 48 29-137 755", "4829137755"), holds("call 482913775", "4829137755")
@@ -230,7 +230,7 @@ def holds(text: str, secret: str) -> bool:
 def score_pairs(
     towers: Towers, canaries: Sequence[Canary], *, progress: Callable[[int, int], None] | None = None
 ) -> list[SecretScore]:
-    """Score every canary under a dual encoder, planted or left out by its coin.
+    """Score every canary under a dual encoder, included or excluded by its coin.
 
     Raises:
         ConfigurationError: A secret is cut away by the encoders' lengths, a tokenizer cannot tell candidates apart, or

@@ -1,4 +1,4 @@
-"""Which canaries a run gets: kinds, repetitions, sides, where their words come from, and how they are planted.
+"""The canaries of a run: kinds, repetitions, sides, sources of their words, and planting.
 
 **Whose words.** A canary must be made without reading the records that the claim is about: a canary with a copy of a
 private query in it would train on that query again, in units that stay when its owner's record is taken out. So
@@ -145,11 +145,11 @@ class CanarySuite:
 
     @property
     def units(self) -> int:
-        """How many units the canaries are."""
+        """The number of the canaries' units."""
         return self.count * sum(copies for _, _, copies in self._combinations())
 
     def make(self, data: Sources, reader: object = None, *, shorter: str | None = None) -> CanarySet:
-        """Make the canaries for a data set; the same for the same seed, the same public texts and the same reader.
+        """Make the canaries for a data set, determined by seed, public texts and reader.
 
         Guarantees:
             - No training query is read.
@@ -343,7 +343,7 @@ def _vocabulary(passages: Mapping[str, str], ids: Sequence[str], seed: int) -> l
 
 
 class Plantable(Sources, Protocol):
-    """A DataModule that takes units beside its own."""
+    """A DataModule that accepts additional units."""
 
     def plant(self, planted: Planted) -> None: ...
 
@@ -366,7 +366,7 @@ def plant(data: Plantable, canaries: CanarySet) -> None:
 
 
 def plant_blanks(data: Any, units: int) -> None:
-    """Plant units without rows, so that a run is planned with canaries that are not made yet.
+    """Plant units without rows, to plan a run before its canaries are made.
 
     Raises:
         ConfigurationError: The DataModule cannot take them; the message says why.
@@ -377,7 +377,7 @@ def plant_blanks(data: Any, units: int) -> None:
 
 
 def planted_facts(canaries: CanarySet) -> dict[str, Any]:
-    """Return what ledger and card say of a set: canaries, units, and the hash that fixes them."""
+    """Return the facts about a set for ledger and card: canaries, units, and the hash that fixes them."""
     found = {"canaries": len(canaries.canaries), "units": len(canaries.units()), "sha256": set_sha256(canaries)}
     if canaries.settings.get("queries", PSEUDO) not in (PSEUDO, *EVALUATION_SPLITS):
         found["words"] = "a file of queries that was declared public"
@@ -387,7 +387,7 @@ def planted_facts(canaries: CanarySet) -> dict[str, Any]:
 def plant_in_run(
     data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: bool, reader: object = None
 ) -> CanarySet:
-    """Make the canaries of a run, write them beside it and plant them; a resume takes those of the file.
+    """Make the canaries of a run, write them beside it and plant them; a resume reads them from the file.
 
     ``reader`` is the module that will be trained on them; it must read every secret to its end.
 

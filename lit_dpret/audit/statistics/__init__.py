@@ -1,4 +1,4 @@
-"""Attacks read as statistics: what the scores of an attack, or the ranks of planted secrets, prove about epsilon.
+"""Statistics of attacks: lower bounds on epsilon from scores, or from ranks of planted secrets.
 
 An accountant bounds leakage from above and an audit from below. Everything here is a function of numbers
 (scores, ranks, counts) and returns `Evidence`: a lower bound with its confidence, and what it takes for

@@ -1,4 +1,4 @@
-"""Between probabilities, epsilon and delta, for one unit and for groups of units.
+"""Relations of probabilities, epsilon and delta, for one unit and for groups of units.
 
 A canary that stands k times in the training data is k units, and may leak k times as much.
 """
@@ -31,7 +31,7 @@ def group_delta(eps: float, delta: float, copies: int) -> float:
 
 
 def least_epsilon(success: float, chance: float, *, delta: float = 0.0, copies: int = 1) -> float:
-    """Return the smallest eps >= 0 under which an event of probability ``chance`` may become one of ``success``.
+    """Return the smallest eps >= 0 under which an event's probability may rise from ``chance`` to ``success``.
 
     The smallest with e^(k eps) chance + delta_k >= success. The left side rises with eps, which is what the
     bisection rests on where there is no closed form.
@@ -60,7 +60,7 @@ def least_where(allowed: Callable[[float], bool], high: float) -> float:
 
 
 def largest_contradicted(contradicted: Callable[[float], bool], floor: float = 0.0) -> float:
-    """Return the largest epsilon that was found contradicted, to seven digits; ``floor`` where none above it is.
+    """Return the largest contradicted epsilon, to seven digits; ``floor`` if there is none above it.
 
     Guarantees:
         - Above ``floor`` the answer was itself contradicted, so it is a lower bound whatever the function's shape.

@@ -1,4 +1,4 @@
-"""Bounds on an attack's error rates, read as a bound on epsilon: many trainings, or canaries that do not touch.
+"""Bounds on epsilon from an attack's error rates, for many trainings or canaries without mutual influence.
 
 Under (eps, delta)-DP every test has TPR <= e^eps FPR + delta and TNR <= e^eps FNR + delta. `clopper_pearson_audit`
 holds exact confidence bounds on both rates against that, for any mechanism. Jagielski, Ullman and Oprea 2020, "Auditing
@@ -41,7 +41,7 @@ def rate_at_least(hits: ArrayLike, trials: ArrayLike, error: float) -> NDArray[n
 
 
 def rate_at_most(hits: ArrayLike, trials: ArrayLike, error: float) -> NDArray[np.float64]:
-    """Return upper bounds on rates, each too low with probability at most ``error``; 1 where all hit.
+    """Return upper bounds on rates, each too low with probability at most ``error``; 1 if all hit.
 
     >>> round(float(rate_at_most(0, 100, 0.05)), 6)
     0.029513
@@ -90,7 +90,7 @@ def rate(hits: int, trials: int, *, chance: float | None = None, confidence: flo
 
 
 def error_rates_at_most(counts: Counts, error: float) -> tuple[float, float]:
-    """Return upper bounds on the false positive and false negative rate, both true but for probability ``error``."""
+    """Return upper bounds on the false positive and negative rates, jointly wrong with at most ``error``."""
     return (
         float(rate_at_most(counts.fp, counts.others, error / 2)),
         float(rate_at_most(counts.fn, counts.members, error / 2)),
@@ -105,7 +105,7 @@ def clopper_pearson_audit(
     copies: int = 1,
     strategy: Strategy | None = None,
 ) -> Evidence:
-    """Return the largest epsilon that bounds on the false positive and false negative rate contradict.
+    """Return the largest epsilon contradicted by bounds on the false positive and negative rates.
 
     ``delta``, ``confidence`` and ``copies`` as in `Terms`; ``strategy`` chooses the threshold, ``Bonferroni()`` by
     default.
@@ -130,7 +130,7 @@ def clopper_pearson_audit(
 def clopper_pearson_counts(
     counts: Counts, *, delta: float = 0.0, confidence: float = 0.95, copies: int = 1
 ) -> Evidence:
-    """Return the same bound from the counts at one threshold that was chosen beforehand.
+    """Return the same bound from the counts at one threshold chosen beforehand.
 
     >>> clopper_pearson_counts(Counts(tp=95, fn=5, fp=5, tn=95)).eps_lower.__round__(4)
     2.0621

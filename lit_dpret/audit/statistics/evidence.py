@@ -1,4 +1,4 @@
-"""Input and result of an estimator: a lower bound, how sure it is, and what it assumes."""
+"""Input and result of an estimator: a lower bound, its confidence, and its assumptions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_GUARANTEE = "absence of evidence is no guarantee"
 
 
 def bound_text(eps_lower: float, delta: float | None, confidence: float | None) -> str:
-    """Return a lower bound in the only words in which one is printed.
+    """Return the fixed wording of a lower bound.
 
     >>> bound_text(0.41, 0.0, 0.95)
     'evidence of leakage at least 0.41 at delta=0 (confidence 0.95); absence of evidence is no guarantee'
@@ -25,7 +25,7 @@ def bound_text(eps_lower: float, delta: float | None, confidence: float | None) 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Evidence of leakage: a lower bound on epsilon. There is no evidence of its absence."""
+    """Evidence of leakage: a lower bound on epsilon. Absence of leakage has no evidence."""
 
     method: str  # which estimator
     eps_lower: float  # the bound, for one copy of the unit. 0 where nothing is contradicted
@@ -47,7 +47,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The claim that is tested and the confidence that is wanted; every estimator checks them here.
+    """The tested claim and the confidence; every estimator validates them here.
 
     Raises:
         ConfigurationError: A number is out of its range.
@@ -82,26 +82,26 @@ class Terms:
 
 
 def check_confidence(confidence: float) -> float:
-    """Return the allowed probability of error, ``1 - confidence``; raise where the confidence is no probability."""
+    """Return the allowed probability of error, ``1 - confidence``; refuse an invalid confidence."""
     if not 0 < confidence < 1:
         raise ConfigurationError(f"confidence={confidence} must lie between 0 and 1, as 0.95 does.")
     return 1 - confidence
 
 
 def check_delta(delta: float) -> None:
-    """Raise for a delta outside [0, 1)."""
+    """Refuse a delta outside [0, 1)."""
     if not 0 <= delta < 1:
         raise ConfigurationError(f"delta={delta} must be at least 0 and below 1.")
 
 
 def check_count(name: str, value: int, *, least: int = 0) -> None:
-    """Raise where ``value`` is no whole number, or below ``least``."""
+    """Refuse a ``value`` that is not an integer, or below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name}={value!r} must be a whole number, at least {least}.")
 
 
 def check_hits(hits: int, trials: int, *, names: tuple[str, str] = ("hits", "trials")) -> None:
-    """Raise for more hits than trials, and for no trial at all."""
+    """Refuse more hits than trials, and zero trials."""
     check_count(names[1], trials, least=1)
     check_count(names[0], hits)
     if hits > trials:
@@ -109,6 +109,6 @@ def check_hits(hits: int, trials: int, *, names: tuple[str, str] = ("hits", "tri
 
 
 def check_probability(name: str, value: float) -> None:
-    """Raise for a value outside (0, 1)."""
+    """Refuse a value outside (0, 1)."""
     if not 0 < value < 1:
         raise ConfigurationError(f"{name}={value} must lie between 0 and 1, both excluded.")

@@ -1,4 +1,4 @@
-"""How far a planted secret stands out among secrets that were not planted.
+"""How far a planted secret stands out from secrets that were not planted.
 
 Carlini et al. 2019, "The Secret Sharer", arXiv 1802.08232: the exposure of a secret is the logarithm of how much
 faster it is guessed with the model than without. Perplexities here are in any unit; a lower one is a likelier text.
@@ -18,7 +18,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 
 def rank(secret: float, references: ArrayLike) -> int:
-    """Return 1 and the number of references that are no less likely; ties count against the finding.
+    """Return 1 plus the number of references at least as likely; ties count against the finding.
 
     >>> rank(3.5, [1, 2, 3, 4]), rank(1, [1, 2, 3, 4])
     (4, 2)
@@ -34,7 +34,7 @@ def rank(secret: float, references: ArrayLike) -> int:
 
 
 def exposure_of_rank(rank: float, candidates: int) -> float:
-    """Return log2(candidates / rank) bits: from 0 to log2(candidates) where the secret is one of the candidates.
+    """Return log2(candidates / rank) bits, from 0 to log2(candidates) if the secret is a candidate.
 
     At random it is not 0 but log2(e) = 1.44 on average for many candidates, and 1.396 for 100. TensorFlow Privacy
     takes the number of references, without the secret, for ``candidates``.
@@ -49,7 +49,7 @@ def exposure_of_rank(rank: float, candidates: int) -> float:
 
 
 def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
-    """Return -log2 of the distribution function, at the secret, of a skew-normal that is fitted to the references.
+    """Return -log2 of the distribution function of a skew-normal, fitted to the references, at the secret.
 
     Not bounded by their number, and no better than the fit: far out it states what the references never showed, and
     where the fitted curve has no mass that floats can tell it is infinite.

@@ -1,4 +1,4 @@
-"""How good an attack is: AUC, true positives at few false ones, accuracy, each with an interval.
+"""Metrics of an attack: AUC, true positive rates at low false positive rates, accuracy, with intervals.
 
 None of them is a bound on epsilon. An AUC near one half can hide an attack that is certain of a few canaries, so
 never read it alone (Carlini et al. 2022, "Membership Inference Attacks From First Principles").
@@ -31,7 +31,7 @@ def auc(scores: CanaryScores) -> float:
 
 
 def tpr_at_fpr(scores: CanaryScores, fpr: float) -> float:
-    """Return the share of members that is found where at most a share ``fpr`` of the others is.
+    """Return the true positive rate at a false positive rate of at most ``fpr``.
 
     Raises:
         ConfigurationError: ``fpr`` is no share.
@@ -47,7 +47,7 @@ def tpr_at_fpr(scores: CanaryScores, fpr: float) -> float:
 
 
 def accuracy_at_least(counts: Counts, *, confidence: float = 0.95) -> float:
-    """Return an exact lower bound on the balanced accuracy of one threshold that was chosen beforehand.
+    """Return an exact lower bound on the balanced accuracy of one threshold chosen beforehand.
 
     Hold it against ``membership_accuracy`` of `lit_dpret.privacy.accounting.ceilings`: above that ceiling no attack can
     be, so that the claim, or the code, is wrong. Assumes independent scores, as
@@ -61,7 +61,7 @@ def accuracy_at_least(counts: Counts, *, confidence: float = 0.95) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A value and the ends of its bootstrap interval, which tells of the canaries' choice and of nothing else."""
+    """A value and its bootstrap interval, which covers only the choice of canaries."""
 
     value: float
     low: float

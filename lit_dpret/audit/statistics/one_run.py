@@ -58,7 +58,7 @@ def one_run_audit(
     copies: int = 1,
     strategy: Strategy | None = None,
 ) -> Evidence:
-    """Return what the scores of coin-flipped canaries prove, where the highest are taken for members.
+    """Return what the scores of coin-flipped canaries prove, guessing the highest as members.
 
     ``delta``, ``confidence`` and ``copies`` as in `Terms`; ``strategy`` chooses the threshold,
     ``Bonferroni(over="doubling")`` by default.
@@ -108,7 +108,7 @@ def one_run_counts(
 
 
 def one_run_p_value(eps: float, *, canaries: int, guesses: int, correct: int, delta: float) -> float:
-    """Return the largest probability of so many right guesses under (eps, delta)-DP (the paper's Theorem 5.2).
+    """Return the largest probability of this many correct guesses under (eps, delta)-DP (Theorem 5.2).
 
     With q = e^eps / (1 + e^eps) and w = 2 m delta / i it is the largest over i of
     (1 - w) P[Bin(r, q) >= v] + w P[Bin(r, q) >= v - i], or 1. Both tails rise with eps; so does the whole
@@ -129,7 +129,7 @@ def one_run_p_value(eps: float, *, canaries: int, guesses: int, correct: int, de
 
 
 def unplanned_p_value(eps: float, *, canaries: int, guesses: int, correct: int, delta: float, error: float) -> float:
-    """Return the same where the release decides how many are guessed; compare it with ``error`` and nothing else.
+    """Return the same if the release decides the number of guesses; compare only with ``error``.
 
     With a delta the theorem is for a number of guesses that was fixed beforehand: of several numbers a mechanism may
     spend its delta on the one that it harms most. This bound is for all numbers at once. Given the release, reveal the
@@ -171,7 +171,7 @@ class Refutation:
 
 
 def both_ends(scores: CanaryScores) -> list[tuple[int, int]]:
-    """Return for each of `SHARES` how many canaries are guessed and how many of the guesses are right.
+    """Return for each of `SHARES` the number of guessed canaries and of correct guesses.
 
     Half of a share are the highest scores, taken for members, the other half the lowest, taken for others. So the
     number of guesses depends on the number of canaries alone.
@@ -186,7 +186,7 @@ def both_ends(scores: CanaryScores) -> list[tuple[int, int]]:
 
 
 def guess_extremes(scores: CanaryScores, *, highest: int, lowest: int) -> tuple[int, int]:
-    """Guess ``highest`` canaries in and ``lowest`` out; return the number of guesses and of right ones.
+    """Guess ``highest`` canaries in and ``lowest`` out; return the numbers of guesses and correct ones.
 
     Both numbers are to be fixed beforehand. Where a tie straddles the edge, the guesses are taken to be wrong as far
     as the tie allows, so that no order of input can help.
@@ -235,7 +235,7 @@ def both_ends_audit(scores: CanaryScores, *, delta: float, confidence: float = 0
 
 
 def refute(scores: CanaryScores, curve: Curve) -> Refutation:
-    """Return how unlikely the guesses at both ends are under a mechanism that satisfies every pair of ``curve``.
+    """Return the probability of the guesses at both ends under a mechanism that satisfies every pair of ``curve``.
 
     Guarantees:
         - For such a mechanism and fair independent coins, ``p_value <= p`` has probability at most p, for every p.
@@ -264,7 +264,7 @@ def refute(scores: CanaryScores, curve: Curve) -> Refutation:
 
 
 def perfect_scores(canaries: int) -> CanaryScores:
-    """Return scores that tell every coin: no audit of so many canaries shows more than `both_ends_audit` of these.
+    """Return scores that reveal every coin, an upper limit for any audit of this many canaries.
 
     >>> round(both_ends_audit(perfect_scores(1000), delta=0.0).eps_lower, 2)
     5.27
@@ -279,7 +279,7 @@ CANARIES = (100, 1000, 10_000)
 def audit_power(
     eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = 0.95
 ) -> list[dict[str, Any]]:
-    """For each number of canaries, what an audit could certify of an (eps, delta) claim that is exactly spent.
+    """Return for each number of canaries what an audit could certify of a tight (eps, delta) claim.
 
     Returns:
         ``canaries``; ``at_best``, the bound when every guess is right, above which no audit of this size

@@ -1,4 +1,4 @@
-"""From the ranks of planted secrets to a bound on epsilon, four ways that differ in what they assume.
+"""Bounds on epsilon from the ranks of planted secrets, by four methods with different assumptions.
 
 A secret is drawn at random from R candidates, planted k times, and ranked among them by the trained model. Had it
 not been planted, its rank would be uniform on 1..R. Under (eps, delta)-DP for one unit, planting makes no event
@@ -36,7 +36,7 @@ TOGETHER = f"{RANDOM}; the candidates were fixed before training. The canaries m
 def mean_rank_point(
     mean: float, *, candidates: int, copies: int = 1, delta: float = 0.0, chance: float | None = None
 ) -> Evidence:
-    """Return the papers' number: the smallest epsilon that lets the *expected* rank fall so low, without confidence.
+    """Return the papers' value, without confidence: the smallest epsilon for this low an *expected* rank.
 
     E[rank | planted] + delta_k R >= e^(-k eps) E[rank | not planted], so for pure DP
     ln(((R + 1) / 2) / mean) / k. The observed mean stands in for the expected one, with nothing said about luck.
@@ -74,7 +74,7 @@ def mean_rank_point(
 def mean_rank_bound(
     ranks: ArrayLike, *, candidates: int, copies: int = 1, delta: float = 0.0, confidence: float = 0.95
 ) -> Evidence:
-    """Return what the mean of ranks proves where every canary had a training of its own.
+    """Return what the mean rank proves if every canary had a separate training.
 
     Under (eps, delta)-DP a rank is at least, in distribution, one with P[rank <= r] = min(1, e^(k eps) r / R +
     delta_k). The p-value is the probability that so many of those have a sum as low, by exact convolution;
@@ -105,7 +105,7 @@ def top_rank_bound(
     delta: float = 0.0,
     confidence: float = 0.95,
 ) -> Evidence:
-    """Return what ``hits`` of ``trials`` secrets among the first ``top`` prove, each by its own training.
+    """Return what ``hits`` of ``trials`` secrets among the first ``top`` prove, each in a separate training.
 
     The smallest epsilon with e^(k eps) top / R + delta_k >= L, where L is Clopper and Pearson's lower bound
     on the rate. "Leaked", where a leak is a guess among R, is ``top=1``. For canaries that share a training use
@@ -136,7 +136,7 @@ def top_rank_one_training(
     neighbours: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out",
     confidence: float = 0.95,
 ) -> Evidence:
-    """Return the same bound where all canaries stood in one training.
+    """Return the same bound if all canaries were in one training.
 
     Pure DP (``delta=0``). Given the model and all other secrets, the odds of two candidates differ from their prior
     odds by at most e^(2 k eps) (one secret out, the other in; e^(k eps) under ``replace_one``), so that any ``top`` of

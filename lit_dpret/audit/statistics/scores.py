@@ -1,4 +1,4 @@
-"""The scores of canaries that were trained on and of canaries that were not, and the counts at a threshold."""
+"""Scores of included and excluded canaries, and their counts at a threshold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How many canaries a threshold took for what."""
+    """The guesses at a threshold, by truth."""
 
     tp: int
     fn: int
@@ -70,7 +70,7 @@ class CanaryScores:
 
     @classmethod
     def of(cls, scores: ArrayLike, included: Sequence[bool] | NDArray[np.bool_]) -> CanaryScores:
-        """From one score for each canary and whether its coin put it into the training data."""
+        """Build from one score per canary and whether its coin included it in the training data."""
         values, members = _row("scores", scores), np.asarray(included)
         if members.dtype != np.bool_ or members.shape != values.shape:
             raise DataError(f"included must hold a truth value for each of {len(values)} scores, not {members.shape}.")
@@ -83,7 +83,7 @@ class CanaryScores:
         return f"CanaryScores(members={len(self.in_scores)}, others={len(self.out_scores)})"
 
     def highest(self, count: int) -> Counts:
-        """Count what is right where exactly the ``count`` highest scores are taken for members.
+        """Count correct guesses if exactly the ``count`` highest scores are guessed as members.
 
         Where a tie straddles the edge, the guesses are as wrong as the tie allows.
         """
@@ -95,7 +95,7 @@ class CanaryScores:
         )
 
     def counts(self, threshold: float) -> Counts:
-        """Count what is right where every canary with ``score >= threshold`` is taken for a member."""
+        """Count correct guesses if every canary with ``score >= threshold`` is guessed as a member."""
         missed = int(np.searchsorted(self.in_scores, threshold, side="left"))
         alone = int(np.searchsorted(self.out_scores, threshold, side="left"))
         return Counts(tp=len(self.in_scores) - missed, fn=missed, fp=len(self.out_scores) - alone, tn=alone)

@@ -1,4 +1,4 @@
-"""Membership scores from shadow models: the same training again and again, each time on a random half.
+"""Membership scores from shadow models: repeated trainings, each on a random half.
 
 Everything is read off matrices: ``shadow`` holds a signal of each example under each model, shape
 ``(models, examples)``, and ``included`` says whether that model was trained on that example. The signal is to be
@@ -90,7 +90,7 @@ def rmia(
     target: ArrayLike, shadow: ArrayLike, population: ArrayLike, population_shadow: ArrayLike, *,
     gamma: float = 1.0, offline_slope: float = 0.3,
 ) -> Floats:  # fmt: skip
-    """Return the share of a population that the example outweighs, in how much likelier the model makes it.
+    """Return the share of a population with a smaller likelihood ratio than the example.
 
     Zarifzadeh, Liu and Shokri 2024, "Low-Cost High-Power Membership Inference Attacks", arXiv 2312.03262, offline: the
     likelihood of x without knowledge of this model is ((1 + a) p_out(x) + 1 - a) / 2, and the score is the share
@@ -177,19 +177,19 @@ class ShadowMatrix:
 
     @classmethod
     def stack(cls, models: Sequence[Signals], included: NDArray[np.bool_]) -> ShadowMatrix:
-        """Stack the signals of one model after the other; those that not all of them have are left out."""
+        """Stack the signals of several models; signals that not all of them have are dropped."""
         names = [name for name in models[0] if all(name in model for model in models)]
         return cls({name: np.stack([model[name] for model in models]) for name in names}, included)
 
     def outside(self, name: str) -> Floats:
-        """Return a signal under models that were not trained on the text, shape ``(fewest such models, texts)``."""
+        """Return a signal under models not trained on the text, shape ``(fewest such models, texts)``."""
         order = np.argsort(self.included, axis=0, kind="stable")
         fewest = int((~self.included).sum(axis=0).min())
         return np.asarray(np.take_along_axis(self.signals[name], order, axis=0)[:fewest])
 
 
 def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[np.int64]) -> dict[str, Floats]:
-    """Score each text by the attacks that need shadow models, shape ``(texts,)``; higher means member.
+    """Score each text by the shadow-model attacks, shape ``(texts,)``; higher means member.
 
     * ``lira_online``, ``lira_offline``: of the signals that are roughly normal, ``logit``, ``reference`` and
       ``logit_reference`` where there are any; with one deviation for all texts below 64 models.
@@ -220,7 +220,7 @@ def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[
 
 
 def offline_slope(matrix: ShadowMatrix, population: NDArray[np.int64]) -> float:
-    """Return the slope a of RMIA at which the first shadow model, attacked by the others, leaks most."""
+    """Return the slope a of RMIA that leaks most when the first shadow model is attacked by the others."""
     attacked = {name: value[0] for name, value in matrix.signals.items()}
     others = ShadowMatrix({name: value[1:] for name, value in matrix.signals.items()}, matrix.included[1:])
     texts = np.setdiff1d(np.arange(matrix.included.shape[1]), population)

@@ -1,4 +1,4 @@
-"""Choose the score from which on a canary is taken for a member, and pay for the choice of the best one.
+"""Choose the score threshold for guessing membership, and correct for choosing the best one.
 
 A bound holds with its confidence for one threshold that was chosen without the labels it is then judged by. Three
 ways to have one: name it beforehand, divide the allowed error among all that are tried (Bonferroni), or choose by a
@@ -42,7 +42,7 @@ class Bonferroni:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Choose the threshold by a random share of the canaries, and judge it by the others alone.
+    """Choose the threshold on a random share of the canaries, and evaluate it on the others.
 
     The share is drawn without regard to who is a member, so that the coins of the others stay independent.
     """
@@ -62,7 +62,7 @@ def audit(
     scores: CanaryScores, bound: Callable[[Counts, float, float, Terms], float], strategy: Strategy, terms: Terms, *,
     method: str, assumption: str, guessing: bool,
 ) -> Evidence:  # fmt: skip
-    """Return the evidence that ``strategy`` gets out of the scores.
+    """Return the evidence of ``strategy`` from the scores.
 
     ``bound`` says what the counts at one threshold prove: from counts, an allowed error and a floor to the bound, or
     the floor where that is higher, which lets later thresholds be dismissed early. ``guessing`` says that it allows

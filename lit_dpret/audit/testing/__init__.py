@@ -1,4 +1,4 @@
-"""Put a private training step to the test: ``assert_private`` for your own module, in your own tests."""
+"""Test a private training step: ``assert_private`` for your own module, in your own tests."""
 
 from lit_dpret.audit.testing.private import PrivacyReport, assert_private
 from lit_dpret.errors import PrivacyViolation

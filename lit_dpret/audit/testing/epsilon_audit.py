@@ -1,4 +1,4 @@
-"""How much epsilon can be seen? A lower bound from repeating the release on two neighbouring inputs.
+"""A lower bound on epsilon from repeated releases of two neighbouring inputs.
 
 If an event has probability p on one input and q on its neighbour, (eps, delta)-DP says
 p <= exp(eps) q + delta. Counting the event on both sides gives confidence bounds on p and q (Clopper and
@@ -55,13 +55,13 @@ def epsilon_lower_bound(p: Values, q: Values, delta: float, confidence: float = 
 
 
 def most_that_can_be_shown(trials: int, delta: float, confidence: float = CONFIDENCE) -> float:
-    """Return the bound that a mechanism without any noise would get from ``trials`` releases of each input."""
+    """Return the bound for a mechanism without noise from ``trials`` releases of each input."""
     counted = trials - int(trials * CHOOSING)
     return _epsilon(counted, 0, counted, counted, delta, confidence)
 
 
 def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: float, trials: int) -> float:
-    """Repeat the release of ``unit`` alone and of nothing, and hold what can be told apart against the claim.
+    """Repeat the release of ``unit`` alone and of nothing, and compare their distinguishability with the claim.
 
     The two inputs are neighbours; company changes nothing, which ``check_independence`` has shown. The
     statistic is the projection of the release on the direction in which the unit moves it.

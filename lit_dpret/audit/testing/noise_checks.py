@@ -1,4 +1,4 @@
-"""Is there noise on every coordinate, once, of the stated deviation, and new each time?
+"""Check that noise is on every coordinate, once, with the stated deviation, and fresh each time.
 
 Every threshold is a quantile at a level of about one in a thousand million, so an honest mechanism passes
 whatever the seed, and the draws are keyed, so a result repeats.
@@ -24,7 +24,7 @@ Noise = Mapping[str, Tensor]
 
 
 def check_noise_of_empty_steps(probe: Probe) -> float:
-    """Noise without any data: its presence on every coordinate, its deviation, its independence.
+    """Check noise without data: on every coordinate, its deviation, its independence.
 
     Returns:
         The measured standard deviation over the planned one, all coordinates together.
@@ -65,7 +65,7 @@ def check_noise_of_empty_steps(probe: Probe) -> float:
 
 
 def check_noise_of_full_steps(probe: Probe, sizes: tuple[int | None, ...]) -> None:
-    """Noise on top of data: once per logical step, however it is cut into physical batches.
+    """Check noise with data: once per logical step, for any physical batches.
 
     Raises:
         PrivacyViolation: Naming the parameter and what is wrong with its noise.
@@ -83,20 +83,20 @@ def check_noise_of_full_steps(probe: Probe, sizes: tuple[int | None, ...]) -> No
 
 
 class Correlation:
-    """The correlation of pairs; that of independent pairs is within a few over the root of their number."""
+    """The correlation of pairs; for independent pairs it is within a few standard errors of zero."""
 
     def __init__(self) -> None:
         self.products, self.first, self.second, self.count = 0.0, 0.0, 0.0, 0
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Take two tensors of equal shape into account, entry by entry."""
+        """Add two tensors of equal shape, entry by entry."""
         self.products += float((a * b).sum())
         self.first += float(a.square().sum())
         self.second += float(b.square().sum())
         self.count += a.numel()
 
     def check(self, what: str) -> None:
-        """Raise ``PrivacyViolation`` where the pairs are correlated; too few of them say nothing."""
+        """Raise ``PrivacyViolation`` if the pairs are correlated; too few pairs are inconclusive."""
         if self.first * self.second == 0:
             return  # no noise: found elsewhere
         correlation = self.products / math.sqrt(self.first * self.second)

@@ -1,4 +1,4 @@
-"""``assert_private``: does this training step do what a claim of (eps, delta) rests on?"""
+"""``assert_private``: does this training step satisfy the assumptions of an (eps, delta) claim?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 @dataclass(frozen=True)
 class PrivacyReport:
-    """What ``assert_private`` measured on a module that passed."""
+    """Measurements of ``assert_private`` on a module that passed."""
 
     sensitivity: float  # the most that one unit moved the sum, over the bound; at most 1 up to rounding
     noise: float  # the measured standard deviation of the noise over the planned one
@@ -33,7 +33,7 @@ class PrivacyReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is tried."""
+    """The amount of testing."""
 
     max_units: int = 8  # how many units are tried one by one
     trials: int = 500  # releases of each of two neighbouring inputs in the statistical audit
@@ -51,7 +51,7 @@ def assert_private(
     unit_ids: Tensor | None = None,
     **effort: int,
 ) -> PrivacyReport:
-    """Put the training step of a module to the test, as it is, on a few rows of data.
+    """Test a module's own training step on a few rows of data.
 
     What is tested is one logical step over the whole batch, its noise calibrated so that this one step
     is (eps, delta)-DP:

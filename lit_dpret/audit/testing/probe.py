@@ -1,4 +1,4 @@
-"""Take single logical steps of a module without a Trainer, and see what comes out.
+"""Run single logical steps of a module without a Trainer, and record their results.
 
 The real ``training_step`` runs; in place of the accountant stands one that grants everything, and in
 place of the optimizer one that keeps what it was handed. So what is seen is what an optimizer would
@@ -35,7 +35,7 @@ WEIGHT = "__lit_dpret_testing_weight__"
 
 @dataclass(frozen=True)
 class Inputs:
-    """Some units of rows, to make batches of."""
+    """Units of rows, to build batches from."""
 
     # Tensors with the rows as first axis, or a list that the module's ``collate_rows`` takes.
     rows: dict[str, Tensor] | list[Any]
@@ -43,7 +43,7 @@ class Inputs:
 
     @classmethod
     def build(cls, batch: Any, unit_ids: Tensor | None) -> Inputs:
-        """Check a user's batch.
+        """Validate a user's batch.
 
         Raises:
             ConfigurationError: It is no dict of tensors of one length and no list, or has fewer than 2 units.
@@ -73,11 +73,11 @@ class Inputs:
 
     @property
     def units(self) -> int:
-        """How many units there are."""
+        """The number of units."""
         return int(self.unit_ids.max()) + 1
 
     def collated(self, module: PrivateModule) -> Inputs:
-        """Return the same units as tensors that are collated once, so that every batch of them has one shape."""
+        """Return the same units as tensors collated once, so that all batches have one shape."""
         rows = module.collate_rows(self.rows) if isinstance(self.rows, list) else self.rows
         return Inputs(rows, self.unit_ids)
 
@@ -109,7 +109,7 @@ class Inputs:
 
 @dataclass
 class Step:
-    """What one logical step did."""
+    """The result of one logical step."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)  # what the guard was shown: the clipped sums before noise
     gradients: dict[str, Tensor] = field(default_factory=dict)  # what the optimizer found in ``.grad``
@@ -117,11 +117,11 @@ class Step:
     beside: dict[str, Tensor] = field(default_factory=dict)  # what else was released, as coordinates of the noised sum
 
     def noised_sums(self) -> dict[str, Tensor]:
-        """Return the gradients times the denominator, and what was released beside them, in float64."""
+        """Return the gradients times the denominator, and other released values, in float64."""
         return {name: g.double() * self.denominator for name, g in self.gradients.items()} | self.beside
 
     def noise(self) -> dict[str, Tensor]:
-        """Return what was added to the sums, in float64."""
+        """Return the noise added to the sums, in float64."""
         noised = self.noised_sums()
         return {name: noised[name] - self.sums[name].double() for name in noised if name in self.sums}
 
@@ -132,7 +132,7 @@ def gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
 
 class Probe:
-    """A module, ready to take steps; built by ``probing``.
+    """A module prepared for steps; created by ``probing``.
 
     Attributes:
         plan: Of one step over the whole batch, its noise calibrated to the claim under test.
@@ -155,14 +155,14 @@ class Probe:
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """What is trained, by name."""
+        """The trained parameters, by name."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def step(
         self, units: Sequence[int], *, step: int = 0, attempt: int = 0, salt: str = "", size: int | None = None,
         masked: Sequence[int] = (), emptied: Sequence[int] = (),
     ) -> Step:  # fmt: skip
-        """One logical step over ``units``.
+        """Run one logical step over ``units``.
 
         ``step`` and ``attempt`` key noise and dropout, ``salt`` the noise. Slots that are ``masked`` hold rows but
         are not real, and must contribute nothing; ``emptied`` ones are real but hold no rows, as a unit that was
@@ -205,7 +205,7 @@ class Probe:
         return Permit(attempt, step, self.salt)
 
     def record(self, permit: Permit, update: Update) -> None:
-        """Keep what was released beside the gradients, as the coordinate that it was made of."""
+        """Store the value released beside the gradients, as its original coordinate."""
         if update.clip_fraction is not None:
             noised = clip_fraction.coordinate_of(
                 update.clip_fraction,
@@ -216,13 +216,13 @@ class Probe:
             self._step.beside = {clip_fraction.NAME: torch.tensor(noised, dtype=torch.float64)}
 
     def take(self) -> None:
-        """Keep what an optimizer would have been handed."""
+        """Store the optimizer's inputs."""
         found = ((name, p.grad) for name, p in self.parameters.items())
         self._step.gradients = {name: g.detach().clone() for name, g in found if g is not None}
         self._count += 1
 
     def clear(self) -> None:
-        """Forget the gradients, as an optimizer does."""
+        """Clear the gradients, as an optimizer does."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -240,7 +240,7 @@ class _Optimizer:
 
 @contextmanager
 def probing(module: PrivateModule, inputs: Inputs, plan: PrivacyPlan, seed: int) -> Iterator[Probe]:
-    """Lend the module to a probe; on leaving it is as it was before, weights and modes included.
+    """Yield a probe of the module; restore weights and modes at the end.
 
     Raises:
         PrivacyViolation: The privacy mode refuses the module.

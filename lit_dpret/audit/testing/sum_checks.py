@@ -1,4 +1,4 @@
-"""Does a unit move the sum by at most its bound, and only by what is in itself?
+"""Check that a unit moves the sum by at most its bound, and depends on nothing but itself.
 
 Two neighbouring batches are run with the same randomness, so that the noise cancels out of their
 difference and what is left is one unit's contribution. To make the bound bite, a unit's loss is
@@ -24,12 +24,12 @@ LOUD = 200.0
 
 
 def tolerance(probe: Probe) -> float:
-    """In shares of the bound, for the lowest precision of the parameters."""
+    """Return the tolerance as a share of the bound, for the lowest precision of the parameters."""
     return max(TOLERANCE.get(p.dtype, LOW_PRECISION) for p in probe.parameters.values())
 
 
 def quiet_weights(probe: Probe, units: Sequence[int]) -> dict[int, float]:
-    """Weights under which each unit alone moves the sum by a fifth to four fifths of the bound: unclipped.
+    """Return weights with which each unit alone moves the sum by a fifth to four fifths of the bound: unclipped.
 
     Units whose gradient is zero or stays out of reach are left out.
 
@@ -65,7 +65,7 @@ def quiet_weights(probe: Probe, units: Sequence[int]) -> dict[int, float]:
 
 
 def check_sensitivity(probe: Probe, quiet: dict[int, float]) -> tuple[float, int]:
-    """Removing, emptying or replacing one loud unit, everything else equal.
+    """Remove, empty or replace one loud unit, and check the change of the sum.
 
     Returns:
         The largest difference of two sums over the bound, and the unit it was found with.
@@ -97,7 +97,7 @@ def check_sensitivity(probe: Probe, quiet: dict[int, float]) -> tuple[float, int
 
 
 def check_independence(probe: Probe, quiet: dict[int, float]) -> None:
-    """A unit contributes the same whatever else is in its physical batch, or in its padding.
+    """Check that a unit contributes the same with any other content or padding of its physical batch.
 
     Raises:
         PrivacyViolation: Naming the unit and the company in which it contributed something else.

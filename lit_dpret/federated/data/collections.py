@@ -1,4 +1,4 @@
-"""Fed-InsuranceQA and Fed-MedQuAD: a retrieval collection whose queries name a domain, one client for each.
+"""Fed-InsuranceQA and Fed-MedQuAD: a retrieval collection whose queries have a domain, one client for each domain.
 
 An answer is a passage of several sentences, and nobody marked which of them answers, so all of them count as
 positives: the any-hit measures (`lit_dpret.federated.evaluation`) are the ones to read.
@@ -55,7 +55,7 @@ def largest_clients(
     queries: Mapping[str, Sequence[SiloQuery]], clients: int | None, *, min_train: int, min_test: int, what: str,
     size: Callable[[Counter[str]], int] = lambda counts: counts["train"],
 ) -> list[str]:  # fmt: skip
-    """Return the names of the largest clients with enough queries of both splits; refuse where they are too few."""
+    """Return the names of the largest clients with enough queries in both splits; refuse if there are too few."""
     sizes = {name: Counter(query.split for query in found) for name, found in queries.items()}
     enough = [name for name, count in sizes.items() if count["train"] >= min_train and count["test"] >= min_test]
     enough.sort(key=lambda name: (-size(sizes[name]), name))
@@ -106,7 +106,7 @@ def _silo(collection: Collection, domain: str, queries: list[SiloQuery], limit: 
 
 
 def silo_of(name: str, passages: Mapping[str, str], queries: list[SiloQuery]) -> Silo:
-    """Make a silo whose queries are answered by passages, and so by each of their sentences."""
+    """Build a silo whose queries are answered by passages, and so by each of their sentences."""
     sentences, passage_of, of_passage = cut(passages)
     answered = [
         SiloQuery(query.qid, query.text, tuple(sid for pid in query.positives for sid in of_passage[pid]), query.split)
@@ -117,7 +117,7 @@ def silo_of(name: str, passages: Mapping[str, str], queries: list[SiloQuery]) ->
 
 
 def cut(passages: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]]]:
-    """Return the sentences of passages by their own ids, the passage of each, and the sentences of each passage."""
+    """Split passages into sentences: by id, with the passage of each, and the sentences of each passage."""
     of_passage = {pid: sentences_of(text) for pid, text in passages.items()}
     sentences = {f"{pid}-s{at}": one for pid, found in of_passage.items() for at, one in enumerate(found)}
     ids = {pid: [f"{pid}-s{at}" for at in range(len(found))] for pid, found in of_passage.items()}
@@ -138,7 +138,7 @@ def safe_name(domain: str) -> str:
 
 
 def merged_silo(silos: Sequence[Silo], *, name: str = "central") -> Silo:
-    """Merge silos into one, the upper bound of a federation; ids carry the client's name, since they may collide."""
+    """Merge silos into one, the upper bound of a federation; ids are prefixed by the client to be unique."""
 
     def of(client: str, found: str) -> str:
         return f"{client}.{found}"
@@ -160,7 +160,7 @@ TRAIN = "train"
 
 
 def pseudo_silo(silo: Silo) -> Silo:
-    """Replace a silo's train queries by one pseudo-query for each passage; dev and test queries stay.
+    """Replace a silo's train queries by one pseudo-query per passage; dev and test queries stay.
 
     A pseudo-query is answered only by the sentence of its passage that has most of its words, which it was made of.
 

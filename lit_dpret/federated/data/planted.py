@@ -1,4 +1,4 @@
-"""Silos of invented words with a known structure, for tests and for trying things out; nothing in them is private.
+"""Silos of invented words with a known structure, for tests and experiments; not private.
 
 A passage is about one entity, and each of its sentences tells one attribute of it. A question names the entity,
 and the attribute in the *dialect* of its client: the same dialect word means another attribute elsewhere. One
@@ -84,7 +84,7 @@ def planted_silos(size: Planted) -> list[Silo]:
 
 
 def meaning(size: Planted, client: int) -> list[int]:
-    """Return the attribute that each dialect word means at one client."""
+    """Return the attribute meant by each dialect word at one client."""
     fixed = round(size.shared * size.attributes)
     # A rotation by the client's number: no two clients of at most `attributes - fixed` agree on any word.
     free = list(range(fixed, size.attributes))

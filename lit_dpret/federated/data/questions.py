@@ -1,4 +1,4 @@
-"""Reading comprehension as answer sentence selection: one client for each article of SQuAD, or genre of NewsQA.
+"""Reading comprehension as answer sentence selection: one client per SQuAD article or NewsQA genre.
 
 The positive of a question is the sentence that holds its answer. With character offsets that is one sentence;
 the shared BEIR-like layout has the answers' texts only, and a text that occurs in two sentences of the
@@ -31,7 +31,7 @@ from lit_dpret.federated.data.sentences import sentence_spans
 
 @dataclass(frozen=True)
 class Question:
-    """A question on one passage, with what answers it: spans where they are known, else texts."""
+    """A question on one passage, with its answers: spans if known, otherwise texts."""
 
     qid: str
     text: str = field(repr=False)
@@ -79,7 +79,7 @@ def silos_by_article(
 
 
 def holding(text: str, spans: Sequence[tuple[int, int]], question: Question) -> list[int]:
-    """Return the sentences that hold an answer: of a span the one with most of it, of a text all that contain it."""
+    """Return the sentences with an answer: for a span the one with most of it, for a text all that contain it."""
     if question.spans:
         return sorted({place for span in question.spans if (place := covering(spans, *span)) is not None})
     patterns = [
@@ -95,7 +95,7 @@ def holding(text: str, spans: Sequence[tuple[int, int]], question: Question) -> 
 
 
 def covering(spans: Sequence[tuple[int, int]], start: int, end: int) -> int | None:
-    """Return the sentence that shares most characters with a span, the earlier of two; None where none shares any.
+    """Return the sentence with most characters of a span, the earlier of two; None without overlap.
 
     Example:
         >>> covering([(0, 10), (11, 30)], 8, 20), covering([(0, 10)], 12, 14)
@@ -107,7 +107,7 @@ def covering(spans: Sequence[tuple[int, int]], start: int, end: int) -> int | No
 
 
 def squad_json(articles: Iterable[Mapping[str, Any]], *, split: str | None) -> tuple[dict[str, Any], list[Question]]:
-    """Return passages and questions of the ``data`` of a SQuAD JSON file; questions without an answer are left out."""
+    """Return passages and questions of the ``data`` of a SQuAD JSON file; unanswerable questions are dropped."""
     passages: dict[str, tuple[str, str]] = {}
     questions: list[Question] = []
     try:
@@ -152,7 +152,7 @@ _WORLD = {"asia", "asiapcf", "europe", "africa", "middleeast", "meast", "america
 
 
 def section_of(url: str, *, merge_world: bool = False) -> str | None:
-    """Return the genre in a story's address; None where there is none.
+    """Return the genre in a story's address; None without one.
 
     Two forms are read: ``cnn.com/YYYY/SECTION/...``, and from 2013 on ``cnn.com/YYYY/MM/DD/section/...``.
 
@@ -175,7 +175,7 @@ def section_of(url: str, *, merge_world: bool = False) -> str | None:
 
 
 def story_id(url: str) -> str:
-    """Return the id of the story at an address: its SHA-1, as the makers of the CNN corpus chose."""
+    """Return the id of the story at an address: its SHA-1, as in the CNN corpus."""
     return hashlib.sha1(url.strip().encode("utf-8"), usedforsecurity=False).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Where sentences begin and end: a few rules, the same on every machine and in every version of every library.
+"""Sentence boundaries by a few rules, the same on every machine and for every library version.
 
 The split decides what can be retrieved, so it must not change under a benchmark. The rules are for edited
 English: a sentence ends at ``.``, ``!`` or ``?`` (and closing quotes or brackets) before white space and
@@ -23,7 +23,7 @@ _MOST = 2000  # characters; a list without a full stop is cut rather than kept w
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Begin and end of every sentence, without the white space around it.
+    """Return begin and end of every sentence, without surrounding white space.
 
     Guarantees:
         - The spans are in order and do not overlap, and every character outside of them is white space.
@@ -43,7 +43,7 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
 
 
 def sentences_of(text: str) -> list[str]:
-    r"""Return the sentences themselves, each run of white space as one space.
+    r"""Return the sentences, with each run of white space as one space.
 
     Example:
         >>> sentences_of("One line\ngoes on. Two.")

@@ -1,4 +1,4 @@
-"""PDD-AS2 as a pair of Flower apps. The apps move weights and embeddings; learning happens in `SiloClient`.
+"""PDD-AS2 as a pair of Flower apps. The apps transfer weights and embeddings; `SiloClient` trains.
 
 Flower and Ray report their use to their makers unless environment variables, which Flower reads while it is imported,
 say otherwise. This package sets them first: import it before ``flwr``. Flower's commands also send version, system and
@@ -16,7 +16,7 @@ _UPDATE_CHECK = "FLWR_DISABLE_UPDATE_CHECK"
 
 
 def silent_environment() -> dict[str, str]:
-    """Return this process's environment with all reports of Flower's commands switched off."""
+    """Return this process's environment with Flower's telemetry and update checks switched off."""
     return {**os.environ, **dict.fromkeys(_REPORTS, "0"), _UPDATE_CHECK: "1"}
 
 

@@ -1,4 +1,4 @@
-"""A silo's side: messages in, methods of `SiloClient` called, messages out. Nothing is learned here.
+"""The silo's side: translate messages into calls of `SiloClient` and results into messages, without training itself.
 
 A deployed node runs every message in a new process, so whatever has to last is in the silo's state folder (its personal
 query encoder, the global weights of stage 2, its ledgers), and the length and hash of each ledger are in Flower's
@@ -62,7 +62,7 @@ _SERVER = "the server"
 
 
 def build_client_app(make_client: MakeClient) -> ClientApp:
-    """Build the app that every silo runs; ``make_client`` is called once for each process and node.
+    """Build the app of every silo; ``make_client`` is called once for each process and node.
 
     Guarantees:
         - What a message changes or releases is what a method of `SiloClient` does, budget included.
@@ -131,7 +131,7 @@ def _note(what: str, error: Exception) -> None:
 
 
 def unheard(work: Callable[[], T]) -> T | None:
-    """Do what private queries have a say in and what is not answered with; None where it fails, which the log tells.
+    """Run work that depends on private queries and sends no result; return None on failure, which is only logged.
 
     Everything that may be refused is refused before it.
     """
@@ -143,7 +143,7 @@ def unheard(work: Callable[[], T]) -> T | None:
 
 
 def check_planned(run: PddAs2, head: Head) -> None:
-    """Refuse a turn that the settings do not plan: each shows more of the queries, or costs budget."""
+    """Refuse a turn outside the settings' plan: it would reveal more of the queries, or cost budget."""
     turns = {
         "round": range(run.stage1.warmup_rounds + run.stage1.rounds),
         "refresh": [epoch for epoch in range(run.stage2.epochs) if run.stage2.asks(epoch)],
@@ -155,14 +155,14 @@ def check_planned(run: PddAs2, head: Head) -> None:
 
 
 def remember_ledgers(client: SiloClient, context: Context) -> None:
-    """Keep the length and the hash of each of the silo's ledgers in the node's own state."""
+    """Store the length and hash of each of the silo's ledgers in the node's own state."""
     found = {path.name: path.read_bytes() for path in client.ledgers.glob("silo_ledger.*.jsonl")}
     facts = {name: f"{len(text)}:{hashlib.sha256(text).hexdigest()}" for name, text in sorted(found.items())}
     context.state["ledgers"] = ConfigRecord({"schema": payloads.SCHEMA, **facts})
 
 
 def check_ledgers(client: SiloClient, context: Context) -> None:
-    """Refuse to go on with a ledger that was lost or shortened: what it held is spent all the same."""
+    """Refuse to continue with a lost or shortened ledger: its spending still counts."""
     for name, fact in context.state.config_records.get("ledgers", {}).items():
         if name == "schema":
             continue
@@ -190,7 +190,7 @@ def describe(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
 
 
 def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Train one local epoch from the global weights, and answer in clear: refused under ``secure_sum``."""
+    """Train one local epoch from the global weights, and answer in clear; refused under ``secure_sum``."""
     if client.settings.secure_sum:
         raise DataError("The server asks for an update in clear, under secure_sum=true.", kind="other settings")
     weights = payloads.weights_of(content, _SERVER, like=client.model[0])
@@ -201,7 +201,7 @@ def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordD
 
 
 def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Act 1: train one local epoch and advertise keys, also where training fails (`SiloSum.begin`)."""
+    """Phase 1: train one local epoch and advertise keys, even if training fails (`SiloSum.begin`)."""
     weights = payloads.weights_of(content, _SERVER, like=client.model[0])
     plan = SumPlan(
         run=payloads.digest_of(client.settings), round=payloads.whole(head, "round"), attempt=_attempt(head),
@@ -217,21 +217,21 @@ def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordD
 
 
 def secagg_share(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Act 2: take everybody's keys, return sealed shares."""
+    """Phase 2: receive all keys, return sealed shares."""
     return payloads.answer(
         shares=payloads.bytes_record(_sum(client).share(_attempt(head), payloads.keys_of(content, _SERVER)))
     )
 
 
 def secagg_masked(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Act 3: take sealed shares, return the masked vector."""
+    """Phase 3: receive sealed shares, return the masked vector."""
     return payloads.answer(
         masked=payloads.words_record(_sum(client).mask(_attempt(head), payloads.bytes_of(content, "shares", _SERVER)))
     )
 
 
 def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Act 4: sign who is left and who was lost."""
+    """Phase 4: sign the lists of remaining and lost silos."""
     if client.credentials is None:
         raise DataError("The server asks for a signature, and the settings have no roster.", kind="other settings")
     signature = _sum(client).sign(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"))
@@ -239,7 +239,7 @@ def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDi
 
 
 def secagg_unmask(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Act 5: take the lists and their signatures, return a share of one secret of every silo."""
+    """Phase 5: receive the lists and their signatures, return a share of one secret of every silo."""
     signatures = payloads.bytes_of(content, "signatures", _SERVER, size=SIGNATURE_BYTES)
     found = _sum(client).unmask(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"), signatures)
     return payloads.answer(seeds=payloads.bytes_record(found.seeds), lost=payloads.bytes_record(found.keys))
@@ -251,7 +251,7 @@ SUM_ACTS: dict[str, Handler] = {
 
 
 def summed(act: Handler, client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Run one act of the secure sum, unless the silo's settings have none."""
+    """Run one phase of the secure sum, if the silo's settings use it."""
     if not client.settings.secure_sum:
         raise DataError("The server begins a secure sum, and the settings have none.", kind="other settings")
     return act(client, content, head)
@@ -279,7 +279,7 @@ def _numbers(head: Head, name: str) -> tuple[int, ...]:
 
 
 def global_weights(client: SiloClient, content: RecordDict, head: Head) -> Weights:
-    """Return the weights at the end of stage 1, by their hash: the message's, or those kept of an earlier one."""
+    """Return the weights at the end of stage 1, by hash: from the message, or stored from an earlier one."""
     wanted = str(head.get("weights"))
     if not re.fullmatch(r"[0-9a-f]{64}", wanted):
         raise DataError("The server names no weights.", kind="bad message")
@@ -299,7 +299,7 @@ def global_weights(client: SiloClient, content: RecordDict, head: Head) -> Weigh
 
 
 def fedneg_request(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Return the rows that other silos are asked with; under ``seal`` in a letter to them."""
+    """Return the request rows for other silos; under ``seal`` encrypted for them."""
     rows = client.request(global_weights(client, content, head), payloads.whole(head, "refresh"))
     if not client.settings.seal:
         return payloads.answer(rows=payloads.rows_record(rows))
@@ -312,7 +312,7 @@ def fedneg_request(client: SiloClient, content: RecordDict, head: Head) -> Recor
 
 
 def fedneg_serve(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Answer requests of other silos, which are numbers here and have no names."""
+    """Answer requests of other silos, which are known by number only."""
     weights, refresh = global_weights(client, content, head), payloads.whole(head, "refresh")
     if client.settings.seal:
         return _sealed_answers(client, content, head, weights)
@@ -351,7 +351,7 @@ REFRESH = ("seal_key", "fedneg_request", "fedneg_serve", "personalise")
 
 
 def seal_key(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Return a key for a new refresh, which ends the one before; may be the first message with the global weights."""
+    """Return a key for a new refresh, ending the previous one; may be the first message with the global weights."""
     global_weights(client, content, head)
     if not client.settings.seal:
         raise DataError("The server begins to seal, and the settings do not.", kind="other settings")
@@ -463,7 +463,7 @@ def _sealer(client: SiloClient) -> Sealer:
 
 
 def evaluate(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Measure on the silo's own collection; keep the value of every query, and report means where agreed."""
+    """Evaluate on the silo's own collection; store every query's value, and report means if agreed."""
     system, split = head.get("system"), head.get("split")
     if system not in PHASES or split not in SPLITS:
         raise DataError(f"The server asks for measures of {system!r} on {split!r}.", kind="bad message")
@@ -488,5 +488,5 @@ def evaluate(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
 
 
 def measures_file(state: Path, system: str, split: str) -> Path:
-    """Return where a silo keeps its measures of every query, so that it reports the same whenever it is asked."""
+    """Return the path of a silo's per-query measures, so that every report is the same."""
     return state / f"measures-{system}-{split}.safetensors"

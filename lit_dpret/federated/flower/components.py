@@ -1,4 +1,4 @@
-"""The two apps under names that Flower can load; ``deploy/flower/pyproject.toml`` points to them.
+"""The two apps under names for Flower's loader; ``deploy/flower/pyproject.toml`` refers to them.
 
 The request for a run reaches the server's app as one YAML string in its run configuration. A silo acts by a document
 beside its data, whose path the node's own operator gave (``--node-config 'silo="FILE"'``): none of it comes with a
@@ -28,7 +28,7 @@ RESULT, REFUSAL = "lit-dpret result: ", "lit-dpret refusal: "
 
 
 def make_silo(context: Context) -> SiloClient:
-    """Build the silo of this node by its owner's document; refuse a node that was started without one."""
+    """Build the silo of this node from its owner's document; refuse a node started without one."""
     place = context.node_config.get("silo")
     if not isinstance(place, str) or not place:
         raise ConfigurationError(
@@ -38,7 +38,7 @@ def make_silo(context: Context) -> SiloClient:
 
 
 def server_folder(name: str) -> Path:
-    """Return where a server keeps a run: below a folder of its operator (``$LIT_DPRET_FEDERATIONS``)."""
+    """Return the server's folder of a run, below its operator's folder (``$LIT_DPRET_FEDERATIONS``)."""
     chosen = os.environ.get(SERVER_FOLDER)
     return (Path(chosen) if chosen else default_secret_file().parent / "federations") / name
 

@@ -1,4 +1,4 @@
-"""Who is connected: the server's list of silos, and messages to them whose failures are reported by name."""
+"""Connected silos: the server's list of them, and messages to them whose failures are reported by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRAFFIC = {
 
 
 class ConnectedSilos:
-    """The silos of a run by name, the nodes that they answer from, and all messages to them.
+    """The silos of a run by name, with their nodes and all messages to them.
 
     Guarantees:
         - A silo is identified by the message that it replies to, never by what its reply says: it can neither answer
@@ -48,7 +48,7 @@ class ConnectedSilos:
         self._holds: dict[str, str] = {}
 
     def connect(self, grid: Grid, count: int) -> None:
-        """Wait until so many nodes are there; raise a DataError where they are not there in time."""
+        """Wait until this many nodes are connected; raise a DataError on timeout."""
         self._grid = grid
         until = time.monotonic() + self.wait
         while (there := len(list(grid.get_node_ids()))) < count:
@@ -62,13 +62,13 @@ class ConnectedSilos:
     # -- messages ------------------------------------------------------------------------------
 
     def message(self, records: Mapping[str, Any] = {}, /, **facts: Any) -> RecordDict:
-        """Make a message of this run with these records, and facts in its head."""
+        """Return a message of this run with these records, and facts in its head."""
         return RecordDict({**envelope(settings=digest_of(self.settings), **facts), **records})
 
     def about(
         self, weights: Mapping[str, Tensor], name: str, records: Mapping[str, Any] = {}, /, **facts: Any
     ) -> RecordDict:
-        """Make a message about the global weights, with them where the silo does not have them yet."""
+        """Return a message about the global weights, with them if the silo does not have them yet."""
         wanted = fingerprint(weights)
         content = self.message(records, weights=wanted, **facts)
         if self.lacks(name, wanted):
@@ -76,13 +76,13 @@ class ConnectedSilos:
         return content
 
     def lacks(self, name: str, what: str) -> bool:
-        """Tell whether a silo still has to be sent this; from now on it counts as having it, until it fails."""
+        """Return whether a silo must still be sent this; from now on it counts as sent, until a failure."""
         known = self._holds.get(name)
         self._holds[name] = what
         return known != what
 
     def exchange(self, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
-        """Send each silo its message of type ``kind``; return the answers, and count the bytes of both.
+        """Send each silo its message of type ``kind``; return the answers, and count bytes both ways.
 
         Faults begin with ``where``.
         """
@@ -106,13 +106,13 @@ class ConnectedSilos:
     def ask(
         self, kind: str, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], where: str
     ) -> dict[str, Any]:
-        """Exchange messages and decode every answer; one that is refused is left out and reported."""
+        """Exchange messages and decode every answer; refused answers are dropped and reported."""
         return self.read_each(self.exchange(kind, contents, where), read, where)
 
     def read_each(
         self, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], where: str
     ) -> dict[str, Any]:
-        """Decode every silo's answer, given its name and its content; one that is refused is left out and reported."""
+        """Decode every silo's answer from its name and content; refused ones are dropped and reported."""
         found: dict[str, Any] = {}
         for name, content in contents.items():
             try:
@@ -124,7 +124,7 @@ class ConnectedSilos:
     # -- who is there --------------------------------------------------------------------------
 
     def present(self, where: str) -> list[str]:
-        """Return the names of the silos that are there; new ones introduce themselves, missing ones are reported."""
+        """Return the names of the present silos; new ones introduce themselves, missing ones are reported."""
         here = set(self._grid.get_node_ids())
         strangers = sorted(here - set(self._nodes.values()))
         answers = self._send("query.describe", dict.fromkeys(strangers, self.message()))
@@ -153,14 +153,14 @@ class ConnectedSilos:
         return sorted(name for name, node in self._nodes.items() if node in here)
 
     def numbers(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the numbers that silos know each other by: those of the roster of keys, or by order of names."""
+        """Return the silos' numbers for each other: from the key roster, or by order of names."""
         if self.settings.roster:
             return {name: self._numbers[name] for name in names}
         return {name: place for place, name in enumerate(sorted(names), start=1)}
 
     @property
     def listed(self) -> int:
-        """The length of the roster of keys, as most of the known silos say; 0 where there is none."""
+        """The length of the key roster, by majority of the known silos; 0 without a roster."""
         return Counter(self._listed.values()).most_common(1)[0][0] if self._listed else 0
 
     def _is_new(self, number: object, name: str) -> bool:

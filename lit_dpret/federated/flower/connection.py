@@ -1,4 +1,4 @@
-"""The way to a SuperLink, checked before Flower tries it, and what is wrong with it reported in one line.
+"""Connections to a SuperLink, checked before Flower connects, with errors reported in one line.
 
 Flower says "connection unavailable" for a certificate of another authority, for a missing TLS and for an unexpected one
 alike, or retries for ever. Temporary failures (nobody listens yet, the network is down) are left to Flower.
@@ -38,7 +38,7 @@ class Connection:
     of: Literal["silo", "run"] = "silo"
 
     def check(self) -> Connection:
-        """Refuse options that cannot connect, or would connect in clear unasked; return the connection."""
+        """Refuse options that cannot connect, or would connect in clear by default; return the connection."""
         if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", self.superlink):
             raise ConfigurationError(
                 f"{self._option('superlink')}={self.superlink!r} is no HOST:PORT, as server.example.org:8000."

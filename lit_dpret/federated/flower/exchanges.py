@@ -1,4 +1,4 @@
-"""The server's side of a round under masks, of which it learns the sum, and of the negatives that it relays.
+"""The server's side of a masked round, of which it learns only the sum, and of relayed negatives.
 
 A silo may disappear before any of the messages. One that has shared nothing is left out; one that has shared and sends
 no vector is recovered from the others' shares; one that does not unmask is not needed as long as enough do. Where fewer
@@ -58,7 +58,7 @@ class MaskedRound:
         self._server = Server(self._plan.session(self.settings.sum_threshold))
 
     def run(self, marker: Path) -> tuple[Weights, list[str]]:
-        """Run all acts; return the next global weights, and the names of the silos that they are made of.
+        """Run all phases; return the next global weights, and the names of the contributing silos.
 
         The file ``marker`` records that silos were asked to agree to a list of this round.
         """
@@ -80,7 +80,7 @@ class MaskedRound:
         return self.weights, []
 
     def gather(self) -> None:
-        """Acts 1 to 3: collect the masked vectors."""
+        """Run phases 1 to 3: collect the masked vectors."""
         self._need(len(self.numbers), "are there", least=self.least)  # before one of them trains for nothing
         sent, clients = {"weights": payloads.weights_record(self.weights)}, list(self._plan.clients)
         contents = {
@@ -110,7 +110,7 @@ class MaskedRound:
         self._need(len(masked), "sent a vector", least=self.least)
 
     def unmask(self) -> tuple[Weights, list[str]]:
-        """Acts 4 and 5: return the next global weights, and whose updates they are made of."""
+        """Run phases 4 and 5: return the next global weights, and the contributing silos."""
         active, dead = self._server.active, self._server.dead
         names = sorted(name for name, number in self.numbers.items() if number in active)
         contents = {name: self._message(active=active, **({"dead": dead} if dead else {})) for name in names}
@@ -187,11 +187,11 @@ class Relay:
         self.where = f"refresh {refresh}"
 
     def pools(self) -> Pools:
-        """Return what each silo that asked gets to train with."""
+        """Return the training pool of each asking silo."""
         return self._sealed() if self.settings.seal else self._in_clear()
 
     def report_refusals(self, name: str, content: RecordDict) -> None:
-        """Report the letters that a silo says it has left out."""
+        """Report the messages that a silo says it has dropped."""
         named = {number: other for other, number in self.numbers.items()}
         for number, why in content.config_records.get("refused", ConfigRecord()).items():
             other = named.get(int(number)) if payloads.is_number(number) else None

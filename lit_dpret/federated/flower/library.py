@@ -1,4 +1,4 @@
-"""Everything that is used of Flower (the extra ``federated``); no other file imports it.
+"""All imports from Flower (the extra ``federated``); no other file imports it.
 
 ``flwr.app``, ``flwr.clientapp`` and ``flwr.serverapp`` are its public Message API. The rest is internal and may move in
 any release.
@@ -58,7 +58,7 @@ def task_commands() -> list[str]:
 
 
 def is_registered(address: str, key: Path, root_certificates: Path | None) -> bool | None:
-    """Tell whether a SuperLink accepts a silo with this key; None where that cannot be asked."""
+    """Return whether a SuperLink accepts a silo with this key; None if that cannot be asked."""
     try:
         import httpx
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -96,7 +96,7 @@ def is_registered(address: str, key: Path, root_certificates: Path | None) -> bo
 
 
 def robust_rules() -> dict[str, Callable[..., Any]]:
-    """Return Flower's robust rules of aggregation; refuse a Flower that has moved them."""
+    """Return Flower's robust aggregation rules; refuse a Flower version that has moved them."""
     try:
         from flwr.server.strategy.aggregate import aggregate_krum, aggregate_median, aggregate_trimmed_avg
     except ImportError as error:
@@ -108,7 +108,7 @@ def robust_rules() -> dict[str, Callable[..., Any]]:
 
 
 def run_one_task(load: Callable[[], ClientApp]) -> None:
-    """Run Flower's ``flwr-clientapp`` for one message, with an app of ours in place of the one that the server sent.
+    """Run Flower's ``flwr-clientapp`` for one message, with our app instead of the one from the server.
 
     A SuperNode takes the app from the server with the message, unpacks it and imports what it names: any code. Here
     nothing of it is unpacked or imported.

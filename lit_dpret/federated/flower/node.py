@@ -33,7 +33,7 @@ ANSWERS = "flwr-clientapp"  # the one command that is answered
 
 
 def check_silo(settings: SiloSettings) -> str:
-    """Build the silo as a round would, on a copy of its state; return who sees what, and how much is spent.
+    """Build the silo as a round would, on a copy of its state; return the trust table and the spent budget.
 
     Guarantees:
         - Nothing is written into the silo's state folder and nothing is released.
@@ -63,7 +63,7 @@ def check_silo(settings: SiloSettings) -> str:
 
 
 def start_silo(settings: SiloSettings, connection: Connection) -> None:
-    """Become this silo's SuperNode; does not return."""
+    """Become this silo's SuperNode; never returns."""
     connection.check()
     program = flower_program("flower-supernode")
     connection.reach()
@@ -99,7 +99,7 @@ def node_arguments(document: Path, connection: Connection) -> list[str]:
 
 
 def write_commands(folder: Path) -> Path:
-    """Write all commands that a SuperNode starts tasks by: one answers, the others refuse."""
+    """Write all commands by which a SuperNode starts tasks: one answers, the others refuse."""
     from lit_dpret.federated.flower.library import task_commands
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One message at a silo, in a process of its own: ``python -m lit_dpret.federated.flower.node_task``.
+"""One message at a silo, in a separate process: ``python -m lit_dpret.federated.flower.node_task``.
 
 `lit_dpret.federated.flower.node` puts it in the place of Flower's ``flwr-clientapp``, so that a silo runs the app that
 its owner installed and no code that came from the server.

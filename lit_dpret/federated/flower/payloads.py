@@ -1,4 +1,4 @@
-"""Encodings of everything that travels in Flower's records: weights, requests, answers, pools, keys, shares, letters.
+"""Encode the content of Flower's records: weights, requests, answers, pools, keys, shares, sealed messages.
 
 Every message has a ``head`` that states the version of this format. Weights are floating-point tensors only: an
 integer buffer has no mean. A list of negatives travels as unique embeddings and places in them (`Block`). Whatever
@@ -31,12 +31,12 @@ _FLOATS = (torch.float16, torch.float32)
 
 
 def envelope(**facts: Any) -> RecordDict:
-    """Return a message whose head holds these words and numbers."""
+    """Return a message with these texts and numbers in its head."""
     return RecordDict({"head": ConfigRecord({"schema": SCHEMA, **facts})})
 
 
 def answer(**records: ArrayRecord | ConfigRecord) -> RecordDict:
-    """Return a message with these records, and nothing to say in its head."""
+    """Return a message with these records, and an empty head."""
     return RecordDict({**envelope(), **records})
 
 
@@ -50,7 +50,7 @@ def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
 
 
 def whole(head: Mapping[str, Any], name: str) -> int:
-    """Return a number, 0 or more, from the head of a message of the server."""
+    """Return a non-negative integer from the head of a server's message."""
     value = head.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise DataError(f"The server's {name} is {value!r} and no number.", kind="bad message")
@@ -64,7 +64,7 @@ def payload_bytes(content: RecordDict) -> int:
 
 
 def digest_of(settings: PddAs2) -> str:
-    """Return the SHA-256 of a run's settings, by which server and silos know that they mean the same run."""
+    """Return the SHA-256 of a run's settings, by which server and silos check that they agree."""
     return json_sha256(asdict(settings))
 
 
@@ -83,7 +83,7 @@ def weights_record(weights: Mapping[str, Tensor]) -> ArrayRecord:
 
 
 def weights_of(content: RecordDict, whose: str, *, like: Mapping[str, Tensor]) -> Weights:
-    """Decode weights as float32; refuse names, shapes, types or values that are not those of the model ``like``."""
+    """Decode weights as float32; refuse names, shapes, types or values that differ from the model ``like``."""
     found = _tensors(content, "weights", whose)
     odd = next((name for name, value in found.items() if value.dtype not in _FLOATS), None)
     if odd is not None:
@@ -104,7 +104,7 @@ def rows_of(content: RecordDict, whose: str, *, name: str = "rows", dim: int) ->
 
 
 def checked_rows(rows: Tensor | None, whose: str, *, dim: int) -> Tensor:
-    """Return request rows as float32, whichever way they came; refuse other shapes, and rows without finite scores."""
+    """Return request rows as float32, from any transport; refuse other shapes, and rows without finite scores."""
     if rows is None or rows.dim() != 2 or rows.dtype not in _FLOATS or rows.shape[1] != dim:
         shape = None if rows is None else tuple(rows.shape)
         raise DataError(f"The request of {whose} has shape {shape} where (rows, {dim}) is needed.", kind="bad request")
@@ -124,19 +124,19 @@ def block_record(block: Block) -> ArrayRecord:
 def block_of(
     content: RecordDict, client: str, *, rows: int, dim: int, limit: int | None = None, name: str = "block"
 ) -> Block:
-    """Decode the answer of a client, whose name the server knows from the message that it replies to."""
+    """Decode the answer of a client, whose name the server knows from its message."""
     return block_of_parts(_tensors(content, name, f"client {client!r}"), client, rows=rows, dim=dim, limit=limit)
 
 
 def block_of_parts(parts: Mapping[str, Tensor], client: str, *, rows: int, dim: int, limit: int | None) -> Block:
-    """Make an answer of its three tensors, whichever way they came; refuse what `Block.check` refuses."""
+    """Build an answer from its three tensors, from any transport; refuse what `Block.check` refuses."""
     _require_parts(parts, client, ("embeddings", "starts", "entries"))
     block = Block(client, parts["embeddings"], parts["starts"].long(), parts["entries"].to(torch.int32))
     return block.check(rows=rows, dim=dim, limit=limit)
 
 
 def pool_record(pool: FedPool, *, send_as: torch.dtype) -> ArrayRecord:
-    """Encode a pool in the type that its embeddings were answered in, so that nothing is lost."""
+    """Encode a pool losslessly, in the dtype of its answers."""
     parts = {"embeddings": pool.embeddings.to(send_as)}
     if pool.lists is not None:
         # Its lists, where it has some, travel without the places that hold nothing.
@@ -165,7 +165,7 @@ def bytes_record(found: Mapping[int, bytes]) -> ConfigRecord:
 
 
 def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = None) -> dict[int, bytes]:
-    """Decode bytes by a silo's number, each of ``size``; a record that is missing holds none."""
+    """Decode bytes by a silo's number, each of ``size``; a missing record has none."""
     found: dict[int, bytes] = {}
     for number, value in content.config_records.get(name, {}).items():
         fits = isinstance(value, bytes) and (size is None or len(value) == size)
@@ -176,7 +176,7 @@ def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = N
 
 
 def is_number(name: str) -> bool:
-    """Tell whether a name in a record is a silo's number."""
+    """Return whether a name in a record is a silo's number."""
     return name.isascii() and name.isdigit() and len(name) < 10
 
 
@@ -201,7 +201,7 @@ def words_record(words: Words) -> ArrayRecord:
 
 
 def words_of(content: RecordDict, whose: str, *, size: int) -> Words:
-    """Decode a masked vector: any value may be right, so its length and type are all that can be checked."""
+    """Decode a masked vector: only its length and type can be checked."""
     words = _arrays(content, "masked", whose).get("words")
     if words is None or words.shape != (size,) or words.dtype != np.uint32:
         raise DataError(f"The message of {whose} has no vector of {size} words.", kind="bad update")
@@ -209,7 +209,7 @@ def words_of(content: RecordDict, whose: str, *, size: int) -> Words:
 
 
 def unmasking_of(content: RecordDict, whose: str, number: int, active: list[int], dead: list[int]) -> Unmasking:
-    """Decode the shares that silo ``number`` reveals; refuse shares of other clients than were asked for."""
+    """Decode the shares that silo ``number`` reveals; refuse shares of clients that were not requested."""
     seeds, keys = (bytes_of(content, name, whose, size=SHARE_BYTES) for name in ("seeds", "lost"))
     if sorted(seeds) != active or sorted(keys) != dead:
         raise DataError(f"The message of {whose} holds shares of other clients than were asked for.", kind="bad update")
@@ -217,12 +217,12 @@ def unmasking_of(content: RecordDict, whose: str, number: int, active: list[int]
 
 
 def body_record(body: bytes) -> ArrayRecord:
-    """Encode the body of a letter."""
+    """Encode the body of a sealed message."""
     return ArrayRecord({"body": Array(np.frombuffer(body, dtype=np.uint8))})
 
 
 def body_of(content: RecordDict, name: str, whose: str) -> bytes:
-    """Decode the body of a letter."""
+    """Decode the body of a sealed message."""
     body = _arrays(content, name, whose).get("body")
     if body is None or body.ndim != 1 or body.dtype != np.uint8:
         raise DataError(f"The message of {whose} has no letter {name!r}.", kind="bad message")

@@ -1,4 +1,4 @@
-"""The server's side: whom to ask, what to add up, what to pass on, and whom to continue without.
+"""The server's side: which silos to ask, what to sum and relay, and which silos to continue without.
 
 It holds no data and trains nothing. Its rounds are those of `lit_dpret.federated.federation`, between machines: a silo
 that is gone, late, broken or sends nonsense is named in ``faults``, the round continues with the others, and the silo
@@ -54,7 +54,7 @@ class FlowerFederation(Federation):
         self.silos = ConnectedSilos(settings, self.result, patience)
 
     def serve(self, grid: Grid, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
-        """Wait for the silos, run what is needed, and collect the measures that they share; ``grid`` carries messages.
+        """Wait for the silos, run what is needed, and collect shared measures; ``grid`` sends messages.
 
         As `Federation.run`.
         """
@@ -104,7 +104,7 @@ class FlowerFederation(Federation):
     # -- measures ------------------------------------------------------------------------------
 
     def measure(self, system: Phase, weights: Weights | None, *, split: str = "test") -> None:
-        """Let every silo measure on its own collection; it keeps what it finds, or shares the means."""
+        """Let every silo evaluate on its own collection; it keeps the values, or shares the means."""
         shared = self.result.systems[system] = {}
         where = f"measures of {system}"
         contents: dict[str, RecordDict] = {}

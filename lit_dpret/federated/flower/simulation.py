@@ -1,4 +1,4 @@
-"""``federated=simulation``: the same apps on Flower's simulation, all silos on this machine, in Ray's worker processes.
+"""``federated=simulation``: the same apps in Flower's simulation, all silos on this machine, in Ray's worker processes.
 
 It calls ``flwr.simulation.run_simulation``, which Flower calls deprecated in favour of ``flwr run`` and still ships:
 that command would start a server of its own and give back a log where this gives back a result.
@@ -102,7 +102,7 @@ class UntilStopped:
         return list(self._grid.get_node_ids())
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send all, and return the answers that come within the waiting time."""
+        """Send all, and return the answers that arrive within the waiting time."""
         missing = set(self._grid.push_messages(messages))
         replies: list[Message] = []
         until = None if timeout is None else time.monotonic() + timeout

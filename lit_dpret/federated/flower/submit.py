@@ -1,4 +1,4 @@
-"""``federated=flower``: hand a run to a SuperLink, follow its log, and read the server's result at the end.
+"""``federated=flower``: submit a run to a SuperLink, follow its log, and read the server's result.
 
 The silos are elsewhere, started by their owners (``lit-dpret silo``). The result holds what the server may know: the
 means of the measures that silos choose to share, bytes, and faults. The weights stay at the server.
@@ -55,7 +55,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def connection_of(link: SuperLinkTarget) -> Connection | None:
-    """Return the checked connection to an address; None for a name, which the user's Flower configuration explains."""
+    """Return the checked connection to an address; None for a name in the user's Flower configuration."""
     if link.by_address:
         return Connection(
             superlink=str(link.superlink), root_certificates=link.root_certificates, insecure=link.insecure, of="run"

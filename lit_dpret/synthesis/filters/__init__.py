@@ -1,4 +1,4 @@
-"""What can be done with released queries at no cost in privacy: choose among them, and label them."""
+"""Operations on released queries without privacy cost: filtering and labelling."""
 
 from lit_dpret.synthesis.dataset_folder import ReleasedQuery
 from lit_dpret.synthesis.filters.bins import Bins, LabelBins, LengthBins, TopicBins

@@ -1,4 +1,4 @@
-"""Public bins: how a query is put into one of a few kinds, decided without looking at private queries.
+"""Public bins: assign queries to a few kinds, defined without private queries.
 
 Three ways: by the number of words; by the nearest of some centroids of public passages; by a public label of the
 passage that the query belongs to. Whatever is fitted is fitted to public passages, and is stored with the
@@ -26,7 +26,7 @@ from lit_dpret.synthesis.filters.released import declared, shown
 
 
 class Bins(ABC):
-    """A partition of queries that is public."""
+    """A public partition of queries."""
 
     kind: str = ""
     trusts: tuple[Assumption, ...] = ()
@@ -34,28 +34,28 @@ class Bins(ABC):
 
     @abstractmethod
     def fit(self, passages: Mapping[str, str]) -> None:
-        """Look at public passages, where the bins come from them."""
+        """Read public passages, if the bins depend on them."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """A name for each bin, in order."""
+        """The name of each bin, in order."""
 
     @abstractmethod
     def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
-        """Return the bin of each query, given with the passage it belongs to; integers, shape ``(texts,)``."""
+        """Return the bin of each query, given with its passage; integers, shape ``(texts,)``."""
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """Return all that `bins_from_spec` needs to make them again; plain JSON values, public."""
+        """Return everything that `bins_from_spec` needs to rebuild them; plain JSON values, public."""
 
     def fingerprint(self) -> str:
-        """SHA-256 of the spec."""
+        """Return the SHA-256 of the spec."""
         return json_sha256(self.spec())
 
 
 class LengthBins(Bins):
-    """By the number of words.
+    """Bins by the number of words.
 
     Args:
         edges: The least number of words of each bin but the first, rising.
@@ -69,7 +69,7 @@ class LengthBins(Bins):
             raise ConfigurationError(f"task.bins.edges={list(edges)} must be rising numbers of words from 1 on.")
 
     def fit(self, passages: Mapping[str, str]) -> None:
-        """Nothing: lengths need no passages."""
+        """Do nothing: lengths need no passages."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class LengthBins(Bins):
 
 
 class LabelBins(Bins):
-    """By a public label of the passage.
+    """Bins by a public label of the passage.
 
     Args:
         labels: A file with a passage id and a label on each line, a tab between them.
@@ -101,7 +101,7 @@ class LabelBins(Bins):
         self.labels = dict(mapping) if mapping is not None else _read_labels(Path(str(labels)))
 
     def fit(self, passages: Mapping[str, str]) -> None:
-        """Keep the labels of these passages."""
+        """Store the labels of these passages."""
         self.labels = {name: label for name, label in self.labels.items() if name in passages}
 
     @property
@@ -132,7 +132,7 @@ def _read_labels(path: Path) -> dict[str, str]:
 
 @dataclass(kw_only=True, eq=False)
 class TopicBins(Bins):
-    """By the nearest centroid of public passages under a public encoder.
+    """Bins by the nearest centroid of public passages under a public encoder.
 
     The centroids are those of spherical k-means (Dhillon and Modha 2001), fitted to a sample of the passages that
     is chosen by a hash of their ids, from starting points chosen by the same.
@@ -177,7 +177,7 @@ class TopicBins(Bins):
         return tuple(f"topic {number}" for number in range(len(self._fitted())))
 
     def assign(self, texts: Sequence[str], passage_ids: Sequence[str]) -> np.ndarray:
-        """As `Bins.assign`; of centroids that are equally near it is the first.
+        """Like `Bins.assign`; of equally near centroids the first.
 
         Each query is embedded and compared apart from all others: they would else decide by their number how its
         scores are rounded, and so at a boundary its bin, which is more than a unit is charged for.
@@ -197,7 +197,7 @@ class TopicBins(Bins):
 
 
 def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple[Assumption, ...]:
-    """Return what a claim takes on trust where private queries are compared under this encoder.
+    """Return a claim's trusted assumptions if private queries are compared under this encoder.
 
     Args:
         encoder: ``minilm``, a folder or a hub name.
@@ -226,7 +226,7 @@ def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple
 
 
 def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encoder_is_public: bool = False) -> Bins:
-    """Return the bins that a histogram was made with.
+    """Return the bins of a histogram.
 
     ``encoder`` says where the encoder of topics lies, if it is none that is known by name.
 

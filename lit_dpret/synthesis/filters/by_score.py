@@ -1,4 +1,4 @@
-"""Which synthetic queries to train on: scores that look at released queries and public models alone.
+"""Filters for synthetic queries by scores that use only released queries and public models.
 
 Every filter gives each query a score, the higher the better, and keeps some by it. The scores may be
 published, tuned on and looked at as often as one likes: they cost no privacy, because nothing private
@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
 
 class QueryFilter(ABC):
-    """Keeps some of the released queries.
+    """A filter that keeps some of the released queries.
 
     Guarantees:
         - `choose` is a function of released queries, public passages and models whose training the
@@ -52,7 +52,7 @@ class QueryFilter(ABC):
 
     @abstractmethod
     def check(self, released: ReleasedQueries) -> list[Assumption]:
-        """Refuse, before anything expensive, models whose training the claim of these queries does not cover.
+        """Refuse, before expensive work, models whose training the claim of these queries does not cover.
 
         Returns:
             What the claim takes on trust where the filter is used.
@@ -60,18 +60,18 @@ class QueryFilter(ABC):
 
     @abstractmethod
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
-        """Return one score per query, shape ``(queries,)``, higher is better; -inf for those that fail outright."""
+        """Return one score per query, shape ``(queries,)``, higher is better; -inf for failures."""
 
     @abstractmethod
     def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
-        """Return booleans ``(queries,)``: which to keep by their scores."""
+        """Return booleans ``(queries,)``: which queries to keep by their scores."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Return its settings, for the card: plain JSON values."""
 
     def claim(self, released: ReleasedQueries) -> Path | None:
-        """Return a folder whose card covers what is kept; None where the queries' own card still does.
+        """Return a folder whose card covers the kept queries; None if the queries' own card does.
 
         A filter that looks at one more release of private data names the card that composes both.
         """
@@ -97,7 +97,7 @@ class QueryFilter(ABC):
 
 @dataclass(eq=False)
 class RoundTrip(QueryFilter):
-    """Keep the queries that find their own passage among the first ``k`` (Dai et al., "Promptagator", 2022, 3.2).
+    """Keep queries that retrieve their own passage among the first ``k`` (Dai et al., "Promptagator", 2022, 3.2).
 
     The score is minus the rank, from -1 for the first place; -inf where the passage is not among the ``k``.
     """
@@ -160,7 +160,7 @@ class _ByThreshold(QueryFilter):
 
 @dataclass(eq=False, kw_only=True)
 class LanguageModelScore(_ByThreshold):
-    """Keep the queries that a language model finds likely for their passage (Bonifacio et al., "InPars", 2022, 3).
+    """Keep queries that a language model finds likely for their passage (Bonifacio et al., "InPars", 2022, 3).
 
     The score is the mean log probability in nats of the query's tokens, its end mark included, given the passage.
     """

@@ -1,4 +1,4 @@
-"""A public cross-encoder: one logit for a query and a passage that are read together."""
+"""A public cross-encoder: one logit for a query and a passage, read together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_dpret.modules.token_scores import in_batches_by_length
 
 
 class CrossEncoder:
-    """Scores pairs of texts by a sequence classifier with one output.
+    """Score pairs of texts with a sequence classifier with one output.
 
     Guarantees:
         - The score of a pair is the model's logit, before any sigmoid, as ``sentence_transformers.CrossEncoder``
@@ -34,7 +34,7 @@ class CrossEncoder:
 
     @classmethod
     def load(cls, source: str | Path, *, max_length: int | None = None, device: str = "cpu") -> CrossEncoder:
-        """From a folder or a hub name.
+        """Load from a folder or a hub name.
 
         Raises:
             ConfigurationError: There is no such folder, or the hub cannot be reached.
@@ -74,7 +74,7 @@ class CrossEncoder:
         return cls(model.to(device), tokenizer, max_length=max_length or known)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the weights: another model behind the same name has another one."""
+        """Return the SHA-256 of the weights, which detects another model under the same name."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())

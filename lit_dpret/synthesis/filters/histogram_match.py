@@ -1,4 +1,4 @@
-"""Choosing synthetic queries so that their kinds come as often as a private histogram says.
+"""Select synthetic queries so that their bins have the frequencies of a private histogram.
 
 A generator under much noise writes more of what is easy. A noised histogram of the private queries over public
 bins says what was really asked about, for a fraction of the privacy that training costs. Looking at it is
@@ -71,7 +71,7 @@ class HistogramMatch(QueryFilter):
         return self.folder
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
-        """Return how many places before the end of its bin's quota a query stands; those above zero are kept."""
+        """Return how many places before the end of its bin's quota a query is; those above zero are kept."""
         histogram = ReleasedHistogram.read(self.folder)
         target = histogram.target
         bins = bins_from_spec(histogram.bins, **self._encoder())
@@ -111,7 +111,7 @@ class HistogramMatch(QueryFilter):
 
 
 def quotas(target: np.ndarray, there: np.ndarray, wanted: int) -> np.ndarray:
-    """Return how many to take of each bin: by the target's shares, at most what is there, ``wanted`` in all.
+    """Return how many queries to take from each bin: by the target's shares, at most the available, ``wanted`` in all.
 
     Example:
         >>> quotas(np.array([0.5, 0.5, 0.0]), np.array([100, 10, 50]), 60).tolist()

@@ -1,4 +1,4 @@
-"""How much more relevant a query's own passage is than another one, by a public cross-encoder.
+"""Margins of relevance between a query's own passage and others, by a public cross-encoder.
 
 Generative pseudo-labelling (Wang et al., "GPL", NAACL 2022, section 3): for a synthetic query with its
 passage p+ and a passage p- that a retriever confuses with it, the label is the difference of the
@@ -38,7 +38,7 @@ NEGATIVES = "hard-negatives.jsonl"
 
 
 def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int, seed: int) -> dict[str, list[str]]:
-    """Draw for each query ``per_query`` passages uniformly from its first ``depth``, its own left out.
+    """Draw for each query ``per_query`` passages uniformly from its first ``depth``, except its own.
 
     Guarantees:
         - What is drawn for a query is a function of (``seed``, query id) and of its ranking.
@@ -64,7 +64,7 @@ def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int
 
 @dataclass(frozen=True, kw_only=True)
 class Labelling:
-    """How queries are labelled."""
+    """Settings for labelling queries."""
 
     cross_encoder: str | Path  # a folder or a hub name
     cross_encoder_is_public: bool = False  # declares that nothing private went into a model without card
@@ -80,7 +80,7 @@ class Labelling:
 def label(
     released: ReleasedQueries, out: str | Path, how: Labelling, *, ranker: Ranks, progress: Progress | None = None
 ) -> Path:
-    """Label released queries in GPL's files, `LABELS` and `NEGATIVES` in the folder ``out``, which is returned.
+    """Label released queries in GPL's files, `LABELS` and `NEGATIVES`, in the folder ``out``, which is returned.
 
     Guarantees:
         - Run again after an interruption, it goes on, and writes the same files.

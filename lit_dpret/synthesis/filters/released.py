@@ -1,4 +1,4 @@
-"""Load released artefacts, the only inputs of a computation that costs no privacy.
+"""Load released artefacts, the only permitted inputs of computations without privacy cost.
 
 A function of released artefacts and public data is post-processing: the claim of what was released covers
 its result (Dwork and Roth 2014, proposition 2.1). A function that also looks at private records is not,
@@ -34,7 +34,7 @@ _QUERY_ID, _PASSAGE_ID = ("query-id", "query_id"), ("corpus-id", "corpus_id", "p
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedQueries:
-    """Queries that have been released, with the passages that they were written for.
+    """Released queries, with the passages that they were written for.
 
     Make it by `load_released`. Whoever calls the constructor declares by it that the queries are public or
     carry a claim.
@@ -55,11 +55,11 @@ class ReleasedQueries:
         return iter(self.queries)
 
     def only(self, kept: Sequence[bool]) -> ReleasedQueries:
-        """Return those queries for which ``kept`` is true, in their order; the passages stay."""
+        """Return the queries for which ``kept`` is true, in order; the passages stay."""
         return replace(self, queries=tuple(q for q, keep in zip(self.queries, kept, strict=True) if keep))
 
     def under(self, claim: Path | None) -> ReleasedQueries:
-        """Put the queries under another card, which covers them as well as what else entered their choice."""
+        """Put the queries under another card, which covers them and the other inputs of their selection."""
         if claim is None:
             return self
         card = read_card(claim)
@@ -72,7 +72,7 @@ class ReleasedQueries:
 
 
 def require_released(value: object, what: str) -> ReleasedQueries:
-    """``value`` itself, if it is `ReleasedQueries`.
+    """Return ``value`` if it is `ReleasedQueries`; refuse it otherwise.
 
     Raises:
         PrivateDataError: It is anything else, a data set of private queries above all.
@@ -86,7 +86,7 @@ def require_released(value: object, what: str) -> ReleasedQueries:
 
 
 def require_of_its_folder(released: ReleasedQueries) -> None:
-    """Refuse queries under a card that are not those of the folder that the card is about.
+    """Refuse queries under a card that are not those of the card's folder.
 
     Raises:
         PrivateDataError: A query has another text or passage there, is not there, or a passage has another text.
@@ -196,7 +196,7 @@ def _sources(path: Path) -> dict[str, str]:
 def require_covered(
     model: str | Path, released: ReleasedQueries, *, declared_public: bool, knob: str
 ) -> list[Assumption]:
-    """Refuse a model that would bring private data into the selection of released queries.
+    """Refuse a model that would introduce private data into the selection of released queries.
 
     Returns:
         What the claim of what is selected takes on trust then: that a model without a card was declared public, or
@@ -261,7 +261,7 @@ def require_covered(
 
 
 def foreign_code(part: object, what: str = "that it looks at nothing private") -> list[Assumption]:
-    """Name, for the card, the class of a part that is from outside this package, and what rests on it."""
+    """Name, for the card, the class of an external part, and what relies on it."""
     kind = type(part)
     if kind.__module__.split(".")[0] == "lit_dpret":
         return []
@@ -270,7 +270,7 @@ def foreign_code(part: object, what: str = "that it looks at nothing private") -
 
 
 def declared(model: str | Path) -> Assumption:
-    """Return the step of an argument that a model without a privacy card is taken for public."""
+    """Return the assumption that a model without a privacy card is public."""
     return Assumption(
         text=f"No private data went into {shown(model)}, by which queries were embedded, scored or put into bins, as "
         "declared: numbers do not tell where they come from.",
@@ -298,7 +298,7 @@ def _looked_at_private_data(card: Mapping[str, Any]) -> str | None:
 
 
 def shown(model: str | Path) -> str:
-    """Return a model's name for a card: of a folder its own name only, for paths are private.
+    """Return a model's name for a card: for a folder only its own name, since paths are private.
 
     Example:
         >>> shown("cross-encoder/ms-marco-MiniLM-L6-v2"), shown("/home/me/encoder")

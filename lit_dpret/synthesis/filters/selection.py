@@ -1,4 +1,4 @@
-"""A selection of released queries, written as a data set of its own with the claim of the whole."""
+"""A selection of released queries, written as a separate data set with the claim of the whole."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def apply_filters(
     *,
     examples: int = 5,
 ) -> tuple[ReleasedQueries, list[Applied]]:
-    """Return the queries that pass all filters, each asked only about those that passed the ones before it.
+    """Return the queries that pass all filters, each applied only to those that passed the previous ones.
 
     Every filter is checked before the first one scores.
 
@@ -109,7 +109,7 @@ def write_selection(
     language: str | None = None,
     license: str | None = None,
 ) -> Path:
-    """Write the queries that were kept in BEIR's layout, ids and metadata as they were.
+    """Write the kept queries in BEIR's layout, with ids and metadata unchanged.
 
     Guarantees:
         - The privacy card claims what the card of the whole data set claims, and names it.
@@ -171,7 +171,7 @@ def write_selection(
 
 
 def check_is_new(folder: Path) -> None:
-    """Refuse a folder that holds something; `StorageError` names it."""
+    """Refuse a folder that is not empty; `StorageError` names it."""
     if folder.exists() and any(folder.iterdir()):
         raise StorageError(f"{folder} holds something already, and will not be replaced. Choose another folder.")
 

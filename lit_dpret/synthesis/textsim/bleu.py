@@ -34,7 +34,7 @@ class Bleu:
 
 
 def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *, lower_case: bool = False) -> Bleu:
-    """Return corpus BLEU with the defaults of sacrebleu, and as many references for a text as it has.
+    """Return corpus BLEU with sacrebleu's defaults, and all references of each text.
 
     Args:
         synthetic: Texts.
@@ -64,5 +64,5 @@ def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *
 
 
 def references_by_passage(passage_ids: Sequence[str], originals: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Return the original queries of each passage, in the order of ``passage_ids``; none where it has none."""
+    """Return the original queries of each passage, in the order of ``passage_ids``; empty if there are none."""
     return [list(originals.get(name, ())) for name in passage_ids]

@@ -1,4 +1,4 @@
-"""How varied and how long queries are, and what they ask for."""
+"""Diversity, length and question types of queries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TYPE_OF = {word: name for name, all_words in QUESTION_TYPES.items() for word in
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Return different n-grams over all n-grams of the texts together; 0 where no text has one.
+    """Return distinct n-grams divided by all n-grams of the texts together; 0 without n-grams.
 
     After Li et al., "A Diversity-Promoting Objective Function" (NAACL 2016), section 5.2, who divide by the number
     of words; here it is the number of n-grams, so that texts which never repeat anything have 1. The value falls

@@ -1,4 +1,4 @@
-"""MAUVE: how much two distributions of texts have in common, from samples of both.
+"""MAUVE: the similarity of two distributions of texts, from samples of both.
 
 Written from Pillutla et al., "MAUVE: Measuring the Gap Between Neural Text and Human Text using Divergence
 Frontiers" (NeurIPS 2021), section 2. For two histograms P and Q the mixtures R = w P + (1 - w) Q, 0 < w < 1,
@@ -57,16 +57,16 @@ class Mauve:
 
     @property
     def mean(self) -> float:
-        """Mean over seeds."""
+        """The mean over seeds."""
         return float(np.mean(self.values))
 
     @property
     def sd(self) -> float | None:
-        """Standard deviation over seeds, of k-means alone; None of one seed."""
+        """The standard deviation over seeds, of k-means alone; None for one seed."""
         return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields, mean and sd as JSON values."""
+        """Return fields, mean and sd as JSON values."""
         lists = {name: list(getattr(self, name)) for name in ("values", "seeds", "texts")}
         return {"mean": self.mean, "sd": self.sd, **asdict(self), **lists}
 
@@ -167,7 +167,7 @@ def curve_area(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) -> float
 
 
 def principal_components(features: Floats) -> Floats:
-    """Return rows scaled to length 1, centred, on as few principal components as hold 90 % of the variance."""
+    """Return rows of length 1, centred, on the fewest principal components with 90 % of the variance."""
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
     rows = features / np.where(lengths > 0, lengths, 1.0)
     rows = rows - rows.mean(axis=0)

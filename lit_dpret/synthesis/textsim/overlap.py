@@ -1,4 +1,4 @@
-"""How many synthetic queries repeat an original one: word for word, or in a run of words.
+"""Count synthetic queries that repeat an original one: word for word, or in a run of words.
 
 A generator may repeat what it was trained on. So may chance: short questions are asked again and again. What
 tells the two apart is the same count against original queries that the generator never saw, equally many.
@@ -19,7 +19,7 @@ from lit_dpret.synthesis.textsim.words import check_n, check_texts, ngrams, word
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How many texts are found among others."""
+    """The number of texts found among others."""
 
     exact: Share  # texts that equal one of the others after normalisation (case, punctuation and spaces aside)
     ngram: Share  # texts that share a run of ``n`` words with one of the others, of those with ``n`` words at least
@@ -86,23 +86,23 @@ class Share:
 
     @property
     def value(self) -> float | None:
-        """The share; None of nothing."""
+        """The share; None for a total of 0."""
         return self.positives / self.total if self.total else None
 
     @property
     def low(self) -> float:
-        """Lower bound of the interval; 0 where nothing was looked at."""
+        """Lower bound of the interval; 0 for a total of 0."""
         k, n = self.positives, self.total
         return 0.0 if k == 0 else float(betaincinv(k, n - k + 1, (1 - self.level) / 2))
 
     @property
     def high(self) -> float:
-        """Upper bound of the interval; 1 where nothing was looked at."""
+        """Upper bound of the interval; 1 for a total of 0."""
         k, n = self.positives, self.total
         return 1.0 if k == n else float(betaincinv(k + 1, n - k, (1 + self.level) / 2))
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts, share and bounds as JSON values."""
+        """Return counts, share and bounds as JSON values."""
         return {**asdict(self), "share": self.value, "low": self.low, "high": self.high}
 
     def __str__(self) -> str:

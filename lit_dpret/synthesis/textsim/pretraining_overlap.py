@@ -1,4 +1,4 @@
-"""How many texts stand in a corpus that a public model was trained on.
+"""Count the texts that occur in the pre-training corpus of a public model.
 
 A generator is private only in what it learnt in private training: a query that its public model had read before
 is not hidden by any noise. The synthetic-query paper therefore looks which of its queries and passages are found
@@ -32,7 +32,7 @@ Ids = NDArray[np.uint32]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The texts of one list that were found."""
+    """The found texts of one list."""
 
     exact: Share  # texts all of whose words stand in a document in a row, of those with any word
     ngram: Share  # texts with a run of ``n`` words that stands in a document, of those with ``n`` words at least
@@ -41,7 +41,7 @@ class Found:
     which: tuple[bool, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the shares as JSON values, without the list of who was found."""
+        """Return the shares as JSON values, without the list of found texts."""
         return {"exact": self.exact.to_dict(), "ngram": self.ngram.to_dict(), "n": self.n}
 
 
@@ -56,7 +56,7 @@ class Corpus:
 def find_in_corpus(
     lists: Mapping[str, Sequence[str]], documents: Iterable[str], *, n: int = 13
 ) -> tuple[dict[str, Found], Corpus]:
-    """Look for several lists of texts in one pass over a corpus.
+    """Search for several lists of texts in one pass over a corpus.
 
     Guarantees:
         - Every text that counts as found stands in a document word for word: hashes only say where to look.

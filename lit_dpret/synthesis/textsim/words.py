@@ -1,4 +1,4 @@
-"""One meaning of *word* and of *the same text* for everything that compares texts."""
+"""The common definition of *word* and of *equal texts* for all text comparisons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text: in NFKC, case-folded, without punctuation; ``what's`` is one word.
+    """Return the words of a text: NFKC, case-folded, without punctuation; ``what's`` is one word.
 
     Guarantees:
         - Joined without spaces they are `lit_dpret.assets.overlap.without_punctuation` of the text, so that equal
@@ -44,7 +44,7 @@ def check_n(n: int) -> None:
 
 
 def check_texts(texts: Sequence[object], what: str) -> None:
-    """Refuse an empty list: a share of nothing is no number.
+    """Refuse an empty list, whose shares are undefined.
 
     Raises:
         DataError: There is no text.

@@ -1,4 +1,4 @@
-"""A curious silo: whose questions are these rows that others ask it for negatives with?
+"""A curious silo: identify the questions behind request rows of other silos.
 
 Paper 004 sends the embedding of every train query to the clients that are asked (section 2.2) and leaves open what they
 make of it. A silo holds the same encoder, so it embeds texts that it suspects and compares. Two scores, by what the
@@ -27,7 +27,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 
 def pooled(rates: Sequence[Rate]) -> Rate | None:
-    """Pool the trials of several rates; None where there is no rate.
+    """Pool the trials of several rates; None without rates.
 
     Trials of one silo resemble each other, so the interval is narrower than for newly drawn silos.
     """
@@ -43,7 +43,7 @@ Floats = NDArray[np.float64]
 
 
 def nearness(rows: Floats, suspects: Floats) -> Floats:
-    """Return the cosine of each suspect with its nearest row; zeros where there is no row.
+    """Return the cosine of each suspect with its nearest row; zeros without rows.
 
     Both are ``(count, dim)``, ``suspects`` embedded by the shared encoder.
 
@@ -58,7 +58,7 @@ def nearness(rows: Floats, suspects: Floats) -> Floats:
 
 
 def traces(rows: Floats, suspects: Floats) -> Floats:
-    """Return how much of each suspect is in its nearest mean, beyond what the other suspects there explain.
+    """Return each suspect's contribution to its nearest mean, beyond what the other suspects there explain.
 
     A mean of k unit vectors holds 1/k of each of them and, of a text that is not in it, what all such texts have in
     common. The second part is estimated from the suspects themselves.
@@ -83,7 +83,7 @@ def traces(rows: Floats, suspects: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class Identified:
-    """How well a silo's rows identify the queries that they were computed from."""
+    """How well a silo's rows identify their queries."""
 
     rows: int
     # By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
@@ -115,7 +115,7 @@ def identify_requests(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Identified:
-    """Find each query that was sent among others of its silo that were not.
+    """Find each sent query among unsent ones of its silo.
 
     Half of the unsent queries are the other candidates; the other half are the control, in place of the sent ones.
 
@@ -174,7 +174,7 @@ def identify_requests(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTexts:
-    """How well a silo's own queries stand in for those of another, found by the rows."""
+    """How well the attacker's own queries approximate those of another silo, matched by rows."""
 
     # F1 of the sets of words of the own query nearest to a row and of the victim's query nearest to it, mean over rows.
     similarity: float
@@ -193,7 +193,7 @@ def own_texts(
     *,
     seed: int = 0,
 ) -> OwnTexts | None:
-    """Guess for each row the own query that is nearest to it; None where there is no row.
+    """Guess for each row the nearest own query; None without rows.
 
     ``victims`` and ``own`` are texts with their embeddings, ``(queries, dim)``; ``rows`` are ``(rows, dim)``.
 

@@ -1,4 +1,4 @@
-"""A curious server: which words stood in a silo's batches, read off the rows of the word-embedding table.
+"""A curious server: detect the words of a silo's batches from the rows of the word-embedding table.
 
 The gradient of a row is zero where its token is in no text of the batch, so an update names the tokens of all its
 texts (Melis et al. 2019, "Exploiting Unintended Feature Leakage in Collaborative Learning", 1805.04049).
@@ -37,7 +37,7 @@ _TO_SIGMA = 1.4826
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MovedRows:
-    """How far each row of a word-embedding table moved beyond what moves all of them."""
+    """The change of each row of a word-embedding table beyond the common change of all rows."""
 
     # L2 norms, ``(vocabulary,)``; 0 where it is no more than float32 rounds, which is more for longer rows and would
     # tell frequent words from rare ones without any update.
@@ -107,7 +107,7 @@ class TokenSeparation:
 def separate_tokens(
     rows: MovedRows, tokens: Ids, others: Ids, *, touched_alone: bool = False, confidence: float = 0.95
 ) -> TokenSeparation | None:
-    """Distinguish tokens from others by how far their rows moved; None where one kind is empty.
+    """Distinguish tokens from others by the change of their rows; None if one kind is empty.
 
     Args:
         rows: How far the rows moved.
