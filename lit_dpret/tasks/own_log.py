@@ -82,11 +82,17 @@ class OwnLog(Pipeline):
         if folder.exists() and not (check / MARK).exists():
             raise ConfigurationError(f"{folder} is of another task. Choose another hydra.run.dir.")
         data.prepare_data()
-        is_split = True  # or unreadable, which the check tells of, as of every other problem
+        is_split, splits = True, set[str]()  # or unreadable, which the check reports, as every other problem
         with suppress(DataError):
             log = data.read_collection(Problems(examples=0))
-            is_split = set(log.qrels) != {"train"}
+            splits = set(log.qrels)
+            is_split = splits != {"train"}
             begun.on_data(log.queries, log.passages, log.qrels, log.users)
+        if splits and is_split and "test" not in splits:
+            raise DataError(
+                f"The log has the splits {', '.join(sorted(splits))}, and task=own_log compares on the split test. Call "
+                "one of them test, or leave the splits out: then the log is split by user."
+            )
         # The report is written last, and is as private as the log; it is kept beside the split for the owner.
         if not ((check / MARK).exists() and (check / PAGE).exists() and (is_split or folder.exists())):
             shutil.rmtree(folder, ignore_errors=True)

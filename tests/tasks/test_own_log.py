@@ -180,6 +180,7 @@ def test_a_log_that_is_split_stays_as_it_is(tmp_path: Path, begun: list[tuple[Ow
         ({"public": False}, ConfigurationError, "passages_are_public"),
         ({"privacy": partial(DPSGD, eps=3, neighbours="add_or_remove")}, ConfigurationError, r"privacy\.neighbours"),
         ({"rows": [{"query": "", "passage": "b"}]}, DataError, r"check_data\.private"),
+        ({"rows": [{"query": "a", "passage": "b", "split": split} for split in ("train", "dev")]}, DataError, "test"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_anything_is_trained(
@@ -188,3 +189,4 @@ def test_what_it_cannot_do_is_refused_before_anything_is_trained(
     with pytest.raises(error, match=named):
         own_log().run(log_parts(tmp_path, **changes))
     assert not begun
+    own_log().run(log_parts(tmp_path))  # the folder is free for a corrected log
