@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.datamodules.beir_sets import BeirSet, beir_set
 from lit_dpret.datamodules.collection import Collection
-from lit_dpret.datamodules.layouts import find_part, folder_parts
+from lit_dpret.datamodules.layouts import Repeated, find_part, folder_parts
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Complain, ir_records, refuse
 from lit_dpret.errors import ConfigurationError, DataError
@@ -90,7 +90,9 @@ class BeirDataModule(PairsDataModule):
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """Read the set from its folder, or from ir-datasets."""
-        return _from_ir_datasets(self.set) if self.download else super().read_collection(complain)
+        if self.download:
+            return _from_ir_datasets(self.set, self.repeated_judgements)
+        return super().read_collection(complain)
 
     def evaluation_set(self, split: str | None = None) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
         """Return queries and graded qrels of one split, by default BEIR's; warn about any other.
@@ -120,11 +122,19 @@ def beir_folder(root: str | Path, wanted: BeirSet) -> Path | None:
     return next((place for place in places if place.is_dir() and find_part(place, "corpus") is not None), None)
 
 
-def _from_ir_datasets(wanted: BeirSet) -> Collection:
+def _from_ir_datasets(wanted: BeirSet, repeated: Repeated) -> Collection:
     docs = ir_records(wanted.source, "docs")
     passages = {doc.doc_id: f"{getattr(doc, 'title', '')} {doc.text}".strip() for doc in docs}
     queries = {query.query_id: query.text for query in ir_records(wanted.source, "queries")}
     qrels: dict[str, dict[str, int]] = {}
     for judged in ir_records(wanted.source, "qrels"):
-        qrels.setdefault(judged.query_id, {})[judged.doc_id] = int(judged.relevance)
+        grades, grade = qrels.setdefault(judged.query_id, {}), int(judged.relevance)
+        if (known := grades.get(judged.doc_id)) is not None:
+            if repeated == "refuse":
+                raise DataError(
+                    f"{wanted.source}: query {judged.query_id!r} and passage {judged.doc_id!r} are judged twice, {known} "
+                    f"and {grade}. Set datamodule.repeated_judgements to highest, first or last."
+                )
+            grade = {"highest": max(known, grade), "first": known, "last": grade}[repeated]
+        grades[judged.doc_id] = grade
     return Collection(passages=passages, queries=queries, qrels={wanted.split: qrels}, source=wanted.source)

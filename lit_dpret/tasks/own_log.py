@@ -90,8 +90,8 @@ class OwnLog(Pipeline):
             begun.on_data(log.queries, log.passages, log.qrels, log.users)
         if splits and is_split and "test" not in splits:
             raise DataError(
-                f"The log has the splits {', '.join(sorted(splits))}, and task=own_log compares on the split test. Call "
-                "one of them test, or leave the splits out: then the log is split by user."
+                f"The log has the splits {', '.join(sorted(splits))}, and task=own_log compares on the split test. "
+                "Call one of them test, or leave the splits out: then the log is split by user."
             )
         # The report is written last, and is as private as the log; it is kept beside the split for the owner.
         if not ((check / MARK).exists() and (check / PAGE).exists() and (is_split or folder.exists())):

@@ -112,14 +112,14 @@ def test_a_set_that_is_not_there_is_refused_and_nothing_is_fetched(
 def test_download_takes_the_evaluated_split_of_ir_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     doc, query = namedtuple("doc", "doc_id text title"), namedtuple("query", "query_id text")
     judged = namedtuple("judged", "query_id doc_id relevance iteration")
-    asked: list[str] = []
+    asked, grades = list[str](), [judged("q1", "d1", 2, "0")]
 
     def load(name: str) -> Any:
         asked.append(name)
         return types.SimpleNamespace(
             docs_iter=lambda: iter([doc("d1", "body", "title"), doc("d2", "", "")]),
             queries_iter=lambda: iter([query("q1", "what?"), query("q2", "unjudged")]),
-            qrels_iter=lambda: iter([judged("q1", "d1", 2, "0")]),
+            qrels_iter=lambda: iter(grades),
         )
 
     monkeypatch.setitem(sys.modules, "ir_datasets", types.SimpleNamespace(load=load))
@@ -128,3 +128,9 @@ def test_download_takes_the_evaluated_split_of_ir_datasets(monkeypatch: pytest.M
     assert evaluated(data) == ({"q1": "what?"}, {"q1": {"d1": 2}})
     assert data.public_passages() == {"d1": "title body", "d2": ""}
     assert set(asked) == {"beir/webis-touche2020/v2"}
+    grades.append(judged("q1", "d1", 1, "0"))
+    with pytest.raises(DataError, match=r"datamodule\.repeated_judgements"):
+        BeirDataModule(name="touche", download=True).setup("test")
+    kept = BeirDataModule(name="touche", download=True, repeated_judgements="last")
+    kept.setup("test")
+    assert evaluated(kept)[1] == {"q1": {"d1": 1}}
