@@ -132,8 +132,8 @@ def _from_ir_datasets(wanted: BeirSet, repeated: Repeated) -> Collection:
         if (known := grades.get(judged.doc_id)) is not None:
             if repeated == "refuse":
                 raise DataError(
-                    f"{wanted.source}: query {judged.query_id!r} and passage {judged.doc_id!r} are judged twice, {known} "
-                    f"and {grade}. Set datamodule.repeated_judgements to highest, first or last."
+                    f"{wanted.source}: query {judged.query_id!r} and passage {judged.doc_id!r} are judged twice, "
+                    f"{known} and {grade}. Set datamodule.repeated_judgements to highest, first or last."
                 )
             grade = {"highest": max(known, grade), "first": known, "last": grade}[repeated]
         grades[judged.doc_id] = grade
