@@ -101,7 +101,9 @@ def passed_in(tensor: Tensor) -> frozenset[Any]:
 def is_readable(tensor: Tensor) -> bool:
     """Whether it has values of its own that can be looked at."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
-    return plain and bool(tensor.numel()) and tensor.is_floating_point() and not is_functorch_wrapped_tensor(tensor)
+    if not (plain and tensor.numel() and tensor.is_floating_point()) or is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() > 0  # FSDP2 frees what it gathered, and leaves the tensor of it
 
 
 def held_by(objects: Iterable[object], shapes: frozenset[tuple[int, ...]]) -> list[Tensor]:

@@ -82,3 +82,11 @@ def test_an_average_is_found_where_people_keep_it(wrap: Any) -> None:
     tensor = torch.randn(4, 3)
     (found,) = held_by([Holder(wrap(tensor)), Holder("text"), Holder({"w": torch.ones(2)})], frozenset({(4, 3)}))
     assert torch.equal(found, tensor)
+
+
+def test_a_weight_whose_memory_was_freed_is_not_looked_at() -> None:
+    """FSDP2 does so with what it gathered."""
+    steps(torch.randn(50))
+    freed = nn.Parameter(torch.randn(50))
+    freed.untyped_storage().resize_(0)
+    assert passed_in(freed) == frozenset()
