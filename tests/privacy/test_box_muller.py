@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from mpmath import mp, mpf
 from scipy import stats
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_dpret.privacy import box_muller
 from lit_dpret.privacy.box_muller import normals, transformed
@@ -181,6 +183,29 @@ def test_any_part_is_that_of_the_whole_whatever_is_drawn_at_once(
     assert torch.equal(draw(20, start=far)[11:], draw(9, start=far + 11)) and not torch.equal(
         draw(20), draw(20, start=2**36)
     )
+
+
+class Reads(TorchDispatchMode):
+    """Operations that would have to wait for a GPU: what they give back are numbers, or tensors of unknown size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_drawing_reads_no_value_so_that_a_gpu_is_not_waited_for() -> None:
+    with Reads() as reads:
+        draw(200_000, start=5, dtype=torch.float32)
+    assert reads.found == []
+    with Reads() as reads:
+        torch.ones(3).nonzero()
+        bool(torch.ones(1).sum())
+    assert len(reads.found) == 2
 
 
 def test_float32_is_float64_rounded_once() -> None:
