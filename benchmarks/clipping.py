@@ -1,6 +1,6 @@
 """What clipping costs: a step with this package's engine and with opacus over a step without privacy.
 
-    python benchmarks/clipping.py [--rounds 7] [--threads 2] [--device cpu|cuda] [--quick]
+    python benchmarks/clipping.py [--rounds 7] [--threads 2] [--device cpu|cuda] [--quick] [--low-precision]
 
 Models have random weights, in train mode with dropout 0.1; a step is forward, backward, and (with
 privacy) the clipped sum. No optimizer, no noise. fp32 on a CPU, bf16 autocast on a GPU.
@@ -23,6 +23,8 @@ privacy) the clipped sum. No optimizer, no noise. fp32 on a CPU, bf16 autocast o
   GradSampleModuleFastGradientClipping with two backward passes, both as the library runs them, with
   position embeddings and biases **frozen**, because opacus cannot do them. The ghost engine trains
   all. A model that opacus refuses is reported with its reason.
+* ``--low-precision`` adds the engines with low-precision products. On a CPU they are emulated, so their time says
+  nothing there.
 * Of the public fast implementations none is on PyPI: fastDP and private-transformers install from
   git alone, and dp-transformers wraps the hooks of opacus.
 """
@@ -43,9 +45,12 @@ from typing import Any
 from common import GIVEN_BACK, RESULTS, apart, in_turns, machine, median_ratio, options, say, timed, write
 
 VARIANTS = ("plain", "ghost", "opacus", "opacus ghost")
+LOW_PRECISION = ("ghost_tf32", "ghost_bf16")
 LABELS = {
     "plain": "no privacy",
     "ghost": "lit-dpret ghost (all trained)",
+    "ghost_tf32": "lit-dpret ghost_tf32",
+    "ghost_bf16": "lit-dpret ghost_bf16",
     "opacus": "opacus hooks (positions frozen)",
     "opacus ghost": "opacus ghost (positions frozen)",
 }
@@ -193,10 +198,10 @@ def build_step(variant: str, model: Any, row: Row, device: str) -> Callable[[], 
             torch.autograd.backward(losses().sum())
 
         return plain
-    if variant == "ghost":
+    if variant.startswith("ghost"):
         from lit_dpret.privacy.clipping import make_engine
 
-        engine = make_engine("ghost", model, max_grad_norm=1.0)
+        engine = make_engine(variant, model, max_grad_norm=1.0)
         units, real = torch.arange(row.batch, device=device), torch.ones(row.batch, dtype=torch.bool, device=device)
 
         def ghost() -> None:
@@ -289,12 +294,12 @@ def count_flops(step: Callable[[], None]) -> int:
     return counter.get_total_flops()
 
 
-def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
+def measure_time(row: Row, rounds: int, device: str, ours: tuple[str, ...] = ("ghost",)) -> dict[str, Any]:
     """Seconds and ratios of every variant over the plain step, interleaved."""
     import torch
 
     model = build_model(row.model, device)
-    steps: dict[str, Callable[[], None]] = {v: build_step(v, model, row, device) for v in ("plain", "ghost")}
+    steps: dict[str, Callable[[], None]] = {v: build_step(v, model, row, device) for v in ("plain", *ours)}
     refused: dict[str, str] = {}
     too_large: dict[str, str] = {}
 
@@ -307,7 +312,7 @@ def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
         return timed(lambda: step(variant))[1]["seconds"]
 
     run("plain")
-    first = {variant: run(variant) for variant in ("plain", "ghost")}
+    first = {variant: run(variant) for variant in ("plain", *ours)}
     model.zero_grad(set_to_none=True)
     for variant in ("opacus", "opacus ghost"):
         try:
@@ -320,7 +325,7 @@ def measure_time(row: Row, rounds: int, device: str) -> dict[str, Any]:
             steps.pop(variant, None)
             too_large[variant] = f"{row.label} does not fit beside the models of the other variants"
             torch.cuda.empty_cache()
-    names = [v for v in VARIANTS if v in steps]
+    names = [v for v in LABELS if v in steps]
     wait(device)
     done = in_turns({variant: partial(step, variant) for variant in names}, rounds)
     flops = count_flops(steps["plain"])
@@ -400,8 +405,9 @@ def largest_batch(variant: str, row: Row, limit: int, device: str, threads: int)
 
 def report_row(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure a row and print it."""
-    memory = {v: measure_memory(v, row, arguments.device, arguments.threads) for v in VARIANTS}
-    spent = measure_time(row, arguments.rounds, arguments.device)
+    more = LOW_PRECISION if arguments.low_precision else ()
+    memory = {v: measure_memory(v, row, arguments.device, arguments.threads) for v in (*VARIANTS, *more)}
+    spent = measure_time(row, arguments.rounds, arguments.device, ("ghost", *more))
     plain = memory["plain"]
     print(f"\n{row.label}")
     print(f"{'':32}{'wall':>8}{'cpu':>8}{'memory':>8}{'first step':>12}   seconds, tokens/s, of matmul rate, MB")
@@ -436,6 +442,7 @@ def main() -> None:
     parser.add_argument("--limit-gb", type=float, default=3.0, help="for the largest batch; 0 leaves it out")
     parser.add_argument("--only", default="", help="the rows whose label has this in it")
     parser.add_argument("--quick", action="store_true", help="toy models: shows that the script runs")
+    parser.add_argument("--low-precision", action="store_true", help="also ghost_tf32 and ghost_bf16")
     parser.add_argument("--memory-of", nargs=5, metavar="X", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     import torch

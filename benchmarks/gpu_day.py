@@ -7,8 +7,9 @@ Each part is a process of its own with a time limit, so that a part that fails o
 report (``gpu_day.json``, ``gpu_day.md``) is written after each part, and the same command goes on after the parts that
 are finished. A part that failed is tried again; its reason stands in the report until then.
 
-* ``clipping``: the private step over the plain one for T5-base, T5-large, T5-3B and SmolLM2, ours beside Opacus, with
-  peak memory and the share of the rate of one large product (`clipping.py`).
+* ``clipping``: the private step over the plain one for T5-base, T5-large, T5-3B and SmolLM2, our engines (with
+  low-precision products too) beside Opacus, with peak memory and the share of the rate of one large product
+  (`clipping.py`).
 * ``noise``: how fast the noise of a step is drawn (`noise.py`): on the processor and on the device.
 * ``synthesize``, ``encode``, ``search``: queries, passages and searches a second beside ``model.generate``,
   sentence-transformers and faiss on the same device.
@@ -107,8 +108,8 @@ def epsilon_of(folder: Path) -> float:
 
 def clipping(day: Day) -> dict[str, Any]:
     """Return the ratios of each model's private step to the plain one, in time and in memory."""
-    full = f"--device {day.device} --rounds 7 --limit-gb 0"
-    found = day.benchmark("clipping", f"--device {day.device} --quick --rounds 2 --limit-gb 0", full)
+    common = f"--device {day.device} --limit-gb 0 --low-precision"
+    found = day.benchmark("clipping", f"--quick --rounds 2 {common}", f"--rounds 7 {common}")
     rows: dict[str, Any] = {}
     for label, row in found["rows"].items():
         for variant, spent in row["time"]["variants"].items():

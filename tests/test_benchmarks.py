@@ -48,6 +48,13 @@ def test_clipping_measures_every_variant_and_says_what_opacus_refuses(tmp_path: 
 
 
 @pytest.mark.slow
+def test_clipping_measures_the_engines_with_low_precision_products_where_asked(tmp_path: Path) -> None:
+    words: list[object] = ["--quick", "--rounds", 2, "--limit-gb", 0, "--low-precision", "--only", "bert-toy"]
+    (row,) = results("clipping", *words, out=tmp_path / "clipping.json")["rows"].values()
+    assert {"plain", "ghost", "ghost_tf32", "ghost_bf16"} < set(row["time"]["variants"]) <= set(row["memory"])
+
+
+@pytest.mark.slow
 def test_norms_from_low_precision_products_are_told_beside_exact_ones(tmp_path: Path) -> None:
     report = results("low_precision", "--quick", "--threads", 1, out=tmp_path / "low_precision.json")
     assert len(report["rows"]) == 3

@@ -317,6 +317,16 @@ def squares_of(a: Tensor, g: Tensor, name: str, *, gram: bool, monkeypatch: Patc
     return float(found.squares), float(exact_squares(a, [g]))
 
 
+def test_no_length_of_a_row_is_below_the_exact_one() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for exponent in (-130, -100, -76, -75, -64, -60, 0, 50):  # squares of the first ones are zero in float32
+        for width in (1, 7, 400):
+            rows = (2.0**exponent * (1 + torch.rand(3, 50, width, generator=draw))).bfloat16()
+            exact = rows.double().square().sum(2).sqrt()
+            assert bool((low.lengths(rows).double() >= exact).all())
+            assert exponent < -60 or bool((low.lengths(rows).double() <= 1.001 * exact + 1e-17).all())
+
+
 @pytest.mark.parametrize("gram", [True, False])
 @pytest.mark.parametrize("exponent", [-133, -100, -75, -74, -64, -63, -60])
 def test_products_too_small_for_float32_are_bounded(exponent: int, gram: bool, monkeypatch: Patch) -> None:
