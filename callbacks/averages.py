@@ -100,25 +100,25 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
         _refuse_steps(f"callbacks: {name}", every=every, first=first, epoch=epoch)
         if (strategy := strategy_name(trainer)) not in _WHOLE:
             raise ConfigurationError(
-                f"callbacks: {name} copies the weights of one process, and under trainer.strategy={strategy} it is not "
-                "shown that a process has them whole. Choose trainer=cpu, gpu or ddp, or leave it out."
+                f"callbacks: {name} copies the weights of one process, and under trainer.strategy={strategy} a process "
+                "may not have all of them. Choose trainer=cpu, gpu or ddp, or leave it out."
             )
         if str(trainer.precision) == "bf16-true":
             raise ConfigurationError(
-                f"callbacks: {name} with trainer.precision=bf16-true would average weights of eight bits, where most "
-                "updates are rounded away. Set trainer.precision=bf16-mixed."
+                f"callbacks: {name} with trainer.precision=bf16-true would average weights with 8 bits of precision, "
+                "where most updates are lost by rounding. Set trainer.precision=bf16-mixed."
             )
         if isinstance(callback, StochasticWeightAveraging):
             _refuse_swa(trainer, module)
         elif (first or 0) >= trainer.max_steps > 0:
             raise ConfigurationError(
                 f"callbacks: {name}.update_starting_at_step={first} is never reached in trainer.max_steps="
-                f"{trainer.max_steps}: the model would be what training began with. Lower it, or set it to null."
+                f"{trainer.max_steps}: the model would keep its initial weights. Lower it, or set it to null."
             )
         elif every > max(trainer.max_steps, 1):
             raise ConfigurationError(
-                f"callbacks: {name}.update_every_n_steps={every} is more than trainer.max_steps={trainer.max_steps}: "
-                "the average would be the first weights. Set it to 1."
+                f"callbacks: {name}.update_every_n_steps={every} exceeds trainer.max_steps={trainer.max_steps}: the "
+                "average would be the initial weights. Set it to 1."
             )
         elif getattr(callback, "_use_buffers", False) and any(not b.is_floating_point() for b in module.buffers()):
             raise ConfigurationError(
@@ -148,16 +148,16 @@ def _refuse_steps(where: str, *, every: object, first: object, epoch: object = N
 def _refuse_decay(knob: str, decay: Any) -> None:
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ConfigurationError(
-            f"{knob}={decay!r} is not a number from 0 to below 1. It is how much of the average each update keeps, so "
-            "at 1 the average never moves. Take 0.9 to average about the last ten updates."
+            f"{knob}={decay!r} is not a number in [0, 1). It is the share of the average that each update keeps, so at "
+            "1 the average never changes. Set 0.9 to average about the last ten updates."
         )
 
 
 def _refuse_swa(trainer: L.Trainer, module: nn.Module) -> None:
     if any(isinstance(part, _BatchNorm) for part in module.modules()):
         raise ConfigurationError(
-            "callbacks: StochasticWeightAveraging goes through the private rows once more to renew the statistics of "
-            f"BatchNorm, which no noise covers. Replace BatchNorm by GroupNorm, or take {_ADVICE}.",
+            "callbacks: StochasticWeightAveraging passes over the private rows again to update BatchNorm's "
+            f"statistics, which no noise covers. Replace BatchNorm by GroupNorm, or take {_ADVICE}.",
             trap="T11",
         )
 

@@ -121,7 +121,7 @@ def _position(path: Path) -> Position:
 def _pass_over(path: Path, reason: object) -> None:
     first = (str(reason).splitlines() or [type(reason).__name__])[0]
     warnings.warn(
-        f"{path} is no whole checkpoint of this run ({first}); it goes on from an earlier one, or from its start. "
-        "Steps that are executed again are repeated bit by bit or charged again.",
+        f"{path} is not a complete checkpoint of this run ({first}); the run continues from an earlier one, or from "
+        "its start. Repeated steps are bit-identical or charged again.",
         stacklevel=3,
     )

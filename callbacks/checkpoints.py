@@ -101,8 +101,10 @@ class BetweenSteps:
                     raise
                 reason = str(refusal).rstrip(".")
         elif not self._trainer.interrupted:
-            raise ResumeError(f"The checkpoint {filepath} cannot be written now: {reason}. Ask in on_train_batch_end.")
-        warnings.warn(f"The checkpoint {filepath} was left out: {reason}. Earlier ones are whole.", stacklevel=2)
+            raise ResumeError(
+                f"The checkpoint {filepath} cannot be written now: {reason}. Request it in on_train_batch_end."
+            )
+        warnings.warn(f"The checkpoint {filepath} was skipped: {reason}. Earlier ones are complete.", stacklevel=2)
 
     def _put_together_whole(self, weights_only: bool | None = None) -> dict[str, Any]:
         self.saving = True

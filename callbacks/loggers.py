@@ -196,8 +196,8 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     def log_text(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse, like ``log_table``: they send texts."""
         raise ConfigurationError(
-            "logger=wandb: log_text() and log_table() would send texts, and nobody can tell by looking whether they "
-            "are private queries. Log numbers; the card is logged by itself."
+            "logger=wandb: log_text() and log_table() would send texts, which may be private queries. Log numbers; "
+            "the card is logged automatically."
         )
 
     log_table = log_text
@@ -205,8 +205,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     def watch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: its hooks see gradients before the noise."""
         raise ConfigurationError(
-            "logger=wandb: watch() logs gradients as they are before clipping and noise, which no claim covers. Leave "
-            "it out."
+            "logger=wandb: watch() logs gradients before clipping and noise, which no claim covers. Remove it."
         )
 
     def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:

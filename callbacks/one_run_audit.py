@@ -235,13 +235,13 @@ class OneRunAudit(Callback):
         callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         if any(isinstance(other, PrivacyCard) for other in callbacks[callbacks.index(self) :]):
             raise ConfigurationError(
-                "OneRunAudit stands before PrivacyCard in the Trainer's callbacks, and would have no card to write on. "
-                "Put it after."
+                "OneRunAudit comes before PrivacyCard in the Trainer's callbacks, so there would be no card to amend. "
+                "Put it after PrivacyCard."
             )
         if module.privacy.guarantee == "inherited":
             raise ConfigurationError(
-                f"callbacks.audit with privacy={module.privacy.name}: this run trains on released data, in which a "
-                "canary would be nobody's. Audit the run that trains on the private data."
+                f"callbacks.audit with privacy={module.privacy.name}: this run trains on released data, where a canary "
+                "would not be a private unit. Audit the run that trains on the private data."
             )
         if trainer.world_size > 1:
             raise ConfigurationError(
@@ -250,13 +250,13 @@ class OneRunAudit(Callback):
             )
         if not hasattr(data, "plant"):
             raise ConfigurationError(
-                f"callbacks.audit: {type(data).__name__} has no plant(planted), so canaries cannot stand beside its "
+                f"callbacks.audit: {type(data).__name__} has no plant(planted), so canaries cannot be added to its "
                 "units. Set callbacks.audit to null."
             )
         if getattr(data, "planted_facts", None) is not None:
             raise ConfigurationError(
-                "callbacks.audit: other canaries are planted in these data already (canaries=...), and copies without "
-                "coins would be audited along. Set one of the two to null."
+                "callbacks.audit: other canaries are already planted in these data (canaries=...), and the audit "
+                "would include copies without coins. Set one of the two to null."
             )
         if not hasattr(module, "canary_scores"):
             raise ConfigurationError(
@@ -268,7 +268,7 @@ class OneRunAudit(Callback):
         if self.canaries is None and neighbours == "add_or_remove":
             raise ConfigurationError(
                 "callbacks.audit.canaries=null cannot be derived: under privacy.neighbours=add_or_remove the number of "
-                "units is private, and 1 percent of it would tell. Set callbacks.audit.canaries."
+                "units is private, and 1 percent of it would reveal it. Set callbacks.audit.canaries."
             )
         allowed = int(self.max_share * units)
         count = min(MOST, allowed) if self.canaries is None else self.canaries

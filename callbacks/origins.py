@@ -103,7 +103,7 @@ def refuse_other_weights(module: Any, counter: Any, data: Any, *, part: nn.Modul
         way += f", or start from what that run wrote: init_from={run.folder}"
     raise ConfigurationError(
         f"{type(part).__name__} holds weights that a run under privacy={run.privacy} trained{place}, and this run's "
-        f"card would forget what that cost. {way}. To go on with that run itself, say resume=true in its folder.",
+        f"card would omit that cost. {way}. To continue that run itself, use resume=true in its folder.",
         trap="T30",
     )
 
@@ -132,9 +132,9 @@ def refuse_set_later(module: Any, counter: Any) -> None:
     if counted or counter.init_from_is_public or not (names := set_later(module)):
         return
     raise ConfigurationError(
-        f"{_some(names)} of {type(module).__name__} was set after the module was built, or trained before it, and "
-        "nobody can say which private data it has seen. Set weights in the constructor, start from the run that "
-        "trained them (init_from), or declare that nothing private went into them, which the card will name: "
+        f"{_some(names)} of {type(module).__name__} was set after the module was built, or trained before it, so the "
+        "private data behind it are unknown. Set weights in the constructor, start from the run that trained them "
+        "(init_from), or declare that they contain nothing private, which the card will name: "
         "PrivacyAccountant(init_from_is_public=True).",
         trap="T30",
     )
@@ -221,7 +221,6 @@ def refuse_cards_behind(module: Any, start: Start | None) -> None:
         if card is not None:
             raise ConfigurationError(
                 f"{place} carries a privacy card ({card}): its weights were trained on private data, and this run's "
-                "card would forget what that cost. Name the run that it lies in as init_from, or start from a public "
-                "model.",
+                "card would omit that cost. Name its run as init_from, or start from a public model.",
                 trap="T30",
             )

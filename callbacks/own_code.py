@@ -45,9 +45,8 @@ def refuse_changed_batches(module: Any, data: Any) -> None:
         for hook in _HOOKS:
             if getattr(type(owner), hook, None) not in (getattr(DataHooks, hook), None):
                 raise ConfigurationError(
-                    f"{type(owner).__name__}.{hook} changes batches after they were put together, where nothing shows "
-                    "whether rows are mixed there. Do it in collate_rows, or in per_row_loss for what runs on the "
-                    "device.",
+                    f"{type(owner).__name__}.{hook} changes batches after collation, where mixing of rows cannot be "
+                    "detected. Do it in collate_rows, or in per_row_loss for what runs on the device.",
                     trap="T11",
                 )
 
@@ -57,8 +56,8 @@ def refuse_replaced_weighting(module: Any) -> None:
     owner = next((kind for kind in type(module).__mro__ if "unit_loss" in vars(kind)), None)
     if owner is not None and not owner.__module__.startswith("lit_dpret."):
         raise ConfigurationError(
-            f"{owner.__name__}.unit_loss replaces how rows are weighted inside a unit, where nothing shows whether "
-            "units weigh each other. Leave it, and weight rows in per_row_loss.",
+            f"{owner.__name__}.unit_loss replaces the weighting of rows within a unit, where a coupling of units "
+            "cannot be detected. Remove it, and weight rows in per_row_loss.",
             trap="T11",
         )
 
@@ -95,9 +94,9 @@ def refuse_first_come(module: Any, data: Any) -> None:
         found = [dataset[row] for row in rows]
     if _depends_on_the_first([module], [partial(module.collate_rows, [row]) for row in found]):
         raise UnsupportedModelError(
-            f"privacy={module.privacy.name} cannot train {type(module).__name__}: what collate_rows makes of a row "
-            "depends on which rows it was given before, so one unit has a say in what all later ones are made of. Make "
-            "what it looks up, as a vocabulary, from public texts beforehand.",
+            f"privacy={module.privacy.name} cannot train {type(module).__name__}: the output of collate_rows for a "
+            "row depends on the rows of earlier calls, so one unit affects all later ones. Build lookup tables, such "
+            "as a vocabulary, from public texts beforehand.",
             trap="T11",
         )
 
@@ -239,8 +238,8 @@ def refuse_saved_data(module: Any, data: Any) -> None:
             for leaf in leaves
         ):
             raise ConfigurationError(
-                f"{owner}.save_hyperparameters keeps {name}, which holds data and no setting: it would stand in every "
-                f"checkpoint and log, and no noise covers it. Use save_hyperparameters(ignore=[{name!r}]).",
+                f"{owner}.save_hyperparameters keeps {name}, which holds data instead of a setting: it would be in "
+                f"every checkpoint and log, and no noise covers it. Use save_hyperparameters(ignore=[{name!r}]).",
                 trap="T25",
             )
 
@@ -281,8 +280,7 @@ def _refuse_fetching_together(dataset: Any) -> None:
     if callable(getattr(dataset, "__getitems__", None)):
         raise ConfigurationError(
             f"{type(dataset).__name__} has __getitems__, by which a DataLoader fetches the rows of all units at once: "
-            "what one unit's rows are made of could depend on the others. Leave it out, so that each unit is "
-            "fetched by dataset[draw].",
+            "one unit's rows could depend on the others. Remove it, so that each unit is fetched by dataset[draw].",
             trap="T38",
         )
 
@@ -310,7 +308,7 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
         if (grouped := getattr(units, "unit", sampler.unit)) != sampler.unit:
             raise DataError(
                 f"The training data are grouped by {grouped} where privacy.unit={sampler.unit}, so epsilon would be "
-                "false: build them by the unit that datamodule.use_unit was told.",
+                "false: group them by the unit passed to datamodule.use_unit.",
                 trap="T38",
             )
         if hasattr(units, "dataset"):  # of the user's, and asked by row
@@ -352,10 +350,10 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
         # The first answer may have filled a cache, and be another object than the next ones.
         if found[1] != found[2] or own[1] != own[2]:
             raise DataError(
-                "The training data set gives a unit other rows each time, from a generator of its own, which units use "
-                "in turn, so that one unit moves what others get, and who knows the seed can tell. Let dataset[draw] "
-                "draw from the global generators of torch, random or numpy: they are seeded from the run's secret for "
-                "every unit and step (datamodule.train_dataloader).",
+                "The training data set gives a unit other rows each time, from a generator of its own, which units "
+                "share, so one unit changes what others get, and anyone who knows the seed can detect it. Let "
+                "dataset[draw] draw from the global generators of torch, random or numpy: they are seeded from the "
+                "run's secret for every unit and step (datamodule.train_dataloader).",
                 trap="T38",
             )
         if found[2] != found[3]:
@@ -364,9 +362,9 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
 
 def _refuse_other_rows() -> NoReturn:
     raise DataError(
-        "The training data set gives other rows for a unit when another one was asked for before it, so one unit has a "
-        "say in what others train on, which no clipping bounds. What it gives must depend on the number that it is "
-        "asked for alone: a vocabulary, for one, is made from public texts beforehand (datamodule.train_dataloader).",
+        "The training data set gives other rows for a unit when another one was requested before it, so one unit "
+        "affects the training rows of others, which no clipping bounds. Its rows must depend only on the requested "
+        "number: build a vocabulary, for example, from public texts beforehand (datamodule.train_dataloader).",
         trap="T38",
     )
 
@@ -408,6 +406,6 @@ def refuse_false_bound(mode: Any, data: Any) -> None:
     most = units.most_units_of_a_user()
     if most is not None and most > bound:
         raise ConfigurationError(
-            f"privacy.max_units_per_user={bound} is not true of these data: a user id has more {mode.unit} units than "
+            f"privacy.max_units_per_user={bound} contradicts these data: a user id has more {mode.unit} units than "
             "that. Declare a bound that holds, take rows out of the data, or set privacy.unit=user."
         )

@@ -62,8 +62,8 @@ def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> in
     if not module.may_split:
         raise ConfigurationError(
             f"datamodule.physical_batch_size=auto cannot go with {type(module).__name__} under privacy="
-            f"{module.privacy.name}: units of a physical batch are compared with each other, so its size is no "
-            "question of memory. Give a number."
+            f"{module.privacy.name}: units of a physical batch are compared with each other, so its size is not only a "
+            "matter of memory. Set a number."
         )
     if not hasattr(module, "longest_rows"):
         raise ConfigurationError(
@@ -73,8 +73,8 @@ def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> in
     strategy, device = strategy_name(trainer), trainer.strategy.root_device
     if strategy not in ("one_device", "ddp", "fsdp"):
         raise ConfigurationError(
-            f"datamodule.physical_batch_size=auto cannot try batches under trainer.strategy={strategy}, which places "
-            "weights and states after this point: a try would not hold what a step holds. Give a number (task=plan "
+            f"datamodule.physical_batch_size=auto cannot try batches under trainer.strategy={strategy}, which "
+            "allocates weights and states later: a trial would use less memory than a step. Set a number (task=plan "
             "estimates one)."
         )
     if strategy == "fsdp":

@@ -186,9 +186,8 @@ def require_agreement(
         differing = [name for name in stated[0] if facts[name] != stated[0][name]]
         if differing:
             raise ConfigurationError(
-                f"Rank {rank} of {ranks.world_size} is about to train with another {' and '.join(differing)} than rank "
-                "0. All must run the same command, with the same code, on the same data; compare what was started "
-                "there."
+                f"Rank {rank} of {ranks.world_size} would train with a different {' and '.join(differing)} from rank "
+                "0. All must run the same command, with the same code, on the same data; compare the commands."
             )
 
 

@@ -125,7 +125,7 @@ class PrivacyCard(Callback):
         if len(self._overlapping & set(trained)) > SHARED_BY_CHANCE * len(self._overlapping):
             raise ConfigurationError(
                 "callbacks.card.pretraining_overlap was counted on queries declared public, and over a tenth of them "
-                "are train queries of this run, which it protects: the count is an answer without noise. Count on "
+                "are train queries of this run, which it protects: the count is a release without noise. Count on "
                 "other queries, or leave it null.",
                 trap="T25",
             )
@@ -148,8 +148,8 @@ class PrivacyCard(Callback):
             return
         if (other := next((path for path in sorted(model.rglob("*")) if path.is_file()), None)) is not None:
             raise ConfigurationError(
-                f"{model}, where the weights and their card go, holds files of something else ({other.name}). Give "
-                "callbacks.card.run_dir, or the Trainer's default_root_dir, a folder of the run's own."
+                f"{model}, where the weights and their card go, holds other files ({other.name}). Set "
+                "callbacks.card.run_dir, or the Trainer's default_root_dir, to a separate folder for this run."
             )
 
     def _register(self, trainer: L.Trainer, module: Any) -> None:

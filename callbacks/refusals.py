@@ -147,7 +147,7 @@ def complaints(trainer: L.Trainer, module: Any, data: Any) -> list[LitDpretError
 def _is_private_module(run: Candidate) -> None:
     if not hasattr(run.module, "privacy") or not hasattr(run.module, "receive_guard"):
         raise ConfigurationError(
-            f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see what it releases.",
+            f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see its releases.",
             trap="T7",
         )
 
@@ -221,9 +221,9 @@ def _reads_what_its_claim_covers(run: Candidate) -> None:
             names |= {str(parent["sha256"]) for parent in card["parents"][:1]}
         if claim is None or not names & names_behind(claim, read_card(claim)):
             raise ConfigurationError(
-                f"{knob}={file} carries a privacy card ({path}) that the claim of the data does not cover: it was made "
-                "from other private data or by another run, and the card of this run would not count what that "
-                "cost. Give a file that was made from the very queries that are trained on, or from public ones.",
+                f"{knob}={file} carries a privacy card ({path}) that the claim of the data does not cover: it was "
+                "derived from other private data or by another run, whose cost the card of this run would not count. "
+                "Use a file derived from exactly the training queries, or from public ones.",
                 trap="T27",
             )
 
@@ -247,8 +247,8 @@ def _shows_nothing_beside_a_total(run: Candidate) -> None:
         shown.append("model.log_private_loss=true")
     if shown:
         raise ConfigurationError(
-            f"{shown[0]} shows numbers of the private rows that nobody counts, and privacy.dataset_ledger={ledger} "
-            "adds up what all runs on these data cost: no total would hold any more. Leave one of them out."
+            f"{shown[0]} shows uncounted numbers of the private rows, and privacy.dataset_ledger={ledger} adds up the "
+            "cost of all runs on these data: no total would hold any more. Remove one of the two."
         )
 
 
@@ -272,9 +272,9 @@ def _chooses_by_no_other_claim(run: Candidate) -> None:
     for callback in run.choosing:
         if callback.monitor in run.metrics_of_other_claims:
             raise ConfigurationError(
-                f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by synthetic queries, which were "
-                "made under an epsilon of their own: the chosen model has spent both, and its card would state one. "
-                "Keep the last checkpoint, or monitor a metric of public queries (callbacks.evaluation.data=public).",
+                f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by synthetic queries, which have "
+                "their own epsilon: the chosen model has spent both, and its card would state only one. Keep the "
+                "last checkpoint, or monitor a metric of public queries (callbacks.evaluation.data=public).",
                 trap="T25",
             )
 
@@ -341,8 +341,8 @@ def _takes_its_steps(run: Candidate) -> None:
     every = getattr(run.trainer, "reload_dataloaders_every_n_epochs", 0)
     if every:
         raise ConfigurationError(
-            f"trainer.reload_dataloaders_every_n_epochs={every} would throw away batches that the loader has fetched "
-            "ahead, and the logical batch that is due would never come. Set it to 0: the sampler draws anew each step."
+            f"trainer.reload_dataloaders_every_n_epochs={every} would discard prefetched batches, and the next logical "
+            "batch would never arrive. Set it to 0: the sampler draws anew each step."
         )
 
 
@@ -355,8 +355,8 @@ def _known_precision(run: Candidate) -> None:
         )
     if str(run.trainer.precision) not in _PRECISIONS:
         raise ConfigurationError(
-            f"trainer.precision={run.trainer.precision}: nobody has looked at what it keeps of a batch, or at what it "
-            f"does to an update. Choose one of {', '.join(_PRECISIONS)}."
+            f"trainer.precision={run.trainer.precision}: its effect on batches and updates is unknown. Choose one of "
+            f"{', '.join(_PRECISIONS)}."
         )
 
 
@@ -366,8 +366,8 @@ def _tells_no_times(run: Candidate) -> None:
     if found is not PassThroughProfiler:
         raise ConfigurationError(
             f"trainer.profiler={found.__name__} writes down how long each step took, which tells how long the texts in "
-            "it were: that is a release nobody counts. Profile under privacy=none; callbacks=with_throughput tells the "
-            "speed on the terminal alone.",
+            "it were: that is an uncounted release. Profile under privacy=none; callbacks=with_throughput shows the "
+            "speed on the terminal only.",
             trap="T35",
         )
     for callback in run.callbacks:
@@ -377,13 +377,13 @@ def _tells_no_times(run: Candidate) -> None:
             raise ConfigurationError(
                 f"{knob} writes down, or ends the run by, times, memory or losses of private steps, which depend on "
                 "the texts in them. Remove it, and fix the length by trainer.max_steps; callbacks=with_throughput "
-                "tells the speed on the terminal alone.",
+                "shows the speed on the terminal only.",
                 trap="T35",
             )
         if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
             raise ConfigurationError(
-                f"{name}(train_time_interval=...) saves by the clock, and which step is saved tells how long private "
-                "steps took. Set every_n_train_steps.",
+                f"{name}(train_time_interval=...) saves by the clock, and the choice of saved steps reveals the "
+                "duration of private steps. Set every_n_train_steps.",
                 trap="T35",
             )
     for logger in run.trainer.loggers:
@@ -393,8 +393,8 @@ def _tells_no_times(run: Candidate) -> None:
         kept = settings if isinstance(settings, dict) else vars(settings)
         if kept.get("console") != "off" or kept.get("x_disable_stats") is not True:
             raise ConfigurationError(
-                "W&B would keep what the terminal shows and measure the machine, with the time of each: that tells how "
-                "long private steps took. Take lit_dpret.callbacks.PublicWandbLogger (logger=wandb), or give the "
+                "W&B would record terminal output and system metrics with times, which reveal the duration of private "
+                "steps. Use lit_dpret.callbacks.PublicWandbLogger (logger=wandb), or give the "
                 'WandbLogger settings=wandb.Settings(console="off", x_disable_stats=True).',
                 trap="T35",
             )
@@ -420,7 +420,7 @@ def _ends_for_no_private_row(run: Candidate) -> None:
     if getattr(run.trainer, "_detect_anomaly", False):
         raise ConfigurationError(
             "trainer.detect_anomaly=true ends the run with an error at the first private row whose gradient is not a "
-            "number, so that how a run ends tells of one row. Without it such a row counts as zero. Set it to false.",
+            "number, so the end of a run reveals that row. Without it such a row counts as zero. Set it to false.",
             trap="T25",
         )
 

@@ -29,9 +29,9 @@ def refuse_checkpoint_of_other_run(module: Any, found: Position | None, own: Pos
     mark_trained(module, [TrainedIn("another checkpoint", "unknown")], whole=True)
     whose = "no run that was counted" if found is None else f"run {found.run_id}"
     raise ResumeError(
-        f"The checkpoint belongs to {whose}, and the ledger in {run_dir} to run {own.run_id}: what trained its weights "
-        "would stand on no card. Go on from a checkpoint of this run folder, start from the other run by init_from, or "
-        "leave trainer.fit(ckpt_path=) out. The module holds those weights now: build it anew.",
+        f"The checkpoint belongs to {whose}, and the ledger in {run_dir} to run {own.run_id}: no card would count the "
+        "training of its weights. Continue from a checkpoint of this run folder, start from the other run by "
+        "init_from, or omit trainer.fit(ckpt_path=). The module now holds those weights: build a new one.",
         trap="T30",
     )
 
@@ -54,8 +54,8 @@ def refuse_other_positions(
     for rank, position in enumerate(positions := ranks.gather(restored)):
         if position != positions[0]:
             raise ResumeError(
-                f"Rank {rank} went on from another checkpoint than rank 0: all must read the same file. Put the run "
-                "folder where every machine of the job sees it."
+                f"Rank {rank} resumed from a different checkpoint than rank 0: all must read the same file. Put the "
+                "run folder on a path shared by all machines of the job."
             )
     begun = ranks.share(lambda: run is not None and bool(run.intents))
     if restored is not None or not begun:
@@ -65,7 +65,7 @@ def refuse_other_positions(
     if (own := ranks.share(lambda: None if run is None else _own_checkpoint(trainer, run, run_dir))) is not None:
         raise ResumeError(
             f"The ledger in {run_dir} holds releases, and no checkpoint was given to trainer.fit: all steps would be "
-            f"made and charged once more. Give trainer.fit(ckpt_path={own!r}) beside resume=true."
+            f"repeated and charged again. Give trainer.fit(ckpt_path={own!r}) beside resume=true."
         )
 
 

@@ -124,14 +124,14 @@ class RetrievalEvaluation(Callback):
         if self.data is None:
             raise ConfigurationError(
                 f"RetrievalEvaluation computes metrics of the {self.split} queries during a private run, and does not "
-                "say whose they are. Set callbacks.evaluation.data to public or synthetic; or to private, with "
+                "declare their kind. Set callbacks.evaluation.data to public or synthetic; or to private, with "
                 "card_entry=true, and the card will state no epsilon.",
                 trap="T25",
             )
         if self.data == "private" and not self.card_entry:
             raise ConfigurationError(
-                f"RetrievalEvaluation(data=private) would log metrics of private {self.split} queries: each is a "
-                "release nobody counts. Evaluate on public or synthetic queries, or afterwards (task=evaluate); or set "
+                f"RetrievalEvaluation(data=private) would log metrics of private {self.split} queries: each is an "
+                "uncounted release. Evaluate on public or synthetic queries, or afterwards (task=evaluate); or set "
                 "callbacks.evaluation.card_entry=true, and the card will say so and state no epsilon.",
                 trap="T25",
             )

@@ -98,14 +98,14 @@ def _refuse_other_cuts(strategy: Any) -> None:
     tensor = devices if tensor == "auto" else tensor
     if tensor != 1:
         raise ConfigurationError(
-            f"trainer.strategy.tensor_parallel_size={tensor} would have ranks share a layer, and a unit's norm is not "
-            f"known on any of them. Set it to 1 and data_parallel_size={devices * nodes}, or choose trainer=fsdp, "
-            "where it is so."
+            f"trainer.strategy.tensor_parallel_size={tensor} would split a layer over ranks, and no rank could compute "
+            f"a unit's norm. Set it to 1 and data_parallel_size={devices * nodes}, or choose trainer=fsdp, where it is "
+            "so."
         )
     if getattr(strategy, "_save_distributed_checkpoint", False):
         raise ConfigurationError(
-            "trainer.strategy.save_distributed_checkpoint=true writes a folder file by file, and a run that is killed "
-            "meanwhile could not tell that it is not whole. Set it to false, or choose trainer=fsdp, which does."
+            "trainer.strategy.save_distributed_checkpoint=true writes a folder file by file, and after a kill an "
+            "incomplete folder could not be detected. Set it to false, or choose trainer=fsdp, which does."
         )
 
 
@@ -117,11 +117,11 @@ def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
     """
     if trainer.world_size > 1 and getattr(module, "adds_up_over_ranks", False) is not True:
         raise ConfigurationError(
-            f"{type(module).__name__} has a step of its own and does not say adds_up_over_ranks = True, so each of the "
-            f"{trainer.world_size} processes would noise its own sum, and all with the same noise: their updates would "
-            "differ by gradients that no noise covers. Add the clipped sums and the counts up before the guard is "
-            "asked (lit_dpret.distributed.ranks.Ranks.sum_) and say so, derive from PrivateModule, or set "
-            "trainer.devices=1.",
+            f"{type(module).__name__} has a custom training step and does not set adds_up_over_ranks = True, so each "
+            f"of the {trainer.world_size} processes would noise its own sum, and all with the same noise: their "
+            "updates would differ by gradients that no noise covers. Reduce the clipped sums and the counts before "
+            "calling the guard (lit_dpret.distributed.ranks.Ranks.sum_) and say so, derive from PrivateModule, or "
+            "set trainer.devices=1.",
             trap="T3",
         )
 

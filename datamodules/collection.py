@@ -124,7 +124,7 @@ class Collection:
         for query_id in self.queries:
             if not any(qrels.get(query_id) for qrels in self.qrels.values()):
                 yield DataError(
-                    f"{self.source}: query {query_id!r} has no passage: no qrel names it. Add one, or set "
+                    f"{self.source}: query {query_id!r} has no passage in the qrels. Add one, or set "
                     "datamodule.drop_queries_without_passage=true.",
                     kind="query without passage",
                 )
@@ -138,8 +138,8 @@ class Collection:
             for split in ("dev", "test"):
                 if query_id in self.qrels.get(split, {}):
                     yield DataError(
-                        f"{self.source}: query {query_id!r} is in train and in {split}: what is trained on "
-                        "cannot be evaluated on.",
+                        f"{self.source}: query {query_id!r} is in train and in {split}: training queries cannot be "
+                        "used for evaluation.",
                         kind="query in two splits",
                     )
 

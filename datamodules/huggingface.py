@@ -109,12 +109,12 @@ class HuggingFaceDataModule(PairsDataModule):
         require_whole("datamodule", self, 1, "max_rows", null=True)
         if self.streaming and self.max_rows is None:
             raise ConfigurationError(
-                "datamodule.streaming=true fetches rows as they are read, and training reads all it is given: say how "
-                "many with datamodule.max_rows, or set datamodule.streaming=false."
+                "datamodule.streaming=true fetches rows as they are read, and training reads all of them: limit them "
+                "with datamodule.max_rows, or set datamodule.streaming=false."
             )
         if self.splits is not None and self.split_column is not None:
             raise ConfigurationError(
-                "datamodule.splits and datamodule.split_column both say which row is in which split; set one."
+                "datamodule.splits and datamodule.split_column both assign rows to splits; set one."
             )
         if self.splits is not None and not set(self.splits) <= set(SPLITS):
             raise ConfigurationError(f"datamodule.splits={dict(self.splits)}: the keys are {', '.join(SPLITS)}.")
@@ -224,9 +224,8 @@ def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = 
         return found
     if found and unnamed:
         raise DataError(
-            f"{root}: the name of {unnamed[0].relative_to(root)} says no split, and other names do. Name the splits in "
-            "datamodule.splits, the column that says it in datamodule.split_column, or a single file in "
-            "datamodule.path."
+            f"{root}: the name of {unnamed[0].relative_to(root)} names no split, and other names do. Name the splits "
+            "in datamodule.splits, their column in datamodule.split_column, or a single file in datamodule.path."
         )
     return found or {"train": unnamed}
 
@@ -242,4 +241,4 @@ def _split_in(name: str, names: Mapping[str, str]) -> str:
 
 
 def _not_given(what: str, error: Exception) -> DataError:
-    return DataError(f"{what} could not be had: {one_line(error)}", kind="unreadable file")
+    return DataError(f"{what} could not be loaded: {one_line(error)}", kind="unreadable file")

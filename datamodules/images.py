@@ -140,7 +140,7 @@ class ImagesDataModule(SampledDataModule):
         if self.hub is not None:
             if folder is not None:
                 raise ConfigurationError(
-                    f"datamodule.folder={folder} and datamodule.hub={self.hub} both say where the data is; set one."
+                    f"datamodule.folder={folder} and datamodule.hub={self.hub} both give the path of the data; set one."
                 )
             if known.label_column is None:
                 raise ConfigurationError(

@@ -80,17 +80,17 @@ class UnitDataModule(SampledDataModule):
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         ):
             raise DataError(
-                f"dataset={kind} has no __len__ and __getitem__: units are drawn by number, so epsilon needs to know "
-                "how many there are. Give a map-style data set."
+                f"dataset={kind} has no __len__ and __getitem__: units are drawn by number, so epsilon depends on how "
+                "many there are. Pass a map-style data set."
             )
         if len(dataset) == 0:
-            raise DataError(f"dataset={kind} has no row, so there is no unit to train on.")
+            raise DataError(f"dataset={kind} has no rows, so there is no unit to train on.")
         names: Any = getattr(unit_of, "__self__", None)  # users, of users.__getitem__
         labels = getattr(names, "index", None) if hasattr(names, "iloc") else None  # of a pandas.Series
         if labels is not None and [*labels] != [*range(len(labels))]:
             raise DataError(
-                "unit_of looks names up by the labels of a table's index, which are not 0, 1, 2 and so on: it would "
-                "name other rows. unit_of gets the number of a row: users.iloc.__getitem__, or "
+                "unit_of looks up names by the labels of a table's index, which are not 0, 1, 2 and so on: it would "
+                "name other rows. unit_of receives the number of a row: users.iloc.__getitem__, or "
                 "users.to_numpy().__getitem__."
             )
         if hasattr(names, "__len__") and not isinstance(names, dict) and len(names) != len(dataset):
@@ -102,8 +102,8 @@ class UnitDataModule(SampledDataModule):
         a_word = re.fullmatch(r"[a-z]{1,30}", str(unit_name)) and unit_name not in _OTHER_UNITS
         if unit_name is not None and (unit_of is None or not a_word):
             raise ConfigurationError(
-                f"datamodule.unit_name={unit_name!r} is what the card calls all rows that unit_of gives one name: a "
-                f"word in small letters, such as user, beside a unit_of, and none of {', '.join(_OTHER_UNITS)}, which "
+                f"datamodule.unit_name={unit_name!r} is the card's name for all rows to which unit_of gives one name: "
+                f"a lower-case word, such as user, together with unit_of, and none of {', '.join(_OTHER_UNITS)}, which "
                 "mean other units on every card. Without unit_of every row is a unit of its own."
             )
         self._units: OwnUnits | None = None

@@ -104,7 +104,7 @@ class PairsDataModule(SampledDataModule):
         self.pair_columns = PairColumns() if self.columns is None else PairColumns.renamed(self.columns)
         if self.columns is not None and self.pairs is None:
             raise ConfigurationError(
-                f"datamodule.columns={dict(self.columns)} names columns of datamodule.pairs: set that."
+                f"datamodule.columns={dict(self.columns)} names columns of datamodule.pairs, which is not set."
             )
         self._unit: TextUnit | None = None
         self._collection: Collection | None = None
@@ -124,7 +124,7 @@ class PairsDataModule(SampledDataModule):
         if len(given) != 1:
             found = " and ".join(f"datamodule.{name}" for name in given) or "none of them"
             raise ConfigurationError(
-                "Say where the data is by one of datamodule.folder, datamodule.pairs, or datamodule.queries with "
+                "Set the path of the data by one of datamodule.folder, datamodule.pairs, or datamodule.queries with "
                 f"datamodule.qrels and datamodule.corpus; {found} is set."
             )
         missing = [name for name in ("queries", "qrels", "corpus") if not getattr(self, name)]
@@ -260,7 +260,7 @@ class PairsDataModule(SampledDataModule):
             DataError: None of the queries is there.
         """
         if self._batch_sampler is not None:
-            raise ConfigurationError("train_on: a sampler over other train queries is attached already.")
+            raise ConfigurationError("train_on: a sampler over other train queries is already attached.")
         everything = self.collection
         chosen: dict[str, Mapping[str, int]] = {}
         rest: dict[str, dict[str, Mapping[str, int]]] = {}
@@ -288,15 +288,16 @@ class PairsDataModule(SampledDataModule):
             )
         if unit == "pair" and (self.max_passages is not None or self.drop_overlap):
             raise ConfigurationError(
-                "privacy.unit=pair cannot go with datamodule.max_passages or datamodule.drop_overlap: they take rows "
-                "out by what the rows say, and the number of pairs would tell. Set privacy.unit=query, or unset them."
+                "privacy.unit=pair cannot go with datamodule.max_passages or datamodule.drop_overlap: they drop rows "
+                "by their content, and the number of pairs would reveal it. Set privacy.unit=query, or unset them."
             )
         if self.drop_overlap and (unit == "user" or neighbours == "add_or_remove"):
             setting = "privacy.unit=user" if unit == "user" else "privacy.neighbours=add_or_remove"
             raise ConfigurationError(
                 f"datamodule.drop_overlap=true cannot go with {setting}: evaluation queries decide which train queries "
-                "stay, so that one more or less moves the rows of other units. Set datamodule.drop_overlap=false, or "
-                "set privacy.unit=query with privacy.neighbours=zero_out, where evaluation queries are not protected."
+                "stay, so adding or removing one changes the rows of other units. Set datamodule.drop_overlap=false, "
+                "or set privacy.unit=query with privacy.neighbours=zero_out, where evaluation queries are not "
+                "protected."
             )
         several = f"privacy.unit={unit}" if unit != "query" else None
         if self.duplicates == "merge":

@@ -55,9 +55,9 @@ class PassageStore(Mapping[str, str]):
             format_, self._count, size = next(self._query("SELECT format, passages, bytes FROM store"))
             whole = format_ == _FORMAT and self.path.stat().st_size == size
         except (sqlite3.Error, StopIteration, OSError) as error:
-            raise DataError(f"{self.path} is no store of passages; delete it to have it built again.") from error
+            raise DataError(f"{self.path} is not a passage store; delete it to rebuild it.") from error
         if not whole:
-            raise DataError(f"{self.path} is a damaged store of passages; delete it to have it built again.")
+            raise DataError(f"{self.path} is a damaged passage store; delete it to rebuild it.")
 
     def _query(self, statement: str, *values: object) -> Iterator[Any]:
         place = (os.getpid(), threading.get_ident())

@@ -149,7 +149,7 @@ def _with_qrels(collection: Collection, qrels: Mapping[str, Qrels], knob: str = 
     """``collection`` with other qrels and only the queries that they name."""
     for split, found in collection.qrels.items():
         if knob and found and not qrels[split]:
-            raise DataError(f"{collection.source}: no query of {split} is left; change {knob}.")
+            raise DataError(f"{collection.source}: no query of {split} remains; change {knob}.")
     named = set().union(*qrels.values())
     return replace(
         collection,

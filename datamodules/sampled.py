@@ -149,8 +149,7 @@ class SampledDataModule(LightningDataModule):
         """
         if self._planted is not None or self._batch_sampler is not None:
             raise ConfigurationError(
-                "Something is planted in these data already, or the sampler is attached. Plant everything at once, "
-                "before fit."
+                "These data already have planted units, or an attached sampler. Plant everything at once, before fit."
             )
         self._planted = planted
 
@@ -161,7 +160,7 @@ class SampledDataModule(LightningDataModule):
 
     def train_units(self) -> Units:
         """Return the train split, one item per unit of privacy."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its units are.")
+        raise NotImplementedError(f"{type(self).__name__} does not define its units.")
 
     def _train_items(self) -> Dataset[Any]:
         """Return the data set of the train loader: a map from a draw to ``(draw, rows of its unit)``."""

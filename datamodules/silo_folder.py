@@ -204,7 +204,7 @@ def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool =
             raise DataError(f"{root / name} does not exist; check federated.data.", kind="missing file")
         if verify and sums.get(name) != file_sha256(root / name):
             raise DataError(
-                f"{root / name} is not what its manifest says: its SHA-256 differs. Build the silos again "
+                f"{root / name} does not match its manifest: its SHA-256 differs. Rebuild the silos "
                 "(task=build_silos), or restore the file.",
                 kind="changed file",
             )

@@ -56,7 +56,7 @@ class SyntheticDataModule(PairsDataModule):
         if self.evaluation is not None and self.drop_overlap:
             raise ConfigurationError(
                 "datamodule.drop_overlap=true cannot go with datamodule.evaluation: its queries would decide which "
-                "synthetic queries are trained on, and the claim of the folder does not cover them. Set "
+                "synthetic queries are used for training, and the folder's claim does not cover them. Set "
                 "datamodule.drop_overlap=false; where the evaluation queries are public, datamodule.keep can list the "
                 "queries to train on."
             )
@@ -94,7 +94,7 @@ class SyntheticDataModule(PairsDataModule):
         made = _summary(Path(str(self.folder)) / SUMMARY_NAME).get("configuration")
         of_passages_alone = isinstance(made, dict) and made.get("generator") == "pseudo_queries"
         if self.privacy_card_path is None and not of_passages_alone:
-            rank_zero_warn(f"{self.folder} has no {CARD_NAME}: what is trained on it has no privacy claim to inherit.")
+            rank_zero_warn(f"{self.folder} has no {CARD_NAME}: models trained on it have no privacy claim to inherit.")
         return found
 
     def read_collection(self, complain: Complain = refuse) -> Collection:
@@ -154,7 +154,7 @@ def keep_queries(collection: Collection, path: Path) -> Collection:
     ids = {line.strip() for line in listed if line.strip()}
     train = collection.qrels.get("train", {})
     if not ids:
-        raise DataError(f"datamodule.keep={path} lists no query: nothing would be left to train on.")
+        raise DataError(f"datamodule.keep={path} lists no query: no training data would remain.")
     if unknown := sorted(ids - set(train)):
         raise DataError(f"datamodule.keep={path} lists {unknown[0]!r}, which is no train query of {collection.source}.")
     kept = {query: judged for query, judged in train.items() if query in ids}

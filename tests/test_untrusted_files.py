@@ -126,7 +126,7 @@ def test_a_hostile_checkpoint_is_not_loaded_by_a_class(hostile: dict[str, Any], 
 def test_a_hostile_checkpoint_is_not_resumed_from(hostile: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     torch.save(hostile, tmp_path / "checkpoints" / "last.ckpt")
-    with pytest.warns(UserWarning, match="no whole checkpoint"):
+    with pytest.warns(UserWarning, match="not a complete checkpoint"):
         assert newest_checkpoint(tmp_path / "checkpoints") is None
 
 

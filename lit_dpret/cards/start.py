@@ -77,8 +77,8 @@ class Start:
         if dataset is not None and dataset.path.exists() and dataset.begin() in known:
             if not {record["run_id"] for record in records if record["kind"] == "plan"} & dataset.run_ids():
                 raise LedgerError(
-                    f"privacy.dataset_ledger={dataset.path} counted {self.knob}={self.folder} and does not know of it: "
-                    "it is an older copy. Bring the newest one back: without it nobody knows what is spent."
+                    f"privacy.dataset_ledger={dataset.path} counted {self.knob}={self.folder} and lacks it now: this "
+                    "is an older copy. Restore the newest one: without it the spending is unknown."
                 )
             return ()
         if known:
@@ -245,8 +245,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if not (folder / CARD_NAME).is_file():
         if not public:
             raise ConfigurationError(
-                f"{knob}={run} has no {CARD_NAME}: nobody can say which private data its weights have seen. If it "
-                "was trained on public data alone, say init_from_is_public=true."
+                f"{knob}={run} has no {CARD_NAME}: the private data behind its weights are unknown. If it was trained "
+                "on public data alone, set init_from_is_public=true."
             )
         return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
                               "releases": [], "parents": [], "runs": _runs_of(folder / LEDGER_NAME)}, knob)  # fmt: skip
@@ -259,8 +259,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         return Start(folder, facts | {"runs": _runs_of(folder / LEDGER_NAME)}, knob)
     if card["mechanism"]["kind"] == "post_processing":
         raise ConfigurationError(
-            f"{knob}={run} carries the claim of {card['parents'][0]['name']!r}, whose releases lie in another "
-            "ledger. Start from a run that was trained on the private data itself."
+            f"{knob}={run} carries the claim of {card['parents'][0]['name']!r}, whose releases are in another ledger. "
+            "Start from a run that was trained on the private data itself."
         )
     ledger = folder / str(card["ledger"]["name"])
     model = model_folder(folder)

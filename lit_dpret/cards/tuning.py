@@ -176,8 +176,8 @@ def refuse_other_tuning(tuning: Mapping[str, Any], metric_data: str, *, knob: st
     refuse_told_number(tuning, "trial_of", knob=knob)
     if (data := tuning.get("data")) not in (None, "unknown", metric_data):
         raise ConfigurationError(
-            f"{knob}data={data} in a trial of a sweep with task.metric_data={metric_data}: the card would tell of "
-            f"another choice than the sweep makes. Leave {knob}data unknown, which takes the sweep's word."
+            f"{knob}data={data} in a trial of a sweep with task.metric_data={metric_data}: the card would contradict "
+            f"the sweep's choice. Leave {knob}data unknown to use the sweep's declaration."
         )
 
 
@@ -185,8 +185,8 @@ def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "c
     """Refuse random stopping together with the setting ``teller``, which reveals the number of runs."""
     if tuning.get("method") == "random_stopping":
         raise ConfigurationError(
-            f"{knob}method=random_stopping with {teller}: its cost is proved only where the number of runs is told to "
-            f"nobody, and {teller} tells it. Leave one of the two out."
+            f"{knob}method=random_stopping with {teller}: its cost is proved only for a secret number of runs, and "
+            f"{teller} reveals it. Remove one of the two."
         )
 
 
@@ -225,8 +225,8 @@ def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:
         raise ConfigurationError("tuning_method=random_stopping needs tuning_mean_runs, the mean number of runs.")
     if chosen.get("n_trials"):
         raise ConfigurationError(
-            "tuning_trials tells how many runs there were, and the cost of tuning_method=random_stopping is proved "
-            "only where that is told to nobody. Set tuning_trials to null."
+            "tuning_trials reveals the number of runs, and the cost of tuning_method=random_stopping is proved only "
+            "if that is secret. Set tuning_trials to null."
         )
     return RandomStopping(chosen["mean_runs"], chosen["runs_law"] if "runs_law" in declared else "geometric")
 

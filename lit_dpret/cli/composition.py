@@ -71,7 +71,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         target = str(cfg.model._target_)
         if not hasattr(get_class(target), "outline"):
             raise ConfigurationError(
-                f"The formulas know encoder-decoder models (model=generator), and {target.rpartition('.')[2]} is none."
+                f"The formulas support encoder-decoder models (model=generator) only, not {target.rpartition('.')[2]}."
             )
         return node("model", _target_=f"{target}.outline", **extra)
 

@@ -108,7 +108,7 @@ def measure(
     """
     if not isinstance(module, QueryGenerator):
         raise ConfigurationError(
-            f"The formulas know language models (model=generator), and {type(module).__name__} is none."
+            f"The formulas support language models (model=generator) only, not {type(module).__name__}."
         )
     rows = plan.physical_batch_size
     found = measure_step(module, plan, device, rows=rows, autocast=autocast, secure_rng=secure_rng)

@@ -95,7 +95,7 @@ def work_of(outline: Outline) -> Work:
     model: Any = outline.model
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
-        raise ConfigurationError(f"The formulas know language models (model=generator), and {outline.name} is none.")
+        raise ConfigurationError(f"The formulas support language models (model=generator) only, not {outline.name}.")
     source, target = outline.source_length, outline.max_query_length
     fields = model.config.to_dict()
 

@@ -271,9 +271,9 @@ def lost_rank(error: BaseException) -> WorkerError | None:
     if not (isinstance(error, dist.DistError) or any(word in reason for word in _BROKEN)):
         return None
     return WorkerError(
-        "Another process of this job ended or stopped answering, so this one ends too; what that one said stands "
-        "above or in its own log. The ledger holds every step that was granted: the same command with resume=true "
-        f"goes on from the last checkpoint. ({reason})"
+        "Another process of this job ended or stopped answering, so this one ends too; its message is above or in its "
+        "own log. The ledger holds every granted step: the same command with resume=true continues from the last "
+        f"checkpoint. ({reason})"
     )
 
 

@@ -132,7 +132,7 @@ def _read_tower(folder: Path, modules: list[tuple[str, Path]], side: Side) -> To
     kinds = [kind for kind, _ in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Dense"]):
         raise UnsupportedModelError(
-            f"encoder={str(folder)!r} is made of {', '.join(kinds) or 'nothing'}; supported are Transformer, Pooling, "
+            f"encoder={str(folder)!r} consists of {', '.join(kinds) or 'nothing'}; supported are Transformer, Pooling, "
             "an optional linear Dense, and an optional Normalize."
         )
     transformer = modules[0][1]
@@ -340,7 +340,7 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
     if (folder / GENERATOR_CONTRACT).is_file():
         raise UnsupportedModelError(
             f"encoder={encoder} is the model of a query generator (it holds {GENERATOR_CONTRACT}), whose embeddings "
-            "mean nothing. Name the model of a dual encoder."
+            "are meaningless. Name the model of a dual encoder."
         )
     found = read_folder(folder)
     backbone, tokenizer = load_transformer(found.query.transformer, _DTYPES[dtype])

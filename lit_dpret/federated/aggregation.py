@@ -82,7 +82,7 @@ def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, 
                 kind="bad update",
             )
         if not bool(torch.isfinite(value).all()):
-            raise DataError(f"{whose}: {name!r} holds values that are not finite.", kind="bad update")
+            raise DataError(f"{whose}: {name!r} contains values that are not finite.", kind="bad update")
 
 
 def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Tensor], most: float | None) -> None:

@@ -87,7 +87,7 @@ def mean_of(
     if not 0 < weight <= clients + error or float(np.abs(total[:-1]).max()) > limit * (weight + error) + error:
         raise DataError(
             "The sum of the updates cannot be one of silos that keep to federated.update_limit and a weight of at most "
-            "1: one of them sent something else, and under masks nobody knows which. The round is void.",
+            "1: one of them sent something else, and under masks it cannot be identified. The round is void.",
             kind="bad sum",
         )
     summed = torch.from_numpy(total)

@@ -139,8 +139,8 @@ class FederatedPrivacy:
         _require_choices("federated.privacy", self)
         if self.eps is not None and self.neighbours == "add_or_remove":
             raise ConfigurationError(
-                "federated.privacy.neighbours=add_or_remove protects how many queries a silo has, and the rate and the "
-                "number of its steps are made of that. Set it to zero_out or replace_one."
+                "federated.privacy.neighbours=add_or_remove protects a silo's number of queries, from which the rate "
+                "and the number of its steps are derived. Set it to zero_out or replace_one."
             )
         require_number("federated.privacy", self, "eps", "delta", "collection_eps", null=True)
         require_number("federated.privacy", self, "max_grad_norm", "request_share", "collection_delta",
@@ -233,8 +233,8 @@ class PddAs2(Safeguards):
             )
         if self.train_on == "synthetic" and self.asks and self.stage2.request == "dp_centroid":
             raise ConfigurationError(
-                "federated.stage2.request=dp_centroid with federated.train_on=synthetic would add noise to what is "
-                "made of released queries alone. Set federated.stage2.request=exact, or none."
+                "federated.stage2.request=dp_centroid with federated.train_on=synthetic would add noise to values "
+                "derived from released queries alone. Set federated.stage2.request=exact, or none."
             )
         if self.privacy.eps is not None:
             for applies, refusal in self._uncounted():

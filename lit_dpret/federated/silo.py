@@ -301,8 +301,8 @@ class SiloClient:
             return torch.zeros(1, module.encoder.dim)
         if self.ledger is None or self.account.noise is None or self.account.noise.request is None:
             raise ConfigurationError(
-                "federated.stage2.request=dp_centroid without federated.privacy.eps would ask with centroids that "
-                "protect nobody. Set federated.privacy.eps, or request=exact."
+                "federated.stage2.request=dp_centroid without federated.privacy.eps would send centroids without "
+                "protection. Set federated.privacy.eps, or request=exact."
             )
 
         def noise(begun: bool) -> float:

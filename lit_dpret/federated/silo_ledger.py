@@ -112,8 +112,8 @@ class SiloLedger:
                 known = set(self._book.entries)
             if plan.get("run_id") not in known:
                 raise LedgerError(
-                    f"{self.path} does not know of {path}, which released something: it was lost, or is an older copy. "
-                    "Restore the newest one: without it nobody knows what is spent."
+                    f"{self.path} does not know of {path}, which made releases: entries were lost, or it is an older "
+                    "copy. Restore the newest one: without it the spending is unknown."
                 )
 
     def training(self, *, noise_multiplier: float, max_grad_norm: float) -> DPSGD:
@@ -263,12 +263,12 @@ class SiloLedger:
         if entry is None:
             raise PrivateDataError(
                 f"{what} was not charged to {self.path.name}, so no budget covers it together with the rounds: its "
-                "epsilon would come on top. Name the state folder whose ledger it is in (federated.state, or --state "
-                "of lit-dpret silo), or train it under this one (task=federated_generators)."
+                "epsilon would be additional. Name the state folder whose ledger contains it (federated.state, or "
+                "--state of lit-dpret silo), or train it under this one (task=federated_generators)."
             )
         if recorded_start(records) is not None:
             raise PrivateDataError(
-                f"{what} started from another private run, and {self.path.name} cannot tell whose data that one saw. "
+                f"{what} started from another private run, whose data are unknown to {self.path.name}. "
                 "Train it from a public model."
             )
         releases = entry.charge.releases

@@ -153,6 +153,6 @@ class Served:
 def _served(what: str) -> DataError:
     return DataError(
         f"This silo has served {what} already, and serves each turn of a run once. A run whose server has lost its "
-        "folder starts over with new state folders (state), and with what is left of the budget.",
+        "folder must start over with new state folders (state), and with the remaining budget.",
         kind="served already",
     )

@@ -241,16 +241,16 @@ def read_synthetic(
     path = folder / CARD_NAME
     if not path.is_file():
         raise DataError(
-            f"{_WHERE} are looked for in {folder}, and there is no {CARD_NAME}: without one nobody knows what they "
-            "reveal. Make them with task=federated_generators, or choose another federated.stage2.response."
+            f"{_WHERE} are looked for in {folder}, and there is no {CARD_NAME}: without one their privacy is unknown. "
+            "Make them with task=federated_generators, or choose another federated.stage2.response."
         )
     found = verify_chain(path, parents=[place for place in near if Path(place).exists()])
     if found.failed:
         first = found.failed[0]
         raise PrivateDataError(
-            f"{folder}: its card does not stand ({len(found.failed)} checks failed, the first: {first.artefact}, "
-            f"{first.check}: {first.text}). Where its generator's run lies elsewhere, name the state folder that "
-            "holds it (federated.state, or --state of lit-dpret silo)."
+            f"{folder}: its card is not valid ({len(found.failed)} checks failed, the first: {first.artefact}, "
+            f"{first.check}: {first.text}). If its generator's run is elsewhere, name the state folder that contains "
+            "it (federated.state, or --state of lit-dpret silo)."
         )
     card = read_card(path)
     _require_claim(card, budget, folder)

@@ -193,8 +193,8 @@ class PublicPoolSoftmaxLoss(_RowLoss):
         elif positive_embeddings is not None and positive_index is None:
             if positive_embeddings.shape != query_embeddings.shape:
                 raise ConfigurationError(
-                    f"positive_embeddings of shape {tuple(positive_embeddings.shape)} is not one positive for each "
-                    f"query, whose embeddings are of shape {tuple(query_embeddings.shape)}."
+                    f"positive_embeddings of shape {tuple(positive_embeddings.shape)} must have one positive for each "
+                    f"query; query embeddings have shape {tuple(query_embeddings.shape)}."
                 )
             own = self.logits(query_embeddings.unsqueeze(1), positive_embeddings.unsqueeze(1)).flatten()
             logits = torch.cat([own.unsqueeze(1), logits], dim=1)
@@ -249,8 +249,8 @@ class HardNegativeSoftmaxLoss(_RowLoss):
         rows = len(query_embeddings)
         if positive_embeddings.shape != query_embeddings.shape:
             raise ConfigurationError(
-                f"positive_embeddings of shape {tuple(positive_embeddings.shape)} is not one positive for each query, "
-                f"whose embeddings are of shape {tuple(query_embeddings.shape)}."
+                f"positive_embeddings of shape {tuple(positive_embeddings.shape)} must have one positive for each "
+                f"query; query embeddings have shape {tuple(query_embeddings.shape)}."
             )
         if own is not None and (own.dim() != 3 or len(own) != rows):
             raise ConfigurationError(f"own negatives of shape {tuple(own.shape)} are not some for each of {rows} rows.")

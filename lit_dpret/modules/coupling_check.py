@@ -453,8 +453,8 @@ class _Passes:
         name, mode = type(self.module).__name__, self.module.privacy.name
         if _differ(again[0], again[1]):
             raise UnsupportedModelError(
-                f"privacy={mode} cannot train {name}: the same rows have another loss each time, so that nobody can "
-                "tell whether rows depend on each other. Draw random numbers in per_row_loss from torch.",
+                f"privacy={mode} cannot train {name}: the same rows have another loss each time, so a dependence "
+                "between rows cannot be detected. Draw random numbers in per_row_loss from torch.",
                 trap="T11",
             )
         raise UnsupportedModelError(
@@ -469,9 +469,9 @@ class _Passes:
         """Refuse numbers of ``random`` and numpy that rows share: only torch's can be held equal (`_FixedCoins`)."""
         raise UnsupportedModelError(
             f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: how many numbers "
-            "per_row_loss draws from random or numpy depends on which rows are in the batch, so that nobody can tell "
-            "whether rows depend on each other. Draw them from torch; or in collate_rows or dataset[draw], from any "
-            "global generator.",
+            "per_row_loss draws from random or numpy depends on the rows of the batch, so a dependence between rows "
+            "cannot be detected. Draw them from torch; or in collate_rows or dataset[draw], from any global "
+            "generator.",
             trap="T11",
         )
 
@@ -494,8 +494,8 @@ def refuse_memory(module: Any) -> NoReturn:
     """Refuse a module in which something of one batch changes the loss of the next."""
     raise UnsupportedModelError(
         f"privacy={module.privacy.name} cannot train {type(module).__name__}: what it keeps of one batch "
-        "(an attribute, a closure or a global) changes the loss of the rows of the next one, so one unit has a say "
-        "in steps that it takes no part in, which no noise covers. Keep nothing of private rows between batches.",
+        "(an attribute, a closure or a global) changes the loss of the rows of the next one, so one unit affects "
+        "steps that it is not part of, which no noise covers. Keep nothing of private rows between batches.",
         trap="T11",
     )
 

@@ -399,8 +399,8 @@ def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
     require_whole("model", {"grad_cache_rows": rows}, 1, null=True)
     if rows is not None and privacy.guarantee == "dp" and not privacy.clips_whole_batch:
         raise ConfigurationError(
-            f"model.grad_cache_rows={rows} cannot go with privacy={privacy.name}, whose clipping watches one pass over "
-            "all rows. Set it to null; where memory is short, lower datamodule.physical_batch_size or raise "
+            f"model.grad_cache_rows={rows} cannot go with privacy={privacy.name}, whose clipping records one pass over "
+            "all rows. Set it to null; to save memory, lower datamodule.physical_batch_size or raise "
             "privacy.sub_batches."
         )
     return rows

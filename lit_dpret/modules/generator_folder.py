@@ -127,8 +127,8 @@ class TextCodec:
         taken, most = len(self.token_ids([""], "passage", whole=True)[0]), self.contract.max_passage_length
         if taken == 0:
             raise ConfigurationError(
-                f"model.prompt={self.contract.prompt!r} has no token of its own, so that nothing would stand before "
-                "the query of a passage without words. Put a word around the passage."
+                f"model.prompt={self.contract.prompt!r} has no tokens, so nothing would precede the query of an empty "
+                "passage. Put a word around the passage."
             )
         if taken >= most:
             raise ConfigurationError(

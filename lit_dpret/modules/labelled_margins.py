@@ -50,7 +50,7 @@ class LabelledMargins:
             )
         if privacy.guarantee == "dp" and privacy.candidates != "rows":
             raise ConfigurationError(
-                f"privacy={privacy.name} is for a softmax over passages, and model.loss=MarginMSELoss is none. Choose "
+                f"privacy={privacy.name} is for a softmax over passages, which model.loss=MarginMSELoss is not. Choose "
                 "privacy=dp_sgd, synthetic or none."
             )
         self.of_rows, self.loss = RowNegatives(listed, privacy), loss

@@ -259,8 +259,8 @@ def _refuse_changed_rows(module: Any, batch: UnitBatch) -> None:
         if path not in now or (now[path][0] == kind and now[path][1] != digest):
             raise UnsupportedModelError(
                 f"{path} of a batch is not what collate_rows made of it when the training step of "
-                f"{type(module).__name__} begins: a hook or training_step changed it, and nothing shows whether it "
-                "mixed rows. Do it in collate_rows, or in per_row_loss for what runs on the device.",
+                f"{type(module).__name__} begins: a hook or training_step changed it, and mixing of rows cannot be "
+                "detected there. Do it in collate_rows, or in per_row_loss for what runs on the device.",
                 trap="T11",
             )
 

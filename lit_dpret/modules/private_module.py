@@ -342,7 +342,7 @@ class PrivateModule(Checkpointed):
                     raise
                 raise DeviceMemoryError(
                     f"Memory ran out while step {batch.step} was noised or its update was made; the ledger holds what "
-                    "was charged for it. Less has to lie beside a step: choose an optimizer with fewer states "
+                    "was charged for it. Reduce memory besides the step: choose an optimizer with fewer states "
                     "(model.optimizer.name=adafactor or sgd), a strategy that shards, or model.lora. Then go on with "
                     "resume=true."
                 ) from error

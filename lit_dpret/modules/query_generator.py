@@ -285,8 +285,8 @@ class QueryGenerator(PrivateModule):
             )
         if self.examples and not isinstance(self.family, DecoderOnly):
             raise ConfigurationError(
-                "model.few_shot needs a decoder-only model, which goes on as a text began; an encoder-decoder is "
-                "trained to answer one passage. Leave it null."
+                "model.few_shot needs a decoder-only model, which continues a text; an encoder-decoder is trained to "
+                "answer one passage. Leave it null."
             )
         return whole_prompt(known, text, self.examples, chat=chat)
 

@@ -211,7 +211,7 @@ class RowNegatives:
         if self._short == 1 and self._guarantee != "dp":
             rank_zero_warn(
                 "A source of negatives has too few passages for some query (margins, depth, few words in common, or "
-                "another source named them): random public passages stand in for them. This is said once."
+                "another source named them): random public passages replace them. This warning appears once."
             )
 
     def _known(self) -> TrainTexts:
@@ -337,8 +337,8 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
         if answers[0] != answers[1]:
             raise UnsupportedModelError(
                 f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} names other "
-                "passages for a query when other queries were asked about before, so one unit has a say in steps that "
-                "it takes no part in, which no noise covers. Let choose() depend on its seat, step, epoch and coins "
+                "passages for a query after requests for other queries, so one unit affects steps that it is not "
+                "part of, which no noise covers. Let choose() depend on its seat, step, epoch and coins "
                 "(lit_dpret.negatives.base.public_coins) alone.",
                 trap="T11",
             )

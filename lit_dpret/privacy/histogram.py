@@ -326,6 +326,4 @@ class ReleasedHistogram:
                 bins=dict(facts["bins"]), noise_std=float(facts["noise_std"]), max_count=int(facts["max_count"]),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path} is no histogram of this program, whose folder task=histogram writes ({error})."
-            ) from error
+            raise DataError(f"{path} is not a histogram from task=histogram ({error}).") from error

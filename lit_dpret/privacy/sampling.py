@@ -316,5 +316,5 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
     def __len__(self) -> int:
         parts = self.physical_batches_per_step
         if parts is None:
-            raise TypeError("Under this law nobody is to know how many physical batches are handed out.")
+            raise TypeError("Under this law the number of physical batches is private.")
         return self.steps_per_epoch * parts

@@ -90,8 +90,8 @@ class SweepFile:
         method = content.get("method", "grid")
         if method not in ("grid", "random"):
             raise ConfigurationError(
-                f"task.file={path}: method={method} chooses its next trial by results, so nobody can reserve "
-                "beforehand what its trials cost. Take grid, or random over listed values; for Optuna see the docs."
+                f"task.file={path}: method={method} chooses its next trial by results, so the cost of its trials "
+                "cannot be reserved. Use grid, or random over listed values; for Optuna see the docs."
             )
         parameters = content.get("parameters")
         if not isinstance(parameters, dict) or not parameters:
@@ -100,7 +100,7 @@ class SweepFile:
         if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 1):
             raise ConfigurationError(f"task.file={path}: run_cap={cap} must be a whole number of at least 1.")
         if method == "random" and cap is None:
-            raise ConfigurationError(f"task.file={path}: method=random goes on for ever without run_cap. Set one.")
+            raise ConfigurationError(f"task.file={path}: method=random never ends without run_cap. Set one.")
         command = [str(part) for part in content.get("command") or ["${env}", "${interpreter}", "${program}",
                                                                    "${args_no_hyphens}"]]  # fmt: skip
         if "${args_no_hyphens}" not in command:

@@ -201,7 +201,7 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
     if (known := sweep.facts["ledger_delta"]) is not None and (found := ledger.terms()["delta"]) != known:
         raise ConfigurationError(
             f"trial_of={sweep.folder} was planned with a limit at delta {known}, and its ledger {ledger.path} "
-            f"counts at delta {found}: another one lies there now. Put that of the plan back, or plan anew."
+            f"counts at delta {found}: it is a different ledger. Restore the plan's ledger, or make a new plan."
         )
     return ledger
 

@@ -237,8 +237,8 @@ class _Worker:
             raise answer
         if isinstance(answer, str):
             raise WorkerError(
-                f"Worker {self.number + 1} of {self.of} failed: {answer.strip().splitlines()[-1]} What is finished is "
-                "kept: the same command goes on from there."
+                f"Worker {self.number + 1} of {self.of} failed: {answer.strip().splitlines()[-1]} Finished work is "
+                "kept: the same command continues from there."
             ) from RuntimeError(answer)
         drawn: Drawn = answer
         self.held.remove(drawn[0])
@@ -271,7 +271,7 @@ class _Worker:
                 "because workers import the script; or draw in one process by workers=0."
             )
         return WorkerError(
-            f"Worker {self.number + 1} of {self.of} {how}. What is finished is kept: the same command goes on from "
+            f"Worker {self.number + 1} of {self.of} {how}. Finished work is kept: the same command continues from "
             f"there. {way_out}"
         )
 

@@ -180,8 +180,8 @@ class ShardStore:
             if before.get(key) != self._configuration.get(key):
                 raise ResumeError(
                     f"{self.folder} was begun with {key}={_short(before.get(key))} and cannot go on with "
-                    f"{key}={_short(self._configuration.get(key))}: it would become a mixture of two data sets. "
-                    "Restore it, or give another out folder."
+                    f"{key}={_short(self._configuration.get(key))}: it would mix two data sets. Restore it, or choose "
+                    "another out folder."
                 )
 
 

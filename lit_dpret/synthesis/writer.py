@@ -113,8 +113,8 @@ def synthesize(
     check_passages(passages)
     if not (source / CARD_NAME).is_file():
         raise DataError(
-            f"{source} holds no {CARD_NAME}, so nobody could say what the queries promise. Give the folder that a "
-            "generator run exported; a run with privacy=none has a card too, and it says so."
+            f"{source} holds no {CARD_NAME}, so the claim of the queries would be unknown. Use a folder exported by a "
+            "generator run; a run with privacy=none has a card too, which says so."
         )
     check_artefact(source, read_card(source))  # an adapter beside the weights is loaded with them
     texts = {name: text for name, text in passages.items() if text.strip()}

@@ -72,7 +72,7 @@ class Compare:
         if self.qrels is not None and len(shared) > 1:
             raise ConfigurationError(
                 f"task.qrels={self.qrels} is one file of judgements, and the runs are of {len(shared)} data sets. "
-                "Leave it null to take those beside the runs, or name two single runs."
+                "Leave it null to use those beside the runs, or name two single runs."
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
         values: tuple[dict[str, dict[str, Values]], ...] = ({}, {})

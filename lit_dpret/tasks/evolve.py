@@ -204,9 +204,9 @@ class Evolve(SetDrawing):
         if trace is not None or behind:
             told, privacy = trace if trace is not None else (behind[0].folder or "this process", behind[0].privacy)
             raise ConfigurationError(
-                f"model.pretrained={module.pretrained}: {told} tells that a run trained it (privacy={privacy}), and "
-                "the card of the votes would forget what that cost. Take a public model; a generator that was trained "
-                "under privacy writes its queries by task=synthesize.",
+                f"model.pretrained={module.pretrained}: {told} shows that a run trained it (privacy={privacy}), and "
+                "the card of the votes would omit that cost. Use a public model; a privately trained generator "
+                "writes queries by task=synthesize.",
                 trap="T30",
             )
         return module
@@ -221,7 +221,7 @@ class Evolve(SetDrawing):
 
     def _plan(self, mode: GaussianMode, data: Any, units: int) -> PrivacyPlan:
         if not units:
-            raise DataError("The train split has no unit: nobody would vote.")
+            raise DataError("The train split has no unit to vote.")
         public = mode.public_units(units)
         plan = votes_plan(
             replace(mode.budget(public), duplicates=getattr(data, "duplicates", "keep")),

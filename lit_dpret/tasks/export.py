@@ -88,8 +88,8 @@ class Export:
         own = {name: getattr(self, name) for name in ("evaluation", "base_model", "license", "language", "datasets")}
         if self.data is not None and (told := [name for name, value in own.items() if value]):
             raise ConfigurationError(
-                f"task.{told[0]}={own[told[0]]} is for the card of a model. Licence and language of a set are stated "
-                "where it is made (task=synthesize, task=filter)."
+                f"task.{told[0]}={own[told[0]]} is for the card of a model. State licence and language of a set when "
+                "it is made (task=synthesize, task=filter)."
             )
         self.checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
         self.data = None if self.data is None else Path(self.data)
@@ -108,7 +108,7 @@ class Export:
         run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
         if not (run_dir / CARD_NAME).is_file():
             raise DataError(
-                f"{run_dir} holds no {CARD_NAME}: nobody could say what {path.name} promises. Finish the run "
+                f"{run_dir} holds no {CARD_NAME}: the claim of {path.name} would be unknown. Finish the run "
                 "(resume=true), or name a checkpoint inside its run folder as task.checkpoint."
             )
         run_card = read_card(run_dir / CARD_NAME)  # refused before anything is built
@@ -116,9 +116,9 @@ class Export:
         public = metrics.get("whose") == "public" and metrics.get("split") != "train"
         if self.evaluation is not None and not public and claim["guarantee"] == "dp":
             raise ConfigurationError(
-                f"task.evaluation={self.evaluation} is of a train split, or of queries that nobody declared public: "
-                f"no claim of {run_dir.name} covers its scores, and they would be handed on with the model. Name an "
-                "evaluation of public queries (task=evaluate task.whose=public task.split=test).",
+                f"task.evaluation={self.evaluation} is of a train split, or of queries not declared public: no claim "
+                f"of {run_dir.name} covers its scores, and they would be published with the model. Use an evaluation "
+                "on public queries (task=evaluate task.whose=public task.split=test).",
                 trap="T25",
             )
         hub = self._hub("model", run_dir.name, claim["guarantee"])
@@ -314,7 +314,7 @@ def load_module(path: Path) -> Any:
     module_name, _, attribute = name.rpartition(".")
     found = getattr(importlib.import_module(module_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, PrivateModule)):
-        raise DataError(f"{path} names the class {name}, and there is none.")
+        raise DataError(f"{path} names the class {name}, which does not exist.")
     return found.load_from_checkpoint(path)
 
 
@@ -326,8 +326,8 @@ def _refuse_other_run(path: Path, ledger: Path) -> None:
     if position is None or position.run_id not in {record["run_id"] for record in records if record["kind"] == "plan"}:
         whose = "no run that was counted" if position is None else f"run {position.run_id}"
         raise DataError(
-            f"task.checkpoint={path} is of {whose}, and {ledger} does not tell of that: its card says nothing about "
-            "these weights. Name a checkpoint of the run whose card and ledger lie in the folder."
+            f"task.checkpoint={path} is of {whose}, and {ledger} does not mention it: its card does not cover these "
+            "weights. Use a checkpoint of the run whose card and ledger are in the folder."
         )
 
 

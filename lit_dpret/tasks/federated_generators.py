@@ -128,8 +128,8 @@ class FederatedGenerators(Drawing):
             public_sentences(data)
             if (data / SYNTHETIC).exists() and finished_generator(parts.run_dir / PRIVATE / name) is None:
                 raise ConfigurationError(
-                    f"{data / SYNTHETIC} exists and was not written by a generator of this run. Move it away, or go on "
-                    "with the run that wrote it (its hydra.run.dir, resume=true)."
+                    f"{data / SYNTHETIC} exists and was not written by a generator of this run. Move it away, or "
+                    "continue the run that wrote it (its hydra.run.dir, resume=true)."
                 )
         _generator(parts, NoPrivacy())
 

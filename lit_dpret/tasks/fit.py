@@ -197,8 +197,8 @@ def _is_finished(folder: Path) -> bool:
     plans = [record for record in records if record["kind"] == "plan"]
     if not plans:  # to begin it anew would forget what the card counts
         raise LedgerError(
-            f"{folder / LEDGER_NAME} holds no plan, and a card and a model of the run lie beside it: its records are "
-            "lost. Bring them back from a copy, or choose another hydra.run.dir."
+            f"{folder / LEDGER_NAME} holds no plan, although a card and a model of the run are beside it: its records "
+            "are lost. Restore them from a copy, or choose another hydra.run.dir."
         )
     plan, last = plans[-1], records[-1]
     inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block is that of the data's run
@@ -309,7 +309,7 @@ def train(
     alone = not resume and not (run_dir / LEDGER_NAME).exists()
     if alone and (left := sorted((run_dir / CHECKPOINTS).glob("*.ckpt"))):
         raise ResumeError(
-            f"{left[0]} is of an earlier run, and what this one wrote beside it could be taken for its own on "
+            f"{left[0]} is from an earlier run, and files of this one beside it could be confused with it on "
             "resume=true. Choose another hydra.run.dir, or remove that folder."
         )
     ranks.in_turn(datamodule.prepare_data)

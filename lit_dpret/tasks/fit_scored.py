@@ -47,8 +47,9 @@ class FitScored(Fit):
     def __post_init__(self) -> None:
         if self.data is None:
             raise ConfigurationError(
-                "task.data=null: say whose the validation queries are. public and synthetic cost nothing; a score on "
-                "private ones stays in the run folder, and choosing settings by it has a cost (docs/sweeps.md)."
+                "task.data=null: declare the kind of the validation queries. public and synthetic cost nothing; a "
+                "score on private ones stays in the run folder, and choosing settings by it has a cost "
+                "(docs/sweeps.md)."
             )
         require_choice("task.data", self.data, get_args(Whose))
         need("sacrebleu")  # before hours of training

@@ -34,9 +34,7 @@ class HubRepository:
         from huggingface_hub import get_token
 
         if get_token() is None:
-            raise ConfigurationError(
-                f"task.push_to_hub={self.name} needs a token, and there is none. Run hf auth login, or set HF_TOKEN."
-            )
+            raise ConfigurationError(f"task.push_to_hub={self.name} needs a token. Run hf auth login, or set HF_TOKEN.")
         if not hub_answers():
             raise ConfigurationError(
                 f"task.push_to_hub={self.name}: the hub does not answer, or HF_HUB_OFFLINE is set."

@@ -458,9 +458,10 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
         if own is None:  # it lost its card, which is a reason of its own
             raise
         raise ConfigurationError(
-            f"task.encoder={encoder} cannot embed these queries: they have a privacy card of their own ({claim}), "
-            "whose claim does not cover the encoder: the embeddings would spend both, and their card would state one. "
-            "Encode passages (task.side=passage), or use an encoder that was trained on these queries, or a public one."
+            f"task.encoder={encoder} cannot embed these queries: they have their own privacy card ({claim}), whose "
+            "claim does not cover the encoder: the embeddings would spend both, and their card would state only one. "
+            "Encode passages (task.side=passage), or use an encoder that was trained on these queries, or a public "
+            "one."
         ) from error
     derived = own is not None and any(str(parent["sha256"]) in names for parent in read_card(own)["parents"][:1])
     return (own if own is not None and derived else claim), trusts

@@ -27,7 +27,7 @@ class ComposedRun:
 
 def no_outline(**settings: Any) -> Any:
     """Refuse to outline a model without a given method."""
-    raise ConfigurationError("The formulas know encoder-decoder models (model=generator), and this is none.")
+    raise ConfigurationError("The formulas support encoder-decoder models (model=generator) only.")
 
 
 def no_loggers(**settings: Any) -> list[Any]:

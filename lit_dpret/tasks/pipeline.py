@@ -466,8 +466,8 @@ def _refuse_trained(make: Any, argument: str, knob: str) -> None:
         return
     if (trace := next(traces_of_training(given), None)) is not None:
         raise ConfigurationError(
-            f"{knob}: {trace[0]} tells that a run trained {given} (privacy={trace[1]}), and the card of this row would "
-            "forget what that cost. Take a public model; an encoder of your own may stand in task.only=[zero_shot].",
+            f"{knob}: {trace[0]} shows that a run trained {given} (privacy={trace[1]}), and the card of this row "
+            "would omit that cost. Use a public model; your own encoder is allowed with task.only=[zero_shot].",
             trap="T30",
         )
 

@@ -104,8 +104,8 @@ class Similarity:
             )
         if self.reference_file is not None and self.reference == "synthetic":
             raise ConfigurationError(
-                "task.reference=synthetic is held against a privacy card, and task.reference_file has none. Give the "
-                "folder as datamodule=synthetic, or say whose the queries are."
+                "task.reference=synthetic is checked against a privacy card, and task.reference_file has none. Pass "
+                "the folder as datamodule=synthetic, or declare the kind of the queries."
             )
         self.synthetic = Path(self.synthetic)
         self.reference_file = None if self.reference_file is None else Path(self.reference_file)

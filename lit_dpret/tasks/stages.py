@@ -63,7 +63,7 @@ class Stages:
         mark, self._data = run_dir / MARK, ""
         if mark.exists() and not resume:
             raise ResumeError(
-                f"{run_dir} holds an earlier run of this task. Say resume=true to go on with it, or choose another "
+                f"{run_dir} holds an earlier run of this task. Use resume=true to continue it, or choose another "
                 "hydra.run.dir."
             )
         begun = mark.read_text(encoding="utf-8").split("\n") if mark.exists() else [fingerprint]

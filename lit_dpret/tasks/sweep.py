@@ -190,7 +190,7 @@ class Sweep:
         if self.dataset_ledger is None:
             raise ConfigurationError(
                 f"task.dataset_ledger=null, and {cost}: set it to the file that adds up all runs on the data set, "
-                "beside the data, so that nobody takes one trial's epsilon for the cost of the sweep."
+                "beside the data, so that one trial's epsilon is not mistaken for the cost of the sweep."
             )
         if self.dataset_ledger.resolve().is_relative_to(parts.run_dir.resolve()):
             raise ConfigurationError(

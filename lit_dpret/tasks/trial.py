@@ -122,9 +122,9 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
         private.append("results of the DataModule's queries, of which nothing says whose they are")
     if private and not declared:
         raise ConfigurationError(
-            f"objective={name} with {private[0]}: a sweeper writes that number where all trials lie, and chooses by "
-            "it, and no epsilon covers that. Compare by public queries, or name in trial_of a sweep that was planned "
-            "with a task.metric_data that says whose they are (docs/sweeps.md)."
+            f"objective={name} with {private[0]}: a sweeper writes that number beside all trials, and chooses by it, "
+            "which no epsilon covers. Compare on public queries, or name in trial_of a sweep planned with a "
+            "task.metric_data that declares their kind (docs/sweeps.md)."
         )
     return bool(private) or declared
 
@@ -153,8 +153,8 @@ def refuse_other_choice(task: Any, parts: Parts, objective: str | None, varied: 
         refuse_told_number(tuning, "-m" if objective is None else "objective", knob=knob)
         if (objective is not None or differing) and tuning.get("data") in ("none", "public"):
             raise ConfigurationError(
-                f"{knob}data={tuning['data']} with {chooser}: whoever takes one of these runs chooses among trainings "
-                f"on private data, whatever they are scored on. Leave {knob}data unknown, or name a planned sweep by "
+                f"{knob}data={tuning['data']} with {chooser}: selecting one of these runs is a choice among trainings "
+                f"on private data, whatever data scored them. Leave {knob}data unknown, or name a planned sweep by "
                 "trial_of, whose cost is known (docs/sweeps.md)."
             )
 
@@ -176,8 +176,8 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
     for setting in private_scores(task, callbacks):
         if metric_data != "private":
             raise ConfigurationError(
-                f"{setting} in a trial of a sweep with task.metric_data={metric_data}: its score is of people's "
-                "queries, and the choice by it would be told as another. Set task.metric_data=private."
+                f"{setting} in a trial of a sweep with task.metric_data={metric_data}: its score uses private queries, "
+                "and the choice by it would be misreported. Set task.metric_data=private."
             )
     refuse_other_tuning({"data": getattr(task, "tuning_data", None)}, metric_data, knob="task.tuning_")
     for one in callbacks:

@@ -35,7 +35,7 @@ NO_CARD = "there is no privacy card to say so"
 def require_owner(whose: Owner | None, why: str) -> None:
     """Refuse to start without ``task.whose``."""
     if whose not in get_args(Owner):
-        raise ConfigurationError(f"task.whose={whose}: {why}, so say whose they are: public or private.")
+        raise ConfigurationError(f"task.whose={whose}: {why}, so declare their kind: public or private.")
 
 
 def model_of(source: str | Path) -> str | Path:
@@ -60,8 +60,8 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
     """Refuse undeclared queries, or private ones without consent to the consequences."""
     if whose is None or whose not in get_args(Whose):
         raise ConfigurationError(
-            f"{knob}={whose}: {measured} is a statement about queries, so say whose they are: "
-            f"{knob}=public, synthetic or private. Private ones need task.card_entry=true as well."
+            f"{knob}={whose}: {measured} is a statement about queries, so declare their kind: {knob}=public, synthetic "
+            "or private. Private ones also need task.card_entry=true."
         )
     if whose == "private" and not card_entry:
         raise ConfigurationError(
@@ -174,12 +174,12 @@ def check_synthetic(data: Any, split: str) -> None:
     """
     if not hasattr(data, "privacy_card_path"):
         raise ConfigurationError(
-            f"Declared synthetic, but {type(data).__name__} reads data without a privacy card. Take "
-            "datamodule=synthetic, or say whose the queries are."
+            f"Declared synthetic, but {type(data).__name__} reads data without a privacy card. Use "
+            "datamodule=synthetic, or declare the kind of the queries."
         )
     if split != "train" and getattr(data, "evaluation", None) is not None:
         raise ConfigurationError(
             f"Declared synthetic, but the {split} queries of {type(data).__name__} come from its evaluation, which "
-            "holds real ones. Take the split train, or say whose the queries are."
+            "holds real ones. Use the split train, or declare the kind of the queries."
         )
     check_dataset_card(data.privacy_card_path)

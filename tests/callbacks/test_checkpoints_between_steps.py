@@ -207,7 +207,7 @@ def test_an_error_inside_a_step_leaves_the_checkpoint_from_before_it(tmp_path: P
 
 
 def test_an_error_inside_an_update_leaves_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="left out: the update of a step was not finished"):
+    with pytest.warns(UserWarning, match="skipped: the update of a step was not finished"):
         folder = broken(tmp_path, None, BreaksUpdate())
     assert not (folder / "left.ckpt").exists() and not list((folder / "more").glob("*.ckpt"))
     kept = [torch.load(path, weights_only=True) for path in (folder / "checkpoints").glob("*.ckpt")]

@@ -75,7 +75,7 @@ def own_cost(folder: Path) -> float:
 def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path) -> None:
     parent, child = tmp_path / "parent", tmp_path / "child"
     alone = train(parent)["claim"]["epsilon"]
-    with pytest.raises(ConfigurationError, match="Name the run that it lies in as init_from"):
+    with pytest.raises(ConfigurationError, match="Name its run as init_from"):
         train(tmp_path / "unnamed", parent, named=False)
     card = train(child, parent)
     assert own_cost(child) == pytest.approx(alone), "four steps each: the budget is that of this run"

@@ -231,7 +231,7 @@ def test_a_run_that_cannot_be_audited_is_refused_with_the_reason(tmp_path: Path)
     bare = Memoriser(DPSGD(eps=2.0, delta=1e-5, secret_file=tmp_path / "secret"))
     log, counted, card = large_log(tmp_path), PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run)
     for callbacks, module, match in (
-        ([counted, audit, card], bare, "stands before PrivacyCard"),
+        ([counted, audit, card], bare, "comes before PrivacyCard"),
         ([audit], Memoriser(NoPrivacy()), "PrivacyAccountant"),
     ):
         found = trainer(max_steps=2, logger=False, callbacks=callbacks, default_root_dir=str(run))

@@ -97,7 +97,7 @@ def test_metrics_of_private_queries_are_in_the_ledger_first_and_leave_no_epsilon
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "does not say whose they are"),
+        ({}, "does not declare their kind"),
         ({"data": "private"}, r"callbacks\.evaluation\.card_entry=true, and the card will"),
         ({"data": "synthetic"}, "Judged reads data without a privacy card"),
     ],
@@ -228,7 +228,7 @@ def test_the_doctor_tells_a_declared_leak_and_refuses_an_undeclared_one(tmp_path
 
     declared = statuses(RetrievalEvaluation(data="private", card_entry=True, metrics=["mrr@10"]))
     assert "mrr@10 of private dev queries" in declared["declared"]
-    assert "release nobody counts" in statuses(RetrievalEvaluation(data="private"))["refused"]
+    assert "uncounted release" in statuses(RetrievalEvaluation(data="private"))["refused"]
 
 
 # -- data with a privacy card of its own ----------------------------------------------------------
@@ -327,7 +327,7 @@ def test_training_on_synthetic_queries_inherits_nothing_once_private_metrics_wer
     tmp_path: Path, made: Path
 ) -> None:
     module = retriever(tmp_path, SyntheticData())
-    with pytest.raises(ConfigurationError, match="does not say whose"):
+    with pytest.raises(ConfigurationError, match="does not declare their kind"):
         run(tmp_path, RetrievalEvaluation(), module, Made(made))
     run(tmp_path, RetrievalEvaluation(data="private", card_entry=True), module, Made(made))
     card = read_card(tmp_path / "run" / "privacy_card.json")

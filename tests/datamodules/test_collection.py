@@ -31,7 +31,7 @@ def test_a_consistent_collection_passes() -> None:
         ({"qrels": {"train": {}}}, "toy holds no qrels"),
         ({"passages": {"p1": "one", "p2": "  "}}, "passage 'p2' has an empty text"),
         ({"queries": {**GOOD.queries, "q2": ""}}, "query 'q2' has an empty text"),
-        ({"queries": {**GOOD.queries, "q4": "secret"}}, "query 'q4' has no passage: no qrel names it"),
+        ({"queries": {**GOOD.queries, "q4": "secret"}}, "query 'q4' has no passage in the qrels"),
         ({"qrels": {**GOOD.qrels, "dev": {"q9": {"p1": 1}}}}, "qrels of dev name an unknown query 'q9'"),
         ({"qrels": {**GOOD.qrels, "dev": {"q3": {"p9": 1}}}}, "pair query 'q3' with an unknown passage 'p9'"),
         ({"qrels": {**GOOD.qrels, "dev": {"q3": {"p1": 0.5}}}}, "is 0.5, not a whole number"),

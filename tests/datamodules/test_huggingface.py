@@ -65,7 +65,7 @@ def test_a_column_can_say_the_split(write: Write) -> None:
     path = write("log.jsonl", ROWS)
     data = HuggingFaceDataModule(path=path, split_column="part", **COLUMNS)
     assert [*texts(data)] == ["train", "dev"]
-    with pytest.raises(ConfigurationError, match="both say which row is in which split"):
+    with pytest.raises(ConfigurationError, match="both assign rows to splits"):
         HuggingFaceDataModule(path=path, split_column="part", splits={"train": "log"}, **COLUMNS)
 
 
@@ -83,7 +83,7 @@ def test_splits_can_have_names_of_their_own(write: Write, tmp_path: Path) -> Non
 
 def test_names_that_say_a_split_and_names_that_do_not_are_refused_together(folder: Path) -> None:
     (folder / "corpus.tsv").write_text("_id\ttext\n")
-    with pytest.raises(DataError, match=r"the name of corpus\.tsv says no split, and other names do"):
+    with pytest.raises(DataError, match=r"the name of corpus\.tsv names no split, and other names do"):
         HuggingFaceDataModule(path=folder, **COLUMNS).prepare_data()
 
 
@@ -207,9 +207,9 @@ def test_streaming_fetches_no_more_rows_than_are_used(hub: Hub) -> None:
 
 def test_what_the_hub_does_not_give_is_one_line(hub: Hub) -> None:
     hub.fails_at = 1
-    with pytest.raises(DataError, match=r"split train row 2 could not be had: the connection was reset$"):
+    with pytest.raises(DataError, match=r"split train row 2 could not be loaded: the connection was reset$"):
         HuggingFaceDataModule(path="someone/log", **COLUMNS).setup("fit")
-    with pytest.raises(DataError, match="could not be had: 'nothing'"):
+    with pytest.raises(DataError, match="could not be loaded: 'nothing'"):
         HuggingFaceDataModule(path="someone/log", splits={"train": "nothing"}, **COLUMNS).setup("fit")
 
 

@@ -182,7 +182,7 @@ def test_a_missing_folder_says_where_to_get_the_data(source: Any, tmp_path: Path
     [
         ({"source": "mnist"}, r"datamodule\.source='mnist' is not one of"),
         ({}, r"datamodule\.folder is not set\. Set datamodule\.folder"),
-        ({"folder": "x", "hub": "y"}, "both say where the data is"),
+        ({"folder": "x", "hub": "y"}, "both give the path of the data"),
         ({"source": "vision_folder", "hub": "y"}, r"datamodule\.hub=y cannot be read"),
         ({"folder": "x", "image_size": 8}, r"datamodule\.image_size=8 has no meaning"),
         ({"folder": "x", "labels": "rough"}, r"datamodule\.labels='rough'"),

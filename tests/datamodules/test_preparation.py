@@ -161,5 +161,5 @@ def test_evaluation_queries_are_limited_after_the_passages(large: Collection) ->
 
 
 def test_a_sample_that_leaves_no_query_is_refused_by_its_knob(data: Collection) -> None:
-    with pytest.raises(DataError, match=r"no query of .* is left; change datamodule\.max_passages"):
+    with pytest.raises(DataError, match=r"no query of .* remains; change datamodule\.max_passages"):
         sample(data, **{**NO_LIMITS, "max_passages": 1})

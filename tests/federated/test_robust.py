@@ -207,7 +207,7 @@ def test_a_sum_that_honest_silos_cannot_make_is_void_and_the_last_good_model_sta
     monkeypatch.setattr(silo_sum, "vector_of", vector)
     result = run.launch()
     assert result.rounds == {0: [], 1: list(NAMES)}
-    assert "nobody knows which" in result.faults[0]
+    assert "it cannot be identified" in result.faults[0]
     expected = weighted_mean({name: drifted(START, name, 1) for name in NAMES}, dict.fromkeys(NAMES, 1.0))
     for key, value in expected.items():
         torch.testing.assert_close(result.weights[key], value, rtol=0, atol=1e-4)

@@ -133,7 +133,7 @@ def test_a_ledger_that_was_lost_or_put_back_is_noticed_by_the_releases_that_it_d
     old = silo.path.read_bytes()
     centroids(silo, torch.randn(20, 4), 5.0)
     silo.path.write_bytes(old)
-    with pytest.raises(LedgerError, match=r"does not know of .*, which released something"):
+    with pytest.raises(LedgerError, match=r"does not know of .*, which made releases"):
         ledger(tmp_path)
     silo.path.unlink()
     with pytest.raises(LedgerError, match="does not know of"):

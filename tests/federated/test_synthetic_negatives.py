@@ -290,12 +290,12 @@ def no_set(root: Path) -> None:
     ("damage", "message"),
     [
         (no_privacy, "claims no differential privacy"),
-        (edited_query, "its card does not stand"),
-        (edited_card, "its card does not stand"),
+        (edited_query, "its card is not valid"),
+        (edited_card, "its card is not valid"),
         (contradicted, "AN AUDIT CONTRADICTS THIS CLAIM"),
         (of_another_silo, r"was not charged to silo_ledger\.query\.jsonl"),
         (ledger_thrown_away, r"was not charged to silo_ledger\.query\.jsonl"),
-        (generator_thrown_away, "its card does not stand"),
+        (generator_thrown_away, "its card is not valid"),
         (sentences_private_again, "9 sentences that queries were written for are not among those"),
         (no_set, "task=federated_generators"),
     ],
@@ -311,7 +311,7 @@ def test_a_card_that_does_not_cover_what_would_be_sent_is_refused(
 @pytest.mark.parametrize("settings", [ANSWERED, TRAINED], ids=["answers", "training"])
 def test_a_silo_reads_no_set_that_was_not_verified(world: Path, settings: PddAs2) -> None:
     edited_query(world)
-    with pytest.raises(PrivateDataError, match="does not stand"):
+    with pytest.raises(PrivateDataError, match="is not valid"):
         client0(world, settings)
 
 
@@ -348,7 +348,7 @@ def test_without_a_budget_the_card_is_verified_all_the_same(world: Path) -> None
     client = client0(world, plain)
     assert client.synthetic is not None and not client.synthetic.releases and client.epsilon() is None
     edited_query(world)
-    with pytest.raises(PrivateDataError, match="does not stand"):
+    with pytest.raises(PrivateDataError, match="is not valid"):
         client0(world, plain)
 
 

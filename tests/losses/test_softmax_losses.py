@@ -197,5 +197,5 @@ def test_own_negatives_of_one_row_are_nothing_to_another_row() -> None:
 def test_hard_negatives_of_other_shapes_are_refused(settings: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         HardNegativeSoftmaxLoss()(torch.ones(3, 4), torch.ones(3, 4), **settings)
-    with pytest.raises(ConfigurationError, match="not one positive for each query"):
+    with pytest.raises(ConfigurationError, match="must have one positive for each query"):
         HardNegativeSoftmaxLoss()(torch.ones(3, 4), torch.ones(2, 4))

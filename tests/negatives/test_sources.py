@@ -131,7 +131,7 @@ def test_another_seed_draws_others() -> None:
 
 def test_a_query_with_too_few_is_filled_up_and_that_is_told_once() -> None:
     sources = learned(GoldNegatives(per_query=3))
-    with pytest.warns(UserWarning, match="random public passages stand in") as told:
+    with pytest.warns(UserWarning, match="random public passages replace them") as told:
         first = named(sources, *range(8))
         named(sources, *range(8), step=1)
     assert len(told) == 1

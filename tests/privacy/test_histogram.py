@@ -260,7 +260,7 @@ def test_a_histogram_is_read_as_it_was_written_and_one_of_another_version_is_ref
     with pytest.raises(DataError, match="private-histogram/2"):
         ReleasedHistogram.read(tmp_path)
     path.write_text("[]")
-    with pytest.raises(DataError, match="no histogram of this program"):
+    with pytest.raises(DataError, match="not a histogram from task=histogram"):
         ReleasedHistogram.read(tmp_path)
     path.unlink()
     with pytest.raises(DataError, match="task=histogram"):

@@ -77,7 +77,7 @@ def test_the_command_line_is_the_one_that_wandbs_agent_would_make(tmp_path: Path
     ("changes", "said"),
     [
         ({"method": "bayes"}, "chooses its next trial by results"),
-        ({"method": "random"}, "for ever without run_cap"),
+        ({"method": "random"}, "never ends without run_cap"),
         ({"parameters": {"lr": {"min": 0.1, "max": 1.0}}}, "no list of trials"),
         ({"parameters": {"lr": {"values": [1, 1]}}}, "lists a value twice"),
         ({"parameters": {}}, "no parameters to vary"),

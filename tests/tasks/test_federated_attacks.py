@@ -139,7 +139,7 @@ def test_a_report_on_private_silos_is_internal(world: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"whose": None}, "say whose they are"),
+        ({"whose": None}, "declare their kind"),
         ({"attacks": ["guess"]}, r"task\.attacks="),
         ({"candidates": 1}, r"task\.candidates=1"),
         ({"request_eps": [1.0, 1.0]}, r"task\.request_eps="),

@@ -219,7 +219,7 @@ def test_a_histogram_that_was_charged_to_another_generator_is_refused(chain: Pat
 
 @pytest.mark.parametrize(
     ("bound", "duplicates", "words"),
-    [(2, "keep", "is not true of these data"), (8, "merge", r"datamodule\.duplicates=merge"), (8, "keep", None)],
+    [(2, "keep", "contradicts these data"), (8, "merge", r"datamodule\.duplicates=merge"), (8, "keep", None)],
 )
 def test_a_bound_on_the_units_of_a_user_is_held_against_the_log_before_anything_is_counted(
     bound: int, duplicates: str, words: str | None, chain: Path, tmp_path: Path

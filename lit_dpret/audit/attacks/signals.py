@@ -123,7 +123,7 @@ def _signals(pairs: EncodedPairs, temperature: float) -> dict[str, Floats]:
         similarity, negatives = (pairs.queries * pairs.passages).sum(axis=1), pairs.queries @ pairs.pool.T
     masked = np.where(pairs.own, -np.inf, negatives)
     if np.isneginf(masked).all(axis=1).any():
-        raise DataError("The pool holds nothing but the passage of a pair: take another pool.")
+        raise DataError("The pool contains only the passage of a pair: use another pool.")
     counted = (~pairs.own).sum(axis=1)
     ahead = (masked >= similarity[:, None]).sum(axis=1)
     return {

@@ -181,5 +181,5 @@ def check_sentinels(reader: object, canary: Canary) -> None:
         raise ConfigurationError(
             f"Canary {canary.name} is of kind new_token, and this model has no unused tokens <extra_id_N>: its "
             f"tokenizer makes {len(found[1]) - len(found[0])} tokens of one. Choose canaries.kinds=[echo], whose "
-            "secrets are rare words, for it."
+            "secrets are rare words."
         )

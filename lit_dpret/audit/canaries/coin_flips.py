@@ -189,7 +189,7 @@ def coins_in_run(
     path = run_dir / CANARIES
     if not resume:
         raise ResumeError(
-            f"{run_dir} already holds a run. Say resume=true to go on with it, or choose another hydra.run.dir."
+            f"{run_dir} already holds a run. Use resume=true to continue it, or choose another hydra.run.dir."
         )
     if not path.is_file():
         raise ResumeError(

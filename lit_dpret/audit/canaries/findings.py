@@ -64,7 +64,7 @@ class Outcome:
     def of(cls, training: int, score: Mapping[str, Any], leak: Mapping[str, Any]) -> Outcome:
         """Build the outcome from ``SecretScore.to_dict`` and ``Leak.to_dict`` of one canary."""
         if score["name"] != leak["name"]:
-            raise DataError(f"The score of canary {score['name']} stands beside what was drawn for {leak['name']}.")
+            raise DataError(f"The score of canary {score['name']} was paired with the draws for {leak['name']}.")
         log = score["log_probability"]
         chance = 0.0 if score["never_drawn"] else None if log is None else math.exp(log)
         fields = {name: score[name] for name in ("kind", "side", "copies", "rank", "exposure")}

@@ -404,7 +404,7 @@ def plant_in_run(
         canaries = read_canaries(path)
     elif path.is_file() and not resume:
         raise ResumeError(
-            f"{path} holds the canaries of an earlier run, whose secrets would be lost. Say resume=true to go on with "
+            f"{path} holds the canaries of an earlier run, whose secrets would be lost. Use resume=true to continue "
             "it, or choose another hydra.run.dir."
         )
     elif path.is_file():
@@ -423,7 +423,7 @@ def plant_in_run(
 
 def _no_pairs(data: object) -> ConfigurationError:
     return ConfigurationError(
-        f"{type(data).__name__} has no pairs of texts that canaries could stand beside. Set canaries to null."
+        f"{type(data).__name__} has no pairs of texts to which canaries could be added. Set canaries to null."
     )
 
 

@@ -205,7 +205,7 @@ def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[
         DataError: The target has none of the matrix's signals, or the population is empty.
     """
     if not len(population):
-        raise DataError("RMIA needs some texts that the target was not trained on, beside those that are attacked.")
+        raise DataError("RMIA needs texts that the target was not trained on, besides the attacked ones.")
     spread: Spread = "example" if len(matrix.included) >= ENOUGH_FOR_OWN_SPREAD else "pooled"
     found: dict[str, Floats] = {}
     for name in COMPARED:

@@ -50,7 +50,7 @@ class Planted:
         if not self.questions <= self.told <= self.attributes:
             raise ConfigurationError(
                 f"planted: questions={self.questions}, told={self.told} and attributes={self.attributes} must not "
-                "fall in this order: a question is about what a passage tells, and that is one of the attributes."
+                "decrease in this order: a question is about a fact in a passage, and a fact is one of the attributes."
             )
         if self.common and self.clients * self.told > self.attributes:
             raise ConfigurationError(

@@ -171,8 +171,8 @@ def check_ledgers(client: SiloClient, context: Context) -> None:
         known = path.read_bytes()[: int(size)] if path.is_file() else b""
         if hashlib.sha256(known).hexdigest() != digest:
             raise LedgerError(
-                f"{path} is not the ledger that this node wrote in an earlier round, or has lost entries. Restore it "
-                "from a copy: without it nobody knows what is spent."
+                f"{path} is not this node's ledger of an earlier round, or has lost entries. Restore it "
+                "from a copy: without it the spending is unknown."
             )
 
 

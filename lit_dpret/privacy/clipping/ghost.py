@@ -237,8 +237,8 @@ class GhostClipping(ClippedSum):
             if use.axis == 0 or use.axis % batch.rows:
                 raise UnsupportedModelError(
                     f"{use.site.name} ({type(use.site.module).__name__}) works on tensors whose first axis is "
-                    f"{use.axis} for a batch of {batch.rows} rows, so its gradient has no batch axis. "
-                    f"Put the batch first, or expand what is shared to the batch. {WAYS_OUT}",
+                    f"{use.axis} for a batch of {batch.rows} rows, so its gradient has no batch axis. Put the batch "
+                    f"first, or expand shared tensors to the batch. {WAYS_OUT}",
                     trap="T10",
                 )
             use.refuse_changed_input()

@@ -62,8 +62,8 @@ class OpacusClipping(ClippedSum):
         for name, layer in self.module.named_modules():
             if isinstance(layer, torch.jit.ScriptModule) and any(id(p) in names for p in layer.parameters()):
                 raise UnsupportedModelError(
-                    f"{name or 'the module'} was made by torch.jit.script or trace, into whose layers "
-                    f"privacy.engine=opacus cannot look. Use the module that it was made from. {WAYS_OUT}",
+                    f"{name or 'the module'} was made by torch.jit.script or trace, whose layers "
+                    f"privacy.engine=opacus cannot read. Use the original module. {WAYS_OUT}",
                     trap="T13",
                 )
             own = [names[id(p)] for p in layer._parameters.values() if p is not None and id(p) in names]
@@ -171,7 +171,7 @@ class OpacusClipping(ClippedSum):
             shape = tuple(found.shape) if isinstance(found, Tensor) else f"a list of {len(found)}"
             raise UnsupportedModelError(
                 f"Parameter {name}: opacus returns per-row gradients of shape {shape} for {rows} rows, "
-                f"so they cannot be told apart by row. {INSTEAD}"
+                f"so they cannot be assigned to rows. {INSTEAD}"
             )
         return found
 

@@ -234,11 +234,11 @@ class RecordingCheck:
         if wrong:
             use = wrong[-1]  # the first in the forward pass may only hand on what the last one did
             raise UnsupportedModelError(
-                f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be told apart by "
-                f"unit: its first axis of {use.axis} is not the batch of {batch.rows} rows (put the batch first, "
-                "or expand what is shared to the batch), or the loss of one unit depends on another unit "
-                f"(in-batch negatives, batch statistics), which clipping cannot bound. ({len(wrong)} of "
-                f"{len(uses)} recorded calls are concerned.)",
+                f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: its "
+                f"first axis of {use.axis} is not the batch of {batch.rows} rows (put the batch first, or expand "
+                "shared tensors to the batch), or the loss of one unit depends on another unit (in-batch negatives, "
+                f"batch statistics), which clipping cannot bound. ({len(wrong)} of {len(uses)} recorded calls are "
+                "concerned.)",
                 trap="T10",
             )
         for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):

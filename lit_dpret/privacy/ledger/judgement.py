@@ -93,7 +93,7 @@ def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, An
     """
     found = [dict(record) for record in records if record.get("kind") == "plan"]
     if not found:
-        raise LedgerError("The ledger holds no plan record: nobody can say which claim its releases were made for.")
+        raise LedgerError("The ledger has no plan record: the claim of its releases is unknown.")
     plans = [PrivacyPlan.from_dict(record["plan"]) if record.get("plan") else None for record in found]
     claims = {None if p is None else (p.budget.delta, p.budget.unit, p.budget.neighbours, p.budget.duplicates,
                                       p.accountant) for p in plans}  # fmt: skip

@@ -222,7 +222,7 @@ class PrivateRun:
                 )
             raise ResumeError(
                 f"{path} already holds a ledger: a second run in this folder would hide what the first one "
-                "spent. Say resume=true to go on with it, or choose another hydra.run.dir."
+                "spent. Use resume=true to continue it, or choose another hydra.run.dir."
             )
         if resume:
             require_run(path)
@@ -291,7 +291,7 @@ class PrivateRun:
             )
         elif before.get("files_fingerprint", now["files_fingerprint"]) != now["files_fingerprint"]:
             raise ResumeError(
-                "resume=true with another file of labels or negatives than the ledger's: what stands there was made of "
+                "resume=true with another file of labels or negatives than the ledger's: its content depends on "
                 "private queries, and the claim is about one data set. Restore it, or start a new run in another "
                 "hydra.run.dir."
             )

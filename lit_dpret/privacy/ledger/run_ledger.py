@@ -149,8 +149,8 @@ class KeyBook:
         key = _key(record)
         if key not in self.steps:
             raise LedgerError(
-                f"{record['kind']} of attempt {key[0]}, step {key[1]} without an earlier intent: "
-                "noise was drawn that nobody had announced."
+                f"{record['kind']} of attempt {key[0]}, step {key[1]} without an earlier intent: noise was drawn "
+                "without announcement."
             )
         return self.steps[key]
 

@@ -302,8 +302,8 @@ def noted_in(folder: Path) -> frozenset[TrainedIn]:
                 found |= noted(json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"{path} cannot be read. It tells which runs trained the model beside it: take the folder as it "
-                    "was written.",
+                    f"{path} cannot be read. It names the runs that trained the model beside it: use the folder "
+                    "unchanged.",
                     trap="T30",
                 ) from error
     return frozenset(found)

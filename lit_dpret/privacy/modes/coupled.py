@@ -177,7 +177,7 @@ class CoupledMode(GaussianMode):
         if not hasattr(module, "pair_batch"):
             raise UnsupportedModelError(
                 f"privacy={self.name} is for modules that contrast the pairs of a batch (DualEncoder, "
-                f"FrozenDualEncoder, EmbeddingTrainer); {type(module).__name__} is none. Choose privacy=dp_sgd.",
+                f"FrozenDualEncoder, EmbeddingTrainer); {type(module).__name__} does not. Choose privacy=dp_sgd.",
                 trap="T11",
             )
 

@@ -212,8 +212,8 @@ def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple
     if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
         raise PrivateDataError(
             f"{knob}={encoder} has a privacy card, or is a part of what one describes, or was trained by a run that "
-            f"left its name ({trace[0]}): private queries went into it, and bins that it makes would tell of them. "
-            "Take minilm or another public encoder."
+            f"left its name ({trace[0]}): it was trained on private queries, and its bins would reveal them. Use "
+            "minilm or another public encoder."
         )
     if str(encoder) == "minilm" and not folder.is_dir():
         return ()

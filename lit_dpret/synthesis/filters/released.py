@@ -134,8 +134,8 @@ def load_released(
         ancestors = set()
     else:
         raise DataError(
-            f"{place} holds no {CARD_NAME}, so nobody could say what its queries promise. Take the folder that "
-            "task=synthesize wrote, or declare by task.queries_are_public=true that nothing private went into it."
+            f"{place} holds no {CARD_NAME}, so the claim of its queries is unknown. Use a folder from task=synthesize, "
+            "or declare by task.queries_are_public=true that it contains nothing private."
         )
     passages = open_corpus(parts["corpus"]).texts
     sources = _sources(parts["qrels"]["train"])
@@ -163,8 +163,8 @@ def _check_same_passages(place: Path, passages: Mapping[str, str], sources: Mapp
     for name in sources.values():
         if name in own and name in passages and own[name] != passages[name]:
             raise DataError(
-                f"task.corpus has another text for passage {name!r} than {place}, whose queries were written for that "
-                "one. Give the corpus that they were made from, or leave it null."
+                f"task.corpus has another text for passage {name!r} than {place}, whose queries were written for the "
+                "latter. Use the original corpus, or leave it null."
             )
 
 

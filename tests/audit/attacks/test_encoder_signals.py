@@ -53,7 +53,7 @@ def test_a_reference_with_other_pairs_or_a_temperature_of_zero_is_refused() -> N
         encoder_signals(PAIRS, reference=other)
     with pytest.raises(ConfigurationError, match="temperature=0"):
         encoder_signals(PAIRS, temperature=0)
-    with pytest.raises(DataError, match="nothing but the passage"):
+    with pytest.raises(DataError, match="only the passage of a pair"):
         encoder_signals(EncodedPairs(PAIRS.queries, PAIRS.passages, PAIRS.pool, np.ones((2, 3), dtype=bool), True))
 
 

@@ -75,7 +75,7 @@ def test_shadow_attacks_find_members_that_the_loss_alone_does_not() -> None:
 def test_the_slope_is_the_one_with_which_a_known_model_is_attacked_best() -> None:
     _, matrix, _, population = simulated(0.3)
     assert 0 <= offline_slope(matrix, population) <= 1
-    with pytest.raises(DataError, match="some texts that the target was not trained on"):
+    with pytest.raises(DataError, match="RMIA needs texts that the target was not trained on"):
         shadow_scores(simulated(0.3)[0], matrix, population=np.array([], dtype=int))
 
 

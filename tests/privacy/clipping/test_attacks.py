@@ -102,7 +102,7 @@ def test_rows_that_are_picked_otherwise_than_in_the_audited_batch_are_audited_ag
         return clipping
 
     later = lib.Case(model, lambda b: 50 * model(b["ids"]), {"ids": all_in_one})
-    with pytest.raises(UnsupportedModelError, match="cannot be told apart by unit"):
+    with pytest.raises(UnsupportedModelError, match="cannot be assigned to units"):
         later.run(engine_after_first_batch())
     monkeypatch.setattr("lit_dpret.privacy.clipping.recording_check.row_pattern", lambda loss, rows: ())
     clipping = engine_after_first_batch()
@@ -125,7 +125,7 @@ def test_rows_that_are_sorted_by_length_and_put_back_are_audited_again(lib: Simp
     x = torch.randn(6, 6, dtype=torch.float64) * lengths
     clipping = make_engine("ghost", model, max_grad_norm=1.0)
     lib.Case(model, losses, {"x": x}).run(clipping)
-    with pytest.raises(UnsupportedModelError, match="cannot be told apart by unit"):
+    with pytest.raises(UnsupportedModelError, match="cannot be assigned to units"):
         lib.Case(model, losses, {"x": x.flip(0)}).run(clipping)
 
 

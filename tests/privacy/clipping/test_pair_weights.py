@@ -121,9 +121,9 @@ def test_fewer_digits_than_fp32_are_refused_where_something_is_trained_and_allow
     passages.requires_grad_(True)
     trained = {name: p for name, p in pairs.module.named_parameters() if p.requires_grad}
     for norms in ("pair_ghost", "jacobian", "k_blocks", "brute_force"):
-        with pytest.raises(UnsupportedModelError, match=r"torch.bfloat16\) has fewer digits"):
+        with pytest.raises(UnsupportedModelError, match=r"torch.bfloat16\) has lower precision"):
             table(replace(pairs, batch=low), norms)
-    with pytest.raises(UnsupportedModelError, match="has fewer digits"):
+    with pytest.raises(UnsupportedModelError, match="has lower precision"):
         weighted_backward(low, torch.ones(5, 5), trained, rows_at_once=5)
     whole = build("mlp")
     rounded = replace(whole.batch, embed_queries=lambda x: whole.batch.embed_queries(x).bfloat16())

@@ -53,7 +53,7 @@ def test_the_audit_alone_catches_a_shared_position_embedding(
             record(self, site, output, saved, aliases)
 
         monkeypatch.setattr(recorder.Recorder, "_record", transposed)
-        words = "cannot be told apart"
+        words = "cannot be assigned to units"
     else:
         plain = ghost.contributions_of
 

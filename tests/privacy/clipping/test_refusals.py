@@ -244,7 +244,7 @@ def test_positions_shared_by_the_batch_are_refused_outside_the_known_embeddings(
     ids = {"ids": torch.randint(0, 9, (rows, 4))}
     for shared in (torch.arange(4), torch.arange(4)[None]):
         case = lib.Case(model, lambda b, shared=shared: (tokens(b["ids"]) + positions(shared)).sin().sum((1, 2)), ids)
-        with pytest.raises(UnsupportedModelError, match="expand what is shared"):
+        with pytest.raises(UnsupportedModelError, match="expand shared tensors"):
             case.run(make_engine("ghost", model, max_grad_norm=1.0))
 
 

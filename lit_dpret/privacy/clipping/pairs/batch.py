@@ -141,8 +141,8 @@ def refuse_low_precision(name: str, parameter: Tensor) -> None:
 
 def _low_precision(what: str, dtype: torch.dtype) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{what} ({dtype}) has fewer digits than fp32: norms and gradient come from two passes, whose rounding errors "
-        "would exceed the bound. Train in fp32."
+        f"{what} ({dtype}) has lower precision than fp32: norms and gradient come from two passes, whose rounding "
+        "errors would exceed the bound. Train in fp32."
     )
 
 
