@@ -79,6 +79,12 @@ def test_the_grid_is_as_fine_as_the_charge_asks_and_no_finer() -> None:
             assert 2 * grid * math.sqrt(coordinates) <= ROUNDING_SHARE < 4 * grid * math.sqrt(coordinates) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("word", ["off", "no", "chacha20", 0, None])
+def test_a_word_that_would_be_taken_for_true_does_not_choose_the_generator(word: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.secure_rng"):
+        DPSGD(eps=1.0, secure_rng=word)
+
+
 def test_noise_that_needs_a_finer_grid_than_integers_hold_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"privacy\.noise=gaussian"):
         grid_bits(1e9, 10**12)

@@ -31,7 +31,7 @@ from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Upd
 from lit_dpret.privacy.noise import KeyedStream, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.privacy.state_watch import StateWatch
-from lit_dpret.settings import require_choice, require_number, require_whole
+from lit_dpret.settings import require_choice, require_number, require_switch, require_whole
 
 #: A law of each kind, to ask of any data whether an accountant judges it.
 _DRAWN_SO: dict[str, SamplingLaw] = {
@@ -108,6 +108,7 @@ class GaussianMode(PrivacyMode):
                 f"privacy.noise_multiplier={noise} is not a positive, finite number. "
                 "Leave it null to have it calibrated, or choose privacy=none."
             )
+        require_switch("privacy", self, "secure_rng")
         require_number("privacy", self, "total_eps", null=True)
         if self.total_eps is not None and ledger is None:
             raise ConfigurationError(
