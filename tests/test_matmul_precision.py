@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lit_dpret.matmul_precision import shortened_products, whole_convolutions, whole_products
+from lit_dpret.matmul_precision import shortened_products, tf32_products, whole_convolutions, whole_products
 
 BACKENDS = torch.backends
 FAMILIES: list[Any] = [BACKENDS, BACKENDS.mkldnn, BACKENDS.cudnn]
@@ -65,3 +65,23 @@ def test_products_and_convolutions_are_whole_for_a_while_and_the_setting_is_give
         inside = found()
         assert {inside[0], inside[1], inside[4], inside[5]} <= {"ieee", "none"}
     assert found() == before
+
+
+@pytest.mark.parametrize(("backend", "value"), [(BACKENDS.cuda.matmul, "none"), *SHORT])
+def test_products_of_cuda_are_tf32_for_a_while_inside_of_whole_ones(backend: Any, value: str) -> None:
+    backend.fp32_precision = value
+    before = found()
+    with whole_products():
+        whole = found()
+        with tf32_products():
+            assert found()[0] == "tf32" and found()[1] == whole[1]
+        assert found() == whole
+    assert found() == before
+
+
+def test_tf32_products_leave_the_older_setting_readable() -> None:
+    with whole_products():
+        for _ in range(2):
+            with tf32_products():
+                pass
+    assert torch.get_float32_matmul_precision() == "highest" and shortened_products() is None

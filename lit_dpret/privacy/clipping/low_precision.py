@@ -366,12 +366,19 @@ class LowPrecisionGhostClipping(GhostClipping):
 
     def __init__(self, module: nn.Module, *, verify: bool = False, **clipping: Unpack[ClipSettings]) -> None:
         super().__init__(module, verify=verify, **clipping)
+        self._probed: set[torch.device] = set()
         for device in {parameter.device for parameter in self.parameters.values()}:
+            self._probe(device)
+
+    def _probe(self, device: torch.device) -> None:
+        if device not in self._probed:
             check_products(device, self.form.name)
+            self._probed.add(device)
 
     def _recorded(self, row_loss: RowLoss, batch: UnitRows) -> tuple[Tensor, Contributions]:
         """The losses and contributions, after any check, with the factors of outer products rounded to the format."""
         losses, contributions = super()._recorded(row_loss, batch)
+        self._probe(losses.device)  # the module may have been moved since
         rounded: dict[object, tuple[Tensor, Tensor]] = {}  # with what it was made from, whose place none may take
         with torch.no_grad():
             for name, uses in contributions.items():

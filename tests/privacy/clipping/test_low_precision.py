@@ -286,6 +286,8 @@ def test_the_parts_of_a_scaled_input_miss_it_by_no_more_than_omega(name: Any) ->
 
 def test_a_device_that_adds_up_in_few_digits_is_refused(monkeypatch: Patch) -> None:
     check: Any = low.check_products
+    model = nn.Linear(2, 2)
+    moved: Any = make_engine("ghost_bf16", model, max_grad_norm=1.0)
     for name in NAMES:
         check(torch.device("cpu"), name)
     monkeypatch.setattr(low, "product", tensor_core)
@@ -306,6 +308,9 @@ def test_a_device_that_adds_up_in_few_digits_is_refused(monkeypatch: Patch) -> N
         monkeypatch.setattr(low, "product", bad)
         with pytest.raises(UnsupportedModelError, match=r"privacy\.engine"):
             make_engine("ghost_bf16", nn.Linear(2, 2), max_grad_norm=1.0)
+    moved._probed.clear()  # as where a module goes to another device after the engine was made
+    with pytest.raises(UnsupportedModelError, match=r"privacy\.engine"):
+        moved.add(lambda: model(torch.randn(3, 2)).sum(1), torch.arange(3), torch.ones(3, dtype=torch.bool))
 
 
 # -- small, large and broken values ----------------------------------------------------------------------------
