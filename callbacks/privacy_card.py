@@ -31,7 +31,7 @@ from lit_dpret.cards.provenance import (
     text_hashes,
 )
 from lit_dpret.cards.text import privacy_line
-from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number
+from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number, refuse_trials_of_no_choice
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.judgement import Assumption, leaks
@@ -95,6 +95,7 @@ class PrivacyCard(Callback):
         self._overlapping = frozenset[str]()
         if pretraining_overlap is not None:
             self.overlap, self._overlapping = overlap_facts(pretraining_overlap)
+        refuse_trials_of_no_choice(self.tuning, knob="callbacks.card.tuning_")
         declared_search(self.tuning)  # a declaration that cannot be priced is refused before the run, not after it
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

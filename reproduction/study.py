@@ -22,6 +22,7 @@ import torch
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Section
 from lit_dpret.cards.card import read_card
+from lit_dpret.cards.tuning import AMONG, refuse_told_as_none, refuse_trials_of_no_choice
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.modes import NoPrivacy
@@ -144,11 +145,17 @@ class RetrievalStudy(Study, ABC):
     def __post_init__(self) -> None:
         self.chosen = some_of("task.only", self.only, list(self.variants))
         require_whole("task", self, 1, "seeds")
+        for name in self.chosen:  # refused here, and not at the first card
+            tried = {"data": self.tuning_data, "n_trials": getattr(self.variants[name], "trials", None)}
+            refuse_trials_of_no_choice(tried, knob=f"task.variants.{name}.")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every stage that is not done yet; returns nDCG@10 by row."""
         self._parts = parts
         cells = self.cells()
+        if self.keep_models and sum(map(self.is_private, cells)) > 1:
+            several = "task.keep_models=true and several private rows"
+            refuse_told_as_none(self.tuning_data, several, AMONG, knob="task.tuning_")
         with torch.random.fork_rng(devices=[]):  # what is only asked about changes no draw of the study
             start = self.retriever(privacy=NoPrivacy())
         self._promise = privacy_of_encoder(start.pretrained, start)

@@ -43,6 +43,8 @@ _CHOSEN = {
 #: Data on which a choice tells of private data, or may. Trainings on private data tell of these whatever they are
 #: scored on: the best of them is a function of all of them.
 _OPEN = ("private", "unknown", "synthetic")  # the gravest first
+#: What somebody chooses among who takes one of several private trainings.
+AMONG = "trainings on private data"
 _METHODS = ("none", "random_stopping")
 #: Data that trials are scored on, with what the sum of their epsilons leaves out.
 _COVERED = {"private": " The records on which the trials were scored are not covered.", "public": "", "none": ""}
@@ -73,10 +75,12 @@ def tuning_facts(
         delta: Of the claim; None where nothing is claimed.
 
     Raises:
-        ConfigurationError: ``data`` or ``method`` is no known word, or the search is declared in part,
-            for data on which a search costs nothing, or together with the number of its runs.
+        ConfigurationError: ``data`` or ``method`` is no known word, several trials are declared where nothing was
+            chosen, or the search is declared in part, for data on which a search costs nothing, or together with the
+            number of its runs.
     """
     given = {key: value for key, value in (tuning or {}).items() if value is not None}
+    refuse_trials_of_no_choice(given)
     chosen: dict[str, Any] = {"data": "unknown", "n_trials": None, "method": None, "note": "", **given}
     if sweep is not None:
         chosen |= _as_told(chosen, sweep)
@@ -187,6 +191,24 @@ def refuse_told_number(tuning: Mapping[str, Any], teller: str, *, knob: str = "c
         raise ConfigurationError(
             f"{knob}method=random_stopping with {teller}: its cost is proved only for a secret number of runs, and "
             f"{teller} reveals it. Remove one of the two."
+        )
+
+
+def refuse_trials_of_no_choice(tuning: Mapping[str, Any], *, knob: str = "tuning_") -> None:
+    """Refuse a number of trials beside the declaration that nothing was chosen."""
+    if tuning.get("data") == "none" and (tuning.get("n_trials") or 0) > 1:
+        raise ConfigurationError(
+            f"{knob}trials={tuning['n_trials']} with tuning_data=none: who tried several settings has chosen one. Say "
+            "in tuning_data what the choice was made on, or leave the number of trials null."
+        )
+
+
+def refuse_told_as_none(data: str | None, chooser: str, among: str, *, knob: str, way: str = "") -> None:
+    """Refuse ``none`` and ``public`` on the cards of several runs among which ``chooser`` lets somebody choose."""
+    if data in ("none", "public"):
+        raise ConfigurationError(
+            f"{knob}data={data} with {chooser}: selecting one of these runs is a choice among {among}, "
+            f"whatever data scored them. Leave {knob}data unknown{way}."
         )
 
 

@@ -89,7 +89,9 @@ def run(cfg: DictConfig) -> Any:
     if many or cfg.objective is not None:
         from lit_dpret.tasks.trial import refuse_other_choice
 
-        refuse_other_choice(task, parts, cfg.objective, swept()[0] if many else ())
+        varied, known = swept() if many else ([], None)
+        # Where the runs are known, all of them were compared before the first (`tell_cost`).
+        refuse_other_choice(task, parts, cfg.objective, varied, releases=None if known is None else ())
     before = dict(os.environ)
     with one_job():
         try:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -26,6 +27,7 @@ from lit_dpret.encoders.backbones import hold_rotary_positions, position_limit, 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.families import IGNORED, DecoderOnly, family_of
 from lit_dpret.modules.fine_tuning import (
+    PromptTuning,
     add_prompt,
     freeze_all_but,
     refuse_two_choices,
@@ -183,7 +185,9 @@ class QueryGenerator(PrivateModule):
             enable_checkpointing(self.model)
         if lora is not None:
             self.model = cast(PreTrainedModel, with_lora(self.model, lora))
+        self._tuned_from: str | None = None
         if prompt_tuning is not None:
+            self._tuned_from = PromptTuning.of(prompt_tuning).prompt_tuning_init_text
             ids = add_prompt(self.model, prompt_tuning, known)
             self.codec = replace(self.codec, contract=replace(contract, virtual_ids=ids))
             self._check_lengths(virtual=len(ids))
@@ -290,33 +294,51 @@ class QueryGenerator(PrivateModule):
             )
         return whole_prompt(known, text, self.examples, chat=chat)
 
-    def refuse_protected(self, data: Any) -> None:
-        """Refuse a query of ``data`` in the prompt or its examples, which are published.
+    def refuse_protected(self, data: Any, published: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Refuse a query of ``data`` in the prompt or its examples, or in other texts that are published.
+
+        Args:
+            data: The DataModule of the run.
+            published: Those other texts, by the settings that hold them.
 
         Raises:
-            ConfigurationError: A query of any split is a text of an example, or stands in the prompt with four words or
-                more; case and punctuation aside.
+            ConfigurationError: A query of any split is such a text or one of an example, or stands in the text or the
+                prompt with four words or more; case and punctuation aside.
         """
         collection = getattr(data, "collection", None)
         if self.privacy.guarantee != "dp" or collection is None:
             return
-        alone = {_words(text) for example in self.examples for text in (example.passage, example.query)}
-        whole = f" {_words(self.codec.contract.prompt)} "
-        for query in map(_words, collection.queries.values()):
-            if query in alone or (query.count(" ") >= 3 and f" {query} " in whole):
+        texts = dict(published)
+        if self._tuned_from is not None:
+            texts["model.prompt_tuning.prompt_tuning_init_text"] = self._tuned_from
+        words = {knob: _words(text) for knob, text in texts.items()}
+        examples = {_words(text) for example in self.examples for text in (example.passage, example.query)}
+        prompt = _words(self.codec.contract.prompt)
+        for query in filter(None, map(_words, collection.queries.values())):
+            long = query.count(" ") >= 3
+            held = [knob for knob, text in words.items() if query == text or (long and f" {query} " in f" {text} ")]
+            if query in examples or (long and f" {query} " in f" {prompt} "):
+                held.append("model.few_shot or model.prompt")
+            if held:
                 raise ConfigurationError(
-                    "model.few_shot or model.prompt holds a query of the run's own data in the same words: the prompt "
-                    "is published with the model, and the queries are protected. Take examples of public data.",
+                    f"{held[0]} holds a query of the run's own data in the same words: it is published, and the "
+                    "queries are protected. Take a text of public data.",
                     trap="T25",
                 )
 
     def assumptions(self) -> list[str]:
-        if not self.examples:
-            return []
-        return [
-            f"The {len(self.examples)} examples of model.few_shot, which are published word for word with the model, "
-            "are public, as declared."
-        ]
+        told = []
+        if self.examples:
+            told.append(
+                f"The {len(self.examples)} examples of model.few_shot, which are published word for word with the "
+                "model, are public, as declared."
+            )
+        if self._tuned_from is not None:
+            told.append(
+                "The text that the virtual tokens of model.prompt_tuning start from, which can be read off the model, "
+                "is public, as declared."
+            )
+        return told
 
     def _check_sizes(self) -> None:
         vocabulary, words = self.model.get_input_embeddings().num_embeddings, len(self.codec.tokenizer)

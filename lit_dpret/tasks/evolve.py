@@ -10,7 +10,7 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from string import Formatter
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from torch import Tensor
@@ -40,7 +40,7 @@ from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import Assumption, leaks
 from lit_dpret.privacy.ledger.private_run import PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
@@ -60,18 +60,21 @@ from lit_dpret.synthesis.writer import (
     opened,
     write_set,
 )
-from lit_dpret.tasks.histogram import counting_run, queries_of, read_units
+from lit_dpret.tasks.histogram import code_of_units, copied_ledger, counting_run, queries_of, read_units
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.synthesize import SYNTHETIC, SetDrawing, public_sample
 
 GENERATOR, GENERATIONS = "generator", "generations"
 MOST_GENERATIONS = 50
+_OF_THE_MACHINE = ("device", "threads", "torch", "transformers")
 _COMPARED = ("population", "queries", "threshold", "keep", "vote_power", "fresh", "per_passage", "variation", "nearest")
 
 
 @dataclass(kw_only=True)
 class Evolve(SetDrawing):
     """Write synthetic queries selected by the votes of private queries, with a privacy card of the votes."""
+
+    releases_itself: ClassVar[bool] = True
 
     passages_are_public: bool = False
     generations: int = 3
@@ -121,15 +124,19 @@ class Evolve(SetDrawing):
         """Write ``run_dir/synthetic``, with ledger and card of the votes in the run folder; return epsilon."""
         folder = parts.run_dir
         check_run_dir(folder, min_free_mb=self.min_free_mb)
-        if parts.resume and (folder / SYNTHETIC / CARD_NAME).is_file():
-            return self._tell(folder)
         mode = self._mode(parts)
         module = self._module(parts, mode)
         data, units = read_units(parts, mode)
-        module.refuse_protected(data)
+        asked = self.variation.format(passage="\n", query="\n")
+        module.refuse_protected(data, {"task.variation": asked, "task.tuning_note": self.tuning_note or ""})
         passages = self._passages(data)
         plan = self._plan(mode, data, len(units))
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
+        if parts.resume and (folder / SYNTHETIC / CARD_NAME).is_file():
+            with copied_ledger(parts) as copied:
+                writer = self._writer(copied, module)
+                self._open(copied, mode, data, plan, module, writer, passages, dataset, finished=True).ledger.close()
+            return self._tell(folder)
         if dataset is not None:
             require_room(dataset, folder / LEDGER_NAME, plan.release(), steps=plan.steps, earlier=())
         writer = self._writer(parts, module)
@@ -158,7 +165,7 @@ class Evolve(SetDrawing):
                     tuning=self.tuning,
                     environment=environment_facts(),
                     output_released=("the noised votes of every generation", "the queries that they selected"),
-                    assumptions=[*leaks(records), *self._trusts],
+                    assumptions=[*leaks(records), *self._trusts, *code_of_units(data)],
                     pretraining={"model": shown(module.pretrained)},
                 ),
             ),
@@ -261,7 +268,7 @@ class Evolve(SetDrawing):
 
     def _open(
         self, parts: Parts, mode: GaussianMode, data: Any, plan: PrivacyPlan, module: QueryGenerator, writer: _Writer,
-        passages: Mapping[str, str], dataset: DatasetLedger | None,
+        passages: Mapping[str, str], dataset: DatasetLedger | None, *, finished: bool = False,
     ) -> PrivateRun:  # fmt: skip
         # Compared on resume, one by one; all of it is public.
         facts = {
@@ -270,6 +277,10 @@ class Evolve(SetDrawing):
             **picked(self, *_COMPARED),
             **{f"drawn_{name}": value for name, value in drawing_facts(writer.place, passages, writer.how).items()},
         }
+        if finished:  # the machine that asks may be another one
+            records = PrivacyLedger.read(parts.run_dir / LEDGER_NAME).records
+            before = next(record["mode_facts"] for record in records if record["kind"] == "plan")
+            facts |= {f"drawn_{name}": before.get(f"drawn_{name}") for name in _OF_THE_MACHINE}
         most = f"at most {self.max_votes} vote{'' if self.max_votes == 1 else 's'}"
         return counting_run(
             parts, mode, plan, data, dataset, mode=EVOLUTION, rows_per_unit=most, mode_facts=facts,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import ClassVar, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Grid
@@ -31,6 +31,8 @@ class Filter:
         - Nothing is read but the folder, public passages and the filters' models; a model that brings private
           data of its own is refused before any query is scored.
     """
+
+    derives_from: ClassVar[tuple[str, ...]] = ("task.data",)
 
     data: Path
     filters: Mapping[str, QueryFilter]

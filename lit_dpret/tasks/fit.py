@@ -68,10 +68,27 @@ def plan_fit(
     """
     if mode.guarantee != "dp":
         return []
-    accountants = [one for one in callbacks or [] if isinstance(one, PrivacyAccountant)]
-    reserve = sum(one.resume_reserve for one in accountants)
+    reserve, start = reserve_and_start(callbacks or [])
+    plant_blanks_of(callbacks or [], mode, data)
+    module = make_module(privacy=mode) if mode.calibrated_to_loss else None
+    planned = plan_run(trainer, mode, data, module=module, reserve=reserve, start=start)
+    return [] if planned.plan is None else [PlannedFit(planned.plan, planned.steps, start)]
+
+
+def reserve_and_start(callbacks: Sequence[Any]) -> tuple[int, Start | None]:
+    """Return how many steps the accountant of a training pays for in advance, and the run that it starts from."""
+    accountants = [one for one in callbacks if isinstance(one, PrivacyAccountant)]
     start = next((found for one in accountants if (found := one.start()) is not None), None)
-    for one in callbacks or []:
+    return sum(one.resume_reserve for one in accountants), start
+
+
+def plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
+    """Plant as many blank units as the audits among the callbacks of a training will plant canaries.
+
+    Raises:
+        ConfigurationError: One of them does not say how many.
+    """
+    for one in callbacks:
         if not hasattr(one, "plant_canaries"):
             continue
         if not hasattr(one, "planned_units"):
@@ -80,9 +97,6 @@ def plan_fit(
                 "run cannot be planned. Leave it out."
             )
         plant_blanks(data, one.planned_units(mode, data))
-    module = make_module(privacy=mode) if mode.calibrated_to_loss else None
-    planned = plan_run(trainer, mode, data, module=module, reserve=reserve, start=start)
-    return [] if planned.plan is None else [PlannedFit(planned.plan, planned.steps, start)]
 
 
 CHECKPOINTS = "checkpoints"
@@ -111,7 +125,7 @@ class Fit:
         datamodule = parts.make_datamodule()
         module = parts.make_module(privacy=privacy)
         hold_out = self._hold_out(privacy, datamodule, parts.run_dir)
-        canaries = _canaries(parts)
+        canaries = released_canaries(parts)
         logged = train(
             module,
             datamodule,
@@ -134,7 +148,7 @@ class Fit:
         if self.membership_coins:
             raise ConfigurationError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
         datamodule = parts.read_data()
-        if (canaries := _canaries(parts)) is not None:
+        if (canaries := released_canaries(parts)) is not None:
             plant_blanks(datamodule, canaries.units)
         return plan_fit(
             parts.make_privacy(),
@@ -232,7 +246,7 @@ def _tell_where(folder: Path, first: str = "") -> None:
         sys.stderr.write(f"on the card: {card['tuning']['text']} (callbacks.card.tuning_data)\n")
 
 
-def _canaries(parts: Parts) -> CanarySuite | None:
+def released_canaries(parts: Parts) -> CanarySuite | None:
     """Return the canaries to plant in a model that is released."""
     canaries: CanarySuite | None = parts.make_canaries()
     if canaries is not None and canaries.queries in EVALUATION_SPLITS:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, get_args
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
@@ -22,7 +26,7 @@ from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, histo
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.judgement import leaks
+from lit_dpret.privacy.ledger.judgement import Assumption, leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.modes import GaussianMode
@@ -42,6 +46,8 @@ class Histogram:
     queries that are chosen by the histogram (``filter=histogram_match``) get that card.
     """
 
+    releases_itself: ClassVar[bool] = True
+
     generator: Path
     bins: Bins
     noise_multiplier: float = 10.0
@@ -58,8 +64,6 @@ class Histogram:
         """Write ``histogram.json``, its ledger and its card to the run folder; return the epsilons."""
         folder = parts.run_dir
         check_run_dir(folder, min_free_mb=self.min_free_mb)
-        if parts.resume and (folder / CARD_NAME).is_file():
-            return self._tell(folder)
         mode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(
@@ -92,6 +96,10 @@ class Histogram:
         )
         start.check_plan(plan)
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
+        if parts.resume and (folder / CARD_NAME).is_file():
+            with copied_ledger(parts) as copied:
+                self._open(copied, mode, data, plan, start, dataset).ledger.close()
+            return self._tell(folder)
         earlier = start.uncounted(dataset)
         if dataset is not None:
             require_room(dataset, folder / LEDGER_NAME, plan.release(), steps=1, earlier=earlier)
@@ -117,7 +125,7 @@ class Histogram:
                     *leaks(records),
                     *self.bins.trusts,
                     *foreign_code(self.bins),
-                    *foreign_code(data, "that a unit has all rows of one person or query, and no other's,"),
+                    *code_of_units(data),
                 ],
             ),
         )
@@ -204,6 +212,19 @@ def read_units(parts: Parts, mode: Any) -> tuple[Any, Any]:
         for unit in range(len(units)):
             owners.note(unit, row_keys(units.rows(unit), mode.unit, or_row=True))
     return data, units
+
+
+def code_of_units(data: Any) -> list[Assumption]:
+    """Name, for the card, a DataModule from outside this package: what a unit gives at most rests on its units."""
+    return foreign_code(data, "that a unit has all rows of one person or query, and no other's,")
+
+
+@contextmanager
+def copied_ledger(parts: Parts) -> Iterator[Parts]:
+    """Return the parts with a copy of the ledger, to compare a finished run with what is asked and not to go on."""
+    with TemporaryDirectory() as place:
+        shutil.copy(parts.run_dir / LEDGER_NAME, place)
+        yield replace(parts, run_dir=Path(place))
 
 
 def counting_run(

@@ -20,7 +20,7 @@ from lit_dpret.report.table import Table, plain
 from lit_dpret.sweeps.report import claimed_epsilon
 from lit_dpret.tasks.fit import Fit, PlannedFit
 from lit_dpret.tasks.parts import ComposedRun, Parts, say
-from lit_dpret.tasks.trial import refuse_other_choice
+from lit_dpret.tasks.trial import refuse_other_choice, release_behind
 
 RESULTS = "multirun.md"
 _PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")
@@ -56,9 +56,10 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> str:
         LitDpretError: One of them cannot be made, or its card would tell of another choice, so that none begins.
     """
     made = [run.make() for run in runs]
-    for task, parts in made:
-        refuse_other_choice(task, parts, None, varied)
     modes = [parts.make_privacy() for _, parts in made]
+    releases = [release_behind(mode, parts) for mode, (_, parts) in zip(modes, made, strict=True)]
+    for task, parts in made:
+        refuse_other_choice(task, parts, None, varied, releases=[one for one in releases if one is not None])
     plans: list[PlannedFit] = []
     known: dict[str, list[PlannedFit]] = {}
     seconds = 0.0

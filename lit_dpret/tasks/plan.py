@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.audit.canaries.suite import plant_blanks
 from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.callbacks.planning import begin_from, planned_steps
 from lit_dpret.cards.forecast import OTHER_BOUND, describe_plan
@@ -29,6 +29,7 @@ from lit_dpret.report.figures import can_draw, draw_plan, require_matplotlib
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.check_data import cut_texts, rulers_by_words
+from lit_dpret.tasks.fit import plant_blanks_of, released_canaries, reserve_and_start
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 _PATIENCE = 3.0
@@ -49,11 +50,26 @@ class _Progress:
             sys.stderr.flush()
 
 
+class _Counted:
+    """Stands for data of which only the number of units is told (``task.units``)."""
+
+    def __init__(self, units: int) -> None:
+        self.n_units = units
+
+    def use_unit(self, unit: str, neighbours: str) -> None:
+        """Do nothing: the number is that of the unit."""
+
+    def plant(self, planted: Any) -> None:
+        """Count the units that are planted."""
+        self.n_units += len(planted.units)
+
+
 @dataclass(kw_only=True)
 class Plan:
     """Print, write and draw the plan: noise, epsilon under each law and relation, ceilings, time and memory."""
 
     takes_start: ClassVar[bool] = True
+    takes_canaries: ClassVar[bool] = True
     units: int | None = None
     epochs: float | None = None
     measure: bool | Literal["slices"] = False
@@ -87,25 +103,28 @@ class Plan:
         if self.plot:
             require_matplotlib()
         check_run_dir(parts.run_dir, min_free_mb=1)
-        accountants = [one for one in parts.make_callbacks() if isinstance(one, PrivacyAccountant)]
-        start = next((found for one in accountants if (found := one.start()) is not None), None)
+        callbacks, canaries = parts.make_callbacks(), released_canaries(parts)
+        reserve, start = reserve_and_start(callbacks)
         begin_from(mode, start)
         progress = _Progress()
         data = parts.make_datamodule()
         mode.check_request(data)
-        units = self.units
-        if units is None:
+        counted: Any = data if self.units is None else _Counted(self.units)
+        if self.units is None:
             data.prepare_data()
             data.setup("fit")
             data.use_unit(mode.unit, mode.neighbours)
             refuse_false_bound(mode, data)
-            units = data.n_units
+        if canaries is not None:
+            plant_blanks(counted, canaries.units)
+        plant_blanks_of(callbacks, mode, counted)
+        units = counted.n_units
         per_epoch = steps_per_epoch(data, mode.public_units(units))
         trainer = _trainer(parts)
         steps = planned_steps(trainer, per_epoch) if self.epochs is None else max(1, round(self.epochs * per_epoch))
         progress("the noise that the budget needs")
         module = parts.make_module(privacy=mode) if mode.calibrated_to_loss else None
-        plan = mode.plan(data, units=units, steps=steps, module=module)
+        plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
         if start is not None:
             start.check_plan(plan)
         progress("time and memory")
@@ -116,6 +135,9 @@ class Plan:
             progress("plan.png")
             draw_plan(facts, parts.run_dir / "plan.png")
         say(format_plan(facts))
+        if reserve:
+            note = f"note: {reserve} of the {plan.steps} steps are the reserve for attempts that a kill interrupts"
+            say(textwrap.fill(f"{note} (callbacks.accountant.resume_reserve).", 80))
         if self.units is None:
             for caution in cut_texts(data, rulers_by_words(parts.trained_settings())):
                 say(textwrap.fill(f"note: {caution}", 80))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import ClassVar, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
@@ -58,6 +58,7 @@ class Synthesize(SetDrawing):
     """Write synthetic queries in BEIR's layout, with the generator's privacy card attached."""
 
     takes_ranks = True
+    derives_from: ClassVar[tuple[str, ...]] = ("task.generator",)
 
     generator: Path
     passages_are_public: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lit_dpret.callbacks import PrivacyCard, RetrievalEvaluation
 from lit_dpret.callbacks.origins import claim_of
-from lit_dpret.cards.tuning import refuse_other_tuning, refuse_told_number
+from lit_dpret.cards.tuning import AMONG, refuse_other_tuning, refuse_told_as_none, refuse_told_number
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.sweeps import SweepFolder, write_result
 from lit_dpret.tasks.parts import Parts
 
+_RELEASE = ("datamodule.folder", "datamodule.data")  # settings that name the release of ``privacy=synthetic``
 _WHOSE = ("data", "whose", "queries", "reference", "tuning_data")  # settings of tasks that say whose the queries are
 
 
@@ -129,34 +130,56 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
     return bool(private) or declared
 
 
-def refuse_other_choice(task: Any, parts: Parts, objective: str | None, varied: Sequence[str] = ()) -> None:
-    """Refuse cards with no choice, or another one, in a multirun of private trainings without a sweep.
+def refuse_other_choice(
+    task: Any,
+    parts: Parts,
+    objective: str | None,
+    varied: Sequence[str] = (),
+    *,
+    releases: Collection[Any] | None = None,
+) -> None:
+    """Refuse cards with no choice, or another one, in a multirun of private runs without a sweep.
+
+    Such runs train on private data (``planned_fits``), release something else of them (``releases_itself``), or derive
+    something from several releases: those that ``privacy=synthetic`` trains on, or that the settings
+    ``derives_from`` of a task name.
 
     Args:
         task: What a run of it does.
         parts: That run's.
         objective: What a sweeper compares the runs by; None where nobody compares them by a number.
         varied: The settings in which the runs differ; only those that differ in their seed alone are no choice.
+        releases: What each of the runs is derived from, by `release_behind`; None where it is not known.
 
     Raises:
         ConfigurationError: The card would say that nothing was chosen by trainings on private data, or that nobody
             knows how many there are.
     """
-    mode = parts.make_privacy()
-    if mode.guarantee != "dp" or parts.trial_of is not None or not hasattr(task, "planned_fits"):
+    if parts.trial_of is not None:
         return
     differing = [name for name in varied if name != "seed"]
+    mode = parts.make_privacy()
+    own = mode.guarantee == "dp" and (hasattr(task, "planned_fits") or getattr(task, "releases_itself", False))
+    if not own and not _of_several_releases(task, mode, differing, releases):
+        return
+    among, way = "several private releases", ""
+    if own:
+        among = AMONG if hasattr(task, "planned_fits") else "releases of private data"
+        way = ", or name a planned sweep by trial_of, whose cost is known (docs/sweeps.md)"
     chooser = f"objective={objective}" if objective is not None else f"-m, which varies {', '.join(differing)}"
     said = [("task.tuning_", {"data": getattr(task, "tuning_data", None)})]
     said += [("callbacks.card.tuning_", one.tuning) for one in parts.make_callbacks() if isinstance(one, PrivacyCard)]
     for knob, tuning in said:
         refuse_told_number(tuning, "-m" if objective is None else "objective", knob=knob)
-        if (objective is not None or differing) and tuning.get("data") in ("none", "public"):
-            raise ConfigurationError(
-                f"{knob}data={tuning['data']} with {chooser}: selecting one of these runs is a choice among trainings "
-                f"on private data, whatever data scored them. Leave {knob}data unknown, or name a planned sweep by "
-                "trial_of, whose cost is known (docs/sweeps.md)."
-            )
+        if objective is not None or differing:
+            refuse_told_as_none(tuning.get("data"), chooser, among, knob=knob, way=way)
+
+
+def _of_several_releases(task: Any, mode: Any, differing: Sequence[str], releases: Collection[Any] | None) -> bool:
+    """Return whether the runs of a multirun are derived from several releases; where it is not known, may be."""
+    if mode.guarantee == "inherited" and hasattr(task, "planned_fits"):
+        return len(set(releases)) > 1 if releases is not None else bool({*differing} & {"datamodule", *_RELEASE})
+    return bool({*differing} & {*getattr(task, "derives_from", ())})
 
 
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:

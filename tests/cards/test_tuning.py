@@ -123,6 +123,16 @@ def test_what_is_made_from_a_trial_tells_of_the_choice_among_trials(scored: str,
     assert verify_card(child, run.path) == []
 
 
+def test_who_tried_several_settings_has_chosen_one(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"tuning_trials=40"):
+        run.card(tuning={"data": "none", "n_trials": 40})
+    with pytest.raises(ConfigurationError, match=r"callbacks\.card\.tuning_trials=40"):
+        PrivacyCard(tuning_data="none", tuning_trials=40)
+    PrivacyCard(tuning_data="none", tuning_trials=1)
+    PrivacyCard(tuning_data="public", tuning_trials=40)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

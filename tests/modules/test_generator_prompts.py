@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,3 +320,19 @@ def test_a_tuned_generator_is_no_model_to_train_on(tmp_path: Path) -> None:
     folder = prompted().save_model(tmp_path / "generator")
     with pytest.raises(ConfigurationError, match="its prompt would be left out"):
         generator(pretrained=folder, config=None)
+
+
+@pytest.mark.parametrize(("query", "refused"), [("Bana delo, fibi gomu huri?", True), ("bana delo", False)])
+def test_a_query_of_the_run_is_no_text_that_the_virtual_tokens_start_from(
+    query: str, refused: bool, tmp_path: Path
+) -> None:
+    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "bana delo fibi gomu huri"}
+    module = generator(prompt_tuning={"num_virtual_tokens": 5, **text}, privacy=dp(tmp_path))
+    assert any("prompt_tuning" in each and "declared" in each for each in module.assumptions())
+    data = SimpleNamespace(collection=SimpleNamespace(queries={"q": query}))
+    if refused:
+        with pytest.raises(ConfigurationError, match=r"prompt_tuning_init_text") as raised:
+            module.refuse_protected(data)
+        assert raised.value.trap == "T25"
+    else:
+        module.refuse_protected(data)

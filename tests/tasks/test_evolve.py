@@ -313,6 +313,31 @@ def test_a_finished_run_that_is_resumed_changes_nothing(world: Path, evolved: Pa
     assert (evolved / "privacy_ledger.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mode": {"eps": 1.0}}, "plan"),
+        ({"mode": {"neighbours": "replace_one"}}, "neighbours"),
+        ({"task": {"population": 7}}, "population"),
+        ({"task": {"generations": 1}}, "plan"),
+        ({"data": {}}, "data set"),
+    ],
+)
+def test_a_finished_run_is_no_answer_to_another_question(
+    change: dict[str, Any], named: str, world: Path, evolved: Path, tmp_path: Path
+) -> None:
+    if "data" in change:
+        shutil.copytree(world / "log", tmp_path / "other")
+        queries = tmp_path / "other" / "queries.jsonl"
+        queries.write_text(queries.read_text().replace("bana", "delo"))
+        change = {"data": {"folder": tmp_path / "other"}}
+    before = bytes_of(evolved)
+    with pytest.raises(ResumeError, match=named):
+        evolve(world, evolved, resume=True, **change)
+    assert bytes_of(evolved) == before
+    evolve(world, evolved, resume=True)
+
+
 @pytest.mark.parametrize("change", [{"population": 11}, {"threshold": 1.0}, {"top_p": 0.5}, {"keep": 3}])
 def test_a_run_is_not_resumed_with_other_settings(
     change: dict[str, Any], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -527,6 +552,26 @@ def test_a_prompt_with_a_private_query_is_refused(world: Path, tmp_path: Path) -
 
     with pytest.raises(ConfigurationError, match=r"model\.prompt"):
         evolve(world, tmp_path / "run", make_module=prompted, data={"folder": log})
+    plain = partial(generator, max_passage_length=40)
+    for told in (
+        {"variation": "as Bana elo, ibi omu uri? {passage}"},
+        {"tuning_note": "tried on bana elo ibi omu uri"},
+    ):
+        with pytest.raises(ConfigurationError, match=next(iter(told))) as raised:
+            evolve(world, tmp_path / "run", told, make_module=plain, data={"folder": log})
+        assert raised.value.trap == "T25" and not list((tmp_path / "run").rglob("privacy_ledger*"))
+
+
+class ElsewhereDataModule(PairsDataModule):
+    """Of a user's own package."""
+
+
+def test_a_data_module_of_ones_own_is_named_on_the_cards_of_votes_and_set(world: Path, tmp_path: Path) -> None:
+    data = partial(ElsewhereDataModule, folder=world / "log", sampling="poisson")
+    evolve(world, tmp_path / "run", make_datamodule=data)
+    for folder in (tmp_path / "run", tmp_path / "run" / "synthetic"):
+        told = [each["text"] for each in read_card(folder)["assumptions"]]
+        assert any("ElsewhereDataModule" in text and "unit" in text for text in told), folder
 
 
 def test_votes_that_all_drown_in_noise_end_the_run_by_the_name_of_the_threshold(world: Path, tmp_path: Path) -> None:

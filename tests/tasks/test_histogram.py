@@ -361,6 +361,10 @@ def test_it_goes_on_after_an_interruption_and_is_charged_once(
     assert sum(release.count for release in charged_releases(records)) == 1
     before = (tmp_path / "run" / "privacy_ledger.jsonl").read_bytes()
     assert counted(chain, tmp_path / "run", resume=True) == told
+    with pytest.raises(ResumeError, match="noise_multiplier"):
+        counted(chain, tmp_path / "run", {"noise_multiplier": 3.0}, resume=True)
+    with pytest.raises(ResumeError, match="other bins"):
+        counted(chain, tmp_path / "run", {"bins": LengthBins(edges=[2])}, resume=True)
     assert (tmp_path / "run" / "privacy_ledger.jsonl").read_bytes() == before
 
 

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,9 @@ from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cli import jobs
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.tasks import Evaluate, Fit
+from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
+from lit_dpret.synthesis.filters.bins import LengthBins
+from lit_dpret.tasks import Evaluate, Evolve, Fit, Histogram, Synthesize, trial
 from lit_dpret.tasks.fit import plan_fit
 from lit_dpret.tasks.multirun import Outcomes, cost_together, tell_cost
 from lit_dpret.tasks.parts import ComposedRun, Parts
@@ -95,6 +98,56 @@ def test_private_runs_that_differ_in_a_setting_leave_no_card_that_tells_of_no_ch
         tell("private", varied)
     tell(declared, ["seed"])
     tell(declared, [])
+
+
+def votes(data: str) -> Evolve:
+    return Evolve(passages_are_public=True, encoder_is_public=True, tuning_data=data)
+
+
+def counts(data: str) -> Histogram:
+    return Histogram(generator=Path("g"), bins=LengthBins(), tuning_data=data)
+
+
+def drawn(data: str) -> Synthesize:
+    return Synthesize(generator=Path("g"), tuning_data=data)
+
+
+@pytest.mark.parametrize("declared", ["none", "public"])
+@pytest.mark.parametrize(
+    ("make", "varied", "harmless"),
+    [
+        (votes, "privacy.eps", "seed"),
+        (counts, "task.noise_multiplier", "seed"),
+        (drawn, "task.generator", "task.top_p"),
+    ],
+)
+def test_no_task_that_makes_a_claim_tells_of_no_choice_where_there_is_one(
+    make: Any, varied: str, harmless: str, declared: str, tmp_path: Path
+) -> None:
+    made = trial_parts(tmp_path, tmp_path / "run")
+    with pytest.raises(ConfigurationError, match=rf"task\.tuning_data={declared}.*{varied}"):
+        tell_cost([composed(made, task=make(declared))] * 2, [varied])
+    tell_cost([composed(made, task=make("unknown"))] * 2, [varied])
+    tell_cost([composed(made, task=make(declared))] * 2, [harmless])
+
+
+def test_models_of_several_releases_tell_of_the_choice_among_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(released: Sequence[str], data: str = "none") -> None:
+        card = PrivacyCard(run_dir=tmp_path, tuning_data=data)
+        made = replace(
+            trial_parts(tmp_path, tmp_path / "run"), make_privacy=SyntheticData, make_callbacks=lambda: [card]
+        )
+        read = [partial(SimpleNamespace, privacy_card_path=name) for name in released]
+        runs = [composed(replace(made, make_datamodule=one), str(i)) for i, one in enumerate(read)]
+        tell_cost(runs, ["datamodule.folder"])
+
+    monkeypatch.setattr(trial, "claim_of", lambda data: data.privacy_card_path)
+    with pytest.raises(ConfigurationError, match=r"tuning_data=none.*datamodule\.folder"):
+        tell(["a", "b"])
+    tell(["a", "b"], "unknown")
+    tell(["a", "a"])
 
 
 @pytest.mark.parametrize("task", [Evaluate(), Fit(min_free_mb=1, membership_coins=True)], ids=["evaluate", "coins"])

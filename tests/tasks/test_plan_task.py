@@ -12,11 +12,13 @@ import pytest
 from tiny_generator import generator
 from tiny_tasks import write_log
 
+from lit_dpret.audit.canaries import CanarySuite
+from lit_dpret.callbacks import OneRunAudit, PrivacyAccountant
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.report import figures
-from lit_dpret.tasks import Plan
+from lit_dpret.tasks import Fit, Plan
 from lit_dpret.tasks import plan as plan_task
 from lit_dpret.tasks.parts import Parts
 
@@ -88,6 +90,38 @@ def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_wh
         Plan(units=UNITS, plot=True).run(parts(tmp_path))
     Plan(units=UNITS).run(parts(tmp_path))
     assert not (tmp_path / "run" / "plan.png").exists()
+
+
+def audited(folder: Path) -> list[Any]:
+    return [PrivacyAccountant(run_dir=folder), OneRunAudit(run_dir=folder, canaries=32, max_share=0.9)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"make_callbacks": lambda folder: [PrivacyAccountant(run_dir=folder)]},
+        {"make_callbacks": lambda folder: [PrivacyAccountant(run_dir=folder, resume_reserve=30)]},
+        {"make_callbacks": audited},
+        {"make_canaries": lambda folder: CanarySuite(repetitions=[1, 2], candidates=10)},
+    ],
+    ids=["nothing", "a reserve", "an audit", "canaries"],
+)
+@pytest.mark.parametrize("neighbours", ["zero_out", "replace_one"])
+def test_the_plan_is_that_of_the_fit_of_the_same_words(given: Any, neighbours: str, tmp_path: Path) -> None:
+    made = parts(
+        tmp_path,
+        make_datamodule=partial(PairsDataModule, folder=write_log(tmp_path / "log"), sampling="poisson",
+                                expected_batch_size=16),
+        make_privacy=partial(DPSGD, eps=8.0, neighbours=neighbours),
+        make_trainer=partial(L.Trainer, accelerator="cpu", max_steps=2, max_epochs=-1),
+        **{name: partial(make, tmp_path / "run") for name, make in given.items()},
+    )  # fmt: skip
+    (fit,) = Fit(min_free_mb=1).planned_fits(made)
+    for units in (None, 56):
+        told = Plan(plot=False, units=units).run(made)
+        facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+        assert told["noise_multiplier"] == fit.plan.noise_multiplier
+        assert facts["plan"] == fit.plan.to_dict()
 
 
 @pytest.mark.slow
