@@ -413,12 +413,17 @@ def index_folder(
     names = [EMBEDDINGS, TEXTS, OFFSETS]
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if given.manifest.private else 0o777)
+        if given.manifest.private:
+            folder.chmod(0o700)
+        draft = folder / f".{FAISS}.tmp"
+        if search != "exact":  # may be refused, or killed after hours: an index that stood here stays whole till then
+            Faiss.build(given.rows, factory, device=device, seed=seed).write(draft)
+            settle_modes(draft, owner_only=given.manifest.private)
+        (folder / MANIFEST).unlink(missing_ok=True)  # from here on the folder is unfinished
+        (folder / FAISS).unlink(missing_ok=True)
         for name in names:
             _link(given.folder / name, folder / name)
         if search != "exact":
-            draft = folder / f".{FAISS}.tmp"
-            Faiss.build(given.rows, factory, device=device, seed=seed).write(draft)
-            settle_modes(draft, owner_only=given.manifest.private)
             os.replace(draft, folder / FAISS)
             names.append(FAISS)
     except OSError as error:

@@ -129,7 +129,7 @@ def test_the_claim_of_an_encoder_travels_to_the_embeddings_and_on_to_the_index(t
     ]
     assert made.manifest.card == card_sha256(tmp_path / "index")
     (encoder / "config.json").write_text((encoder / "config.json").read_text() + " ")
-    with pytest.raises(DataError, match="is not the file that"):
+    with pytest.raises(DataError, match=r"config\\.json"):
         encode_folder(encoder, PASSAGES, tmp_path / "again")
 
 
@@ -234,3 +234,41 @@ def test_an_index_that_cannot_be_kept_is_refused(encoder: Path, tmp_path: Path) 
             index_folder(tmp_path / "embeddings", tmp_path / "index", search=name)
     with pytest.raises(ConfigurationError, match="over its own source"):
         index_folder(tmp_path / "embeddings", tmp_path / "embeddings")
+
+
+def test_a_second_index_that_is_refused_or_killed_never_answers_for_the_first(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {f"b{name}": f"{text} sit" for name, text in PASSAGES.items()}
+    for name, texts in (("a", PASSAGES), ("b", others)):
+        encode_folder(encoder, texts, tmp_path / name)
+    index = tmp_path / "index"
+    index_folder(tmp_path / "a", index)
+    (index / "index.faiss").write_bytes(b"of an index of faiss that stood here")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise DataError("task.search: too few passages.")
+
+    def killed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build.Faiss, "build", refuse)
+        with pytest.raises(DataError, match=r"task\.search"):
+            index_folder(tmp_path / "b", index, search="faiss:IVF4096,Flat")
+    assert sorted(IndexFolder(index, verify=True).ids) == sorted(PASSAGES)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_seal", killed)
+        with pytest.raises(KeyboardInterrupt):
+            index_folder(tmp_path / "b", index)
+    with pytest.raises(DataError, match="not finished"):
+        IndexFolder(index)
+    assert sorted(index_folder(tmp_path / "b", index).ids) == sorted(others)
+    assert not (index / "index.faiss").exists()
+
+
+def test_an_index_of_private_queries_closes_a_folder_that_is_there(encoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir(mode=0o755)
+    encode_folder(encoder, PASSAGES, tmp_path / "private", Encoding(side="query", queries="private"))
+    index_folder(tmp_path / "private", tmp_path / "index", private=True)
+    assert (tmp_path / "index").stat().st_mode & 0o077 == 0
