@@ -33,14 +33,20 @@ def swept() -> tuple[list[str], list[list[str]] | None]:
 
 
 def job_name(number: int) -> str:
-    """Name the folder of a job: its unique number, and a word for each varied setting."""
+    """Name the folder of a job: its unique number, and a word for each varied setting; of a path its last part alone.
+
+    Cards take the names of folders, and hold no paths.
+    """
     names, _ = swept()
     given = dict(setting.partition("=")[::2] for setting in HydraConfig.get().overrides.task)
 
     def plain(text: str) -> str:
         return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:24]
 
-    words = [f"{plain(name.rpartition('.')[2])}_{plain(given.get(name, ''))}" for name in names]
+    def last(value: str) -> str:
+        return re.split(r"[/\\]", value.rstrip("/"))[-1]
+
+    words = [f"{plain(name.rpartition('.')[2])}_{plain(last(given.get(name, '')))}" for name in names]
     return "-".join([str(number), *words])[:64].rstrip("-.")
 
 

@@ -129,7 +129,7 @@ def test_the_claim_of_an_encoder_travels_to_the_embeddings_and_on_to_the_index(t
     ]
     assert made.manifest.card == card_sha256(tmp_path / "index")
     (encoder / "config.json").write_text((encoder / "config.json").read_text() + " ")
-    with pytest.raises(DataError, match=r"config\\.json"):
+    with pytest.raises(DataError, match=r"config\.json"):
         encode_folder(encoder, PASSAGES, tmp_path / "again")
 
 

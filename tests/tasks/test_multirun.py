@@ -188,6 +188,7 @@ def test_the_folder_of_a_job_is_flat_short_and_unique(monkeypatch: pytest.Monkey
     monkeypatch.setattr(jobs.GlobalHydra, "instance", lambda: SimpleNamespace(config_loader=lambda: None))
     first, second = jobs.job_name(0), jobs.job_name(1)
     assert first.startswith("0-eps_3-lora_r-4") and first != second
+    assert first.endswith("-pairs_x.jsonl") and "a-a" not in first, "a card takes the name of the folder"
     assert len(first) <= 64 and not set(first) & set("/=,{}: ")
     names, runs = jobs.swept()
     assert names == ["privacy.eps", "+model.lora", "datamodule.pairs"] and runs is not None and len(runs) == 8
