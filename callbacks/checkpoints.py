@@ -212,10 +212,10 @@ class CheckpointGate:
             if self._declare is None:
                 raise ConfigurationError(
                     f"A checkpoint of a run with privacy={self._module.privacy.name} would hold {name}, which changed "
-                    "since the training began: a number computed on private rows is a release that nobody counts. "
-                    "Leave it out. If no private row is behind it, list its name, or that of what holds it, in "
-                    "public_metrics of the module, callback or DataModule; or set model.log_private_loss=true, and "
-                    "the card will name it and state no epsilon.",
+                    "since the training began: a number computed on private rows is an uncounted release. Remove it. "
+                    "If it depends on no private row, list its name, or that of what holds it, in public_metrics of "
+                    "the module, callback or DataModule; or set model.log_private_loss=true, and the card will name "
+                    "it and state no epsilon.",
                     trap="T25",
                 )
             self._declare(f"{name} in a checkpoint")

@@ -85,9 +85,8 @@ class MadePrivate(PrivateModule):
         present: list[Callback] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
         if self._trainer is not None and (asked := self.trainer.state.fn) not in (None, "fit"):
             raise UnsupportedModelError(
-                f"trainer.{asked.value} was given what make_private returned, which can be trained alone. Give it the "
-                f"{type(self.module).__name__} inside, and data of other people: trainer.{asked.value}(private.module, "
-                "loader)."
+                f"trainer.{asked.value} received the result of make_private, which can only be trained. Pass the inner "
+                f"{type(self.module).__name__}, and non-private data: trainer.{asked.value}(private.module, loader)."
             )
         return [kind() for kind in (PrivacyAccountant, PrivacyCard) if not any(isinstance(c, kind) for c in present)]
 
@@ -213,7 +212,7 @@ def _refuse_other_features(features: Any, rows: int, place: str = "") -> None:
     elif not isinstance(features, Tensor) or features.dim() == 0 or len(features) != rows:
         found = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise UnsupportedModelError(
-            f"collate_fn gave {found} at batch{place} for {rows} rows: each value must be a tensor whose first axis is "
-            "the rows. Give make_private a collate_fn that makes such tensors and leaves texts and names out.",
+            f"collate_fn gave {found} at batch{place} for {rows} rows: each value must be a tensor whose first axis "
+            "is the rows. Pass make_private a collate_fn that returns such tensors without texts and names.",
             trap="T11",
         )

@@ -118,7 +118,7 @@ def build_card(
     recorded, last = plan_of(ledger_records)
     if last.get("mode") == "synthetic":
         raise ConfigurationError(
-            "A run on synthetic data has no claim of its own: inherit_card repeats its data's card."
+            "A run on synthetic data has no separate claim: inherit_card inherits its data's card."
         )
     known = derived_assumptions(ledger_records, recorded) if recorded is not None else []
     began = facts.pretraining.get("model")
@@ -186,7 +186,7 @@ def inherit_card(
     folder = parent_path.parent
     if charged_releases(ledger_records):
         raise ConfigurationError(
-            f"{subject['name']} was trained with releases of its own: it is no post-processing of {parent_path}. "
+            f"{subject['name']} was trained with its own releases: it is not post-processing of {parent_path}. "
             "Its claim must be composed of both; build_card on one ledger with all releases does that."
         )
     for name, digest in parent["subject"]["sha256"].items():

@@ -161,8 +161,8 @@ def check_dataset_card(path: Path | None) -> None:
     subject = read_card(path)["subject"]
     if subject["artifact_type"] != "dataset" or not subject["sha256"]:
         raise DataError(
-            f"{path} is the card of {subject['artifact_type']} {subject['name']!r}, not of the data set it lies with: "
-            "its claim says nothing about these queries. Take the folder that task=synthesize wrote.",
+            f"{path} is the card of {subject['artifact_type']} {subject['name']!r}, not of the data set beside it: "
+            "its claim does not cover these queries. Use the folder that task=synthesize wrote.",
             trap="T27",
         )
     folder = path.parent
@@ -204,8 +204,8 @@ def refuse_another_claim(data: Any, what: str = "a card of this run would state 
     """
     if (path := card_of_data(data)) is not None:
         raise ConfigurationError(
-            f"These data carry a privacy card ({path}): they were made from private ones under an epsilon of their "
-            f"own, and {what}. Give the private queries themselves; for training, privacy=synthetic with "
+            f"These data carry a privacy card ({path}): they were derived from private ones under their own epsilon, "
+            f"and {what}. Pass the private queries themselves; for training, privacy=synthetic with "
             f"datamodule=synthetic datamodule.folder={path.parent} inherits their claim at no further cost.",
             trap="T27",
         )
@@ -242,8 +242,8 @@ def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
     for name in sorted((names - aside) | set(listed)):
         if name not in names or name not in listed or file_sha256(folder / name) != listed[name]:
             raise DataError(
-                f"{folder / name} is not among the files that {CARD_NAME} describes, or not as it describes it: the "
-                "card is of something else. Take the folder that the run wrote, as it wrote it."
+                f"{folder / name} is not among the files that {CARD_NAME} describes, or does not match it: the card is "
+                "of something else. Use the run's folder, unchanged."
             )
 
 

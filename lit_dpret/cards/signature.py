@@ -114,7 +114,7 @@ def _private_key(path: Path, *, published: Path) -> Any:
     if mode & 0o077:
         raise ConfigurationError(f"task.sign_with={path} has mode {mode:04o}: others can read it. Run: chmod 600.")
     if path.resolve().is_relative_to(published):
-        raise ConfigurationError(f"task.sign_with={path} lies in the folder of the card, which gets published.")
+        raise ConfigurationError(f"task.sign_with={path} is in the folder of the card, which will be published.")
     try:
         key = library.serialization.load_pem_private_key(data, password=None)
     except TypeError as error:

@@ -101,8 +101,8 @@ class Start:
             )
         if facts["guarantee"] != "dp":
             raise ConfigurationError(
-                f"{self.knob}={self.folder} carries no privacy guarantee ({facts['guarantee']}), so nothing that is "
-                f"trained from it under privacy={mode.name} could. Start from another run, choose privacy=none, or, if "
+                f"{self.knob}={self.folder} carries no privacy guarantee ({facts['guarantee']}), so nothing trained "
+                f"from it under privacy={mode.name} can have one. Start from another run, choose privacy=none, or, if "
                 "it was trained on public data alone, say init_from_is_public=true."
             )
         for knob in ("unit", "neighbours"):
@@ -269,7 +269,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if not listed or any(path.relative_to(model).as_posix() not in listed for path in found):
         raise DataError(f"{knob}={run}: its card does not describe the model in {model}. Finish that run first.")
     if problems := verify_card(card, ledger, folder=model):
-        raise DataError(f"{knob}={run}: its card does not agree with what lies there: {problems[0]}")
+        raise DataError(f"{knob}={run}: its card does not match its files: {problems[0]}")
     try:
         records = PrivacyLedger.read(ledger).records
         releases = claimed_releases(records)
@@ -300,13 +300,13 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
 def _refuse_what_was_private(folder: Path, knob: str, run: str | Path) -> None:
     if not (folder / CARD_NAME).is_file() and (above := card_above(folder)) is not None:
         raise ConfigurationError(
-            f"{knob}={run} is declared public, but it is a part of what {above} describes, and that card tells of "
-            "private data. Name the run that it lies in, without init_from_is_public=true."
+            f"{knob}={run} is declared public, but it is part of an artefact described by {above}, and that card "
+            "mentions private data. Name its run, without init_from_is_public=true."
         )
     for place, privacy in traces_of_training(folder):
         if privacy != "none":
             raise ConfigurationError(
-                f"{knob}={run} is declared public, but {place} tells of private data ({privacy}). Name the whole "
+                f"{knob}={run} is declared public, but {place} mentions private data ({privacy}). Name the whole "
                 "folder of that run, without init_from_is_public=true: its claim is then composed.",
                 trap="T30",
             )

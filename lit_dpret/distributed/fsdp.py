@@ -63,7 +63,7 @@ class ShardedParameters:
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
                 raise UnsupportedModelError(
-                    f"Parameter {name} is a single number without an axis, which cannot be cut. Give it the shape "
+                    f"Parameter {name} is a scalar, which cannot be sharded. Give it the shape "
                     "(1,), or choose trainer=ddp."
                 )
         _as_on_rank_0(module)

@@ -93,9 +93,9 @@ def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
     """
     if any(map(is_zero_state, checkpoint.get("optimizer_states", ()))):
         raise ResumeError(
-            "The checkpoint was written under trainer=deepspeed: its optimizer state lies as ZeRO keeps it, and no "
-            "other trainer reads it. Go on with trainer=deepspeed, under any stage and on any number of ranks (on CPUs "
-            "with trainer.accelerator=cpu)."
+            "The checkpoint was written under trainer=deepspeed: its optimizer state has ZeRO's format, which no "
+            "other trainer reads. Continue with trainer=deepspeed, under any stage and on any number of ranks (on "
+            "CPUs with trainer.accelerator=cpu)."
         )
 
 

@@ -92,7 +92,7 @@ class Job:
     def add(self, name: str, amount: int) -> int:
         """Add to a shared number, and read it."""
         if self.store is None:
-            raise ConfigurationError("A job of one rank has nobody to count with.")
+            raise ConfigurationError("A job of one rank has no shared counter.")
         try:
             return int(self.store.add(name, amount))
         except RuntimeError as error:

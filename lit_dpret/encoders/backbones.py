@@ -106,8 +106,8 @@ def _download(name: str, revision: str | None) -> Path:
             folder = fetched()
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigurationError(
-            f"encoder={name!r} is no folder on this machine and could not be had from the hub ({first_line(error)}). "
-            "Give a local folder, or encoder=minilm."
+            f"encoder={name!r} is not a local folder and could not be loaded from the hub ({first_line(error)}). Set a "
+            "local folder, or encoder=minilm."
         ) from error
     return folder
 

@@ -207,7 +207,7 @@ def save_sentence_transformer(
     if one_backbone and query.lower_case != passage.lower_case:
         raise ConfigurationError(
             f"The sides share one backbone, and lower_case={query.lower_case} for queries is {passage.lower_case} for "
-            "passages; a folder says it once for each backbone. Give both sides the same, or separate towers."
+            "passages; a folder stores it once per backbone. Set the same for both sides, or use separate towers."
         )
     flat = one_backbone and query.pooling == passage.pooling and query_encoder.projection is passage_encoder.projection
     sides: dict[Side, TextEncoder] = {"query": query_encoder, "passage": passage_encoder}

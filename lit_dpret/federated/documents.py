@@ -75,7 +75,7 @@ def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
     found |= {name: str(value) for name, value in given.items() if value is not None}
     for name in ("data", "state"):
         if not found.get(name):
-            raise ConfigurationError(f"--settings={path} does not say {name}. Write it there, or give --{name} DIR.")
+            raise ConfigurationError(f"--settings={path} does not contain {name}. Add it, or pass --{name} DIR.")
     settings = built(SiloSettings, found, str(path))
     settings.federated.check()
     whole = {}

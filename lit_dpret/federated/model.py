@@ -136,8 +136,8 @@ def _embedding_tables(backbone: Any) -> nn.Module:
     found = getattr(backbone, "embeddings", None) or getattr(backbone, "get_input_embeddings", lambda: None)()
     if not isinstance(found, nn.Module):
         raise UnsupportedModelError(
-            f"federated.model.train_embeddings=false: {type(backbone).__name__} does not say which of its parameters "
-            "are embedding tables. Set it to true."
+            f"federated.model.train_embeddings=false: {type(backbone).__name__} does not identify its embedding "
+            "tables. Set it to true."
         )
     return found
 

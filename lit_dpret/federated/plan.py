@@ -188,8 +188,8 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         if self.state is None:
             raise ConfigurationError(
                 f"federated.train_on={settings.train_on} with federated.stage2.response={settings.stage2.response} "
-                "needs each silo's generator, and this run's ledgers begin empty: they would not count what it cost. "
-                "Name the folder of the silos' states: federated.state=RUN/private, RUN of task=federated_generators."
+                "needs each silo's generator, and this run's ledgers begin empty: they would not count its cost. Set "
+                "the folder of the silos' states: federated.state=RUN/private, RUN of task=federated_generators."
             )
         for name, data in silos.items():
             own = self.state / name

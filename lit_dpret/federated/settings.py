@@ -73,7 +73,8 @@ class Stage1:
         if self.aggregation != "mean" and self.weighting != "uniform":
             raise ConfigurationError(
                 f"federated.stage1.weighting={self.weighting} with federated.stage1.aggregation={self.aggregation}: "
-                "this rule counts all silos alike, or one that lies about its size would decide. Set weighting=uniform."
+                "this rule must weight all silos equally, or a silo with a false size would decide. Set "
+                "weighting=uniform."
             )
 
 

@@ -232,7 +232,8 @@ def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
         )
     if len(seeds) > 1:
         raise ConfigurationError(
-            f"task.seeds={list(seeds)}: with federated=flower a silo's state and budget are of one run. Give one seed."
+            f"task.seeds={list(seeds)}: with federated=flower a silo's state and budget belong to one run. Set one "
+            "seed."
         )
 
 

@@ -483,9 +483,9 @@ def refuse_own_coins(module: Any) -> NoReturn:
     """Refuse a ``collate_rows`` whose random draws are not seeded for each unit."""
     raise UnsupportedModelError(
         f"privacy={module.privacy.name} cannot train {type(module).__name__}: collate_rows draws random numbers from a "
-        "generator of its own, which rows use in turn, so that one unit moves the numbers of others, and who knows the "
-        "seed can tell. Draw from the global generators (torch.rand(...), random.random(), numpy.random.rand()): they "
-        "are seeded from the run's secret for every unit and step.",
+        "generator of its own, which rows share, so one unit changes the numbers of others, and anyone who knows the "
+        "seed can detect it. Draw from the global generators (torch.rand(...), random.random(), "
+        "numpy.random.rand()): they are seeded from the run's secret for every unit and step.",
         trap="T11",
     )
 

@@ -144,8 +144,8 @@ class EmbeddingTrainer(PairModule):
     def pair_shape(self) -> dict[str, Any]:
         if self.dim is None:
             raise ConfigurationError(
-                f"privacy.norms=auto judges costs by the length of an embedding, and {type(self.net).__name__} does "
-                "not tell it in an attribute dim. Set model.dim."
+                f"privacy.norms=auto estimates costs from the dimension of an embedding, and {type(self.net).__name__} "
+                "has no attribute dim. Set model.dim."
             )
         positions = self.positions
         if isinstance(self.net, TextEncoder):

@@ -168,8 +168,8 @@ def require_writer(model: PreTrainedModel, source: object) -> None:
         model.train(was_training)
     if not cache.layers or not all(type(layer) is DynamicLayer for layer in cache.layers):
         raise UnsupportedModelError(
-            f"{source} is a {type(model).__name__}, which does not keep what it has read as keys and values. Choose a "
-            "T5, or a decoder-only model as Llama, Qwen, Gemma or GPT-2 are."
+            f"{source} is a {type(model).__name__}, which has no key-value cache. Choose a T5, or a decoder-only model "
+            "such as Llama, Qwen, Gemma or GPT-2."
         )
     if not torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().max())):
         raise UnsupportedModelError(

@@ -154,8 +154,8 @@ def refuse_two_choices(choices: Mapping[str, Any]) -> None:
     given = [f"model.{name}" for name, value in choices.items() if value is not None]
     if len(given) > 1:
         raise ConfigurationError(
-            f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} say what is trained. Set all but one of "
-            "them to null."
+            f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} select the trained parameters. Set all but "
+            "one of them to null."
         )
 
 

@@ -308,9 +308,9 @@ def read_contract(folder: str | Path) -> GeneratorContract:
         if isinstance(error, UnsupportedModelError | ConfigurationError):
             raise
         raise UnsupportedModelError(
-            f"{folder} is no saved generator: {CONTRACT_NAME} is missing or unreadable, and without it the prompt and "
-            "the lengths of training are unknown. Give the folder that a generator run exported."
-            f"{meant(folder, CONTRACT_NAME)}"
+            f"{folder} is not a saved generator: {CONTRACT_NAME} is missing or unreadable, and without it the prompt "
+            "and the lengths of training are unknown. Set the folder that a generator run "
+            f"exported.{meant(folder, CONTRACT_NAME)}"
         ) from error
 
 

@@ -260,6 +260,6 @@ def _unloadable(source: object, error: BaseException, what: str) -> Exception:
     if isinstance(source, Path) or Path(str(source)).expanduser().is_dir() or str(source) in (PUBLIC_T5, SMOLLM2):
         return UnsupportedModelError(f"model.pretrained={source} holds no usable {what}: {first_line(error)}")
     return UnsupportedModelError(
-        f"model.pretrained={source} is no local folder, is not in the Hugging Face cache, and could not be fetched: "
-        f"{first_line(error)} Give a folder, or model.pretrained={PUBLIC_T5}."
+        f"model.pretrained={source} is not a local folder, is not in the Hugging Face cache, and could not be "
+        f"downloaded: {first_line(error)} Set a folder, or model.pretrained={PUBLIC_T5}."
     )

@@ -251,9 +251,9 @@ class PairModule(PrivateModule):
 
     def _cut(self, what: str) -> ConfigurationError:
         return ConfigurationError(
-            f"{what}: {type(self).__name__} takes its negatives from the batch, which must stay in one piece. Raise "
-            "datamodule.physical_batch_size to datamodule.expected_batch_size or more, or say into how many pieces by "
-            "privacy.sub_batches; if memory is short, set model.gradient_checkpointing=true."
+            f"{what}: {type(self).__name__} takes its negatives from the batch, which must not be split. Raise "
+            "datamodule.physical_batch_size to datamodule.expected_batch_size or more, or split it by "
+            "privacy.sub_batches; to save memory, set model.gradient_checkpointing=true."
         )
 
 
@@ -311,7 +311,7 @@ def _new_transformer(config: dict[str, Any], tokenizer: str | Path | None) -> tu
     import transformers
 
     if tokenizer is None:
-        raise ConfigurationError("model.encoder=null needs model.tokenizer: a new encoder has no words of its own.")
+        raise ConfigurationError("model.encoder=null needs model.tokenizer: a new encoder has no vocabulary.")
     try:
         words = transformers.AutoTokenizer.from_pretrained(tokenizer)
         shape = transformers.AutoConfig.for_model(**{"vocab_size": len(words)} | config)

@@ -114,8 +114,8 @@ class PrivateModule(Checkpointed):
         if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
             given = optimizer if isinstance(optimizer, type) else type(optimizer)
             raise ConfigurationError(
-                f"optimizer={given.__name__} is no OptimizerSpec. Give optimizer=OptimizerSpec(name=..., lr=...), or "
-                "leave it out and return an optimizer of torch's from configure_optimizers."
+                f"optimizer={given.__name__} is not an OptimizerSpec. Pass optimizer=OptimizerSpec(name=..., lr=...), "
+                "or omit it and return a torch optimizer from configure_optimizers."
             )
         if not isinstance(privacy, PrivacyMode):
             raise ConfigurationError(f"privacy={privacy!r} is no privacy mode: give one, such as DPSGD(eps=3).")
@@ -221,8 +221,8 @@ class PrivateModule(Checkpointed):
         spec = self.optimizer_spec
         if spec is None:
             raise ConfigurationError(
-                f"{type(self).__name__} has neither optimizer=OptimizerSpec(...) nor configure_optimizers, so nothing "
-                "says how it is trained. Give one of them."
+                f"{type(self).__name__} has neither optimizer=OptimizerSpec(...) nor configure_optimizers, so it has "
+                "no optimizer. Define one of them."
             )
         # The accountant attached the mode in its ``setup``, which Lightning runs before it asks for optimizers.
         noise_std = self.privacy.gradient_noise_std if spec.uses_noise_std else 0.0

@@ -149,9 +149,7 @@ class QueryGenerator(PrivateModule):
             )
         source = tokenizer if tokenizer is not None else pretrained
         if source is None:
-            raise ConfigurationError(
-                "model.pretrained=null needs model.tokenizer: a new model has no words of its own."
-            )
+            raise ConfigurationError("model.pretrained=null needs model.tokenizer: a new model has no vocabulary.")
         chosen = {"trainable_patterns": trainable_patterns, "lora": lora, "prompt_tuning": prompt_tuning}
         refuse_two_choices(chosen)
         known = load_tokenizer(source)
@@ -371,8 +369,8 @@ class QueryGenerator(PrivateModule):
             if limit is not None and length > limit:
                 beside = f", with {virtual} of model.prompt_tuning," if virtual else ""
                 raise ConfigurationError(
-                    f"model.{name}={length}{beside} is more than the {limit} tokens for which {type(model).__name__} "
-                    "places each text by itself. Lower it."
+                    f"model.{name}={length}{beside} is more than the {limit} tokens up to which {type(model).__name__} "
+                    "keeps positions independent of other texts. Lower it."
                 )
 
     def _refuse_if_padding_counts(self) -> None:

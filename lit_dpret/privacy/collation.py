@@ -170,8 +170,8 @@ class UnitCollator:
             placed = shape.filled(features, slots)
             if self._apart and generators_now() != before:
                 raise ConfigurationError(
-                    "place_rows draws random numbers, which the rows of a batch would take from each other: draw in "
-                    "collate_rows or in dataset[draw], where each unit has coins of its own.",
+                    "place_rows draws random numbers, which the rows of a batch would share: draw in collate_rows or "
+                    "in dataset[draw], where each unit has its own random draws.",
                     trap="T11",
                 )
         if self._apart and shape.slots - shape.spare > 1:  # of a unit by itself, sizes are nobody else's

@@ -257,9 +257,10 @@ def _require_budget(run: PrivateRun, plan: PrivacyPlan, release: GaussianRelease
     after = counter.epsilon(merge([*charged_releases(run.ledger.records), release]))
     if after > budget.eps:
         raise BudgetExceededError(
-            f"One more release would bring this run to epsilon {after:.4g}, over privacy.eps={budget.eps:g}: what it "
-            "had announced before cannot be repeated bit by bit (other data, candidates, secret or machine), so it "
-            "would be charged again. Go on where the run was begun, or begin another one in another hydra.run.dir."
+            f"One more release would bring this run to epsilon {after:.4g}, over privacy.eps={budget.eps:g}: an "
+            "announced release cannot be repeated bit by bit (other data, candidates, secret or machine), so it would "
+            "be charged again. Resume with the original data and machine, or start another run in another "
+            "hydra.run.dir."
         )
 
 

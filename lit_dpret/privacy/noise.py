@@ -97,8 +97,8 @@ def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> byte
     path = Path(path or default_secret_file()).expanduser()
     if run_dir is not None and path.resolve().is_relative_to(run_dir.resolve()):
         raise ConfigurationError(
-            f"privacy.secret_file={path} lies inside the run folder {run_dir}: whoever gets the folder "
-            "could subtract the noise. Choose a path outside it.",
+            f"privacy.secret_file={path} lies inside the run folder {run_dir}: anyone with the folder could subtract "
+            "the noise. Choose a path outside it.",
             trap="T21",
         )
     if not path.exists():

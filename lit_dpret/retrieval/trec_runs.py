@@ -283,7 +283,7 @@ def check_qrels(qrels: Qrels, *, query_ids: Collection[str], passage_ids: Collec
         query, passage = missing[0]
         raise DataError(
             f"The judgements of query {query!r} name the unknown passage {passage!r} as relevant ({len(missing)} such "
-            "pairs): every system would be measured against what it cannot find."
+            "pairs): no system could find them."
         )
 
 

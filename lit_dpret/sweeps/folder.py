@@ -189,8 +189,8 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
     """
     if own is not None:
         raise ConfigurationError(
-            f"privacy.dataset_ledger={own.path} in a trial: the ledger of a sweep is that of its plan. Give it to "
-            "task=sweep as task.dataset_ledger, and leave this one null."
+            f"privacy.dataset_ledger={own.path} in a trial: a sweep's ledger is set by its plan. Pass it to task=sweep "
+            "as task.dataset_ledger, and leave this one null."
         )
     ledger = sweep.ledger(budget, trial=True)
     if ledger is None:

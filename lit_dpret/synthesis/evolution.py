@@ -137,7 +137,7 @@ def survivors(counts: np.ndarray, *, least: float) -> list[int]:
     order = [int(place) for place in np.argsort(-counts, kind="stable") if counts[place] > least]
     if not order:
         raise DataError(
-            f"No candidate has more than {least:.4g} noised votes (task.threshold): the noise hides them all. Take a "
+            f"No candidate has more than {least:.4g} noised votes (task.threshold): the noise hides all of them. Use a "
             "smaller task.population, fewer task.generations, or more budget."
         )
     return order

@@ -157,8 +157,8 @@ class ShardStore:
         except FileNotFoundError:
             if (self.folder / SHARDS_NAME).is_dir() and any((self.folder / SHARDS_NAME).iterdir()):
                 raise ResumeError(
-                    f"{self.folder / SHARDS_NAME} holds files, but there is no {MANIFEST_NAME} to say what they are. "
-                    "Give another out folder, or delete this one."
+                    f"{self.folder / SHARDS_NAME} has files, but no {MANIFEST_NAME} that describes them. Choose "
+                    "another out folder, or delete this one."
                 ) from None
             write_chunks(self._manifest, [self._first_line()])
             return {}

@@ -294,7 +294,7 @@ def write_set(
     counts, hashes = write_dataset(folder, queries, texts)
     if counts.queries == 0:
         raise DataError(
-            f"All {counts.drawn} queries were empty: the generator has learnt to say nothing. Train it longer, "
+            f"All {counts.drawn} queries were empty: the generator writes nothing. Train it longer, "
             "with less noise, or raise min_new_tokens."
         )
     environment = environment_facts(device=configuration["device"], precision=configuration["precision"])
@@ -398,7 +398,7 @@ def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_to
         raise unwritable(folder, error) from error
     if foreign:
         raise StorageError(
-            f"{folder / foreign[0]} exists and was not made by this; it will not be replaced. Give another out."
+            f"{folder / foreign[0]} exists and is not from this command; it will not be replaced. Choose another out."
         )
     text_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts.values())
     needed = int(1.1 * (1 + draws) * text_bytes) + len(texts) * (200 + draws * (500 + 3 * 6 * min(max_new_tokens, 32)))

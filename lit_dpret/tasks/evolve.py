@@ -106,7 +106,7 @@ class Evolve(SetDrawing):
         self.cache_dir = None if self.cache_dir is None else Path(self.cache_dir).expanduser()
         if self.generations > MOST_GENERATIONS:
             raise ConfigurationError(
-                f"task.generations={self.generations}: each one is a release, and all share one budget. Give at most "
+                f"task.generations={self.generations}: each one is a release, and all share one budget. Set at most "
                 f"{MOST_GENERATIONS}; Lin et al. stop at 20, and queries are found in 2 to 5."
             )
         if self.nearest > self.max_votes:
@@ -244,7 +244,7 @@ class Evolve(SetDrawing):
             raise ConfigurationError(
                 f"task.generations={self.generations} within privacy.eps={mode.eps:g} need noise of standard deviation "
                 f"{plan.noise_std:.3g} on each count, and {public} units have {public * self.max_votes} votes: even a "
-                "candidate with a tenth of them would be hidden. Take fewer generations, more units, or more budget."
+                "candidate with a tenth of them would be hidden. Use fewer generations, more units, or more budget."
             )
         return plan
 

@@ -305,7 +305,7 @@ def load_module(path: Path) -> Any:
     except Exception as error:
         raise DataError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(name, str):
-        raise DataError(f"{path} does not say of which class it is: lit-dpret did not write it.")
+        raise DataError(f"{path} does not name its class: lit-dpret did not write it.")
     if not name.startswith(OURS):
         raise ConfigurationError(
             f"{path} is a checkpoint of {name}, which is not of this package. In Python, "

@@ -459,8 +459,7 @@ def word_table(module: AS2DualEncoder) -> str | None:
     table = getattr(module.encoder.backbone, "get_input_embeddings", lambda: None)()
     if table is None or not hasattr(table, "weight"):
         raise UnsupportedModelError(
-            f"{type(module.encoder.backbone).__name__} does not say which of its parameters are word embeddings, so "
-            "the attack has nothing to read."
+            f"{type(module.encoder.backbone).__name__} does not identify its word embeddings, which the attack reads."
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     name = names[id(table.weight)]

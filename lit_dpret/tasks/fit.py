@@ -93,8 +93,8 @@ def plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
             continue
         if not hasattr(one, "planned_units"):
             raise ConfigurationError(
-                f"callbacks: {type(one).__name__} plants canaries and does not say how many (planned_units), so the "
-                "run cannot be planned. Leave it out."
+                f"callbacks: {type(one).__name__} plants canaries without stating their number (planned_units), so the "
+                "run cannot be planned. Remove it."
             )
         plant_blanks(data, one.planned_units(mode, data))
 
@@ -251,9 +251,9 @@ def released_canaries(parts: Parts) -> CanarySuite | None:
     canaries: CanarySuite | None = parts.make_canaries()
     if canaries is not None and canaries.queries in EVALUATION_SPLITS:
         raise ConfigurationError(
-            f"canaries.queries={canaries.queries} would train a model that is released on people's queries, in as "
-            "many copies as a canary has, and the claim covers one. Take pseudo, or a file of public queries; "
-            "experiment=canaries, which releases no model, may use a split."
+            f"canaries.queries={canaries.queries} would train a released model on people's queries, in all copies of a "
+            "canary, and the claim covers one. Use pseudo, or a file of public queries; experiment=canaries, which "
+            "releases no model, may use a split."
         )
     return canaries
 

@@ -171,8 +171,8 @@ class IndexFolder:
         if found.query_encoder.fingerprint() != known["fingerprints"]["query"]:
             raise ConfigurationError(
                 f"encoder={encoder or self.encoder_folder} is not the encoder that {self.folder} was made with (its "
-                "fingerprint differs): its queries would find nothing sensible. Give task.encoder the folder of that "
-                "one, or encode the passages again."
+                "fingerprint differs): its queries would give meaningless results. Set task.encoder to the folder of "
+                "that encoder, or encode the passages again."
             )
         return found.query_encoder
 
@@ -405,8 +405,8 @@ def index_folder(
         )
     if (folder / MANIFEST).is_file() and _promised(IndexFolder(folder)) != _promised(given):
         raise ResumeError(
-            f"{folder} holds an index of other embeddings, which were private where these are not, or had a card "
-            "where these have none: what was written about those would stay. Give another folder, or delete it."
+            f"{folder} holds an index of other embeddings, which were private where these are not, or had a card where "
+            "these have none: their description would remain. Choose another folder, or delete it."
         )
     if folder.resolve() == given.folder.resolve():
         raise ConfigurationError(f"The index would be written over its own source {source}. Give another folder.")

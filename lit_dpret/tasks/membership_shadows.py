@@ -256,7 +256,7 @@ class Shadows:
         self.planned = int(parts.make_trainer().max_steps)
         if self.planned < 1:
             raise ConfigurationError(
-                "trainer.max_steps says how long shadow models are trained, and is not set. Give it the target's."
+                "trainer.max_steps sets the length of shadow trainings, and is null. Set it to the target's."
             )
         if getattr(parts.make_privacy(), "dataset_ledger", None) is not None:
             raise ConfigurationError(

@@ -54,7 +54,7 @@ class Sweep:
         if self.metric_data == "none" and self.sweep.metric:
             raise ConfigurationError(
                 f"task.metric_data=none, and task.file={self.sweep.path} compares its trials by "
-                f"{self.sweep.metric['name']}: say on which data that is computed."
+                f"{self.sweep.metric['name']}: declare the data on which it is computed."
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -162,8 +162,8 @@ class Sweep:
         check_trial(task, mode, own.make_callbacks(), self.metric_data, self.sweep.metric.get("name"))
         if mode.guarantee == "dp" and '"log_private_loss": true' in composed.describe(("model", "task")):
             raise ConfigurationError(
-                f"task.file={self.sweep.path} sets log_private_loss=true under privacy={mode.name}: such a trial "
-                "claims nothing, and no reservation bounds what it costs. Leave it out."
+                f"task.file={self.sweep.path} sets log_private_loss=true under privacy={mode.name}: such a trial has "
+                "no claim, and no reservation bounds its cost. Remove it."
             )
         return planned_once(composed, task, own, known)
 

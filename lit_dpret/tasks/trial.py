@@ -212,6 +212,6 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
     )  # fmt: skip
     if mode.guarantee == "dp" and leak is not None:
         raise ConfigurationError(
-            f"{leak} in a trial under privacy={mode.name}: its card would claim nothing, and no reservation in the "
-            "ledger of the data set bounds what it costs. Leave it out."
+            f"{leak} in a trial under privacy={mode.name}: its card would have no claim, and no reservation in the "
+            "data-set ledger bounds its cost. Remove it."
         )

@@ -99,8 +99,8 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
         plans = [r for r in _records(path) if r.get("kind") == "plan" and r.get("mode") not in ("none", "synthetic")]
         if any(_is_data_of(plan, data) for plan in plans):
             raise ConfigurationError(
-                f"{knob}=public, but these are the data that {path.parent.name} was trained on privately, as its "
-                f"ledger tells. Set {knob}=private, or take other queries."
+                f"{knob}=public, but these are the data that {path.parent.name} was trained on privately, according to "
+                f"its ledger. Set {knob}=private, or use other queries."
             )
 
 

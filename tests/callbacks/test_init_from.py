@@ -264,7 +264,7 @@ def test_no_other_way_to_write_the_folder_hides_a_private_start(
     ready.part.config = SimpleNamespace(_name_or_path=str(tower))  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="carries a privacy card"):
         fit(tmp_path / "ready", ready, Numbers(sampling="poisson"), steps=4)
-    with pytest.raises(ConfigurationError, match=r"part of what .* describes"):
+    with pytest.raises(ConfigurationError, match=r"part of an artefact described by"):
         read_start(tower, public=True)
 
 

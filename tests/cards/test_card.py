@@ -514,7 +514,7 @@ def test_data_beside_somebody_elses_card_are_refused(run: Run) -> None:
 
 def test_a_run_with_releases_of_its_own_is_no_post_processing(run: Run) -> None:
     path = write_card(run.card(), run.folder)
-    with pytest.raises(ConfigurationError, match="releases of its own"):
+    with pytest.raises(ConfigurationError, match="its own releases"):
         inherit_card(path, CHILD, description="x", ledger_records=run.ledger.records)
 
 

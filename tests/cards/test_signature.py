@@ -175,7 +175,7 @@ def test_keys_that_must_not_be_used_are_refused(tmp_path: Path) -> None:
     private.chmod(0o644)
     refuses(private, "others can read it")
     private.chmod(0o600)
-    refuses(Path(shutil.copy2(private, made / "key.pem")), "lies in the folder of the card")
+    refuses(Path(shutil.copy2(private, made / "key.pem")), "is in the folder of the card")
     pem, pkcs8 = s.Encoding.PEM, s.PrivateFormat.PKCS8
     locked, curve, text = tmp_path / "locked", tmp_path / "curve", tmp_path / "text"
     locked.write_bytes(Ed25519PrivateKey.generate().private_bytes(pem, pkcs8, s.BestAvailableEncryption(b"x")))

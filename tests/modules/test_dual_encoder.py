@@ -90,7 +90,7 @@ def test_a_logical_batch_that_is_cut_after_all_is_refused_before_its_update(tmp_
     module = dual()
     before = [parameter.clone() for parameter in module.parameters()]
     data = data_module(tmp_path / "data", expected_batch_size=None, sample_rate=1.0, physical_batch_size=4)
-    with pytest.raises(ConfigurationError, match="one piece"):
+    with pytest.raises(ConfigurationError, match="must not be split"):
         fit(tmp_path / "run", module, data)
     assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
 

@@ -97,7 +97,7 @@ def test_a_path_that_does_not_exist_is_refused_without_asking_a_hub(tmp_path: Pa
 
 def test_a_name_that_cannot_be_reached_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UnsupportedModelError, match="could not be fetched") as caught:
+    with pytest.raises(UnsupportedModelError, match="could not be downloaded") as caught:
         load("lit-dpret-tests/no-such-model")
     assert "lit-dpret-tests/no-such-model" in str(caught.value) and "\n" not in str(caught.value)
 

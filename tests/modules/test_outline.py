@@ -39,7 +39,7 @@ def test_of_a_prompt_its_vectors_are_trained_and_a_plan_reads_no_words_for_them(
     text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "what people ask"}
     found = outline(pretrained="google-t5/t5-3b", prompt_tuning={"num_virtual_tokens": 50, **text})
     assert found.trained == 50 * 1024 and all(parameter.is_meta for parameter in found.model.parameters())
-    with pytest.raises(ConfigurationError, match="both say"):
+    with pytest.raises(ConfigurationError, match="both select"):
         outline(pretrained="google-t5/t5-3b", prompt_tuning={}, lora={"r": 2, "target_modules": ["q"]})
 
 

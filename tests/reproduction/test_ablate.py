@@ -189,7 +189,7 @@ def test_a_row_whose_generator_has_no_start_is_left_out_unless_it_is_asked_for(
 
 def test_a_start_that_tells_of_private_data_is_not_public(tmp_path: Path) -> None:
     start = save_start(tmp_path / "warm_up", private=True)
-    with pytest.raises(ConfigurationError, match=r"public_start=.*tells of private data"):
+    with pytest.raises(ConfigurationError, match=r"public_start=.*mentions private data"):
         study(tmp_path, **warm(tmp_path, start)).run(parts(tmp_path))
 
 

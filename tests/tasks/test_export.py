@@ -174,7 +174,7 @@ def test_a_card_that_is_missing_or_does_not_agree_with_its_ledger_leaves_no_weig
     with pytest.raises(DataError, match="ledger"):
         Export(checkpoint=run).run(no_parts(tmp_path / "out"))
     (run / "privacy_card.json").unlink()
-    with pytest.raises(DataError, match="promises"):
+    with pytest.raises(DataError, match="would be unknown"):
         Export(checkpoint=run).run(no_parts(tmp_path / "out"))
     assert not (tmp_path / "out" / "model").exists()
 
@@ -253,7 +253,7 @@ def test_a_file_that_is_no_checkpoint_and_a_class_of_others_are_refused(tmp_path
     with pytest.raises(ConfigurationError, match=r"os\.system, which is not of this package"):
         load_module(tmp_path / "b.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "c.ckpt")
-    with pytest.raises(DataError, match="does not say of which class"):
+    with pytest.raises(DataError, match="does not name its class"):
         load_module(tmp_path / "c.ckpt")
     with pytest.raises(DataError, match="neither a checkpoint nor a run folder"):
         Export(checkpoint=tmp_path / "nowhere").run(no_parts(tmp_path / "out"))

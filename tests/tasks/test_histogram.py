@@ -338,7 +338,7 @@ def test_a_histogram_whose_counts_were_changed_is_refused(chain: Path, histogram
     facts = json.loads((edited / "histogram.json").read_text())
     facts["counts"][0] += 1
     (edited / "histogram.json").write_text(json.dumps(facts))
-    with pytest.raises(Exception, match="does not agree with what lies there"):
+    with pytest.raises(Exception, match="does not match its files"):
         apply_filters(load_released(chain / "made" / "synthetic"), [HistogramMatch(edited)])
 
 

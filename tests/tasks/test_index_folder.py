@@ -166,7 +166,7 @@ def test_a_declaration_that_is_put_right_leaves_no_card_of_the_former_one(first:
         encode_folder(encoder, queries, tmp_path / "queries", Encoding(side="query", queries=second))
     other = encode_folder(encoder, queries, tmp_path / "others", Encoding(side="query", queries=second))
     index_folder(made.folder, tmp_path / "index", private=True)
-    with pytest.raises(ResumeError, match="Give another folder"):
+    with pytest.raises(ResumeError, match="Choose another folder"):
         index_folder(other.folder, tmp_path / "index", private=True)
     assert (tmp_path / "index" / "privacy_card.json").exists() == (first == "public")
 

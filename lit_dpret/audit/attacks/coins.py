@@ -68,5 +68,5 @@ class Coins:
         facts = read_json(path, SCHEMA)
         heads = facts.get("heads")
         if not isinstance(heads, dict) or not heads or not all(isinstance(head, bool) for head in heads.values()):
-            raise DataError(f"{path} does not tell of each query whether it was trained on.")
+            raise DataError(f"{path} does not state for each query whether it was trained on.")
         return cls(heads)

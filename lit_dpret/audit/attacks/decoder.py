@@ -183,8 +183,8 @@ def load_language_model(folder: str | Path) -> tuple[Any, Any]:
         return model, AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UnsupportedModelError(
-            f"task.language_model={folder} is no folder of a causal language model with its tokenizer "
-            f"({type(error).__name__}). Give one, or null for a small new GPT-2."
+            f"task.language_model={folder} is not a folder of a causal language model with its tokenizer "
+            f"({type(error).__name__}). Pass one, or null for a small new GPT-2."
         ) from error
 
 

@@ -244,7 +244,7 @@ def score_pairs(
         others = pool[[text != canary.passage for text in texts]]
         if not len(others):
             raise ConfigurationError(
-                "All canaries have the same passage, and a dual encoder is asked to tell a query's passage from "
+                "All canaries have the same passage, and a dual encoder must distinguish a query's passage from "
                 "others. Plant canaries of kind random_passage or own_passage, several of them."
             )
         found.append(SecretScore.of(canary, _bits(towers, canary, others)))

@@ -299,8 +299,8 @@ def _queries(
         return [(queries[query], best[query]) for query in sorted(best) if qrels[query][best[query]] > 0]
     if source == "train":
         raise ConfigurationError(
-            "canaries.queries=train: a copy of a private query in a canary would be trained on even where its owner's "
-            "record is taken out, and the claim would not cover it. Take pseudo, dev, test, or a file of public ones."
+            "canaries.queries=train: a copy of a private query in a canary would be trained on even if its owner's "
+            "record is removed, and the claim would not cover it. Use pseudo, dev, test, or a file of public ones."
         )
     path = Path(source)
     if not path.is_file():
@@ -324,8 +324,8 @@ def _refuse_train_queries(source: str, lines: Iterable[str], data: Any) -> None:
         if normalise(collection.queries[query]) in told:
             raise ConfigurationError(
                 f"canaries.queries={source} holds a train query of the run's own data in the same words: a copy in a "
-                "canary would be trained on even where its owner's record is taken out, and the claim would not cover "
-                "it. Take it out of the file.",
+                "canary would be trained on even if its owner's record is removed, and the claim would not cover it. "
+                "Remove it from the file.",
                 trap="T25",
             )
 

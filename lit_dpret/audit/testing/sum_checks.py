@@ -58,8 +58,8 @@ def quiet_weights(probe: Probe, units: Sequence[int]) -> dict[int, float]:
     probe.weights = {}
     if len(found) < 2:
         raise ConfigurationError(
-            "batch: fewer than two of its units have a gradient, so clipping cannot be tested with it. "
-            "Give rows on which the model is wrong."
+            "batch: fewer than two of its units have a gradient, so clipping cannot be tested with it. Pass rows on "
+            "which the model is wrong."
         )
     return found
 

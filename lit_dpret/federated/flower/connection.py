@@ -76,8 +76,8 @@ class Connection:
             except ssl.SSLError as error:
                 if not self.insecure and error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
                     raise ConfigurationError(
-                        f"The server at {self.superlink} speaks no TLS: whatever is sent to it can be read and changed "
-                        f"on the way. Have it started with a certificate, or say {self._insecure}."
+                        f"The server at {self.superlink} does not use TLS: messages can be read and changed in "
+                        f"transit. Start it with a certificate, or set {self._insecure}."
                     ) from error
                 return
             except OSError:

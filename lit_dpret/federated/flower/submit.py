@@ -80,14 +80,14 @@ def flower(run: FederationRun) -> FedResult:
     """
     settings, link, folder, model = run.settings, run.link, run.folder, run.make_module
     if not isinstance(model, AS2Maker):
-        raise ConfigurationError("federated=flower sends how the model is built, and that has to be an AS2Maker.")
+        raise ConfigurationError("federated=flower sends the description of the model, which must be an AS2Maker.")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     document = folder / "silo.yaml"
     if link.superlink is None:
         document.write_text(silo_document(settings, model), encoding="utf-8")
         raise ConfigurationError(
-            f"federated.superlink is null, and a run has to be handed to somebody. {document} is what the silos' "
-            "owners have to agree to: give it to them, and set federated.superlink=HOST:PORT."
+            f"federated.superlink is null, and a run needs one. The silos' owners must agree to {document}: send it to "
+            "them, and set federated.superlink=HOST:PORT."
         )
     connection = connection_of(link)
     # Whichever part is asked for, one run has all phases: its silos and their budgets are of that run.

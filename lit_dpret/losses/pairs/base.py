@@ -86,8 +86,8 @@ class PairwiseLoss(ABC):
             checked_positive("radius", self.radius)
         if self.similarity == "dot" and self.radius is None and self._needs_range:
             raise ConfigurationError(
-                f"{type(self).__name__} with loss.similarity=dot needs loss.radius, the length to which embeddings "
-                "are projected: without a largest score its sensitivity has no bound."
+                f"{type(self).__name__} with loss.similarity=dot needs loss.radius, the norm to which embeddings are "
+                "projected: without a largest score its sensitivity is unbounded."
             )
 
     @property

@@ -284,7 +284,7 @@ def refuse_other_weights(site: Site, now: Mapping[str, Tensor | None], own: Mapp
     if any(now[local] is not p for local, p in own.items()):
         raise UnsupportedModelError(
             f"{site.name} runs with other weights than its own (functional_call, or a module that swaps "
-            f"them), so the gradient of its own is not known. {WAYS_OUT}"
+            f"them), so the gradient of its own weights is unknown. {WAYS_OUT}"
         )
 
 

@@ -499,5 +499,5 @@ def _check_history(run_id: str, book: DatasetBook, heads: Sequence[str]) -> None
     if entry is not None and entry.head and entry.head not in heads:
         raise LedgerError(
             f"Run {run_id} ({entry.name}) has a ledger older than the one that privacy.dataset_ledger knows: its "
-            "folder was copied or restored, and what it spent since would be forgotten. Resume the newest copy."
+            "folder was copied or restored, and its later spending would be lost. Resume the newest copy."
         )

@@ -127,9 +127,9 @@ def undeclared_metric(what: str, mode: Any) -> ConfigurationError:
     """Return the error for showing ``what``, an uncounted number."""
     return ConfigurationError(
         f"{what} is logged inside a run with privacy={getattr(mode, 'name', mode)}: a number computed on private rows "
-        "is a release that nobody counts. Leave it out. If no private row is behind it, list its name in "
-        "public_metrics of the module or callback that logs it; or set model.log_private_loss=true, and the card will "
-        "name it and state no epsilon.",
+        "is an uncounted release. Remove it. If it depends on no private row, list its name in public_metrics of the "
+        "module or callback that logs it; or set model.log_private_loss=true, and the card will name it and state no "
+        "epsilon.",
         trap="T25",
     )
 
@@ -257,7 +257,7 @@ class ReleaseGate:
                 self.run.ledger.append("event", name="replay_failed", attempt=attempt, step=step)
                 raise ResumeError(
                     f"Step {step} could not be repeated bit by bit on this machine, so its noise must not be "
-                    "used again. Run the same command once more: it will go on with fresh noise, and charge it."
+                    "used again. Run the same command once more: it will continue with fresh noise, and charge it."
                 )
             self.run.ledger.append("replay", attempt=attempt, step=step)
             return Permit(*key, salt, replay=self.run.releases.get(key) or {})
@@ -500,9 +500,9 @@ class SharedGate:
         counted = float(sums.get(NAME, 0.0))  # every rank has it whole, and noises it
         if len(set(self.ranks.gather((attempt, step, units, tag, counted), quick=True))) > 1:
             raise LedgerError(
-                f"The ranks do not hold the same sum for step {step}, and each would put the same noise under its own: "
-                "sums and counts have to be added up over all ranks before the guard is asked "
-                "(lit_dpret.distributed.ranks.Ranks.sum_). This step was not released."
+                f"The ranks have different sums for step {step}, and would all add the same noise: reduce sums and "
+                "counts over all ranks before calling the guard (lit_dpret.distributed.ranks.Ranks.sum_). This step "
+                "was not released."
             )
 
     def record(self, permit: Permit, update: Update) -> None:

@@ -217,8 +217,8 @@ class PrivateRun:
         if path.exists() and not resume:
             if _is_of_no_step(PrivacyLedger.read(path).records):
                 raise ResumeError(
-                    f"{path} is the ledger of a run that was refused or ended before its first step, so it hides "
-                    "nothing that was spent: delete it, say resume=true, or choose another hydra.run.dir."
+                    f"{path} is the ledger of a run that was refused or ended before its first step, so it records no "
+                    "spending: delete it, use resume=true, or choose another hydra.run.dir."
                 )
             raise ResumeError(
                 f"{path} already holds a ledger: a second run in this folder would hide what the first one "
@@ -246,7 +246,7 @@ class PrivateRun:
                 if counted_in(ledger.records) - there:
                     raise ResumeError(
                         "resume=true without the privacy.dataset_ledger that counts this run, or with another one: "
-                        "what it spends from here on would be missing there. Name that file, or start a new run in "
+                        "its further spending would be missing there. Set that file, or start a new run in "
                         "another hydra.run.dir."
                     )
                 run._compare_with(earlier[-1], now)

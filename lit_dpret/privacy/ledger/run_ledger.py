@@ -124,7 +124,7 @@ class KeyBook:
                 law = _realised_law(record)
                 if step.law is not None and law is not None and law != step.law:
                     raise LedgerError(
-                        f"attempt {record['attempt']}, step {record['step']}: the replay drew by another sampling law."
+                        f"attempt {record['attempt']}, step {record['step']}: the replay used another sampling law."
                     )
 
     def add(self, record: Mapping[str, Any]) -> None:

@@ -157,7 +157,7 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
     """
     card = read_card(folder)
     if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
-        raise DataError(f"{folder}: its card does not agree with what lies there: {problems[0]}")
+        raise DataError(f"{folder}: its card does not match its files: {problems[0]}")
     if card["subject"]["artifact_type"] != "histogram":
         raise DataError(f"{folder} holds the card of {card['subject']['artifact_type']}, not of a histogram.")
     if names_before_evidence(card) & released.ancestors:

@@ -49,7 +49,7 @@ def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int
     if not 1 <= per_query <= depth:
         raise ConfigurationError(f"per_query={per_query} is not between 1 and depth={depth}.")
     if len(released.passages) < 2:
-        raise DataError("There is one passage only: no query has another one to be compared with.")
+        raise DataError("There is only one passage: no query has another one for comparison.")
     asked = {query.query_id: query.text for query in released}
     ranking = ranker.rank(asked, released.passages, k=min(depth + 1, len(released.passages)))
     names, found = ranking.passage_ids, dict[str, list[str]]()

@@ -80,8 +80,8 @@ def require_released(value: object, what: str) -> ReleasedQueries:
     if isinstance(value, ReleasedQueries):
         return value
     raise PrivateDataError(
-        f"{what} takes ReleasedQueries, not {type(value).__name__}: what it returned could no longer be called "
-        "post-processing, and no claim would cover it. Load a folder of synthetic queries by load_released."
+        f"{what} takes ReleasedQueries, not {type(value).__name__}: its result would not be post-processing, and no "
+        "claim would cover it. Load a folder of synthetic queries by load_released."
     )
 
 
@@ -232,8 +232,8 @@ def require_covered(
             if not derived or parents[0] not in released.ancestors:
                 raise PrivateDataError(
                     f"{knob}={model} was trained on private data of its own ({_claim(card)}), which the claim of the "
-                    "queries does not cover: a choice that it makes would spend more than their card says. Take a "
-                    "public model, the generator of the queries, or a retriever that was trained on them."
+                    "queries does not cover: filtering with it would spend more than their card says. Use a public "
+                    "model, the generator of the queries, or a retriever that was trained on them."
                 )
             if reason := _looked_at_private_data(card):
                 raise PrivateDataError(
@@ -244,13 +244,13 @@ def require_covered(
         return _open_choice(card, model)
     if folder.is_dir() and (above := card_above(folder)) is not None:
         raise PrivateDataError(
-            f"{knob}={model} is a part of what {above} describes, without its card. Name the whole folder that the "
-            "card lies with."
+            f"{knob}={model} is part of an artefact described by {above}, without its card. Use the whole folder with "
+            "the card."
         )
     if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
         raise PrivateDataError(
-            f"{knob}={model} lost its privacy card, and {trace[0]} tells that a run trained it (privacy={trace[1]}). "
-            "Name the whole folder that the run wrote, or take a public model."
+            f"{knob}={model} lost its privacy card, and {trace[0]} shows that a run trained it (privacy={trace[1]}). "
+            "Use the whole folder that the run wrote, or a public model."
         )
     if not declared_public:
         raise ConfigurationError(

@@ -74,9 +74,9 @@ def apply_filters(
         scores, kept = one.choose(left, progress and progress(one.name))
         if not kept.any():
             raise DataError(
-                f"None of {len(left)} queries passes the filter {one.name} ({_shown(one.settings())}): nothing would "
-                "be left to train on. Ask for less, or look at the generator: its queries may say nothing about "
-                "their passages."
+                f"None of {len(left)} queries passes the filter {one.name} ({_shown(one.settings())}): no training "
+                "data would remain. Lower the threshold, or check the generator: its queries may not fit their "
+                "passages."
             )
         shown = tuple(
             [(float(scores[i]), left.queries[i].text, left.queries[i].passage_id) for i in _spread(mask, examples)]

@@ -113,8 +113,8 @@ def mauve(
     k = fewest // _TEXTS_PER_BUCKET if buckets is None else buckets
     if k < 2 or k > fewest:
         raise DataError(
-            f"MAUVE with {k} buckets cannot be computed from {len(p)} and {len(q)} texts: it takes two buckets at "
-            f"least, and no more of them than texts. Give more texts (buckets=None needs {2 * _TEXTS_PER_BUCKET} of "
+            f"MAUVE with {k} buckets cannot be computed from {len(p)} and {len(q)} texts: it needs at least two "
+            f"buckets, and no more buckets than texts. Pass more texts (buckets=None needs {2 * _TEXTS_PER_BUCKET} of "
             "each), or other buckets."
         )
     points = principal_components(np.concatenate([p, q]))

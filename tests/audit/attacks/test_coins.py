@@ -41,7 +41,7 @@ def test_broken_or_newer_coins_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="membership-coins/2"):
         Coins.read(tmp_path)
     path.write_text(path.read_text().replace("coins/2", "coins/1").replace("true", "1"))
-    with pytest.raises(DataError, match="does not tell of each query"):
+    with pytest.raises(DataError, match="does not state for each query"):
         Coins.read(tmp_path)
 
 

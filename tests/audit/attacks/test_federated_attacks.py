@@ -154,7 +154,7 @@ def test_nothing_is_told_where_there_is_nothing_to_tell_apart() -> None:
 
 def test_overlapping_lists_and_foreign_tokens_are_refused() -> None:
     found = moved_rows(*table(TOUCHED))
-    with pytest.raises(DataError, match="both to be found"):
+    with pytest.raises(DataError, match="in both groups"):
         separate_tokens(found, IDS, IDS[:2])
     with pytest.raises(DataError, match="of another tokenizer"):
         separate_tokens(found, IDS, np.array([500]))

@@ -164,7 +164,7 @@ def test_impossible_settings_and_missing_models_are_refused(tmp_path_factory: py
         decoder("nose")
     with pytest.raises(ConfigurationError, match="max_tokens=1"):
         Words(tokenizer(), 1)
-    with pytest.raises(UnsupportedModelError, match="no folder of a causal language model"):
+    with pytest.raises(UnsupportedModelError, match="not a folder of a causal language model"):
         load_language_model(tmp_path_factory.mktemp("empty"))
 
 

@@ -120,7 +120,7 @@ def separate_tokens(
         DataError: A token is in both lists, or in no row.
     """
     if len(np.intersect1d(tokens, others)):
-        raise DataError("A token is both to be found and not to be named, so nothing can be measured.")
+        raise DataError("A token is in both groups, so the attack cannot be measured.")
     for ids in (tokens, others):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(rows.moved)):
             raise DataError("A token has no row in the table that was attacked: it is of another tokenizer.")

@@ -124,9 +124,9 @@ def _refuse_mixing(side: Side) -> None:
     tolerance = TOLERANCE.get(alone.dtype, LOW_PRECISION_TOLERANCE)
     if bool((gap > tolerance * alone.abs().amax(1).clamp(min=1e-3)).any()):
         raise UnsupportedModelError(
-            "The embedding of a row is another one when other rows are in the batch, so a pair's gradient is not a "
-            "function of its own two records and no clipping of pairs bounds what one record does. Make embeddings "
-            "functions of their own rows: no statistics of the batch.",
+            "The embedding of a row differs when other rows are in the batch, so a pair's gradient is not a "
+            "function of its own two records and clipping pairs does not bound the effect of one record. Make "
+            "embeddings functions of their own rows: no statistics of the batch.",
             trap="T11",
         )
 
