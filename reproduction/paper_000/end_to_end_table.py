@@ -130,17 +130,16 @@ class Finished:
         return point, dict(zip(METRIC_NAMES.values(), theirs, strict=False))  # the paper has no MRR
 
     def _orders(self) -> Iterator[str]:
-        """Say at each budget how synthetic queries stand to every other way, and to the untrained encoder."""
+        """Say at each budget how each way stands to the untrained encoder, and synthetic queries to every other way."""
         ways = self.regime.ways
-        made = [way for way, recipe in ways.items() if recipe.learns_from_synthetic]
         budgets = sorted({cell.eps for cell in self.runs}, key=lambda eps: math.inf if eps is None else eps)
-        for eps, way in product(budgets, made):
+        for eps, way in product(budgets, ways):
             cell = Cell(self.name, way, eps)
             if not (first := self.runs.get(cell)):
                 continue
             name, ours = f"ε = {shown(eps)}: {ways[way].label}", self._beside(cell)[1].get(FIRST)
             yield f"{name} {_against(first, {0: self.start}, 'the untrained encoder', trained=False)}"
-            for other, recipe in ways.items():
+            for other, recipe in ways.items() if ways[way].learns_from_synthetic else ():
                 second = Cell(self.name, other, eps)
                 if self.runs.get(second) and not recipe.learns_from_synthetic:
                     theirs = self._beside(second)[1].get(FIRST)
