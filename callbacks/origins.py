@@ -44,20 +44,13 @@ class OwnWeights:
         itself: The run.
         start: The run that ``init_from`` names.
         callbacks: Of the Trainer: some hold averages of the weights.
-        goes_on: Whether the module holds what earlier steps of the run have trained.
     """
 
-    def __init__(
-        self, module: Any, itself: TrainedIn, start: Start | None, *, callbacks: Sequence[Any] = (),
-        goes_on: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, module: Any, itself: TrainedIn, start: Start | None, *, callbacks: Sequence[Any] = ()) -> None:
         self._itself, self._before, self._marked = itself, fingerprints(module), False
         self._callbacks, held = callbacks, [each for each in weights(module).values() if is_readable(each)]
         self._shapes = frozenset(tuple(each.shape) for each in held)
-        begun = [each for each in held if not (goes_on and each.requires_grad)]
-        self._held, self._passed = held, Passed([itself], [*begun, *held_by(callbacks, self._shapes)])
-        if goes_on:
-            self.note_step()
+        self._held, self._passed = held, Passed([itself], [*held, *held_by(callbacks, self._shapes)])
         places = [*_origins(module, start), *([] if start is None else [model_folder(start.folder)])]
         # Under privacy=none nobody counts them, so that the names in what the run writes are all that is left of them.
         self._began_with = {run for place in places for run in _trained(place) if run.privacy != "none"}

@@ -393,7 +393,6 @@ class PrivacyAccountant(Callback):
         self._weights = OwnWeights(
             module, TrainedIn(itself, module.privacy.name, str(self.run_dir)), self.start(),
             callbacks=trainer.callbacks,  # type: ignore[attr-defined]
-            goes_on=self._restored is not None and self._restored.steps_done > 0,
         )  # fmt: skip
         if self._restored is not None:
             go_on_averaging(trainer, pl_module)
