@@ -31,7 +31,12 @@ from lit_dpret.cards.provenance import (
     text_hashes,
 )
 from lit_dpret.cards.text import privacy_line
-from lit_dpret.cards.tuning import declared_search, refuse_other_tuning, refuse_told_number, refuse_trials_of_no_choice
+from lit_dpret.cards.tuning import (
+    refuse_other_tuning,
+    refuse_told_number,
+    refuse_trials_of_no_choice,
+    tuning_facts,
+)
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.judgement import Assumption, leaks
@@ -96,7 +101,7 @@ class PrivacyCard(Callback):
         if pretraining_overlap is not None:
             self.overlap, self._overlapping = overlap_facts(pretraining_overlap)
         refuse_trials_of_no_choice(self.tuning, knob="callbacks.card.tuning_")
-        declared_search(self.tuning)  # a declaration that cannot be priced is refused before the run, not after it
+        tuning_facts(self.tuning)  # a declaration that cannot be told or priced is refused before the run, not after it
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Register the protocols in the ledger that the accountant has just opened."""

@@ -88,7 +88,12 @@ class MadePrivate(PrivateModule):
                 f"trainer.{asked.value} received the result of make_private, which can only be trained. Pass the inner "
                 f"{type(self.module).__name__}, and non-private data: trainer.{asked.value}(private.module, loader)."
             )
-        return [kind() for kind in (PrivacyAccountant, PrivacyCard) if not any(isinstance(c, kind) for c in present)]
+        cards = [at for at, each in enumerate(present) if isinstance(each, PrivacyCard)]
+        if not any(isinstance(each, PrivacyAccountant) for each in present):
+            if not cards:
+                return [PrivacyAccountant(), PrivacyCard()]
+            present.insert(cards[0], PrivacyAccountant())  # whose last record comes before the card
+        return [] if cards else [PrivacyCard()]
 
     def save_model(self, folder: str | Path) -> Path:
         """Write the weights of the inner module, by its own names."""

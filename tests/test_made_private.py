@@ -645,6 +645,13 @@ def test_a_copy_of_what_an_optimizer_trained_here_is_refused_as_the_original_is(
     assert "assumed" in card_in(tmp_path / "other")["pretraining"]["start"]
 
 
+def test_a_card_alone_gets_an_accountant_before_it(tmp_path: Path) -> None:
+    fit(tmp_path / "run", made(), max_steps=1, callbacks=[PrivacyCard(tuning_data="public")])
+    assert card_in(tmp_path / "run")["tuning"]["data"] == "public"
+    with pytest.raises(ConfigurationError, match=r"tuning\.data"):
+        PrivacyCard(tuning_data="dev")
+
+
 def test_callbacks_that_are_given_to_two_trainers_work_in_the_folder_of_each(tmp_path: Path) -> None:
     watching = [PrivacyAccountant(), PrivacyCard()]
     for name in ("one", "two"):

@@ -66,7 +66,7 @@ CANCELLATION = 0.025
 ERROR, MOST_DOUBTFUL = 1e-3, 0.25
 #: In float64 there is nothing wider: below this share, what rounding may have hidden is added to the squared norm.
 WIDE_CANCELLATION = 1e-3
-#: Rounding of a squared norm there, and in a batch of fixed shape, per position and roundoff, as a share of its energy.
+#: Operations beside the additions of a product, each off by a roundoff.
 SLACK = 16
 
 Contributions = dict[str, list[Contribution]]
@@ -346,7 +346,7 @@ class GhostClipping(ClippedSum):
                 spread = (energy if dtype == torch.float32 else wide)[group]
                 add_squared_norms(uses, self.parameters[names[0]].shape, batch, dtype, squares[group], spread)
         longest = torch.tensor([max(map(_positions, part.values()), default=0) for part in parts])
-        most = (longest * batch.rows_of_a_unit * torch.finfo(torch.float64).eps * SLACK).to(squares)[:, None] * wide
+        most = torch.tensor([self._hidden(part, batch) for part in parts]).to(squares)[:, None] * wide
         # Upwards, for a norm that is too small would let a unit pass the bound.
         squares = torch.where(squares < WIDE_CANCELLATION * wide, squares.clamp(min=0) + most, squares)
         cancels = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps / ERROR).square()
@@ -354,21 +354,48 @@ class GhostClipping(ClippedSum):
         doubtful = batch.real & ~(squares >= threshold * energy)  # NaN is doubtful too
         # No second pass by values, which XLA would compile anew: an upper bound instead.
         if batch.fixed:
-            hidden = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps * SLACK).to(squares)[:, None]
+            hidden = torch.tensor([self._hidden(part, batch, torch.float32) for part in parts]).to(squares)[:, None]
             squares = torch.where(doubtful, squares.clamp(min=0) + hidden * energy, squares)
             return torch.where(broken_units(losses, batch), torch.nan, squares.sqrt()), torch.zeros_like(doubtful)
         # Float32 overflowed; float64 may still tell the norm.
         doubtful |= batch.real & squares.isinf()
         for group in (g for g, some in enumerate(doubtful.any(1).tolist()) if some):
             again = batch.only(doubtful[group])
-            exact = torch.zeros_like(squares[group])
+            exact = self._exact_squares(parts[group], again)
             for gradients in (each for name in self.groups[group] for each in written.get(name, ())):
                 gradients.add_squares(exact, torch.float64)
-            for name, each in parts[group].items():
-                shape = self.parameters[name].shape
-                add_squared_norms([each], shape, again, torch.float64, exact, torch.zeros_like(exact))
             squares[group] = torch.where(doubtful[group], exact, squares[group])
         return torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt()), doubtful
+
+    def _exact_squares(self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Tensor:
+        """Squared norms of gradients that are written out in float64, ``(units,)``, from above.
+
+        A norm from pairs loses a roundoff of its energy, which can be all of it where terms cancel. Here each
+        coordinate is off by a roundoff for each term, times the sum of the terms' sizes: the norm by at most that times
+        the sum of their lengths, whose square is at most their number times the energy (Cauchy and Schwarz).
+        """
+        exact = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
+        energy, unused = torch.zeros_like(exact), torch.zeros_like(exact)
+        for name, uses in contributions.items():
+            shape = self.parameters[name].shape
+            add_squared_norms([uses], shape, batch, torch.float64, unused, energy)
+            for one in (one for group in batch.groups for one in group.split(1)):
+                one.add_to(exact, unit_gradients(uses, shape, one, torch.float64).square().sum()[None])
+        terms = max(map(_positions, contributions.values()), default=0) * batch.rows_of_a_unit
+        rounding = (terms + SLACK) * terms**0.5 * torch.finfo(torch.float64).eps
+        return (exact.sqrt() + rounding * energy.sqrt()).square()
+
+    def _hidden(
+        self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows, dtype: torch.dtype = torch.float64
+    ) -> float:
+        """Bound what products in ``dtype`` may lose of squared norms, as a share of their energy.
+
+        Products of two Gram matrices are off by a roundoff for each addition, times the squared sum of the terms'
+        lengths, which is at most the number of terms times their energy (Cauchy and Schwarz).
+        """
+        terms = max(map(_positions, contributions.values()), default=0) * batch.rows_of_a_unit
+        widths = max((sum(self.parameters[name].shape) for name in contributions), default=0)
+        return terms * (2 * terms + widths + SLACK) * torch.finfo(dtype).eps
 
 
 def _positions(uses: Sequence[Contribution]) -> int:

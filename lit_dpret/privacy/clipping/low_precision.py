@@ -78,7 +78,6 @@ from lit_dpret.privacy.clipping.contributions import (
     _cat,
     _kept,
     _prefers_gram,
-    add_squared_norms,
     add_weighted,
     by_input,
     chunk_of,
@@ -420,11 +419,8 @@ class LowPrecisionGhostClipping(GhostClipping):
         vague &= batch.real & ~norms.isnan()
         # Read for all groups together: each reading waits for the device.
         for group in (g for g, some in enumerate(vague.any(1).tolist()) if some):
-            again, exact = batch.only(vague[group]), torch.zeros_like(upper[group])
-            for name, uses in parts[group].items():
-                shape = self.parameters[name].shape
-                add_squared_norms([uses], shape, again, torch.float64, exact, torch.zeros_like(exact))
-            upper[group] = torch.where(vague[group], exact.clamp(min=0).sqrt(), upper[group])
+            exact = self._exact_squares(parts[group], batch.only(vague[group]))
+            upper[group] = torch.where(vague[group], exact.sqrt(), upper[group])
         return (norms.square() + upper.square()).sqrt(), doubtful | vague
 
     def _certified(self, part: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Certified:

@@ -356,11 +356,17 @@ class ReleaseGate:
             )
         releases = [*charged_releases(self.run.ledger.records), self.plan.release()]
         after = self._accountant.epsilon(releases)
-        budget = self.plan.budget
+        budget, charged = self.plan.budget, len(self.run.intents)
+        made = f"{charged} steps"
+        if charged > self.steps_done:
+            made += (
+                f", and this attempt repeats those after step {self.steps_done}: go on from a later checkpoint if "
+                "there is one (trainer.fit(ckpt_path=))"
+            )
         raise BudgetExceededError(
             f"The next step would bring epsilon to {after:.4g} at delta={show_delta(budget.delta)} "
             f"(unit={budget.unit}, neighbours={budget.neighbours}), over the budget privacy.eps={budget.eps:g} "
-            f"(already spent: {self.epsilon():.4g} in {self.steps_done} steps). The run ends here. Raise "
+            f"(already spent: {self.epsilon():.4g} in {made}). The run ends here. Raise "
             "privacy.noise_multiplier, plan fewer steps, or pay in advance with callbacks.accountant.resume_reserve."
         )
 

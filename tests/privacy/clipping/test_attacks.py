@@ -246,3 +246,28 @@ def test_products_are_taken_in_full_precision_and_the_setting_is_given_back(lib:
         assert seen[0] == "highest" and torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("large", [1e6, 1e8, 1.7e9, 1e10, 1e13])
+@pytest.mark.parametrize("engine", ["ghost", "ghost_tf32", "ghost_bf16", "vmap"])
+def test_records_that_share_a_column_far_larger_than_the_others_stay_within_the_bound(
+    engine: str, large: float
+) -> None:
+    """Two records of one unit, of opposite labels: the column, such as a time in seconds, cancels but for rounding.
+
+    What is left may lie below what float64 can tell from pairs of terms whose energy that column makes.
+    """
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = nn.Linear(16, 16, bias=False)
+        nn.init.zeros_(model.weight)
+        x = torch.cat([torch.full((2, 1), large), 10 * torch.randn(2, 15)], 1)
+        y = torch.stack([torch.ones(16), torch.zeros(16)])
+
+        def loss(model: nn.Module = model, x: Tensor = x, y: Tensor = y) -> Tensor:
+            return nn.functional.binary_cross_entropy_with_logits(model(x), y, reduction="none").sum(1)
+
+        clipping = make_engine(engine, model, max_grad_norm=1.0)
+        clipping.add(loss, torch.zeros(2, dtype=torch.long), torch.ones(1, dtype=torch.bool))
+        (found,) = clipping.take().values()
+        assert 0 < torch.linalg.vector_norm(found.double()) <= 1.0

@@ -17,8 +17,9 @@ from lit_dpret.privacy.clipping import make_engine
 
 
 def test_an_unknown_engine_is_refused_with_the_names_of_all() -> None:
-    with pytest.raises(ConfigurationError, match=r"privacy\.engine='fast' is not one of ghost, vmap, opacus, loop"):
+    with pytest.raises(ConfigurationError, match=r"privacy\.engine='fast'") as refused:
         make_engine("fast", nn.Linear(2, 2), max_grad_norm=1.0)
+    assert all(name in str(refused.value) for name in ("ghost", "ghost_tf32", "ghost_bf16", "vmap", "opacus", "loop"))
 
 
 @pytest.mark.parametrize(
