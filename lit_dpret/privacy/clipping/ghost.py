@@ -383,7 +383,8 @@ class GhostClipping(ClippedSum):
                 one.add_to(exact, unit_gradients(uses, shape, one, torch.float64).square().sum()[None])
         terms = max(map(_positions, contributions.values()), default=0) * batch.rows_of_a_unit
         rounding = (terms + SLACK) * terms**0.5 * torch.finfo(torch.float64).eps
-        return (exact.sqrt() + rounding * energy.sqrt()).square()
+        norms: Tensor = exact.sqrt() + rounding * energy.sqrt()
+        return norms.square()
 
     def _hidden(
         self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows, dtype: torch.dtype = torch.float64
