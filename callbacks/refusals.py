@@ -335,7 +335,8 @@ def _takes_its_steps(run: Candidate) -> None:
     if batches := getattr(run.trainer, "fast_dev_run", False):
         raise ConfigurationError(
             f"trainer.fast_dev_run={batches} ends after so many physical batches, in the middle of a logical one, and "
-            "skips what a run writes. Use trainer.max_steps, or task=doctor, which trains nothing.",
+            "skips what a run writes. Use trainer.max_steps; or try it without a run: task=doctor, and for a module of "
+            "your own lit_dpret.assert_private.",
             trap="T2",
         )
     every = getattr(run.trainer, "reload_dataloaders_every_n_epochs", 0)

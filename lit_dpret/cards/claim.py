@@ -248,7 +248,7 @@ def protected(unit: Unit, neighbours: Neighbours) -> list[str]:
         ]
     if neighbours == "replace_one":
         return hidden
-    hidden.append(f"whether a {unit} was really there")
+    hidden.append(f"whether {'an' if unit == 'image' else 'a'} {unit} was really there")
     if neighbours == "add_or_remove":
         hidden.append(f"the number of {_PLURAL[unit]}")
     return hidden

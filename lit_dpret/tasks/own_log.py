@@ -9,6 +9,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.settings import require_whole
@@ -57,6 +58,11 @@ class OwnLog(Pipeline):
                 "follow from it. Use task=pipeline with sizes of your own, or privacy.neighbours=zero_out."
             )
         data = parts.make_datamodule()
+        if isinstance(data, InsuranceQADataModule):
+            raise ConfigurationError(
+                "task=own_log is for a log of your own, and the data are InsuranceQA, the default. Name yours: "
+                "datamodule=pairs datamodule.pairs=log.jsonl. On InsuranceQA experiment=quickstart does the same."
+            )
         if not getattr(data, "has_public_passages", False):
             raise ConfigurationError(
                 "task=own_log needs a public list of passages, to search and to write queries for. Declare that of the "

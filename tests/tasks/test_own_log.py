@@ -15,7 +15,7 @@ from tiny_generator import generator
 from tiny_tasks import parts, retriever
 
 from lit_dpret.cards.tuning import tuning_facts
-from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.datamodules import InsuranceQADataModule, PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.tasks import OwnLog, check_data
@@ -166,6 +166,13 @@ def test_a_card_calls_by_rule_what_a_rule_chose_and_declares_nothing_in_the_user
     assert {one for one in named if one in tuning["text"]} == by_rule
     own_log(**given, tuning_data="none").run(log_parts(tmp_path, resume=True))
     assert tuning_facts({"data": begun[1][0].tuning_data})["accounted"]  # it is the user's word
+
+
+def test_the_default_data_are_no_log_of_ones_own(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
+    given = log_parts(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"datamodule\.pairs"):
+        own_log().run(replace(given, make_datamodule=InsuranceQADataModule))
+    assert not begun
 
 
 def test_a_log_that_is_split_stays_as_it_is(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:

@@ -51,9 +51,10 @@ def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tup
 LEAST_FACTOR = 1e-30
 RowLoss = Callable[[], Tensor]
 
-#: What rounding may add to a unit's contribution, as a share of it, by the type of the sums. In float32 an engine
-#: tolerates 1e-3 in a norm and 1e-3 in the sum of the unit's own terms (`ghost.ERROR`), and a factor and its product
-#: are rounded by 6e-8 each: (1 + 1e-3) (1 + 1.2e-7) / (1 - 1e-3) < 1 + 2.1e-3.
+#: Room for what rounding adds to a unit's contribution, as a share of it, by the type of the sums. In float32 that is
+#: 1e-3 in a norm and 1e-3 in the sum of the unit's own terms (`ghost.ERROR`), and a factor and its product are rounded
+#: by 6e-8 each: (1 + 1e-3) (1 + 1.2e-7) / (1 - 1e-3) < 1 + 2.1e-3. No bound: long products whose roundings all err in
+#: one direction can be off by more (`low_precision` has a bound).
 CLIP_ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,29 @@ def test_a_private_module_passes_with_its_own_rows(engine: str) -> None:
 )
 def test_every_way_to_clip_and_count_passes(settings: dict[str, Any]) -> None:
     assert_private(regression(**settings), lines(), 1.0, DELTA, trials=FEW)
+
+
+class Doubled(DPSGD):
+    """Doubles the clipped sum; ``true`` says whether its plan says so."""
+
+    true = True
+
+    def plan(self, request: Any, **facts: Any) -> Any:
+        planned = super().plan(request, **facts)
+        return replace(planned, sensitivity=2 * planned.sensitivity) if self.true else planned
+
+    def take(self) -> dict[str, Tensor]:
+        return {name: 2 * total for name, total in super().take().items()}
+
+
+def test_a_mode_is_held_to_the_sensitivity_of_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = regression()
+    module.privacy = Doubled(eps=3.0, max_grad_norm=0.5)
+    report = assert_private(module, lines(), 1.0, DELTA, trials=FEW)
+    assert 0.99 < report.sensitivity <= 1.001 and report.noise == pytest.approx(1.0, abs=0.06)
+    monkeypatch.setattr(Doubled, "true", False)
+    with pytest.raises(PrivacyViolation, match="sensitivity"):
+        assert_private(module, lines(), 1.0, DELTA, trials=FEW)
 
 
 def test_units_of_several_rows_pass() -> None:
