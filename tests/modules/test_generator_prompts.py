@@ -166,7 +166,7 @@ def test_it_starts_from_random_numbers() -> None:
         ({"prompt_tuning": {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "</s>"}}, "no token"),
         ({"prompt_tuning": PROMPT, "trainable_patterns": ["decoder"]}, r"trainable_patterns and model\.prompt_tuning"),
         ({"prompt_tuning": PROMPT, "lora": {"r": 2}}, r"model\.lora and model\.prompt_tuning both"),
-        ({"prompt_tuning": PROMPT, "lora": {"r": 2}, "trainable_patterns": ["decoder"]}, "all say"),
+        ({"prompt_tuning": PROMPT, "lora": {"r": 2}, "trainable_patterns": ["decoder"]}, "all select"),
         ({"prompt_tuning": PROMPT, "config": {"model_type": "bart", "d_model": 16, "encoder_layers": 1,
           "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16,
           "decoder_ffn_dim": 16}}, "this is a bart"),

@@ -325,7 +325,7 @@ def test_a_module_without_pairs_is_refused(tmp_path: Any) -> None:
 
     module = Regression(privacy=batch_clip())
     mode: Any = module.privacy
-    with pytest.raises(UnsupportedModelError, match="Regression is none"):
+    with pytest.raises(UnsupportedModelError, match="Regression"):
         mode.plan(plan_request(), units=4, steps=1, module=module)
         mode.attach(module, plan_of(mode, Pairs(privacy=batch_clip()), n_max=4), None)
 
