@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each of several workers, also in the processes they start
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,6 +86,8 @@ def own_signals() -> Iterator[None]:
 @pytest.fixture
 def set_threads() -> Iterator[Callable[[int], None]]:
     """Set PyTorch's threads, until the test ends."""
+    import torch  # not above: torch counts the threads that it may use when it is imported
+
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
