@@ -175,7 +175,7 @@ class Remembers(Rows):
 
 
 def test_a_data_set_that_mixes_in_what_was_asked_for_before_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"draw\.unit alone") as refused:
+    with pytest.raises(DataError, match=r"train_dataloader") as refused:
         run(tmp_path, Remembers([of_a_query(20 * number) for number in range(SIZE)]))
     assert refused.value.trap == "T38"
 

@@ -165,7 +165,7 @@ def test_keys_and_certificates_that_flower_would_stumble_over_are_named(tmp_path
     ("- a", "holds no settings. Begin it with 'schema: lit-dpret/silo-settings/1'"),
     ("schema: [", r"is no YAML \(line"),
     ("schema: lit-dpret/silo-settings/9\n", "silo-settings/9"),
-    ("schema: lit-dpret/silo-settings/1\n", "does not say data"),
+    ("schema: lit-dpret/silo-settings/1\n", "does not contain data"),
     ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nshare: true\n", r"\.share is not known; there are data, "),
     ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nfederated: {stage1: {rounds: many}}\n",
      r"federated\.stage1\.rounds='many' is no int"),
