@@ -57,7 +57,7 @@ def test_a_parameter_is_cut_gathered_added_up_and_noised_as_if_it_were_whole(ser
         assert set(seen["optimizers"]) == {"sgd", "adam", "adamw", "adam_bc"}
         assert max(seen["optimizers"].values()) < 1e-6
         assert seen["assembled"] == (rank == 0) and seen["equal"] and seen["tied_inside"]
-        assert "scale is a single number without an axis" in seen["refused"]
+        assert "Parameter scale" in seen["refused"]
 
 
 def test_rank_0_writes_the_one_model_that_one_process_would_write(server: Server, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_rank_0_can_ask_the_whole_model_between_two_steps(server: Server, tmp_pa
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ({"tensor_parallel_size": 2, "save_distributed_checkpoint": False}, "tensor_parallel_size=2 would have ranks"),
+        ({"tensor_parallel_size": 2, "save_distributed_checkpoint": False}, "tensor_parallel_size=2"),
         ({"tensor_parallel_size": "auto", "save_distributed_checkpoint": False}, "data_parallel_size=2"),
         ({"tensor_parallel_size": 1}, "save_distributed_checkpoint=true writes a folder file by file"),
     ],

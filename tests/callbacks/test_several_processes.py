@@ -115,7 +115,7 @@ def test_a_rank_that_was_started_otherwise_is_refused_by_all_before_a_ledger_is_
 ) -> None:
     assert server.run("fit", tmp_path / "run", other=other, timeout=60) == [2, 2]
     for rank in (0, 1):
-        assert f"Rank 1 of 2 is about to train with another {named}" in told(tmp_path / "run", rank)["text"]
+        assert f"Rank 1 of 2 would train with a different {named}" in told(tmp_path / "run", rank)["text"]
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 

@@ -110,7 +110,7 @@ def test_the_secure_mean_is_the_weighted_mean_and_names_who_is_left_out() -> Non
     found = secure_mean(start, updates, weights, unbounded, name="b", faults=faults)
     rest = {name: update for name, update in updates.items() if name != "c2"}
     torch.testing.assert_close(found["w"], weighted_mean(rest, weights)["w"], rtol=0, atol=1e-6)
-    assert faults == ["b: client 'c2': 'w' holds values that are not finite."]
+    assert faults == ["b: client 'c2': 'w' contains values that are not finite."]
 
 
 # -- whole runs ------------------------------------------------------------------------------
