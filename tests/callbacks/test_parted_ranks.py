@@ -24,14 +24,14 @@ def test_a_foreign_module_is_counted_and_gets_its_card_on_one_process(server: Se
 def test_a_foreign_module_is_refused_on_two_processes_before_a_ledger_is_begun(server: Server, tmp_path: Path) -> None:
     assert server.run("foreign_loop:fit", tmp_path / "run") == [REFUSED] * 2
     for rank in (0, 1):
-        assert "Regression has a step of its own" in told(tmp_path / "run", rank)["text"]
+        assert "Regression has a custom training step" in told(tmp_path / "run", rank)["text"]
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
 def test_ranks_that_say_they_add_up_and_do_not_are_refused_before_any_noise(server: Server, tmp_path: Path) -> None:
     assert server.run("foreign_loop:fit", tmp_path / "run", declares=True) == [REFUSED] * 2
     for rank in (0, 1):
-        assert "do not hold the same sum for step 0" in told(tmp_path / "run", rank)["text"]
+        assert "different sums for step 0" in told(tmp_path / "run", rank)["text"]
     assert "intent" not in kinds(tmp_path / "run")
 
 

@@ -40,7 +40,7 @@ def test_the_card_of_a_run_states_the_epsilon_of_a_user(tmp_path: Path) -> None:
 
 
 def test_a_bound_that_the_user_ids_contradict_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user=2 is not true"):
+    with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user=2"):
         run(tmp_path, users=20, bound=2)
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 

@@ -49,7 +49,7 @@ def test_a_client_without_train_queries_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w": torch.full((3, 2), float("nan"))}, "client 'c1': 'w' holds values that are not finite"),
+        ({"w": torch.full((3, 2), float("nan"))}, "client 'c1': 'w' contains values that are not finite"),
         ({"w": torch.zeros(2, 3)}, r"client 'c1': 'w' has shape \(2, 3\)"),
         ({"x": torch.zeros(1)}, "client 'c1': 1 tensors are missing or too many, 'x'"),
     ],
@@ -68,5 +68,5 @@ def test_only_what_is_trained_travels_and_it_comes_back_as_it_was() -> None:
     assert set(before) == {"0.weight", "0.bias"}
     put_weights(net, {name: value + 1 for name, value in before.items()})
     assert torch.equal(take_weights(net)["0.bias"], before["0.bias"] + 1)
-    with pytest.raises(DataError, match=r"'0\.bias' holds values that are not finite"):
+    with pytest.raises(DataError, match=r"'0\.bias' contains values that are not finite"):
         put_weights(net, before | {"0.bias": torch.tensor([1.0, float("inf")])})

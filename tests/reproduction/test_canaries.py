@@ -69,7 +69,7 @@ def forgetful(**settings: Any) -> Any:
 
 def test_a_model_that_stays_takes_no_canaries_from_peoples_queries(tmp_path: Path) -> None:
     suite = replace(SUITE, queries="dev")
-    with pytest.raises(ConfigurationError, match=r"canaries\.queries=dev would train a model that is released"):
+    with pytest.raises(ConfigurationError, match=r"canaries\.queries=dev"):
         run_with_canaries(tmp_path, partial(DPSGD, eps=8.0, secret_file=tmp_path / "secret"), suite=suite)
     assert not (tmp_path / "trained" / "privacy_ledger.jsonl").exists()
 
