@@ -96,10 +96,11 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def room_for_rounding(bound: float, parameters: Iterable[Tensor]) -> float:
-    """Return the norm to clip to, so that a contribution stays within ``bound`` including rounding.
+    """Return the norm to clip to, with room for rounding, so that a contribution stays within ``bound``.
 
-    The sensitivity that is charged stays ``bound``. What remains outside is how the rounding of the running total over
-    all units depends on one of them: that is a property of floating-point mechanisms as such, which the card names.
+    The sensitivity that is charged stays ``bound``. In float32 the room is no proof (`CLIP_ROUNDING`). What remains
+    outside is how the rounding of the running total over all units depends on one of them: that is a property of
+    floating-point mechanisms as such, which the card names.
 
     Example:
         >>> room_for_rounding(1.0, [torch.zeros(1)]) < 0.998

@@ -82,8 +82,8 @@ class GhostClipping(ClippedSum):
     times. Everything else that is trainable is refused by name.
 
     Guarantees, beyond those of ``ClippedSum``:
-        - Norms and sums come from the same inputs and output gradients, so a contribution is
-          within the bound in fp32 even where the passes ran in bf16.
+        - Norms and sums come from the same inputs and output gradients, so passes in bf16 leave a contribution as
+          near to the bound as passes in fp32. What fp32 itself may lose has room (`base.CLIP_ROUNDING`) and no proof.
         - A loss that couples units, a tensor whose first axis is not the batch, and a parameter
           used outside its module are refused. The first batch and every later change of the
           pattern of calls go through ``RecordingCheck``; the last of the three is noticed in every batch.
