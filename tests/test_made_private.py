@@ -205,6 +205,22 @@ def test_a_bound_on_the_units_of_a_user_contradicts_units_that_are_users(tmp_pat
         fit(tmp_path, made(max_units_per_user=3), users, max_steps=1)
 
 
+@pytest.mark.parametrize(("last", "told"), [("user", "user"), ("team", "record"), (None, "record")])
+def test_a_chain_of_runs_is_about_users_if_every_run_declares_them(last: Any, told: str, tmp_path: Path) -> None:
+    module, before = Classifier(), {}
+    for run, name in enumerate(["user", "user", last]):
+        users = data(unit_of=lambda row: f"u{row // 2}", unit_name=name, expected_batch_size=10)
+        callbacks = [PrivacyAccountant(**before)]
+        fit(tmp_path / str(run), made(module, delta=1e-3), users, max_steps=1, callbacks=callbacks)
+        before = {"init_from": tmp_path / str(run)}
+    card = card_in(tmp_path / "2")
+    claim = card["claim"]
+    assert f"unit = {told}, " in privacy_line(card) and claim["unit_plural"] == f"{told}s"
+    assert claim["user_level_epsilon"] == (claim["epsilon"] if told == "user" else None)
+    assert not re.search(r"\ban (user|record)\b", json.dumps(card))
+    assert not verify_chain(tmp_path / "2").failed
+
+
 def test_a_name_that_was_set_past_the_constructor_makes_no_claim_about_it(tmp_path: Path) -> None:
     rows_alone = data()
     rows_alone.unit_name = "user"

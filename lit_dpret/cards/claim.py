@@ -69,8 +69,9 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
         pairs = epsilon_curve(judged.releases, neighbours=budget.neighbours, accountant=plan.accountant)
         curve = [[epsilon, delta] for epsilon, delta in pairs if math.isfinite(epsilon)]
     proved = verdict.guarantee == "dp"
-    # Of a claim about two runs nobody said that their units bear one name.
-    name = plan_of(judged.records)[1].get("unit_name") if start is None else None
+    name = plan_of(judged.records)[1].get("unit_name")
+    if start is not None and not start["public"] and start.get("unit_name") != name:
+        name = None  # the claim is about the units of both runs, which were called by two names
     is_user = name == "user" and plan.max_units_per_user is None  # all of one user, and no other bound is declared
     claim = {
         "flavour": "(epsilon, delta)-differential privacy",
@@ -106,7 +107,7 @@ def _named(text: Any, name: str) -> Any:
     """Say in the place of "record" what its owner calls the unit that every record is."""
     if isinstance(text, list):
         return [_named(each, name) for each in text]
-    article = "an" if name[0] in "aeiou" else "a"
+    article = "an" if re.match("(?!us|uni|eu|one)[aeiou]", name) else "a"
     return re.sub(r"\brecord(s?)\b", rf"{name}\1", re.sub(r"\b([Aa])n? record\b", rf"\1{article[1:]} record", text))
 
 

@@ -49,9 +49,10 @@ class Start:
     folder: Path  # of the earlier run
     # What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``, ``releases``, ``parents``,
     # ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its settings were chosen), and
-    # ``head`` (the last record of a step in its own ledger), ``unit``, ``neighbours``, ``duplicates``, ``epsilon``,
-    # ``delta``, ``n_public`` (of the largest data set in its chain whose size is public) and ``units`` (the releases of
-    # each run of its chain, with its ``max_units_per_user``) where there are any.
+    # ``head`` (the last record of a step in its own ledger), ``unit``, ``unit_name`` (what its card calls the unit),
+    # ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public`` (of the largest data set in its chain whose
+    # size is public) and ``units`` (the releases of each run of its chain, with its ``max_units_per_user``) where there
+    # are any.
     facts: Mapping[str, Any]
     knob: str = "init_from"  # the setting that named it, for messages
 
@@ -285,6 +286,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts["guarantee"] = "not_proved"
     elif claim["guarantee"] == "dp":
         facts |= {key: claim[key] for key in ("unit", "neighbours", "duplicates", "epsilon", "delta")}
+        facts |= {"unit_name": claim["unit_name"]} if "unit_name" in claim else {}
         facts["floating_point"] = card["randomness"].get("floating_point", True)
         sizes = (card["mechanism"].get("n_public"), (recorded_start(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)
