@@ -22,9 +22,11 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch import Tensor
+from torch.nn import Parameter
 
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.privacy.ledger.trained import TRAINED_KEY
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.state_watch import checksums
 
@@ -189,6 +191,7 @@ class CheckpointGate:
           their ``on_save_checkpoint`` adds, is refused by name when it is not as it was before the first private batch,
           unless a part of its name is listed in ``public_metrics`` of one of them. With ``declare`` it passes, and
           ``declare`` was called with its name before.
+        - So is what hangs on a state dict or a tensor and is pickled with it, such as ``_metadata``.
         - The states of this package's and Lightning's own callbacks pass as these callbacks give them.
         - What is taken out of a checkpoint is never missed.
     """
@@ -197,16 +200,20 @@ class CheckpointGate:
         self, trainer: L.Trainer, module: Any, start: Mapping[str, Any], declare: Callable[[str], None] | None
     ) -> None:
         self._trainer, self._module, self._declare = trainer, module, declare
-        self._start = self._fingerprints(start)
+        self._start = dict(self._fingerprints(start))
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse any other content of a complete checkpoint, or record it."""
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
         public = {name for each in (self._module, data, *callbacks) for name in getattr(each, "public_metrics", ())}
-        expected = self._start | self._fingerprints(self._own(callbacks))
-        for path, found in self._fingerprints(checkpoint).items():
+        expected = self._start | dict(self._fingerprints(self._own(callbacks)))
+        # Metadata of a part name some of the runs that the checkpoint names.
+        runs = {found for path, found in expected.items() if TRAINED_KEY in path}
+        for path, found in self._fingerprints(checkpoint):
             name = ".".join(path)
+            if TRAINED_KEY in path and found in runs:
+                continue
             if expected.get(path) == found or not public.isdisjoint((name, *path, *name.split("."))):
                 continue
             if self._declare is None:
@@ -229,17 +236,15 @@ class CheckpointGate:
         trusted = (c for c in callbacks if getattr(c.state_dict, "__module__", "").startswith(_TRUSTED))
         return own | {"callbacks": {callback.state_key: callback.state_dict() for callback in trusted}}
 
-    def _fingerprints(self, checkpoint: Mapping[str, Any]) -> dict[_Path, str]:
+    def _fingerprints(self, checkpoint: Mapping[str, Any]) -> Iterator[tuple[_Path, str]]:
         """Fingerprint each value that no noise covers, by its path."""
         weights = {name for name, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
-        found = {}
         for path, value in _leaves(checkpoint, ()):
             if path[0] in _WEIGHTS:
                 path = ("state_dict", *path[1:])  # one name, where an average took the place of the weights
                 if isinstance(value, Tensor) and ".".join(path[1:]) in weights:
                     continue
-            found[path] = _fingerprint(value)
-        return found
+            yield path, _fingerprint(value)
 
 
 def _leaves(content: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
@@ -247,11 +252,15 @@ def _leaves(content: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
     loops = path[:1] == ("loops",) and "combined_loader" not in path  # of which a user's loader keeps the state
     if path in _RELEASED:
         return
-    if isinstance(content, (Mapping, list, tuple)):
+    nested = isinstance(content, (Mapping, list, tuple))
+    if nested:
         for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
             yield from _leaves(value, (*path, str(key)))
     elif not loops:
         yield path, content
+    if nested or type(content) in (Tensor, Parameter):
+        for key, value in getattr(content, "__dict__", {}).items():  # which is pickled too
+            yield from _leaves(value, (*path, key))
 
 
 def _fingerprint(value: Any) -> str:

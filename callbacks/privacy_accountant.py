@@ -60,6 +60,7 @@ from lit_dpret.privacy.ledger.trained import TrainedIn, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.state_watch import copy_parts
 from lit_dpret.settings import require_choice
 from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
 
@@ -518,9 +519,13 @@ class PrivacyAccountant(Callback):
         Where the number of physical batches may be private, it is hidden.
         """
         trainer = self._trainer
+        # The second is there where an average took the first's place.
+        states = [checkpoint[name] for name in ("state_dict", "current_model_state") if name in checkpoint]
+        for state in states:
+            copy_parts(state)
         if self._weights is not None:
-            for state in ("state_dict", "current_model_state"):  # the second where an average took the first's place
-                self._weights.remember(checkpoint.get(state, {}).items())
+            for state in states:
+                self._weights.remember(state.items())
         loops = trainer._checkpoint_connector._get_loops_state_dict()
         checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         self._between.set_back(checkpoint, self._gate.steps_done)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
@@ -18,9 +17,10 @@ from torch.utils.data import default_collate
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import OptimizerSpec, PrivateModule
-from lit_dpret.modules.private_module import WEIGHTS
+from lit_dpret.modules.private_module import save_weights
 from lit_dpret.privacy.ledger.gate import undeclared_metric
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
+from lit_dpret.privacy.state_watch import state_of_part
 
 #: Stands for a batch that is one tensor, and no dict or tuple of them.
 _LONE = ""
@@ -97,10 +97,7 @@ class MadePrivate(PrivateModule):
 
     def save_model(self, folder: str | Path) -> Path:
         """Write the weights of the inner module, by its own names."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.module.state_dict(), folder / WEIGHTS)
-        return folder
+        return save_weights(state_of_part(self.module), folder)
 
 
 def make_private(

@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 from lit_dpret import PrivacyAccountant
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import LitDpretError
+from lit_dpret.modules.module_state import HookWatch
 
 ONCE = {"max_steps": -1, "max_epochs": 1}
 
@@ -129,6 +130,30 @@ def test_what_else_a_state_dict_holds_is_not_saved_with_the_weights(how: str, tm
     with pytest.raises(LitDpretError):
         fit(tmp_path, made(Counting(how), per_row_loss=counting_loss), max_steps=2, enable_checkpointing=False)
     assert not (tmp_path / "model").exists()
+
+
+class ReturnsMore(Classifier):
+    """Adds nothing to the state dict of its parents, and returns one with the rows of the last batch."""
+
+    rows: Any = None
+
+    def state_dict(self, *given: Any, **named: Any) -> Any:
+        return {**super().state_dict(*given, **named), "rows": self.rows}
+
+
+def keeping_loss(model: Any, batch: Any) -> Tensor:
+    model.rows = batch[0].tolist()
+    return row_loss(model, batch)
+
+
+def test_what_an_inner_module_returns_beside_its_weights_is_not_saved_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HookWatch, "compare", lambda *_: None)  # which looks at attributes of some batches
+    monkeypatch.setattr(HookWatch, "compare_last", lambda *_, **named: None)
+    fit(tmp_path, made(ReturnsMore(), per_row_loss=keeping_loss), max_steps=2, enable_checkpointing=False)
+    saved = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
+    assert saved and "rows" not in saved
 
 
 def test_an_average_of_the_weights_is_saved(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from lit_dpret.modules.pair_module import PairModule, make_encoder
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.state_watch import state_of_part
 
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 
@@ -178,7 +179,7 @@ def save_net(net: nn.Module, folder: str | Path) -> Path:
         StorageError: The folder cannot be written.
     """
     place = Path(folder)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_of_part(net).items()}
     facts = {"schema": SCHEMA, "net": f"{type(net).__module__}.{type(net).__qualname__}"}
     try:
         place.mkdir(parents=True, exist_ok=True)

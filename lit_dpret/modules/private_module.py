@@ -51,6 +51,7 @@ from lit_dpret.privacy.ledger.gate import (
 )
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
+from lit_dpret.privacy.state_watch import copy_parts
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 if TYPE_CHECKING:
@@ -62,6 +63,15 @@ WEIGHTS = "weights.pt"
 # What `PrivateModule._leave_run` sets.
 _OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum",
              "_losses")  # fmt: skip
+
+
+def save_weights(state: dict[str, Any], folder: str | Path) -> Path:
+    """Write a state dict to ``weights.pt`` in ``folder``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_parts(state)
+    torch.save(state, folder / WEIGHTS)
+    return folder
 
 
 class PrivateModule(Checkpointed):
@@ -208,10 +218,7 @@ class PrivateModule(Checkpointed):
 
     def save_model(self, folder: str | Path) -> Path:
         """Write the trained state dict into ``folder``, which also gets a copy of the card."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict(), folder / WEIGHTS)
-        return folder
+        return save_weights(self.state_dict(), folder)
 
     def assumptions(self) -> list[str]:
         """Return the trusted assumptions of a claim besides the mechanism, as statements for the card."""

@@ -7,9 +7,10 @@ once, because PyTorch counts them; one through ``.data`` is not counted, so valu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +166,25 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 def has_memory(tensor: Tensor) -> bool:
     """Return whether the values are in one separate block of memory."""
     return tensor.layout == torch.strided and not tensor.is_meta and not is_lazy(tensor.device)
+
+
+def state_of_part(part: nn.Module) -> OrderedDict[str, Any]:
+    """Return what a module adds to the state dict of the module that it is a part of.
+
+    That is compared with the start of a run before weights are saved. What ``part.state_dict`` *returns* may be more.
+    """
+    state: Any = OrderedDict()
+    state._metadata = OrderedDict()
+    part.state_dict(destination=state)
+    return state  # type: ignore[no-any-return]
+
+
+def copy_parts(state: dict[str, Any]) -> None:
+    """Copy the tensors of a state dict that are parts of a longer memory: a file would hold all of that memory."""
+    for name, value in state.items():
+        plain = type(value) in (Tensor, nn.Parameter) and has_memory(value)
+        if plain and value.untyped_storage().nbytes() > value.nbytes:
+            state[name] = value.detach().clone()
 
 
 def bits_of(tensor: Tensor) -> Tensor:

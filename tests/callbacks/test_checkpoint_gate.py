@@ -84,6 +84,45 @@ class HookInState(Keeping):
         checkpoint["state_dict"][SECRET] = torch.tensor(self.last)
 
 
+class WithMetadata(Keeping):
+    """Lays rows beside the tensors of its state dict, where PyTorch keeps version numbers."""
+
+    def state_dict(self, *given: Any, **named: Any) -> Any:
+        found = super().state_dict(*given, **named)
+        found._metadata[""][SECRET] = [self.last]
+        return found
+
+
+class WithAttribute(Keeping):
+    """What hangs on a state dict is pickled with it."""
+
+    def state_dict(self, *given: Any, **named: Any) -> Any:
+        found = super().state_dict(*given, **named)
+        vars(found)[SECRET] = self.last
+        return found
+
+
+class WithAttributeOfAWeight(Keeping):
+    def state_dict(self, *given: Any, **named: Any) -> Any:
+        found = super().state_dict(*given, **named)
+        vars(next(iter(found.values())))[SECRET] = self.last
+        return found
+
+
+class BesideAWeight(Keeping):
+    """Its bias is the first value of a longer tensor, whose others hold what the rows were."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.room = [torch.zeros(9)]
+        self.net[3].bias = torch.nn.Parameter(self.room[0][:1])
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        losses = super().per_row_loss(rows)
+        self.room[0].data[1:] = 12345.0 + losses.detach().mean()
+        return losses
+
+
 def to_hparams(module: Any, loss: float) -> None:
     module.hparams[SECRET] = loss
 
@@ -126,6 +165,9 @@ MODULES: dict[str, Made] = {
     "extra state": WithExtraState,
     "hook": WithHook,
     "state in a hook": HookInState,
+    "metadata": WithMetadata,
+    "attribute": WithAttribute,
+    "attribute of a weight": WithAttributeOfAWeight,
 }
 CALLBACKS = ("state_dict", "state named like a step", "hook", "of another")
 WAYS = (*MODULES, *(f"callback: {way}" for way in CALLBACKS), "data")
@@ -153,6 +195,32 @@ def test_a_checkpoint_with_a_private_number_is_refused_and_not_written(
         attacked(way, tmp_path)
     assert refused.value.trap == "T25" and ("seen" if way == "metric" else SECRET) in str(refused.value)
     assert not checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["metadata", "attribute", "attribute of a weight"])
+def test_saved_weights_with_a_private_number_beside_them_are_refused(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HookWatch, "compare", lambda *_: None)
+    with pytest.raises(ConfigurationError, match=SECRET):
+        attacked(way, tmp_path, save_every=100, extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    assert not list(tmp_path.rglob("weights.pt"))
+
+
+def test_files_hold_the_values_of_a_weight_and_not_what_lies_beside_it_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HookWatch, "compare", lambda *_: None)
+    monkeypatch.setattr(HookWatch, "compare_last", lambda *_, **named: None)
+    module = BesideAWeight(privacy=dp(tmp_path))
+    fit(tmp_path / "run", module, extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    assert module.net[3].bias.data_ptr() == module.room[0].data_ptr() and float(module.room[0][1]) > 1e4
+    files = [*tmp_path.rglob("*.ckpt"), *tmp_path.rglob("weights.pt")]
+    assert len(files) > 2
+    for file in files:
+        found = torch.load(file, weights_only=True)
+        bias = found.get("state_dict", found)["net.3.bias"]
+        assert bias.untyped_storage().nbytes() == 4 and torch.isfinite(bias).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
