@@ -220,6 +220,25 @@ def test_a_resume_with_another_mechanism_is_refused(tmp_path: Path, change: dict
         fit(folder, seeded(tmp_path, **change), resume=True)
 
 
+@pytest.mark.parametrize(
+    ("module", "data", "trainer", "named"),
+    [
+        ({}, {}, {"max_steps": 4}, r"trainer\.max_steps"),
+        ({}, {"expected_batch_size": 50}, {}, "expected_batch_size"),
+        ({}, {"size": 240}, {}, "number of units"),
+        ({"delta": 1e-4}, {}, {}, "delta"),
+        ({"eps": 2.0}, {}, {"max_steps": 4}, "eps"),
+    ],
+)
+def test_a_resume_names_the_setting_that_was_changed_and_not_the_noise_that_follows_from_it(
+    tmp_path: Path, module: dict[str, Any], data: dict[str, Any], trainer: dict[str, Any], named: str
+) -> None:
+    folder = killed_run(tmp_path, 3, noise_multiplier=None)
+    with pytest.raises(ResumeError, match=named) as found:
+        fit(folder, seeded(tmp_path, noise_multiplier=None, **module), Numbers(**data), resume=True, **trainer)
+    assert "noise_multiplier" not in str(found.value)
+
+
 def test_a_resume_with_another_data_set_is_refused(tmp_path: Path) -> None:
     folder = killed_run(tmp_path, 3)
     with pytest.raises(ResumeError, match="data set"):

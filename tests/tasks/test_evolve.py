@@ -316,10 +316,10 @@ def test_a_finished_run_that_is_resumed_changes_nothing(world: Path, evolved: Pa
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"mode": {"eps": 1.0}}, "plan"),
+        ({"mode": {"eps": 1.0}}, "eps"),
         ({"mode": {"neighbours": "replace_one"}}, "neighbours"),
         ({"task": {"population": 7}}, "population"),
-        ({"task": {"generations": 1}}, "plan"),
+        ({"task": {"generations": 1}}, r"task\.generations"),
         ({"data": {}}, "data set"),
     ],
 )

@@ -23,6 +23,7 @@ from lit_dpret.errors import ResumeError, schema_problem
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, counted_in, ledger_identity
 from lit_dpret.privacy.noise import KeyedStream
+from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM
 
 
 def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
@@ -87,8 +88,29 @@ _FIXED = (
 )  # fmt: skip
 # How a sum of single units is cut into forward passes changes no claim; where units see each other, it does.
 _BATCHING_KEY = "physical_batch_size"
-# Said first, because the rest (the cap of the law, say) follows from them.
-_CAUSES = ("budget", "eps", "delta", "noise_multiplier", "max_grad_norm", "sample_rate", "n")
+# The settings that the facts of a plan come from, causes first: the number of units decides delta and the sampling
+# rate, the rate the number of steps in an epoch, and all of these noise and cap.
+_SETTINGS = {
+    "mode": "privacy",
+    "unit": "privacy.unit",
+    "unit_name": "datamodule.unit_name",
+    "neighbours": "privacy.neighbours",
+    "plan.budget.duplicates": "datamodule.duplicates",
+    "plan.n_public": "number of units in the data set",
+    "plan.budget.eps": "privacy.eps",
+    "plan.budget.delta": "privacy.delta",
+    "plan.law.kind": "datamodule.sampling",
+    "plan.law.sample_rate": "datamodule.expected_batch_size (as a share of the units)",
+    "plan.law.batch_size": "datamodule.expected_batch_size",
+    "planned_steps": "trainer.max_steps (or max_epochs)",
+    "plan.steps": "callbacks.accountant.resume_reserve (in planned steps)",
+    "plan.accountant": "privacy.accountant",
+    "plan.noise_multiplier": "privacy.noise_multiplier",
+    "plan.law.cap": "datamodule.cap",
+    "plan.max_grad_norm": "privacy.max_grad_norm",
+}
+# Of a task that releases counts under a plan, without training.
+_SETTINGS_OF_COUNTS = {"planned_steps": "task.generations", "plan.noise_multiplier": "task.noise_multiplier"}
 
 
 @dataclass(frozen=True)
@@ -269,12 +291,11 @@ class PrivateRun:
             ):
                 plan[_BATCHING_KEY] = now["plan"].get(_BATCHING_KEY)
             before = {**before, "plan": plan}
-        for key in _FIXED:
-            if before.get(key) != now.get(key):
-                raise ResumeError(
-                    f"resume=true with another {_difference(key, before.get(key), now.get(key))}. The ledger's claim "
-                    "was made for the first. Restore it, or start a new run in another hydra.run.dir."
-                )
+        if difference := _difference(before, now):
+            raise ResumeError(
+                f"resume=true with another {difference} The ledger's claim was made for the first: restore it, or "
+                "start a new run in another hydra.run.dir."
+            )
         # Fingerprints are keyed by the secret, so with another one nobody can compare the data either.
         if before["secret_tag"] != now["secret_tag"]:
             self.ledger.append(
@@ -377,9 +398,31 @@ def _by_key(ledger: PrivacyLedger, kind: str) -> dict[Key, dict[str, Any]]:
     return {(record["attempt"], record["step"]): record for record in ledger.records if record["kind"] == kind}
 
 
-def _difference(key: str, before: Any, now: Any) -> str:
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Name the setting in which two records of a plan differ, with both values; None where they agree."""
+    settings = _SETTINGS | (_SETTINGS_OF_COUNTS if now.get("mode") in (EVOLUTION, HISTOGRAM) else {})
+    for place, setting in settings.items():
+        was, is_now = _at(before, place), _at(now, place)
+        if was != is_now:
+            longer = " To train longer, begin another run with init_from, once this one has ended."
+            return f"{setting}: {was!r} before, {is_now!r} now.{longer if setting.startswith('trainer.') else ''}"
+    for key in _FIXED:
+        if before.get(key) != now.get(key):
+            return _first_difference(key, before.get(key), now.get(key))
+    return None
+
+
+def _at(record: Mapping[str, Any], place: str) -> Any:
+    """Return the value at a dotted place of a record; None where there is none."""
+    value: Any = record
+    for name in place.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _first_difference(place: str, before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
-        for name in dict.fromkeys([*_CAUSES, *sorted(before), *sorted(now)]):
+        for name in sorted({*before, *now}):
             if before.get(name) != now.get(name):
-                return _difference(f"{key}.{name}", before.get(name), now.get(name))
-    return f"{key}: {before!r} before, {now!r} now"
+                return _first_difference(f"{place}.{name}", before.get(name), now.get(name))
+    return f"{place}: {before!r} before, {now!r} now."
