@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.left_out import HARMLESS, LeftOut
 from lit_dpret.datamodules.passage_store import build_store, cached_store, file_key
-from lit_dpret.datamodules.readers import Complain, Problems, RecordFile, Records, refuse
+from lit_dpret.datamodules.readers import Complain, Problems, RecordFile, Records, as_id, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES
 from lit_dpret.errors import DataError
 from lit_dpret.files import meant
@@ -120,7 +121,13 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
                     )
                 domain = file.optional_id(last, record, "domain")
             except DataError as error:
-                file.complain(error)
+                file.complain_of(
+                    error,
+                    partial(file.id, last, record, *_ID),
+                    partial(file.text, last, record, "title", optional=True),
+                    partial(file.text, last, record, "text"),
+                    partial(file.optional_id, last, record, "domain"),
+                )
                 continue
             yield passage_id, text, domain
 
@@ -183,11 +190,16 @@ def read_queries(
             if query_id in found.texts:
                 raise _repeated_id(file, number, query_id)
             text = query_text(file, number, record, "text", query_id)
-            metadata = record.get("metadata")
-            more = {**metadata, **record} if isinstance(metadata, Mapping) else record
+            more = _with_metadata(record)
             user, domain = (file.optional_id(number, more, name) for name in ("user_id", "domain"))
         except DataError as error:
-            complain(error)
+            ids = map(record.get, _ID)
+            file.complain_of(
+                error,
+                partial(file.id, number, record, *_ID),
+                partial(query_text, file, number, record, "text", next(filter(None, map(as_id, ids)), "")),
+                *(partial(file.optional_id, number, _with_metadata(record), name) for name in ("user_id", "domain")),
+            )
             continue
         found.texts[query_id] = text
         if user is not None:
@@ -220,16 +232,23 @@ def read_qrels(
     file = RecordFile(path, knob=knob, header=header, complain=complain)
     qrels: dict[str, dict[str, int]] = {}
     again: list[tuple[int, str, str, int]] = []
+
+    def known_query(number: int, record: Mapping[str, Any]) -> str:
+        query_id = file.id(number, record, *_QUERY_ID)
+        if query_id not in queries:
+            raise DataError(f"{file.where(number)}: query {query_id!r} is not among the queries.", kind="unknown query")
+        return query_id
+
+    def known_passage(number: int, record: Mapping[str, Any]) -> str:
+        passage_id = file.id(number, record, *_PASSAGE_ID)
+        if passage_id not in passages:
+            kind = "unknown passage" if file.grade(number, record, *_GRADE) > 0 else HARMLESS
+            raise DataError(f"{file.where(number)}: passage {passage_id!r} is not in the corpus.", kind=kind)
+        return passage_id
+
     for number, record in file:
         try:
-            query_id = file.id(number, record, *_QUERY_ID)
-            passage_id = file.id(number, record, *_PASSAGE_ID)
-            where = file.where(number)
-            if query_id not in queries:
-                raise DataError(f"{where}: query {query_id!r} is not among the queries.", kind="unknown query")
-            if passage_id not in passages:
-                kind = "unknown passage" if file.grade(number, record, *_GRADE) > 0 else HARMLESS
-                raise DataError(f"{where}: passage {passage_id!r} is not in the corpus.", kind=kind)
+            query_id, passage_id = known_query(number, record), known_passage(number, record)
             grade, judged = file.grade(number, record, *_GRADE), qrels.setdefault(query_id, {})
             if passage_id not in judged or repeated == "last":
                 judged[passage_id] = grade
@@ -238,7 +257,12 @@ def read_qrels(
             elif repeated == "refuse":
                 again.append((number, query_id, passage_id, grade))
         except DataError as error:
-            complain(error)
+            file.complain_of(
+                error,
+                partial(known_query, number, record),
+                partial(known_passage, number, record),
+                partial(file.grade, number, record, *_GRADE),
+            )
     if again:
         _tell_repeated(file, again, qrels, complain)
     if not qrels:
@@ -377,6 +401,12 @@ def split_name(name: str, where: str) -> str:
         shown = repr(name) if like else "(a text)"
         raise DataError(f"{where}: split {shown} is not one of {', '.join(SPLIT_NAMES)}.")
     return SPLIT_NAMES[name]
+
+
+def _with_metadata(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record of a query with the keys of its metadata, which do not replace its own."""
+    metadata = record.get("metadata")
+    return {**metadata, **record} if isinstance(metadata, Mapping) else record
 
 
 def query_text(file: Records, number: int, record: Mapping[str, Any], name: str, query_id: str) -> str:

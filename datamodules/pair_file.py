@@ -17,8 +17,9 @@ where each text is public: `PairsDataModule.public_passages` then asks for a dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import CorpusSettings, Passages, open_corpus, query_text, split_name
 from lit_dpret.datamodules.passage_store import PassageStore
-from lit_dpret.datamodules.readers import Complain, RecordFile, Records, refuse
+from lit_dpret.datamodules.readers import Complain, RecordFile, Records, as_id, refuse
 from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -124,8 +125,31 @@ class PairReader:
             try:
                 self._take(records, number, record, split or "train")
             except DataError as error:
-                records.complain(error)
+                records.complain_of(error, *self._parts(records, number, record))
         return count
+
+    def _parts(self, records: Records, number: int, record: Mapping[str, Any]) -> list[Callable[[], object]]:
+        """Return what reads each part of a record by itself, so that one fault hides no other."""
+        columns = self.columns
+        is_named = self.corpus is not None and as_id(record.get(columns.passage_id)) is not None
+        query_id = as_id(record.get(columns.query_id)) or self._unnamed(number)
+        return [
+            *(partial(records.name, number, record, name) for name in columns.required),
+            *([partial(records.id, number, record, columns.query_id)] if columns.query_id in record else []),
+            partial(query_text, records, number, record, columns.query, query_id),
+            *(partial(records.optional_id, number, record, name) for name in (columns.user, columns.domain)),
+            lambda: split_name(self._split(records, number, record) or "train", records.where(number)),
+            partial(records.optional_id, number, record, columns.passage_id),
+            partial(records.text, number, record, columns.passage, optional=is_named),
+        ]
+
+    def _split(self, records: Records, number: int, record: Mapping[str, Any]) -> str:
+        return records.text(number, record, self.columns.split, optional=True)
+
+    def _unnamed(self, number: int) -> str:
+        """Return the id of a query without one."""
+        file = len(self._sources)
+        return f"row-{number}" if file == 1 else f"row-{file}.{number}"
 
     def collection(self, source: str) -> Collection:
         """Return everything that was added.
@@ -170,11 +194,11 @@ class PairReader:
         if columns.query_id in record:
             query_id = records.id(number, record, columns.query_id)
         else:
-            query_id = f"row-{number}" if file == 1 else f"row-{file}.{number}"
+            query_id = self._unnamed(number)
         text = query_text(records, number, record, columns.query, query_id)
         user = records.optional_id(number, record, columns.user)
         domain = records.optional_id(number, record, columns.domain)
-        split = split_name(records.text(number, record, columns.split, optional=True) or split, where)
+        split = split_name(self._split(records, number, record) or split, where)
         if query_id not in self._queries:
             self._queries[query_id], self._splits[query_id] = text, split
             self._first[query_id] = file - 1, number

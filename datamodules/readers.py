@@ -111,6 +111,18 @@ class Records:
         """Return ``line 3``, or ``row 3``; 0 means an unknown place."""
         return f"{self.row_word} {number}" if number else "an earlier one"
 
+    def complain_of(self, problem: DataError, *reads: Callable[[], object]) -> None:
+        """Complain of every fault of a record: those that ``reads`` raise, each once, and then ``problem``."""
+        faults: dict[str, DataError] = {}
+        for read in reads:
+            try:
+                read()
+            except DataError as error:
+                faults.setdefault(str(error), error)
+        faults.setdefault(str(problem), problem)
+        for fault in faults.values():
+            self.complain(fault)
+
     def columns(self) -> tuple[str, ...]:
         """The columns of the first record, in a printable form; () without records."""
         quiet = copy.copy(self)
@@ -300,7 +312,7 @@ class RecordFile(Records):
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 reason = "a number is too long" if isinstance(error, ValueError) else "nested too deeply"
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else reason
+                reason = _what_json_says(error) if isinstance(error, json.JSONDecodeError) else reason
                 self._note(number, f"malformed JSON ({reason})", "malformed JSON", error)
                 continue
             if isinstance(record, dict):
@@ -412,6 +424,11 @@ class _ZstdStream(io.RawIOBase):
         return size
 
 
+def _what_json_says(error: json.JSONDecodeError) -> str:
+    """Return the parser's reason with the column, without which some of its sentences stop in the middle."""
+    return f"{error.msg.rstrip(': ').removesuffix(' at')} at column {error.colno}"
+
+
 def parse_json_file(path: Path) -> Any:
     """Read a JSON file, decompressed if its name ends in .gz.
 
@@ -422,7 +439,8 @@ def parse_json_file(path: Path) -> Any:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
             return json.load(stream)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} line {error.lineno}: malformed JSON ({error.msg}).", kind="malformed JSON") from error
+        reason = _what_json_says(error)
+        raise DataError(f"{path} line {error.lineno}: malformed JSON ({reason}).", kind="malformed JSON") from error
     except RecursionError as error:
         raise DataError(f"{path}: malformed JSON (nested too deeply).", kind="malformed JSON") from error
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:

@@ -181,8 +181,11 @@ class CheckData:
             self._examine(parts, data, collection, problems, facts)
         knob = _COLUMNS if type(data) is PairsDataModule and data.pairs else ""
         if (everywhere := problems.shown.get("missing column")) and not (collection and collection.queries):
-            everywhere[:] = [f"{everywhere[0]} So it is in every record.{knob}"]
+            once = {message.rpartition(": no ")[2]: message for message in reversed(everywhere)}  # by column
+            everywhere[:] = [f"{message} So it is in every record.{knob}" for message in reversed(once.values())]
         facts["problems"] = {"total": problems.total, "counts": problems.counts, "messages": problems.shown}
+        not_written = self.write_split is not None and problems.total > 0
+        facts["split_not_written"] = str(self.write_split) if not_written else None
         if collection is not None and not problems.total:
             self._offer_split(parts, data, collection, facts)
         page = render("data_check.md", facts | {"examples": self.examples})
@@ -192,7 +195,8 @@ class CheckData:
             say(page.removesuffix("\n"))
         if problems.total:
             kinds = ", ".join(problems.counts)  # how many would be a number of the private data
-            raise DataError(f"{facts['source']} has problems: {kinds}. See {parts.run_dir / PAGE}.")
+            split = f" task.write_split={self.write_split} was not written." if not_written else ""
+            raise DataError(f"{facts['source']} has problems: {kinds}.{split} See {parts.run_dir / PAGE}.")
         return {"problems": 0.0}
 
     def _read(self, data: TextData, problems: Problems, facts: dict[str, Any]) -> Collection | None:
@@ -222,6 +226,7 @@ class CheckData:
         facts["passages"], facts["queries"] = len(collection.passages), len(collection.queries)
         facts["splits"] = count_splits(collection)
         facts["duplicates"] = find_duplicates(collection, examples=self.examples)
+        facts["duplicates"]["queries"]["numbered"] = _numbered(data, facts)
         facts["invisible"] = {
             side: count_invisible(texts[side], of_one_line=side == "query") for side in SIDES
         }  # fmt: skip
@@ -288,6 +293,14 @@ def _fitting(data: TextData, collection: Collection, facts: Mapping[str, Any]) -
     if (passages["share_cut"] or 0) > 0.05:
         more["model.max_passage_length"] = str(fitting_length([passages["p95"]]))
     return more
+
+
+def _numbered(data: TextData, facts: Mapping[str, Any]) -> str | None:
+    """Return ``lines`` or ``rows`` for a log without ids of queries, which are called by these; None for others."""
+    read, names = facts.get("columns", {}).get("pairs"), getattr(data, "pair_columns", None)
+    if read is None or names is None or names.query_id in read:
+        return None
+    return "rows" if str(getattr(data, "pairs", "")).endswith(".parquet") else "lines"
 
 
 def _source(data: TextData) -> str:

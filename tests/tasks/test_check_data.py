@@ -166,6 +166,40 @@ def test_every_bad_line_is_one_clear_line_of_one_report(tmp_path: Path, harbour:
     assert found["splits"]["train"]["queries"] == 5, "what can be read is still examined"
 
 
+def test_every_fault_of_a_line_is_in_one_report_also_where_its_passage_is_unknown(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"query": f"secret {i}", "passage": f"Passage {i}."} for i in range(6)]
+    rows[1] |= {"passage": "secret elsewhere", "query": ""}
+    rows[2] |= {"passage": "secret elsewhere", "user_id": ["u"]}
+    del rows[2]["query"]
+    rows[3] |= {"passage": 7, "query": 5, "split": "nosplit"}
+    log, corpus = tmp_path / "log.jsonl", tmp_path / "corpus.jsonl"
+    broken = '{"query": "secret\\q"}'
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows) + broken, encoding="utf-8")
+    corpus.write_text("".join(json.dumps({"_id": f"p{i}", "text": f"Passage {i}."}) + "\n" for i in range(6)))
+    with pytest.raises(DataError, match=r"task\.write_split"):
+        CheckData(write_split=tmp_path / "new").run(job(tmp_path, pairs=log, corpus=corpus))
+    told = [message for messages in report(tmp_path)["problems"]["messages"].values() for message in messages]
+    faults = {line: [one for one in told if f"log.jsonl line {line}:" in one] for line in range(1, 8)}
+    assert [len(faults[line]) for line in range(1, 8)] == [0, 2, 3, 3, 0, 0, 1]
+    for line, named in ((2, "corpus"), (3, "'query'"), (3, "'user_id'"), (4, "'passage'"), (4, " split ")):
+        assert any(named in one for one in faults[line]), (line, named)
+    assert "column 18" in faults[7][0]
+    page = (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
+    assert "task.write_split" in page and not (tmp_path / "new").exists() and "secret" not in page
+
+
+def test_every_fault_of_a_line_of_separate_files_is_in_one_report(tmp_path: Path, harbour: Path) -> None:
+    append("queries.jsonl", b'{"_id": "y", "text": 5, "user_id": []}\n')(harbour)
+    append("corpus.jsonl", b'{"_id": [], "text": 5}\n')(harbour)
+    append("qrels/train.tsv", b"q99\tp99\t1\n")(harbour)
+    with pytest.raises(DataError):
+        CheckData().run(job(tmp_path, folder=harbour))
+    counts = report(tmp_path)["problems"]["counts"]
+    assert {kind: counts[kind] for kind in ("no text", "no id", "unknown query", "unknown passage")} == {
+        "no text": 2, "no id": 2, "unknown query": 1, "unknown passage": 1
+    }  # fmt: skip
+
+
 def empty_corpus(folder: Path) -> None:
     (folder / "corpus.jsonl").write_text("")
 
@@ -203,12 +237,28 @@ def test_a_column_that_no_record_has_is_one_problem_that_names_the_setting_and_s
     log = write_log(tmp_path)
     log.write_text(log.read_text(encoding="utf-8").replace('"passage"', '"pasage"'), encoding="utf-8")
     (tmp_path / "log.tsv").write_text("does my policy cover floods\tIt does not, unless you ask.\n" * 3)
-    for file, said in ((log, "pasage"), (tmp_path / "log.tsv", "(a text), (a text)")):  # a table without a header
+    bare = (tmp_path / "log.tsv", "(a text), (a text)", 2)  # a table without a header lacks both
+    for file, said, columns in ((log, "pasage", 1), bare):
         with pytest.raises(DataError):
             CheckData().run(job(tmp_path, pairs=file))
-        (told,) = report(tmp_path)["problems"]["messages"]["missing column"]
-        assert said in told and "datamodule.columns" in told
+        told = report(tmp_path)["problems"]["messages"]["missing column"]
+        assert len(told) == columns and all(said in one and "datamodule.columns" in one for one in told)
     assert "floods" not in json.dumps(report(tmp_path))
+
+
+def test_each_column_that_no_record_has_is_told_once(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    text = log.read_text(encoding="utf-8").replace('"passage"', '"pasage"').replace('"query"', '"qury"')
+    log.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError):
+        CheckData().run(job(tmp_path, pairs=log))
+    told = report(tmp_path)["problems"]["messages"]["missing column"]
+    assert len(told) == 2 and "'query'" in told[0] and "'passage'" in told[1]
+
+
+def test_queries_without_ids_that_repeat_a_text_are_told_by_their_lines(tmp_path: Path) -> None:
+    CheckData().run(job(tmp_path, pairs=write_log(tmp_path)))
+    assert "lines 1 and 60" in (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
 
 
 def test_other_datamodules_are_examined_by_their_own_layout(tmp_path: Path) -> None:
