@@ -234,6 +234,7 @@ def _mechanism_sentence(card: Card) -> str:
         parent, subject, began = card["parents"][0], card["subject"], mechanism.get("started_from")
         began = "weights that are not named" if began == "unstated" else began
         itself = f' Training of "{subject["name"]}" itself started from {began}.' if began else ""
+        itself += _averaged(mechanism)
         return (
             f'"{subject["name"]}" ({subject["artifact_type"]}) was computed from "{parent["name"]}" (card sha256 '
             f"{parent['sha256'][:12]}) without going back to the private data ({mechanism['description']}). That is "
@@ -265,8 +266,12 @@ def _mechanism_sentence(card: Card) -> str:
         f"so: {mechanism['law_text']}. {_bounded(card)}, and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
         f"{_n(mechanism['noise_multiplier'])}){_on_grid(mechanism)} was added to the sum once.{_counted(mechanism)}"
-        f"{_facts_of_the_mode(mechanism)}"
+        f"{_facts_of_the_mode(mechanism)}{_averaged(mechanism)}"
     )
+
+
+def _averaged(mechanism: Mapping[str, Any]) -> str:
+    return f" Averaging of the weights: {mechanism['averaging']}." if "averaging" in mechanism else ""
 
 
 def _ended_early(mechanism: Mapping[str, Any]) -> str:

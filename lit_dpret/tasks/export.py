@@ -124,13 +124,14 @@ class Export:
         hub = self._hub("model", run_dir.name, claim["guarantee"])
         module = load_module(path)
         _refuse_other_run(path, run_dir / LEDGER_NAME)
+        averaging = _averaging(path, done.get("averaging"))
 
         def card_of(files: list[Path]) -> dict[str, Any]:
             return inherit_card(
                 run_dir / CARD_NAME,
                 subject_of("weights", f"exported {type(module).__name__}", files, root=parts.run_dir / MODEL_FOLDER),
                 CardFacts(
-                    mechanism={name: done[name] for name in ("started_from",) if name in done},
+                    mechanism={name: done[name] for name in ("started_from",) if name in done} | averaging,
                     environment=environment_facts(device="cpu", precision=_precision(module)),
                 ),
                 description=f"writing the checkpoint {path.name} out as a model folder",
@@ -316,6 +317,17 @@ def load_module(path: Path) -> Any:
     if not (isinstance(found, type) and issubclass(found, PrivateModule)):
         raise DataError(f"{path} names the class {name}, which does not exist.")
     return found.load_from_checkpoint(path)
+
+
+def _averaging(path: Path, of_run: str | None) -> dict[str, str]:
+    """Return for the card which average the weights of a checkpoint are; empty where its run made none."""
+    if of_run is None:
+        return {}
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if "current_model_state" not in content:  # as of StochasticWeightAveraging, whose average is made at the end
+        return {"averaging": f"none that the checkpoint {path.name} mentions; in the model of its run, {of_run}"}
+    begun = int(content["averaging_state"]["n_averaged"]) > 0
+    return {"averaging": f"{of_run}; as of the checkpoint {path.name}{'' if begun else ', before the first update'}"}
 
 
 def _refuse_other_run(path: Path, ledger: Path) -> None:

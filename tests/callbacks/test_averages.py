@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, RetrievalEvaluation, averages
 from lit_dpret.cards.card import read_card, verify_card
+from lit_dpret.cards.text import statement
 from lit_dpret.cli import explain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, LitDpretError
@@ -132,6 +133,7 @@ def test_the_model_is_the_average_and_the_claim_is_that_of_the_steps(averaged: A
     assert not torch.allclose(averaged.watch.steps[-1], mean, atol=1e-3)
     assert card["claim"]["epsilon"] == plain["claim"]["epsilon"]
     assert "post-processing" in card["mechanism"]["averaging"] and "averaging" not in plain["mechanism"]
+    assert card["mechanism"]["averaging"] in statement(card) and "verag" not in statement(plain)
     assert verify_card(card, averaged.folder / "privacy_ledger.jsonl") == []
     if averaged.kind is ema:  # a checkpoint holds the average as its model
         assert torch.allclose(of_file(averaged.folder / "checkpoints" / "last.ckpt"), mean, atol=1e-6)

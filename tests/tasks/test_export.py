@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from cards import forge
 from datasets import load_dataset
 from hub_stand_in import TOKEN, Hub
 from huggingface_hub import ModelCard, constants
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from pair_stand_ins import Pairs, data_module
 from safetensors.torch import load_file
 from stand_ins import fit
@@ -28,6 +28,7 @@ from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.file import card_sha256
 from lit_dpret.cards.hub import base_model_of
+from lit_dpret.cards.text import statement
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
@@ -57,13 +58,16 @@ def base(folder: Path) -> str:
     return str(folder / "base")
 
 
-def trained(folder: Path, mode: PrivacyMode, *, precision: str = "32-true", **settings: Any) -> DualEncoder:
+def trained(
+    folder: Path, mode: PrivacyMode, *, precision: str = "32-true", average: Sequence[Callback] = (), **settings: Any
+) -> DualEncoder:
     module = DualEncoder(
         privacy=mode, optimizer=OptimizerSpec(lr=0.05), encoder=base(folder), temperature=1.0, max_query_length=6,
         max_passage_length=8, **settings,
     )  # fmt: skip
     data = data_module(folder / "data", **SAMPLING)
-    fit(folder / "run", module, data, steps=4, extra=[PrivacyCard(), KeepTheSecondStep()], precision=precision)
+    extra = [*average, PrivacyCard(), KeepTheSecondStep()]
+    fit(folder / "run", module, data, steps=4, extra=extra, precision=precision)
     return module
 
 
@@ -140,6 +144,31 @@ def test_an_earlier_checkpoint_can_be_named_and_gives_other_weights(tmp_path: Pa
     found = load_towers(tmp_path / "out" / "model").query_encoder.encode(["my house"], "query")
     assert not torch.allclose(found, module.encode_queries(["my house"]))
     assert "no privacy guarantee" in (tmp_path / "out" / "model" / "README.md").read_text()
+
+
+def exported(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    Export(checkpoint=checkpoint).run(no_parts(folder))
+    assert not verify_chain(folder / "model").failed
+    return read_card(folder / "model")
+
+
+def test_an_exported_card_says_which_average_the_weights_are(private_run: Path, tmp_path: Path) -> None:
+    ema = EMAWeightAveraging(decay=0.5, update_starting_at_step=3, use_buffers=False)
+    trained(tmp_path, private(tmp_path), average=[ema])
+    own = read_card(tmp_path / "run")["mechanism"]["averaging"]
+    whole = exported(tmp_path / "run", tmp_path / "out")
+    assert whole["mechanism"]["averaging"].startswith(own) and whole["mechanism"]["averaging"] in statement(whole)
+    assert weights_in(tmp_path / "out" / "model").keys() == weights_in(tmp_path / "run" / "model").keys()
+    early = exported(tmp_path / "run" / "checkpoints" / "kept.ckpt", tmp_path / "early")["mechanism"]["averaging"]
+    assert "kept.ckpt" in early and early.endswith("before the first update")
+    assert "averaging" not in exported(private_run, tmp_path / "plain")["mechanism"]
+
+
+def test_a_checkpoint_without_the_average_of_its_run_is_not_called_one(tmp_path: Path) -> None:
+    trained(tmp_path, private(tmp_path), average=[StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)])
+    own = read_card(tmp_path / "run")["mechanism"]["averaging"]
+    found = exported(tmp_path / "run", tmp_path / "out")["mechanism"]["averaging"]
+    assert found.startswith("none") and found.endswith(own)
 
 
 def test_a_checkpoint_loads_without_arguments_and_with_others(tmp_path: Path) -> None:
