@@ -17,7 +17,20 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import Unit
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
+from lit_dpret.settings import naming_arguments
 
+#: What the arguments are that `UnitDataModule` needs, and where those belong that a DataLoader has.
+_ARGUMENTS = {
+    "dataset": "a data set with a length that gives a row by its number",
+    "collate_fn": "give it to make_private, or write collate_rows of the PrivateModule",
+    "batch_size": "expected_batch_size is the number of units in a step, on average, and physical_batch_size that of "
+    "units computed at once",
+    "shuffle": "the units of a step are drawn at random; sampling says how",
+    "sampler": "the units of a step are drawn at random; sampling says how",
+    "batch_sampler": "the units of a step are drawn at random; sampling says how",
+    "drop_last": "every step draws its units from all of them; sampling says how",
+    "transform": "write it into the data set, whose coins are seeded for each unit and step",
+}
 _OTHER_UNITS = tuple(unit for unit in get_args(Unit) if unit != "user")
 
 
@@ -82,6 +95,11 @@ class UnitDataModule(SampledDataModule):
             raise DataError(
                 f"dataset={kind} has no __len__ and __getitem__: units are drawn by number, so epsilon depends on how "
                 "many there are. Pass a map-style data set."
+            )
+        if unit_of is not None and not callable(unit_of):
+            raise ConfigurationError(
+                f"datamodule.unit_of={type(unit_of).__name__} is no function of the number of a row. Of a list of "
+                "names give users.__getitem__."
             )
         if len(dataset) == 0:
             raise DataError(f"dataset={kind} has no rows, so there is no unit to train on.")
@@ -172,3 +190,7 @@ class UnitDataModule(SampledDataModule):
                 part = content_of((self._name_of(row), self.dataset[row]))
                 found.update(len(part).to_bytes(8, "big") + part)
         return found.hexdigest()
+
+
+_named = naming_arguments("UnitDataModule", _ARGUMENTS)(UnitDataModule.__init__)  # which the dataclass made
+UnitDataModule.__init__ = _named  # type: ignore[method-assign]

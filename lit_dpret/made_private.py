@@ -21,9 +21,16 @@ from lit_dpret.modules.private_module import save_weights
 from lit_dpret.privacy.ledger.gate import undeclared_metric
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 from lit_dpret.privacy.state_watch import state_of_part
+from lit_dpret.settings import naming_arguments
 
 #: Stands for a batch that is one tensor, and no dict or tuple of them.
 _LONE = ""
+#: What the arguments are that `make_private` needs.
+_NEEDED = {
+    "module": "the LightningModule, or another torch.nn.Module, that is trained",
+    "per_row_loss": "a function of the module and a batch that returns one loss for each row, as with reduction='none'",
+    "eps": "the budget of the whole run, such as 3",
+}
 #: Where to say what is often said to `make_private`.
 _ELSEWHERE = {
     "batch_size": "give UnitDataModule(expected_batch_size=...)",
@@ -100,6 +107,7 @@ class MadePrivate(PrivateModule):
         return save_weights(state_of_part(self.module), folder)
 
 
+@naming_arguments("make_private", _NEEDED)
 def make_private(
     module: nn.Module,
     *,
@@ -143,6 +151,9 @@ def make_private(
     for argument, value in (("per_row_loss", per_row_loss), ("collate_fn", collate_fn)):
         if not callable(value):
             raise ConfigurationError(f"{argument}={value!r} is no function, and make_private calls it with each batch.")
+    if not _takes(per_row_loss, 2):
+        name = getattr(per_row_loss, "__name__", repr(per_row_loss))
+        raise ConfigurationError(f"per_row_loss={name} must take two arguments, the module and a batch.")
     _refuse_unknown(privacy)
     name = type(module).__name__
     if isinstance(module, PrivateModule):
@@ -161,6 +172,17 @@ def make_private(
     mode = DPSGD(eps=eps, unit=unit, **privacy)  # type: ignore[arg-type]
     kind: type[MadePrivate] = type(f"Private{name}", (MadePrivate,), {"__module__": __name__})  # as card and errors say
     return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer)
+
+
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    """Return whether a function can be called with so many arguments; true where Python cannot tell."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin
+        return True
+    return True
 
 
 def _refuse_unknown(names: Iterable[str]) -> None:

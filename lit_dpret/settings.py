@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lit_dpret.errors import ConfigurationError
 
@@ -64,6 +67,41 @@ def picked(settings: object, *names: str) -> dict[str, Any]:
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def naming_arguments(name: str, advice: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that refuses unknown, missing and nameless arguments by a `ConfigurationError`.
+
+    Args:
+        name: What the function is called in messages.
+        advice: Of a needed argument what it is; of an unknown one where its value belongs.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        takes = [one for key, one in signature.parameters.items() if key != "self"]
+        listed = [one.name for one in takes if one.kind is not Parameter.VAR_KEYWORD]
+
+        @wraps(function)
+        def checked(*args: P.args, **named: P.kwargs) -> T:
+            if len(listed) == len(takes) and (unknown := [key for key in named if key not in listed]):
+                belongs = advice.get(unknown[0], f"its arguments are {', '.join(listed)}")
+                raise ConfigurationError(f"{name} takes no {unknown[0]}: {belongs}.")
+            try:
+                given = signature.bind_partial(*args, **named).arguments
+            except TypeError as error:
+                raise ConfigurationError(
+                    f"{name}: {error}. Give its arguments by name: {', '.join(listed)}."
+                ) from error
+            for one in takes:
+                if one.name in listed and one.default is Parameter.empty and one.name not in given:
+                    raise ConfigurationError(f"{name} needs {one.name}: {advice.get(one.name, 'it has no default')}.")
+            return function(*args, **named)
+
+        return checked
+
+    return decorate
 
 
 def built(kind: type[T], found: object, where: str) -> T:

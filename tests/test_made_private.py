@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -423,12 +424,51 @@ def test_callbacks_that_the_trainer_has_are_not_added_again(tmp_path: Path) -> N
         ({"per_row_loss": None}, "per_row_loss"),
         ({"collate_fn": None}, "collate_fn"),
         ({"module": Classifier}, "module"),
+        ({"per_row_loss": lambda batch: batch}, "per_row_loss"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )
 def test_an_argument_that_is_no_such_thing_is_refused_at_once(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         made(**given)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: make_private(Classifier(), eps=3), "per_row_loss"),  # type: ignore[call-arg]
+        (lambda: make_private(Classifier(), per_row_loss=row_loss), "eps"),  # type: ignore[call-arg]
+        (lambda: make_private(eps=3, per_row_loss=row_loss), "module"),  # type: ignore[call-arg]
+        (lambda: make_private(Classifier(), row_loss, eps=3), "per_row_loss"),  # type: ignore[misc, call-arg]
+        (lambda: data(collate_fn=list), "make_private"),
+        (lambda: data(batch_size=16), "expected_batch_size"),
+        (lambda: data(shuffle=True), "sampling"),
+        (lambda: data(user_of=len), "unit_of"),
+        (lambda: data(unit_of=["a"] * 60), "unit_of"),
+        (lambda: UnitDataModule(expected_batch_size=10), "dataset"),  # type: ignore[call-arg]
+        (lambda: UnitDataModule(rows(), len, expected_batch_size=10), "unit_of"),  # type: ignore[misc]
+        (lambda: PrivateModule(), "privacy"),  # type: ignore[call-arg]
+        (lambda: PrivateModule(privacy=DPSGD(eps=3), per_row_loss=row_loss), "per_row_loss"),  # type: ignore[call-arg]
+    ],
+)
+def test_an_argument_that_is_missing_unknown_or_elsewhere_is_named(make: Callable[[], Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        make()
+
+
+class WithoutALoss(PrivateModule):
+    def __init__(self) -> None:
+        super().__init__(privacy=DPSGD(eps=3.0, unit="record"), optimizer=OptimizerSpec(name="sgd", lr=0.1))
+        self.net = nn.Linear(4, 3)
+
+    def collate_rows(self, rows: Any) -> dict[str, Tensor]:
+        return {"x": torch.stack([x for x, _ in rows])}
+
+
+def test_a_private_module_without_a_loss_is_refused_before_its_first_release(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="per_row_loss"):
+        fit(tmp_path, WithoutALoss(), callbacks=[PrivacyAccountant(), PrivacyCard()])
+    assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("setting", ["gradient_clip_val", "accumulate_grad_batches"])

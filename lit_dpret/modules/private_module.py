@@ -53,11 +53,22 @@ from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
 from lit_dpret.privacy.state_watch import copy_parts
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
+from lit_dpret.settings import naming_arguments
 
 if TYPE_CHECKING:
     from lit_dpret.distributed.fsdp import ShardedParameters
 
 
+#: What the arguments are that `PrivateModule` needs, and where others belong.
+_ARGUMENTS = {
+    "privacy": "the privacy mode, such as DPSGD(eps=3)",
+    "per_row_loss": "write it as a method of your class, or give it to make_private with your module",
+    "collate_fn": "write collate_rows as a method of your class, or give collate_fn to make_private with your module",
+    "module": "make_private wraps a module of yours; to derive from PrivateModule, make it an attribute",
+    "eps": "give privacy=DPSGD(eps=...)",
+    "delta": "give privacy=DPSGD(delta=...)",
+    "lr": "give optimizer=OptimizerSpec(name=..., lr=...)",
+}
 #: What `PrivateModule.save_model` writes.
 WEIGHTS = "weights.pt"
 # What `PrivateModule._leave_run` sets.
@@ -117,6 +128,7 @@ class PrivateModule(Checkpointed):
     #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
     updating: bool = False
 
+    @naming_arguments("PrivateModule", _ARGUMENTS)
     def __init__(
         self, *, privacy: PrivacyMode, optimizer: OptimizerSpec | None = None, log_private_loss: bool = False
     ) -> None:
