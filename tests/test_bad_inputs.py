@@ -139,6 +139,14 @@ CASES: dict[str, Case] = {
         "datamodule.folder=nope", "privacy.accountant=prv", named=r"sampling=truncated_poisson, privacy\.accountant=prv"
     ),
     "the same in a plan": log("task=plan", "datamodule.sampling=fixed_size", named=r"sampling=fixed_size, .*=pld"),
+    "a log for data that are another choice": Case(
+        ("task=own_log", "datamodule.pairs=log.jsonl"), r"datamodule\.pairs is not a setting.*datamodule=pairs"
+    ),
+    "no log for the task of one's own log": Case(("task=own_log",), r"datamodule\.pairs=.*"),
+    "a setting of another task": Case(
+        ("task=encode", "task.encoder=nope", "task.max_passages=5"), r"task\.max_passages is not a setting.*task=encode"
+    ),
+    "a file in the place of a setting": Case(("own_log", "log.jsonl"), r"log\.jsonl .*NAME=VALUE"),
     "a setting of another mode": log("privacy=none", "privacy.eps=3", named=r"privacy\.eps is not a setting"),
     "a promise that no noise keeps": log("privacy.eps=1e-9", "privacy.delta=1e-300", named=r"privacy\.eps"),
     "a folder that holds no model": log("model.pretrained=qrels", named=r"model\.pretrained=qrels"),

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret.cli.arguments import shown_overrides
-from lit_dpret.config import CONFIG_MODULE, names
+from lit_dpret.config import CONFIG_MODULE, choices, groups, names
 from lit_dpret.errors import LitDpretError, WorkerError
 
 UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
@@ -63,6 +63,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def _explain_composition(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
+        if "=" not in error.override:
+            return f"{error.override} is no setting: settings are written as name=VALUE."
         return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
     if several := re.match(r"Ambiguous value for argument '([^=]+)=", text):
         return (
@@ -92,21 +94,30 @@ def _explain_composition(error: BaseException) -> str:
 
 
 def _composed_again(without: str = "") -> DictConfig:
-    """Return the configuration of this command, to explain what is wrong with it."""
+    """Return the configuration of this command with that of Hydra, to explain what is wrong with it."""
     overrides = [o for o in shown_overrides() if o.split("=")[0].lstrip("+~") not in (without, "hydra.run.dir")]
     GlobalHydra.instance().clear()
     with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
-        return compose("train", overrides=overrides)
+        return compose("train", overrides=overrides, return_hydra_config=True)
 
 
 def explain_unknown_key(key: str) -> str:
-    """List the existing settings near the unknown ``key``."""
+    """Say which choices have the unknown ``key``, or list the existing settings near it."""
     group, _, name = key.rpartition(".")
     try:
         cfg = _composed_again(without=key)
         node: Any = OmegaConf.select(cfg, group) if group else cfg
-        known = sorted(str(k) for k in node if not str(k).startswith("_"))
+        known = sorted(str(k) for k in node if not str(k).startswith(("_", "hydra")))
+        chosen = cfg.hydra.runtime.choices.get(group)
     except Exception:
         return f"{key} is not a setting."
     where = f"of {group}" if group else "at the top"
-    return f"{key} is not a setting: there is no {name!r} {where}. Settings {where}: {', '.join(known) or 'none'}."
+    where += f"={chosen}" if chosen else ""
+    takes = choices(group) if group in groups() and group != "task" else []  # no advice to do something else
+    having = [one.name for one in takes if key in {setting.name for setting in one.keys}]
+    if having:
+        last = having.pop()
+        near = f"{group}={', '.join(having)}{' or ' if having else ''}{last} has it"
+    else:
+        near = f"Settings {where}: {', '.join(known) or 'none'}"
+    return f"{key} is not a setting: there is no {name!r} {where}. {near}."
