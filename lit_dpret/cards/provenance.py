@@ -283,11 +283,13 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
         return {"start": f"Training on the private data started from {start['name']}, which was declared to be public."}
     counted = _is_histogram(records)
     text = "This histogram is charged together with" if counted else "Training on the private data started from"
-    text += f" {start['name']}, which was trained on private data (card sha256 {start['card_sha256']})."
+    votes = start.get("mode") == EVOLUTION
+    did = "released votes of" if votes else "was trained on"
+    text += f" {start['name']}, which {did} private data (card sha256 {start['card_sha256']})."
     if (plan := judged.claimed_plan) is None:
         return {"start": text}
     parts = accounted["init_from"]
-    both = "training and histogram" if counted else "both trainings"
+    both = f"{'votes' if votes else 'training'} and histogram" if counted else "both trainings"
     text += f" The claim is about {both} together, whether or not they used the same data"
     if parts["epsilon_of_this_run"] is not None:
         text += (

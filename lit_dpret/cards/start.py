@@ -37,7 +37,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     ledger_identity,
     recorded_start,
 )
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
 
 MODEL_FOLDER = "model"
 
@@ -49,10 +49,10 @@ class Start:
     folder: Path  # of the earlier run
     # What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``, ``releases``, ``parents``,
     # ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its settings were chosen), and
-    # ``head`` (the last record of a step in its own ledger), ``unit``, ``unit_name`` (what its card calls the unit),
-    # ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public`` (of the largest data set in its chain whose
-    # size is public) and ``units`` (the releases of each run of its chain, with its ``max_units_per_user``) where there
-    # are any.
+    # ``head`` (the last record of a step in its own ledger), ``mode`` (where it trained nothing), ``unit``,
+    # ``unit_name`` (what its card calls the unit), ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public``
+    # (of the largest data set in its chain whose size is public) and ``units`` (the releases of each run of its chain,
+    # with its ``max_units_per_user``) where there are any.
     facts: Mapping[str, Any]
     knob: str = "init_from"  # the setting that named it, for messages
 
@@ -264,10 +264,16 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
             "Start from a run that was trained on the private data itself."
         )
     ledger = folder / str(card["ledger"]["name"])
-    model = model_folder(folder)
+    votes = card["mechanism"].get("mode") == EVOLUTION
+    if card["subject"]["artifact_type"] != "weights" and not (votes and knob == "task.generator"):
+        raise ConfigurationError(
+            f"{knob}={run} holds a {card['subject']['artifact_type']}, and no model that a run trained. Name the run "
+            "that trained one."
+        )
+    model = folder if votes else model_folder(folder)
     listed = card["subject"]["sha256"]
     found = [p for p in sorted(model.rglob("*")) if p.is_file() and not p.name.startswith("privacy_card.")]
-    if not listed or any(path.relative_to(model).as_posix() not in listed for path in found):
+    if not listed or (not votes and any(path.relative_to(model).as_posix() not in listed for path in found)):
         raise DataError(f"{knob}={run}: its card does not describe the model in {model}. Finish that run first.")
     if problems := verify_card(card, ledger, folder=model):
         raise DataError(f"{knob}={run}: its card does not match its files: {problems[0]}")
@@ -278,6 +284,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         raise DataError(f"{knob}={run}: {error}") from error
     if charges_every_unit(card):
         releases = every_unit_in_every_step(releases)
+    facts |= {"mode": EVOLUTION} if votes else {}
     facts["head"] = _last_noise(records) or card["ledger"]["head"]
     facts["runs"] = [ledger_identity(records), *(recorded_start(records) or {}).get("runs", [])]
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
@@ -295,7 +295,13 @@ class Evolve(SetDrawing):
         place = run.ledger.path.parent / GENERATIONS
         untried, drawn = in_turn(passages), Counter[str]()
         kept: list[Candidate] = []
-        texts = {name: passages[source] for name, source in _named(islice(untried, self.population), drawn)}
+        first = self._untried(untried, self.population, passages)
+        if len(first) < self.population:
+            say(
+                f"task.per_passage={self.per_passage} of {len(passages)} passages: generations of {len(first)} "
+                f"candidates, and not task.population={self.population}"
+            )
+        texts = {name: passages[source] for name, source in _named(first, drawn)}
         for step in range(plan.steps):
             where, last = place / f"{step + 1:02d}", step + 1 == plan.steps
             label = f"the candidates of generation {step + 1} of {plan.steps}"
@@ -315,12 +321,30 @@ class Evolve(SetDrawing):
             held = [one.passage_id for one in kept]
             parents = [parents[place] for place in at_most([one.passage_id for one in parents], self.per_passage, held)]
             fresh = 0 if last else size - len(kept) - len(parents)
-            texts = {name: passages[source] for name, source in _named(islice(untried, fresh), drawn)}
+            held += [one.passage_id for one in parents]
+            texts = {
+                name: passages[source] for name, source in _named(self._untried(untried, fresh, passages, held), drawn)
+            }
             for (name, source), parent in zip(
                 _named([parent.passage_id for parent in parents], drawn), parents, strict=True
             ):
                 texts[name] = self.variation.format(passage=passages[source], query=parent.text)
         return distinct([*kept, *writer.draw(place / f"{plan.steps + 1:02d}", texts, "the rest of the set")])
+
+    def _untried(
+        self, turn: Iterator[str], count: int, passages: Mapping[str, str], held: Sequence[str] = ()
+    ) -> list[str]:
+        """Return the passages of the next ``count`` new candidates; fewer where ``task.per_passage`` leaves fewer."""
+        if self.per_passage is None:
+            return list(islice(turn, count))
+        found, taken = list[str](), Counter(held)
+        for source in islice(turn, min(self.per_passage, count) * len(passages)):
+            if taken[source] < self.per_passage:
+                taken[source] += 1
+                found.append(source)
+            if len(found) == count:
+                break
+        return found
 
     def _voted(
         self, run: PrivateRun, plan: PrivacyPlan, step: int, folder: Path, found: list[Candidate], voters: _Voters,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,19 +24,21 @@ from tiny_models import tiny_bert, tiny_tokenizer
 from tiny_tasks import parts, retriever, write_log
 
 from lit_dpret.cards.card import card_sha256, read_card, verify_card
+from lit_dpret.cards.start import read_start
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.rows import Row
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LitDpretError, ResumeError
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.histogram import ReleasedHistogram, exact_counts
 from lit_dpret.privacy.ledger.judgement import claimed_releases
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
-from lit_dpret.synthesis.filters import load_released
+from lit_dpret.synthesis.filters import HistogramMatch, LengthBins, load_released
 from lit_dpret.synthesis.shards import ShardStore
-from lit_dpret.tasks import Evolve
+from lit_dpret.tasks import Evolve, Filter, Histogram
 from lit_dpret.tasks import evolve as evolve_task
 from lit_dpret.tasks.evolve import _Voters
 
@@ -437,6 +440,72 @@ def test_no_passage_has_more_candidates_than_it_may_and_others_get_the_places(wo
     assert len(voted_on[0]) == 12 and not voted_on[0] & voted_on[1] and len(voted_on[1]) >= 10
     sources = [query.passage_id for query in load_released(tmp_path / "run" / "synthetic")]
     assert len(set(sources)) == len(sources) > 0
+
+
+@pytest.mark.parametrize("fresh", [0.0, 0.5])
+def test_a_list_of_fewer_passages_than_the_population_leaves_it_smaller(
+    world: Path, tmp_path: Path, fresh: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evolve(world, tmp_path / "run", {"per_passage": 2, "max_passages": 3, "fresh": fresh, "variation": "{passage}"})
+    assert sorted(Counter(drawn_in(tmp_path / "run", 1)).values()) == [2, 2, 2]
+    for generation in (1, 2):
+        names = ReleasedHistogram.read(tmp_path / "run" / "generations" / f"{generation:02d}").names
+        assert max(Counter(name.rpartition("#")[0] for name in names).values()) <= 2
+    sources = Counter(query.passage_id for query in load_released(tmp_path / "run" / "synthetic"))
+    assert max(sources.values()) <= 2
+    assert "task.per_passage=2" in capsys.readouterr().out
+
+
+def test_a_bound_that_no_passage_reaches_changes_nothing(world: Path, evolved: Path, tmp_path: Path) -> None:
+    evolve(world, tmp_path / "run", {"per_passage": 10**30})
+    assert drawn_in(tmp_path / "run", 1) == drawn_in(evolved, 1)
+
+
+# -- a histogram of the same log beside it ---------------------------------------------------------
+
+
+def counted_beside(world: Path, folder: Path, generator: Path, **changes: Any) -> dict[str, float]:
+    mode = partial(DPSGD, eps=30.0, secret_file=world / "secret")
+    job = Histogram(generator=generator, bins=LengthBins(edges=[3]), noise_multiplier=2.0)
+    data = partial(PairsDataModule, folder=world / "log", sampling="poisson")
+    return job.run(parts(folder.parent, mode, run_dir=folder, make_datamodule=data, **changes))
+
+
+@pytest.mark.parametrize("named", ["", "synthetic"])
+def test_a_histogram_is_charged_together_with_the_votes_and_chooses_among_their_set(
+    world: Path, evolved: Path, tmp_path: Path, named: str
+) -> None:
+    run = shutil.copytree(evolved, tmp_path / "evolved")
+    told = counted_beside(world, tmp_path / "histogram", run / named)
+    card, votes = read_card(tmp_path / "histogram"), read_card(evolved)
+    assert card["claim"]["epsilon"] > votes["claim"]["epsilon"] == told["epsilon_of_generator_alone"]
+    assert "trained" not in card["pretraining"]["start"] and "votes" in card["pretraining"]["start"]
+    own = charged_releases(records_of(tmp_path / "histogram")), charged_releases(records_of(evolved))
+    both = epsilon([*own[0], *own[1]], delta=card["claim"]["delta"], neighbours="zero_out")
+    assert card["claim"]["epsilon"] == pytest.approx(both, rel=1e-9)
+    chosen = HistogramMatch(tmp_path / "histogram", keep_share=0.5)
+    Filter(data=run / "synthetic", filters={"m": chosen}, tuning_data="none").run(
+        parts(tmp_path, run_dir=tmp_path / "kept")
+    )
+    kept = load_released(tmp_path / "kept" / "filtered")
+    assert 0 < len(kept.queries) < len(load_released(run / "synthetic").queries)
+    assert read_card(tmp_path / "kept" / "filtered")["claim"]["epsilon"] == card["claim"]["epsilon"]
+    for place in ("histogram", "kept/filtered"):
+        found = verify_chain(tmp_path / place)
+        assert not found.failed, found.failed
+
+
+def test_votes_whose_files_were_changed_start_no_histogram(world: Path, evolved: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(evolved, tmp_path / "copy")
+    (copy / "generations" / "01" / "histogram.json").write_text("{}")
+    with pytest.raises(DataError, match=r"task\.generator"):
+        counted_beside(world, tmp_path / "histogram", copy)
+    assert not (tmp_path / "histogram" / "privacy_ledger.jsonl").exists()
+
+
+def test_nothing_is_trained_from_a_run_of_votes(world: Path, evolved: Path) -> None:
+    with pytest.raises(ConfigurationError, match="init_from"):
+        read_start(evolved, public=False)
 
 
 def test_a_variation_shows_the_model_the_query_that_it_varies(
