@@ -64,7 +64,7 @@ def _explain_composition(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
-            return f"{error.override} is no setting: settings are written as name=VALUE."
+            return f"{error.override} is no setting: settings are written as NAME=VALUE."
         return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
     if several := re.match(r"Ambiguous value for argument '([^=]+)=", text):
         return (
