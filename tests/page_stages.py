@@ -205,9 +205,9 @@ STAGES: dict[str, Stage] = {
         names={"datamodule.path=DIR": "datamodule.path=hub_data"},
     ),
     "docs/evaluation.md": Stage(
-        files=(beir_sets,),
+        files=(beir_sets, private_log),
         first=tuple(f"task=evaluate task.encoder=bm25 hydra.run.dir={run}" for run in ("RUN_A", "RUN_B")),
-        names={"RUN/model": "minilm", "COLLECTION": "FOLDER/scifact"},
+        names={"RUN/model": "minilm", "COLLECTION": "FOLDER/scifact"}, left=("runs/compared/comparison.md",),
     ),
     "docs/filters.md": Stage(
         files=(cross_encoder,), first=(GENERATOR, SYNTHETIC),

@@ -20,6 +20,7 @@ from lit_dpret.retrieval.metrics import Metric, Values
 from lit_dpret.retrieval.trec_runs import (
     DEFAULT_METRICS,
     JUDGEMENTS,
+    RUN,
     SUMMARY,
     evaluate,
     find_runs,
@@ -75,11 +76,13 @@ class Compare:
                 "Leave it null to use those beside the runs, or name two single runs."
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
+        measured_on = {name: [_measured_on(one) for one in (first[name], second[name])] for name in shared}
+        called = {name: _called(name, about) for name, about in measured_on.items()}
         values: tuple[dict[str, dict[str, Values]], ...] = ({}, {})
         for name in shared:
             qrels = read_qrels(self.qrels or self._beside(first[name], second[name]))
             for found, path in zip(values, (first[name], second[name]), strict=True):
-                found[name] = dict(evaluate(read_run(path), qrels, self.metrics, resamples=1).per_query)
+                found[called[name]] = dict(evaluate(read_run(path), qrels, self.metrics, resamples=1).per_query)
         comparison = compare_values(
             *values,
             names=(str(self.run_a), str(self.run_b)),
@@ -87,7 +90,7 @@ class Compare:
             resamples=self.resamples,
             seed=self.seed,
         )
-        about = {name: [_measured_on(one) for one in (first[name], second[name])] for name in shared}
+        about = {called[name]: found for name, found in measured_on.items()}
         files = write_comparison(comparison, parts.run_dir, about)
         Console().print(_console(comparison))
         alone = [f"{n} ({w})" for runs, w in ((first, "a only"), (second, "b only")) for n in runs if n not in shared]
@@ -121,6 +124,12 @@ def _measured_on(run: Path) -> dict[str, str]:
         return {name: str(facts[name]) for name in ("data", "data_sha256") if name in facts}
     except (OSError, ValueError, TypeError):
         return {"data": run.stem}
+
+
+def _called(name: str, about: Sequence[Mapping[str, str]]) -> str:
+    """Return the name of a data set for the table: its subfolder's, or, of single evaluations, the one they state."""
+    stated = " / ".join(dict.fromkeys(one["data"] for one in about if "data" in one))
+    return stated or name if name == Path(RUN).stem else name
 
 
 def _shown(about: Mapping[str, str]) -> str:

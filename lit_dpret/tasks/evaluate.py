@@ -80,7 +80,8 @@ class Evaluate(Ranker):
             parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY
         )  # fmt: skip
         passed = "".join(f"  note: {line}\n" for line in told)
-        owner = f"queries declared {self.whose} (task.whose)" if self.whose else "nothing says whose (task.whose)"
+        undeclared = "nothing says whose they are (task.whose=public or private)"
+        owner = f"queries declared {self.whose} (task.whose)" if self.whose else undeclared
         covered = "" if self.whose == "public" else ": no epsilon covers these numbers"
         about_split = f"  split {split} of {about['data']}; {owner}{covered}\n"
         say(f"{_table(self.encoder, result)}\n{about_split}{passed}written: {path}")

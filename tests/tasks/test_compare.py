@@ -47,6 +47,20 @@ def test_folders_of_several_data_sets_are_compared_on_those_that_both_have(
     assert "not compared: fiqa (a only), quora (b only)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("other", "shown"), [("log_split", "log_split"), ("mine", "log_split / mine"), (None, "log_split")]
+)
+def test_evaluations_are_compared_under_the_name_of_their_data(
+    other: str | None, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = system(tmp_path / "a", GOOD), system(tmp_path / "b", BAD)
+    (a / "evaluation.json").write_text(json.dumps({"data": "log_split", "data_sha256": "1" * 64}))
+    (b / "evaluation.json").write_text(json.dumps({"data": other} if other else {}))
+    found = Compare(run_a=a, run_b=b, metrics=["mrr@10"], resamples=10).run(no_parts(tmp_path / "out"))
+    assert found == {f"{shown}/mrr@10": 0.5}
+    assert shown in capsys.readouterr().out and f"| {shown} " in (tmp_path / "out" / "comparison.md").read_text()
+
+
 def test_runs_that_were_judged_differently_are_refused(tmp_path: Path) -> None:
     a, b = system(tmp_path / "a", GOOD), system(tmp_path / "b", BAD)
     (b / "qrels.trec").write_text(QRELS.replace("q0 0 a 1", "q0 0 a 2"))
