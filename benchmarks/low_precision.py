@@ -1,4 +1,4 @@
-"""How much signal the bound of ``privacy.engine=ghost_tf32`` and ``ghost_bf16`` costs: norms over exact ones.
+"""How much signal the bound on rounding costs under ``privacy.engine=ghost``, ``ghost_tf32`` and ``ghost_bf16``.
 
     python benchmarks/low_precision.py [--quick] [--threads 2]
 
@@ -27,7 +27,7 @@ SHAPES = [
     Row("t5-small", 4, 384, 128), Row("t5-small", 8, 64, 16), Row("minilm", 8, 128, 0), Row("smollm2", 2, 384, 32),
 ]  # fmt: skip
 TRAINED = ("minilm, trained", "public_t5, trained")
-NAMES = ("tf32", "bf16")
+NAMES = ("ghost", "ghost_tf32", "ghost_bf16")
 
 
 def trained(label: str) -> tuple[Any, Callable[[], Any], int]:
@@ -73,34 +73,36 @@ def untrained(row: Row) -> tuple[Any, Callable[[], Any], int]:
 
 
 def measured(model: Any, losses: Callable[[], Any], rows: int) -> dict[str, Any]:
-    """Return norms over exact norms for both engines."""
+    """Return norms over exact norms for each engine."""
     import torch
 
     from lit_dpret.matmul_precision import whole_products
     from lit_dpret.privacy.clipping import make_engine
-    from lit_dpret.privacy.clipping.contributions import add_squared_norms
+    from lit_dpret.privacy.clipping.contributions import unit_gradients
     from lit_dpret.privacy.clipping.units import UnitRows
 
     units, real = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
     batch = UnitRows.build(units, real)
-    plain: Any = make_engine("ghost", model, max_grad_norm=1e-3)
-    plain.add(losses, units, real)
-    expected = plain.take()
-    whole = sum(float(total.double().square().sum()) for total in expected.values()) ** 0.5
+    expected: dict[str, Any] = {}
+    whole = 0.0
     found: dict[str, Any] = {}
     for name in NAMES:
-        engine: Any = make_engine(f"ghost_{name}", model, max_grad_norm=1e-3)
+        engine: Any = make_engine(name, model, max_grad_norm=1e-3)
         with torch.enable_grad():
             seen, contributions = engine._recorded(losses, batch)
         with torch.no_grad(), whole_products():
             exact = torch.zeros(rows, dtype=torch.float64)
             for parameter, uses in contributions.items():
-                shape = engine.parameters[parameter].shape
-                add_squared_norms([uses], shape, batch, torch.float64, exact, torch.zeros_like(exact))
+                for one in (one for group in batch.groups for one in group.split(1)):
+                    gradient = unit_gradients(uses, engine.parameters[parameter].shape, one, torch.float64)
+                    one.add_to(exact, gradient.square().sum()[None])
             norms, vague = engine._norms(contributions, {}, seen, batch)
         shares = (norms[0] / exact.sqrt()).tolist()
         engine.add(losses, units, real)
-        gap = sum(float((total - expected[each]).double().square().sum()) for each, total in engine.take().items())
+        sums = engine.take()
+        if name == "ghost":
+            expected, whole = sums, sum(float(total.double().square().sum()) for total in sums.values()) ** 0.5
+        gap = sum(float((total - expected[each]).double().square().sum()) for each, total in sums.items())
         found[name] = {
             "norm_over_exact": {"median": statistics.median(shares), "least": min(shares), "most": max(shares)},
             "computed_in_float64": int(vague.sum()),
@@ -134,7 +136,7 @@ def main() -> None:
             for name in NAMES:
                 one = found[name]
                 say(
-                    f"{label:<24} {passes:<18} {name}  norm {one['norm_over_exact']['median']:.5f} (most "
+                    f"{label:<24} {passes:<18} {name:<10}  norm {one['norm_over_exact']['median']:.5f} (most "
                     f"{one['norm_over_exact']['most']:.5f}), {one['computed_in_float64']} of {count} in float64, sum "
                     f"{one['sum_from_ghost']:.2e} from ghost's"
                 )

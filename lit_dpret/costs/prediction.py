@@ -127,7 +127,7 @@ def predict(
     }
 
 
-#: By engine, how many products stand for one of a weighted sum (`low_precision.Format.parts`).
+#: By engine, how many products stand for one of a weighted sum (`arithmetic.Format.parts`).
 _PARTS = {"ghost_tf32": 1, "ghost_bf16": 2}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Required, TypedDict, get_args
@@ -51,11 +51,9 @@ def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tup
 LEAST_FACTOR = 1e-30
 RowLoss = Callable[[], Tensor]
 
-#: Room for what rounding adds to a unit's contribution, as a share of it, by the type of the sums. In float32 that is
-#: 1e-3 in a norm and 1e-3 in the sum of the unit's own terms (`ghost.ERROR`), and a factor and its product are rounded
-#: by 6e-8 each: (1 + 1e-3) (1 + 1.2e-7) / (1 - 1e-3) < 1 + 2.1e-3. No bound: long products whose roundings all err in
-#: one direction can be off by more (`low_precision` has a bound).
-CLIP_ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
+#: Room for what rounding adds to a unit's contribution, as a share of it, by the type of the sums: a factor and its
+#: product with a gradient are rounded by 6e-8 each in float32, and engines bound all else.
+CLIP_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-6}
 
 
 @dataclass(frozen=True)
@@ -95,18 +93,24 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def room_for_rounding(bound: float, parameters: Iterable[Tensor]) -> float:
+def room_for_rounding(
+    bound: float, parameters: Iterable[Tensor], rounding: Mapping[torch.dtype, float] = CLIP_ROUNDING
+) -> float:
     """Return the norm to clip to, with room for rounding, so that a contribution stays within ``bound``.
 
-    The sensitivity that is charged stays ``bound``. In float32 the room is no proof (`CLIP_ROUNDING`). What remains
-    outside is how the rounding of the running total over all units depends on one of them: that is a property of
-    floating-point mechanisms as such, which the card names.
+    The sensitivity that is charged stays ``bound``. What remains outside is how the rounding of the running total over
+    all units depends on one of them: that is a property of floating-point mechanisms as such, which the card names.
+
+    Args:
+        bound: What a contribution may have.
+        parameters: What is trained.
+        rounding: What rounding may add to a contribution, as a share of it, by the type of the sums.
 
     Example:
-        >>> room_for_rounding(1.0, [torch.zeros(1)]) < 0.998
+        >>> 0.999998 < room_for_rounding(1.0, [torch.zeros(1)]) < 1.0
         True
     """
-    return bound / (1 + max(CLIP_ROUNDING[accumulator_dtype(parameter)] for parameter in parameters))
+    return bound / (1 + max(rounding[accumulator_dtype(parameter)] for parameter in parameters))
 
 
 def _zeros(parameter: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ between the norms only; keeping the gradient saves the second multiplication as 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -208,55 +207,6 @@ def rounding_of(uses: Sequence[Contribution], coefficients: Tensor, shape: torch
     return found
 
 
-def add_squared_norms(
-    parameters: Sequence[Sequence[Contribution]],
-    shape: torch.Size,
-    batch: UnitRows,
-    dtype: torch.dtype,
-    squares: Tensor,
-    energy: Tensor,
-) -> None:
-    """Add the squared norm of each unit's gradient to ``squares``, ``(units,)`` in float64.
-
-    Takes the uses of one parameter, or those of several linear weights that saw the same inputs
-    (queries, keys and values), whose squared norms are added up: ``by_input`` finds them.
-
-    ``energy``, the same shape, grows by the *energy* of the norms that were computed as a sum of products of
-    either sign: the squared norm that the same terms would have were they orthogonal. The rounding
-    error of the squared norm is about the unit roundoff of ``dtype`` times the energy, so it
-    matters only for a unit whose terms cancel, one with a norm far below its energy.
-    """
-    outers = [[use for use in uses if isinstance(use, Product)] for uses in parameters]
-    lookups = [use for use in parameters[0] if isinstance(use, Lookup)]
-    dense = [use for use in parameters[0] if isinstance(use, Dense)]
-    written_out = bool(dense) or len({use.groups for use in outers[0]}) > 1
-    size = _units_at_once(outers, lookups, shape, batch)
-    if written_out:  # a mixture is rare enough to be written out, one unit at a time
-        size = 1 if outers[0] or lookups else batch.units
-    for whole in batch.groups:
-        for group in whole.split(size):
-            n = len(group.units)
-            if written_out:
-                total = unit_gradients(parameters[0], shape, group, dtype)
-                group.add_to(squares, total.double().reshape(n, -1).square().sum(1))
-                continue
-            inputs = [use.inputs(group, dtype) for use in outers[0]]
-            outputs = [[use.outputs(group, dtype) for use in uses] for uses in outers]
-            found: list[Tensor] = []
-            if inputs:
-                square, spread = _outer_squares(inputs, outputs, _matrix(shape, outers[0][0].groups))
-                found.append(square.view(n, -1).sum(1) if len(square) > n else square)
-                group.add_to(energy, spread.view(n, -1).sum(1) if len(spread) > n else spread)
-            if (looked_up := _joined_lookups(lookups, group, dtype)) is not None:
-                ids, g = looked_up
-                found.append(_paired_squares(ids, g) if batch.fixed else _lookup_squares(ids, g, shape[0]))
-                group.add_to(energy, g.double().square().sum((1, 2)))
-                if inputs:
-                    # (A + B)^2 = A^2 + B^2 + 2 AB: one tied weight has both gradients.
-                    found.append(cross_terms(inputs, outputs[0], ids, g))
-            group.add_to(squares, functools.reduce(torch.add, found))
-
-
 def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[str]]:
     """Group the names of parameters whose gradients are outer products with the same inputs.
 
@@ -351,15 +301,6 @@ def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGr
     return total
 
 
-def cross_terms(inputs: list[Tensor], outputs: list[Tensor], ids: Tensor, looked_up: Tensor) -> Tensor:
-    """Return twice the inner product of a tied weight's linear and embedding gradients, ``(n,)``."""
-    total = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
-    for a, g in zip(inputs, outputs, strict=True):
-        at_ids = g.gather(2, ids[:, None, :].expand(-1, g.shape[1], -1))
-        total += 2 * (a @ looked_up.mT).mul_(at_ids).sum((1, 2), dtype=torch.float64)
-    return total
-
-
 def _kept(tensor: Tensor, rows: Tensor | None) -> Tensor:
     return tensor if rows is None else tensor.index_select(0, rows)
 
@@ -400,90 +341,12 @@ def _prefers_gram(positions: int, out: int, into: int) -> bool:
     return GRAM_ADVANTAGE * triangle * (into + out) < positions * into * out
 
 
-def _outer_squares(inputs: list[Tensor], outputs: list[list[Tensor]], shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Squared norms and energy of sums of outer products, by Gram matrices or written out.
-
-    Args:
-        inputs: One tensor (n, positions, in) per use.
-        outputs: For every parameter, one tensor (n, positions, out) per use.
-        shape: The shape of each parameter, (out, in).
-    """
-    positions = sum(a.shape[1] for a in inputs)
-    if _prefers_gram(positions, shape[0] * len(outputs), shape[1]):
-        return _gram(_cat(inputs), [_cat(g) for g in outputs])
-    squares, energy = list[Tensor](), list[Tensor]()
-    lengths = [a.square().sum(2) for a in inputs]
-    for gs in outputs:
-        total = gs[0].mT @ inputs[0]
-        for a, g in zip(inputs[1:], gs[1:], strict=True):
-            total.baddbmm_(g.mT, a)
-        # short sums, put together in float64: one long sum of squares drifts in fp32
-        squares.append(torch.linalg.vector_norm(total, dim=2).double().square().sum(1))
-        energy += [(a * g.square().sum(2)).sum(1, dtype=torch.float64) for a, g in zip(lengths, gs, strict=True)]
-    return functools.reduce(torch.add, squares), functools.reduce(torch.add, energy)
-
-
-def _gram(a: Tensor, gs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum over t and s of (a_t . a_s)(g_t . g_s), and of its diagonal."""
-    squares, energy = list[Tensor](), list[Tensor]()
-    step = _block(a.shape[1])
-    for start in range(0, a.shape[1], step):
-        rows = slice(start, start + step)
-        products = gs[0][:, rows] @ gs[0][:, start:].mT
-        for g in gs[1:]:
-            products.baddbmm_(g[:, rows], g[:, start:].mT)
-        products.mul_(a[:, rows] @ a[:, start:].mT)
-        square = products[:, :, : products.shape[1]]
-        # Off the diagonal block each pair stands for two.
-        twice = products.sum((1, 2), dtype=torch.float64).mul_(2)
-        squares.append(twice.sub_(square.sum((1, 2), dtype=torch.float64)))
-        energy.append(square.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64))
-    return functools.reduce(torch.add, squares), functools.reduce(torch.add, energy)
-
-
 def _cat(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
 
 
-def _lookup_squares(ids: Tensor, g: Tensor, entries: int) -> Tensor:
-    """Sum the gradients of equal tokens of one unit, then take the norm."""
-    n = len(ids)
-    unit = torch.arange(n, device=ids.device)[:, None]
-    # Equal tokens of one unit are one row of its gradient; those of two units are two.
-    keys, place = torch.unique(unit * entries + ids, return_inverse=True)
-    summed = torch.zeros(len(keys), g.shape[2], dtype=g.dtype, device=g.device)
-    summed.index_add_(0, place.flatten(), g.flatten(0, 1))
-    squares = torch.zeros(n, dtype=torch.float64, device=ids.device)
-    return squares.index_add_(0, keys // entries, summed.double().square().sum(1))
-
-
-def _paired_squares(ids: Tensor, g: Tensor) -> Tensor:
-    """The same as `_lookup_squares` from all pairs of equal tokens: more work, and no shape follows from the tokens."""
-    products = (g @ g.mT).mul_(ids[:, :, None] == ids[:, None, :])
-    return products.sum((1, 2), dtype=torch.float64)
-
-
-def _units_at_once(
-    outers: Sequence[Sequence[Product]], lookups: Sequence[Lookup], shape: torch.Size, batch: UnitRows
-) -> int:
-    """How many units fit into temporaries of bounded size (small on a CPU, where memory is the bound)."""
-    each = max(group.rows.shape[1] for group in batch.groups)
-    outer = each * sum(use.g.shape[1] for use in outers[0])
-    lookup = each * sum(use.g.shape[1] for use in lookups)
-    elements = lookup * (outer + shape[-1] + (lookup if batch.fixed else 0)) if lookup else 0
-    if outer:
-        groups = outers[0][0].groups
-        out, into = _matrix(shape, groups)
-        gram = _prefers_gram(outer, out * len(outers), into)
-        elements += groups * 2 * outer * _block(outer) if gram else shape.numel()
-        elements += sum(each * use.g.shape[1] * groups * into for use in outers[0] if isinstance(use, Convolution))
-    return max(1, chunk_of(batch.real.device) // max(1, elements))
-
-
 #: How much larger than inputs and output gradients together the written gradients may be.
 ROOM = 1.25
-#: Elements that are squared at a time.
-_CACHED = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -493,18 +356,6 @@ class Written:
     group: RowGroup
     value: Tensor
     fixed: bool = False
-
-    def add_squares(self, squares: Tensor, dtype: torch.dtype) -> None:
-        """Add the squared norms, computed in ``dtype``, to those of all units, ``(units,)`` in float64."""
-        flat = self.value.flatten(1)
-        if self.fixed:
-            self.group.add_to(squares, flat.to(dtype).square().sum(1, dtype=torch.float64))
-            return
-        step = max(1, _CACHED // max(1, len(flat)))
-        products = flat.new_empty(len(flat), min(step, flat.shape[1]), dtype=dtype)
-        for part in torch.split(flat, step, dim=1):  # in a buffer that stays in the cache; torch sums pairwise
-            part = part.to(dtype)
-            self.group.add_to(squares, torch.mul(part, part, out=products[:, : part.shape[1]]).sum(1))
 
     def add_to(self, total: Tensor | None, factors: Tensor, *, all_count: bool) -> Tensor:
         """Return ``total`` plus the gradients, each times its unit's factor; zero factors are skipped.

@@ -8,7 +8,7 @@ pairs of (input, output gradient), without the gradient; then one weighted sum p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Unpack, get_args
+from typing import ClassVar, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.matmul_precision import whole_products
+from lit_dpret.privacy.clipping.arithmetic import FORMATS, Format, FormatName, check_products
 from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipSettings,
@@ -26,12 +27,12 @@ from lit_dpret.privacy.clipping.base import (
     broken_units,
     check_losses,
     refuse_batch_mixing,
+    room_for_rounding,
 )
+from lit_dpret.privacy.clipping.certificate import Certified, certified, certify_written, norms_from_above
 from lit_dpret.privacy.clipping.contributions import (
     Contribution,
-    Dense,
     Written,
-    add_squared_norms,
     add_weighted,
     are_small,
     by_input,
@@ -60,14 +61,8 @@ def phase(name: Phase) -> record_function:
     return record_function(PREFIX + name)  # type: ignore[no-untyped-call]
 
 
-#: A unit whose squared norm is below this share of its energy is computed in float64 ...
-CANCELLATION = 0.025
-#: ... and below a larger one where so many terms are added in a row that they could be off by this share of it.
-ERROR, MOST_DOUBTFUL = 1e-3, 0.25
-#: In float64 there is nothing wider: below this share, what rounding may have hidden is added to the squared norm.
-WIDE_CANCELLATION = 1e-3
-#: Operations beside the additions of a product, each off by a roundoff.
-SLACK = 16
+#: What small values may add to a unit's norm, as a share of the bound; `base.CLIP_ROUNDING` has room for it.
+NEGLIGIBLE = 1e-10
 
 Contributions = dict[str, list[Contribution]]
 
@@ -83,7 +78,10 @@ class GhostClipping(ClippedSum):
 
     Guarantees, beyond those of ``ClippedSum``:
         - Norms and sums come from the same inputs and output gradients, so passes in bf16 leave a contribution as
-          near to the bound as passes in fp32. What fp32 itself may lose has room (`base.CLIP_ROUNDING`) and no proof.
+          near to the bound as passes in fp32.
+        - A unit's clip factor is at most what the exact norm of its gradient would give, and what is added for it is
+          within the bound with the rounding of its own terms, if the device adds up products as `arithmetic` assumes;
+          the proof heads `certificate`.
         - A loss that couples units, a tensor whose first axis is not the batch, and a parameter
           used outside its module are refused. The first batch and every later change of the
           pattern of calls go through ``RecordingCheck``; the last of the three is noticed in every batch.
@@ -93,9 +91,17 @@ class GhostClipping(ClippedSum):
         verify: Check every batch, for about the cost of one more backward pass each.
         fixed_shapes: Every batch has a fixed shape (`units`), and no branch is taken by a value but in the first
             batches and in a check, so that XLA compiles one program. A unit whose terms cancel, whose norm
-            would elsewhere be computed again in float64, gets an upper bound of its norm in place of that.
+            would elsewhere be computed again in float64, is clipped by the upper bound of its norm.
         **clipping: The arguments of `ClippedSum`.
+
+    Raises:
+        UnsupportedModelError: The device adds up products less exactly than is assumed.
     """
+
+    #: The formats of products, apart from float64.
+    forms: ClassVar[tuple[Format, ...]] = (FORMATS["float32"],)
+    #: By how much of its estimate a unit's bound may be larger before the unit is computed in float64.
+    loose: ClassVar[float] = 0.01
 
     def __init__(
         self, module: nn.Module, *, verify: bool = False, fixed_shapes: bool = False, **clipping: Unpack[ClipSettings]
@@ -105,6 +111,16 @@ class GhostClipping(ClippedSum):
         self._plan()
         self.forget()
         self._recording_check = RecordingCheck(always=verify)
+        self._probed: set[tuple[torch.device, FormatName]] = set()
+        for parameter in self.parameters.values():
+            self._probe(parameter.device)
+
+    def _probe(self, device: torch.device) -> None:
+        """Check what is assumed of the device's products, once; of a module that lies nowhere yet there are none."""
+        for form in self.forms:
+            if (device, form.name) not in self._probed and device.type != "meta":
+                check_products(device, form)
+                self._probed.add((device, form.name))
 
     def _plan(self) -> Plan:
         return make_plan(self.module, self.parameters)
@@ -175,6 +191,7 @@ class GhostClipping(ClippedSum):
                 losses = row_loss()
             recorder.recording = False
             check_losses(losses, batch.rows)
+            self._probe(losses.device)  # the module may have been moved since
             with torch.autocast(losses.device.type, enabled=False):
                 contributions = self._backward(recorder.uses, losses, batch)
         recorder.uses.clear()
@@ -324,81 +341,68 @@ class GhostClipping(ClippedSum):
                 found[name] = write_out(contributions.pop(name), parameter.shape, batch, accumulator_dtype(parameter))
         return found
 
+    def _form(self, name: str, uses: Sequence[Contribution]) -> Format:
+        """In which format the products of a parameter are made."""
+        return FORMATS["float64" if accumulator_dtype(self.parameters[name]) == torch.float64 else "float32"]
+
     def _norms(
         self, contributions: Contributions, written: Mapping[str, list[Written]], losses: Tensor, batch: UnitRows
     ) -> tuple[Tensor, Tensor]:
-        """Each unit's gradient norm in each group, and which ones cannot be told in fp32.
+        """Each unit's norm in each group, from above and with what its sum may miss, and which are summed in float64.
 
-        Where a unit's terms cancel, its norm is computed again in float64, and its sum in fp32 would be
-        off by more than rounding as well. In a batch of fixed shape it gets what rounding may have hidden on top.
+        That are units whose bound is much above its estimate, as where terms cancel. Their norm is read off their
+        gradient written out in float64. In a batch of fixed shape they are clipped by the bound.
         """
-        # Squares in float64: of many parameters in float32, small ones would vanish beside large ones.
-        squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
-        energy, wide = torch.zeros_like(squares), torch.zeros_like(squares)
-        for name, found in written.items():
-            for gradients in found:
-                gradients.add_squares(squares[self.group_of[name]], accumulator_dtype(self.parameters[name]))
+        shape = len(self.groups), batch.units
+        norms = torch.zeros(shape, dtype=torch.float64, device=batch.real.device)
+        vague = torch.zeros(shape, dtype=torch.bool, device=batch.real.device)
+        room = room_for_rounding(self.bound, self.parameters.values())
         parts = [{name: contributions[name] for name in names if name in contributions} for names in self.groups]
+        beside = torch.zeros_like(norms)  # squared norms of gradients that are written out
         for group, part in enumerate(parts):
-            for names in by_input(part):
-                dtype = accumulator_dtype(self.parameters[names[0]])
-                uses = [part[name] for name in names]
-                spread = (energy if dtype == torch.float32 else wide)[group]
-                add_squared_norms(uses, self.parameters[names[0]].shape, batch, dtype, squares[group], spread)
-        longest = torch.tensor([max(map(_positions, part.values()), default=0) for part in parts])
-        most = torch.tensor([self._hidden(part, batch) for part in parts]).to(squares)[:, None] * wide
-        # Upwards, for a norm that is too small would let a unit pass the bound.
-        squares = torch.where(squares < WIDE_CANCELLATION * wide, squares.clamp(min=0) + most, squares)
-        cancels = (longest * batch.rows_of_a_unit * torch.finfo(torch.float32).eps / ERROR).square()
-        threshold = cancels.clamp(CANCELLATION, MOST_DOUBTFUL).to(squares)[:, None]
-        doubtful = batch.real & ~(squares >= threshold * energy)  # NaN is doubtful too
-        # No second pass by values, which XLA would compile anew: an upper bound instead.
+            for name in self.groups[group]:
+                for gradients in written.get(name, ()):
+                    form = self._form(name, ())
+                    gradients.group.add_squares_to(beside[group], norms_from_above(gradients.value, form))
+            found = self._certified(part, batch)
+            found.estimate += beside[group]
+            norms[group] = found.norms()
+            about = found.estimate.clamp(min=0).sqrt()
+            # NaN is vague too, and infinity, for float64 may still tell the norm.
+            close = norms[group] <= (1 + self.loose) * about + NEGLIGIBLE * self.bound
+            vague[group] = ~(close & norms[group].isfinite())
+            if self.clip == "abadi":  # what is not clipped in any case needs no closer look
+                vague[group] &= ~(norms[group] <= room)
+            too_large = ~(found.tiny() <= NEGLIGIBLE * self.bound)
+            vague[group] |= too_large
+            if batch.fixed:  # no second look by values, which XLA would compile anew
+                norms[group] = torch.where(too_large, torch.inf, norms[group])
+        norms = torch.where(broken_units(losses, batch), torch.nan, norms)
         if batch.fixed:
-            hidden = torch.tensor([self._hidden(part, batch, torch.float32) for part in parts]).to(squares)[:, None]
-            squares = torch.where(doubtful, squares.clamp(min=0) + hidden * energy, squares)
-            return torch.where(broken_units(losses, batch), torch.nan, squares.sqrt()), torch.zeros_like(doubtful)
-        # Float32 overflowed; float64 may still tell the norm.
-        doubtful |= batch.real & squares.isinf()
-        for group in (g for g, some in enumerate(doubtful.any(1).tolist()) if some):
-            again = batch.only(doubtful[group])
-            exact = self._exact_squares(parts[group], again)
+            return norms, torch.zeros_like(vague)
+        vague &= batch.real & ~broken_units(losses, batch)
+        # Read for all groups together: each reading waits for the device.
+        for group in (g for g, some in enumerate(vague.any(1).tolist()) if some):
+            exact = self._exact_squares(parts[group], batch.only(vague[group]))
             for gradients in (each for name in self.groups[group] for each in written.get(name, ())):
-                gradients.add_squares(exact, torch.float64)
-            squares[group] = torch.where(doubtful[group], exact, squares[group])
-        return torch.where(broken_units(losses, batch), torch.nan, squares.clamp(min=0).sqrt()), doubtful
+                gradients.group.add_squares_to(exact, norms_from_above(gradients.value, FORMATS["float64"]))
+            norms[group] = torch.where(vague[group], exact.sqrt(), norms[group])
+        return norms, vague
+
+    def _certified(self, part: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Certified:
+        found = Certified.zeros(batch.units, batch.real.device)
+        by_form: dict[Format, dict[str, Sequence[Contribution]]] = {}
+        for name, uses in part.items():
+            by_form.setdefault(self._form(name, uses), {})[name] = uses
+        for form, alike in by_form.items():
+            for names in by_input(alike):
+                certified([alike[name] for name in names], self.parameters[names[0]].shape, batch, form, found)
+        return found
 
     def _exact_squares(self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Tensor:
-        """Squared norms of gradients that are written out in float64, ``(units,)``, from above.
-
-        A norm from pairs loses a roundoff of its energy, which can be all of it where terms cancel. Here each
-        coordinate is off by a roundoff for each term, times the sum of the terms' sizes: the norm by at most that times
-        the sum of their lengths, whose square is at most their number times the energy (Cauchy and Schwarz).
-        """
-        exact = torch.zeros(batch.units, dtype=torch.float64, device=batch.real.device)
-        energy, unused = torch.zeros_like(exact), torch.zeros_like(exact)
+        """Squared norms of gradients that are written out in float64, ``(units,)``, from above."""
+        found = Certified.zeros(batch.units, batch.real.device)
         for name, uses in contributions.items():
-            shape = self.parameters[name].shape
-            add_squared_norms([uses], shape, batch, torch.float64, unused, energy)
             for one in (one for group in batch.groups for one in group.split(1)):
-                one.add_to(exact, unit_gradients(uses, shape, one, torch.float64).square().sum()[None])
-        terms = max(map(_positions, contributions.values()), default=0) * batch.rows_of_a_unit
-        rounding = (terms + SLACK) * terms**0.5 * torch.finfo(torch.float64).eps
-        norms: Tensor = exact.sqrt() + rounding * energy.sqrt()
-        return norms.square()
-
-    def _hidden(
-        self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows, dtype: torch.dtype = torch.float64
-    ) -> float:
-        """Bound what products in ``dtype`` may lose of squared norms, as a share of their energy.
-
-        Products of two Gram matrices are off by a roundoff for each addition, times the squared sum of the terms'
-        lengths, which is at most the number of terms times their energy (Cauchy and Schwarz).
-        """
-        terms = max(map(_positions, contributions.values()), default=0) * batch.rows_of_a_unit
-        widths = max((sum(self.parameters[name].shape) for name in contributions), default=0)
-        return terms * (2 * terms + widths + SLACK) * torch.finfo(dtype).eps
-
-
-def _positions(uses: Sequence[Contribution]) -> int:
-    """How many terms a unit's gradient is summed from, for each of its rows."""
-    return sum(1 if isinstance(use, Dense) else use.g.shape[1] for use in uses)
+                certify_written(uses, self.parameters[name].shape, one, FORMATS["float64"], found)
+        return found.norms().square()

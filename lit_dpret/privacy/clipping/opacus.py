@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.clipping.arithmetic import gamma
 from lit_dpret.privacy.clipping.base import (
     ClippedSum,
     ClipSettings,
@@ -209,10 +210,13 @@ class OpacusClipping(ClippedSum):
         squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         for group in batch.groups:
             for name, sample in samples.items():
-                gradients = group.join(sample[:, None].to(accumulator_dtype(sample))).sum(1)
-                squares[self.group_of[name], group.units] += (
-                    gradients.double().reshape(len(gradients), -1).square().sum(1)
-                )
+                rows = group.join(sample[:, None].to(accumulator_dtype(sample)))
+                rows = rows.reshape(*group.rows.shape, -1)
+                norm = torch.linalg.vector_norm(rows.sum(1), dim=1, dtype=torch.float64)
+                if (count := rows.shape[1]) > 1:  # what adding them up may miss, here and in the sum
+                    sizes = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).sum(1)
+                    norm += 2 * gamma(count + 2, torch.finfo(rows.dtype).eps / 2) * sizes
+                squares[self.group_of[name], group.units] += norm.square()
         norms = torch.where(broken_units(losses, batch), torch.nan, squares.sqrt())
         coefficients = torch.where(batch.real, self.factors(norms), 0)[:, batch.unit_of_row]
         with self._all_or_nothing():

@@ -57,12 +57,19 @@ class RowGroup:
         """Return the values of the group's units, ``(n,)``, from values per slot; a view if possible."""
         return slots[self.units] if self.first is None else slots[self.first : self.first + len(self.units)]
 
-    def add_to(self, slots: Tensor, values: Tensor) -> None:
-        """Add ``values``, ``(n,)``, to those of the group's units in ``slots``, in place."""
+    def add_to(self, slots: Tensor, values: Tensor, scale: float = 1.0) -> None:
+        """Add ``scale`` times ``values``, ``(n,)``, to those of the group's units in ``slots``, in place."""
         if self.first is None:
-            slots.index_add_(0, self.units, values.to(slots.dtype))
+            slots.index_add_(0, self.units, values.to(slots.dtype), alpha=scale)
         else:
-            self.of(slots).add_(values)
+            self.of(slots).add_(values, alpha=scale)
+
+    def add_squares_to(self, slots: Tensor, values: Tensor, scale: float = 1.0) -> None:
+        """Likewise with the squares of ``values``."""
+        if self.first is None:
+            self.add_to(slots, values.square(), scale)
+        else:
+            self.of(slots).addcmul_(values, values, value=scale)
 
 
 @dataclass(frozen=True)

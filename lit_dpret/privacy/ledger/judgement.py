@@ -213,8 +213,10 @@ def _grid_assumption(plan: PrivacyPlan) -> Assumption:
     )
 
 
-#: What the products of an engine take, where it is not float32 (`lit_dpret.privacy.clipping.low_precision`).
-_INPUTS = {"ghost_tf32": "TF32", "ghost_bf16": "bfloat16"}
+#: What the products of an engine take, and n / 2^this is their assumed error (`lit_dpret.privacy.clipping.arithmetic`).
+_PRODUCTS = {
+    "ghost": ("float32", 24), "vmap": ("float32", 24), "ghost_tf32": ("TF32", 22), "ghost_bf16": ("bfloat16", 22),
+}  # fmt: skip
 
 
 def _bound_assumption(plan: PrivacyPlan) -> Assumption:
@@ -235,10 +237,11 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
         if plan.clip_fraction_budget:
             bound = f"{plan.sensitivity:g}, its clipped gradient and its place in the count of clipped units together"
         engine = plan.engine
-        if engine in _INPUTS:
+        if engine in _PRODUCTS:
+            inputs, bits = _PRODUCTS[engine]
             engine += (
-                f"; its products take {_INPUTS[engine]} inputs, norms are bounded from above, and the device is assumed"
-                " to add up n of them with an error of at most n / 2^22 of the sum of their sizes"
+                f"; its products take {inputs} inputs, norms are bounded from above, and the device is assumed"
+                f" to add up n of them with an error of at most n / 2^{bits} of the sum of their sizes"
             )
         return Assumption(f"One unit moves the sum of a step by at most {bound} (engine: {engine}).", "unverified")
     text = f"One unit moves the sum of a step by at most {plan.sensitivity:g}: {coupling.describe(plan.max_grad_norm)}"

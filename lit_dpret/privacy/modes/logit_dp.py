@@ -41,6 +41,7 @@ from lit_dpret.privacy.clipping.pairs import (
     make_pair_norms,
     weighted_backward,
 )
+from lit_dpret.privacy.clipping.pairs.batch import PAIR_ROUNDING
 from lit_dpret.privacy.modes.base import GradientSums, trainable
 from lit_dpret.privacy.modes.coupled import CoupledMode, named
 from lit_dpret.privacy.noise import KeyedStream
@@ -178,7 +179,7 @@ class LogitDP(CoupledMode):
             with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
                 scores = queries @ passages.T
                 coefficients = self._loss.coefficients(scores, answers)
-                bound = room_for_rounding(self._plan.max_grad_norm, parameters.values())
+                bound = room_for_rounding(self._plan.max_grad_norm, parameters.values(), PAIR_ROUNDING)
                 factors, broken = clipped_pair_factors(norms, bound)
                 module.note_loss(float(self._loss.row_losses(scores, answers).nan_to_num().sum()))
             # One backward pass of the weighted similarities is the sum of all clipped gradients.

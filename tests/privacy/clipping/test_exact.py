@@ -110,13 +110,13 @@ def test_any_part_of_t5_can_be_trained_alone(trained: str, lib: SimpleNamespace)
     lib.check_exact(case)
 
 
-def test_float32_norms_agree_with_float64_to_1e_5(lib: SimpleNamespace) -> None:
+def test_float32_norms_are_those_of_float64_from_above(lib: SimpleNamespace) -> None:
     case = lib.t5(rows=6, query=9, passage=20)
     norms = torch.stack([lib.norm_of(g) for g in case.unit_gradients()])
     case.module.float()
     clipping = make_engine("ghost", case.module, max_grad_norm=float(norms.median()))
     stats = case.run(clipping)
-    assert torch.allclose(stats.norms, norms, rtol=1e-5)
+    assert bool(((stats.norms >= norms) & (stats.norms <= norms * (1 + 5e-5))).all())
     assert all(total.dtype == torch.float32 for total in clipping.take().values())
 
 

@@ -15,12 +15,12 @@ from lit_dpret.privacy.clipping import contributions, make_engine
 READERS = ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "cpu", "numpy", "unique")
 
 
-@pytest.mark.parametrize(("name", "expected"), [("ghost", 5), ("ghost_tf32", 6), ("ghost_bf16", 6)])
+@pytest.mark.parametrize("name", ["ghost", "ghost_tf32", "ghost_bf16"])
 @pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("room", [0.0, contributions.ROOM], ids=["parts", "written_out"])
 def test_a_batch_reads_values_three_times_however_many_layers_there_are(
-    clip_groups: str, masked: bool, room: float, name: str, expected: int, monkeypatch: pytest.MonkeyPatch
+    clip_groups: str, masked: bool, room: float, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contributions, "ROOM", room)
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def test_a_batch_reads_values_three_times_however_many_layers_there_are(
                 patch.setattr(Tensor, reader, _noting(reads, getattr(Tensor, reader), reader))
             engine.add(losses, ids, mask)
         counted.append(len(reads))
-    assert counted == [expected, expected]  # two of them read the units' slots and the mask, which lie on the host
+    assert counted == [5, 5]  # two of them read the units' slots and the mask, which lie on the host
 
 
 #: Start no kernel: they look at a tensor in another way, or allocate one.
@@ -66,7 +66,7 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("name", "most"), [("ghost", 1.9), ("ghost_tf32", 4.2), ("ghost_bf16", 4.7)])
+@pytest.mark.parametrize(("name", "most"), [("ghost", 2.2), ("ghost_tf32", 2.65), ("ghost_bf16", 3.3)])
 def test_a_private_batch_of_a_t5_starts_no_more_kernels_than_so_many_times_those_of_a_plain_one(
     name: str, most: float
 ) -> None:

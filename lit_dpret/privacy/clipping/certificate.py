@@ -1,0 +1,416 @@
+r"""Bounds on a unit's gradient norm, and on what a sum of gradients may miss, that include every rounding.
+
+`arithmetic` says what is assumed of a sum of n products: it is off by at most :math:`\gamma_n` times the sum of their
+sizes. All that follows is derived from that. A unit's gradient of a weight is :math:`G = \sum_t g_t a_t^\top` over its
+positions t, where inputs a and output gradients g *are* what was recorded: norm and sum read the same numbers, so how
+these came about needs no bound. Low-precision engines round them to their format once, before anything is computed
+of them. Write :math:`\alpha_t = |a_t|`, :math:`\beta_t = |g_t|`, :math:`S = \sum_t \alpha_t \beta_t`; the product of a
+row by a column is off by at most :math:`\gamma` times the product of their lengths (Cauchy and Schwarz).
+
+**The norm, written out.** Each coordinate of G is a sum of T products, and the matrix of their absolute values has a
+norm of at most S. So :math:`|G| \le |\tilde G| + \gamma_T S`.
+
+**The norm, from pairs.** :math:`|G|^2 = \sum_{ts} A_{ts} B_{ts}` with the Gram matrices A of a and B of g, computed as
+:math:`\tilde A, \tilde B` with errors :math:`|E_{ts}| \le \gamma_a \alpha_t \alpha_s` and
+:math:`|F_{ts}| \le \gamma_g \beta_t \beta_s`. From
+:math:`A B = \tilde A \tilde B - \tilde A F - E \tilde B + E F` follows
+
+.. math:: |G|^2 \le \sum \tilde A \tilde B + \gamma_g \sum |\tilde A_{ts}| \beta_t \beta_s
+          + \gamma_a \sum |\tilde B_{ts}| \alpha_t \alpha_s + \gamma_a \gamma_g S^2.
+
+The weighted sums of absolute values are those of the matrices at hand: with the lengths alone in their place the bound
+would be up to T times looser where positions are nearly orthogonal. No term can be left out: with T = 1 the right side
+*is* :math:`|G|^2` where every product is as wrong as is assumed possible.
+
+**Embeddings.** Row v of the gradient is the sum of the :math:`g_t` of token v, so what is said of written gradients
+holds with :math:`S^2 = \sum_v (\sum_{t: i_t = v} \beta_t)^2`. Where an embedding is tied to a linear layer, the cross
+term :math:`2 \sum_{ts} (g_t)_{i_s} (a_t \cdot g'_s)` is off by at most
+:math:`2 (\gamma + u) \sum_{ts} |(g_t)_{i_s}| \alpha_t \beta'_s`.
+
+**The sum.** It adds :math:`V = \sum_t g_t \hat x_t^\top` for a unit with factor c, where :math:`\hat x_t` is
+:math:`c\,a_t` rounded (or c g_t, whichever is shorter), by a relative :math:`\omega`: 2^-24 in float32, 2^-11 for TF32,
+and 2^-17 for bfloat16, where it is written as a sum of two (the first leaves at most half a unit in its last place, the
+second 2^-9 of that). So :math:`|V - cG| \le c\,\omega S`, and its own additions are off by
+:math:`c\,(1 + 2^{-6}) \gamma S` more. What is clipped is therefore not |G| but
+
+.. math:: U = \sqrt{\sum_p |G_p|^2} + \sqrt{\sum_p (\kappa_p S_p)^2},\quad \kappa = \omega + (1 + 2^{-6})\gamma,
+
+over the parameters p (Minkowski): c U is at most the bound, hence so is what the unit adds. Nothing beside
+``max_grad_norm`` is charged. How the rounding of the running total over *all* units depends on one of them is not
+covered (`base.room_for_rounding`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_dpret.privacy.clipping import arithmetic
+from lit_dpret.privacy.clipping.arithmetic import DEPTH, Format
+from lit_dpret.privacy.clipping.contributions import (
+    Contribution,
+    Dense,
+    Lookup,
+    Product,
+    _block,
+    _cat,
+    _joined_lookups,
+    _matrix,
+    _prefers_gram,
+    chunk_of,
+    unit_gradients,
+)
+from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
+
+#: Positions up to which a Gram matrix is computed whole on CUDA: half of it would be saved, for four times the kernels.
+WHOLE = 1024
+#: Sizes above which products may overflow in float32.
+LARGE = 2.0**60
+#: Absolute error of an operation where float32 runs out of exponents; more than that of float64.
+TINY = 2.0**-125
+#: More than the few operations here in float64 are off by.
+_FEW = 1e-11
+#: How many squares are added up before a wider type takes over, and of how many it takes over at once.
+_ROW, _AT_ONCE = 256, 4096
+
+
+@dataclass
+class Certified:
+    """What is certain of the gradients of some parameters: one value for each slot of a batch, in float64."""
+
+    estimate: Tensor  # the squared norm as it was computed
+    error: Tensor  # what to add to it for an upper bound
+    moved: Tensor  # the squared norm by which norm and sum may be off besides, over the factor, from above
+    sizes: Tensor  # of terms, from above, by which absolute errors are bounded
+    pairs: float = 0.0  # what is to be added to that where products were added up in pairs ...
+    positions: float = 0.0  # ... and for sums
+
+    @classmethod
+    def zeros(cls, units: int, device: torch.device) -> Certified:
+        """Of no parameter."""
+        return cls(*torch.zeros(4, units, dtype=torch.float64, device=device))
+
+    def norms(self) -> Tensor:
+        """What is clipped: the norm from above, and what a sum may miss of factor times gradient, over the factor."""
+        squares = self.estimate + self.error + 4 * TINY * (self.sizes + self.pairs).square()
+        return squares.clamp(min=0).sqrt() + self.moved.sqrt()
+
+    def tiny(self) -> Tensor:
+        """By what a sum may miss factor times gradient besides, whatever the factor is."""
+        found = 4 * TINY * (self.sizes + self.positions)
+        return found.masked_fill(self.sizes > LARGE, math.inf)
+
+    def note_sizes(
+        self, group: RowGroup, sizes: Tensor, *, terms: int, width: int, scale: float = 1.0, pairs: int = 0
+    ) -> None:
+        """Note what absolute errors are bounded by.
+
+        Args:
+            group: The units.
+            sizes: The lengths of their terms in total, ``(n,)``, over ``scale``.
+            terms: How many terms there are, times the parameters.
+            width: The axes of a parameter, added up.
+            scale: A factor.
+            pairs: Terms whose products were added up in pairs, so that absolute errors are in the squared norm.
+        """
+        group.add_to(self.sizes, sizes, scale * width**0.5)
+        self.pairs += 1.5 * pairs * width**0.5
+        self.positions += width * terms
+
+
+def certified(
+    parameters: Sequence[Sequence[Contribution]], shape: torch.Size, batch: UnitRows, form: Format, into: Certified
+) -> None:
+    """Add what is certain of the gradients of one parameter, or of linear weights with the same inputs (`by_input`).
+
+    Args:
+        parameters: The uses of each parameter, of values of the format.
+        shape: The shape of each parameter.
+        batch: Whose rows they are.
+        form: The format.
+        into: Is added to.
+    """
+    outers = [[use for use in uses if isinstance(use, Product)] for uses in parameters]
+    lookups = [use for use in parameters[0] if isinstance(use, Lookup)]
+    mixed = any(isinstance(use, Dense) for use in parameters[0]) or len({use.groups for use in outers[0]}) > 1
+    if mixed:  # rare enough, or small enough, to be written out
+        size = 1 if outers[0] or lookups else batch.units
+    else:
+        size = _units_at_once(outers, lookups, shape, batch)
+    for group in (each for whole in batch.groups for each in whole.split(size)):
+        if mixed:
+            certify_written(parameters[0], shape, group, form, into)
+            continue
+        inputs = [use.inputs(group, form.inputs) for use in outers[0]]
+        outputs = [[use.outputs(group, form.inputs) for use in uses] for uses in outers]
+        looked_up = _joined_lookups(lookups, group, form.sums)
+        # How often a term is added to others, beyond the sum over positions: the uses, and a lookup after them.
+        linear, more = sum(a.shape[1] for a in inputs), len(parameters[0]) * group.rows.shape[1]
+        later = 0 if looked_up is None else looked_up[0].shape[1]
+        if inputs:
+            certify_products(inputs, outputs, group, form, into, more=more + later, folds=outers[0][0].groups)
+        if looked_up is not None:
+            certify_lookups(*looked_up, shape[0], group, form, into, more=more + linear, fixed=batch.fixed)
+        if inputs and looked_up is not None:
+            _certify_cross_terms(inputs, outputs[0], looked_up, group, form, into)
+
+
+def certify_products(
+    inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], group: RowGroup, form: Format, into: Certified,
+    *, more: int = 1, folds: int = 1,
+) -> None:  # fmt: skip
+    """Bound sums of outer products.
+
+    Args:
+        inputs: One tensor (n x folds, positions, in) per use, of values of the format.
+        outputs: For every parameter, one tensor (n x folds, positions, out) per use, of values of the format.
+        group: Whose gradients they are.
+        form: The format.
+        into: Is added to.
+        more: Additions of a sum beside those of the positions; at least one for each use.
+        folds: The matrices in a unit's gradient.
+    """
+    a, gs = _cat(list(inputs)), [_cat(list(g)) for g in outputs]
+    positions, width = a.shape[1:]
+    outs = [g.shape[2] for g in gs]
+    # Not scaled up for rounding one by one, which would start many kernels, but where they are added.
+    up, floor = _rounding_of_lengths(max(width, *outs), form)
+    of_terms = torch.stack([_raw_lengths(each, form) for each in (a, *gs)], 1).add_(floor)
+    alpha, beta = of_terms[:, :1], of_terms[:, 1:]
+    spread = torch.linalg.vector_norm(beta @ alpha.mT, dim=(1, 2), dtype=torch.float64)
+    up_spread = up**2 * (1 + form.others(positions + 8))
+    missed = _missed(form, positions + more)
+    pairs = _prefers_gram(positions, sum(outs), width)
+
+    def add(slots: Tensor, values: Tensor, scale: float = 1.0, *, squared: bool = False) -> None:
+        if folds > 1:
+            values, squared = (values.square() if squared else values).view(-1, folds).sum(1), False
+        (group.add_squares_to if squared else group.add_to)(slots, values, scale)
+
+    if pairs:
+        add(into.error, spread, up_spread**2 * _from_pairs(a, gs, alpha, beta, up, form, into, add), squared=True)
+    else:
+        missed += _written_out(a, gs, form, into, add)
+    add(into.moved, spread, (missed * up_spread) ** 2, squared=True)
+    total = of_terms.sum((1, 2), dtype=torch.float64)
+    into.note_sizes(
+        group, total if folds == 1 else total.view(-1, folds).sum(1), terms=positions * folds * len(gs),
+        width=width + sum(outs), scale=up_spread * len(gs), pairs=positions * folds if pairs else 0,
+    )  # fmt: skip
+
+
+def _rounding_of_lengths(width: int, form: Format) -> tuple[float, float]:
+    """By which factor a norm of so many values may be too small, after something was added to it.
+
+    Squares below the range of the type are lost, which is what is to be added.
+    """
+    return 1 + form.others(width + 8), (8 * width * form.tiny) ** 0.5
+
+
+def _raw_lengths(values: Tensor, form: Format) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=form.sums)
+    return found
+
+
+def lengths(values: Tensor, form: Format) -> Tensor:
+    """Upper bounds on the norms over the last axis, in the type of the format's sums."""
+    up, floor = _rounding_of_lengths(values.shape[-1], form)
+    return _raw_lengths(values, form).add_(floor).mul_(up)
+
+
+def norms_from_above(values: Tensor, form: Format) -> Tensor:
+    """Upper bounds on the norms over all axes but the first, ``(n,)`` in float64."""
+    flat = values.reshape(len(values), -1)
+    found: Tensor
+    if flat.shape[1] <= _AT_ONCE:
+        found = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+        return found.mul_(1 + _FEW)
+    size = flat.shape[1] // _ROW * _ROW
+    parts = [
+        torch.linalg.vector_norm(flat[:, :size].view(len(flat), -1, _ROW), dim=2, dtype=form.sums),
+        torch.linalg.vector_norm(flat[:, size:], dim=1, keepdim=True, dtype=form.sums),
+    ]
+    up, floor = _rounding_of_lengths(_ROW, form)
+    found = torch.linalg.vector_norm(torch.cat(parts, 1), dim=1, dtype=torch.float64)
+    return found.add_(floor * (flat.shape[1] / _ROW + 1) ** 0.5).mul_(up)
+
+
+def certify_written(
+    uses: Sequence[Contribution], shape: torch.Size, group: RowGroup, form: Format, into: Certified
+) -> None:
+    """Bound gradients that are written out; those of biases and norms are sums of what their rows contribute."""
+    total = unit_gradients(uses, shape, group, form.sums)
+    norms = norms_from_above(total, form)
+    terms = sum((1 if isinstance(use, Dense) else use.g.shape[1]) * group.rows.shape[1] for use in uses)
+    if terms == 1 and isinstance(uses[0], Dense):  # nothing was added to anything
+        spread, missed = norms, _missed(form, 1)
+    else:
+        spread = functools.reduce(torch.add, (_spread_of(use, group) for use in uses))
+        missed = _missed(form, terms) + form.gamma(terms)
+    group.add_squares_to(into.estimate, norms)
+    group.add_squares_to(into.moved, spread, missed**2)
+    into.note_sizes(group, spread, terms=terms, width=max(1, shape.numel()))
+
+
+def _spread_of(use: Contribution, group: RowGroup) -> Tensor:
+    """The sum of the lengths of the terms of each unit's gradient, ``(n,)`` in float64, from above."""
+
+    def norms(values: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.vector_norm(values, dim=2, dtype=torch.float64)
+        return found
+
+    if isinstance(use, Dense):
+        found = norms(group.join(use.value[:, None]).reshape(*group.rows.shape, -1))
+    elif isinstance(use, Lookup):
+        found = norms(group.join(use.g))
+    else:
+        found = norms(use.inputs(group, torch.float64)) * norms(use.outputs(group, torch.float64))
+    return found.view(len(group.units), -1).sum(1) * (1 + _FEW)
+
+
+def _missed(form: Format, terms: int) -> float:
+    """By how much of its spread a sum of a unit's terms, each times its factor, may be off."""
+    return (form.omega + (1 + 2.0**-6) * form.gamma(form.parts * terms)) * (1 + _FEW)
+
+
+Add = Callable[..., None]
+
+
+def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format, into: Certified, add: Add) -> float:
+    """Add the squared norm; return by how much of the spread it may be off."""
+    positions, width = a.shape[1:]
+    parts = -(-positions // DEPTH)
+    for g in gs:
+        pairs = zip(torch.split(g, DEPTH, 1), torch.split(a, DEPTH, 1), strict=True)  # type: ignore[no-untyped-call]
+        total = functools.reduce(torch.add, (arithmetic.product(part.mT, into, form) for part, into in pairs))
+        # Short sums, put together in float64: one long sum of squares would drift.
+        norms = torch.linalg.vector_norm(torch.linalg.vector_norm(total, dim=2), dim=1, dtype=torch.float64)
+        up, floor = _rounding_of_lengths(width, form)
+        add(into.estimate, norms.add_(floor * g.shape[2] ** 0.5), up**2, squared=True)
+    return form.gamma(min(positions, DEPTH) + parts)
+
+
+def _from_pairs(
+    a: Tensor, gs: Sequence[Tensor], alpha: Tensor, beta: Tensor, up: float, form: Format, into: Certified, add: Add
+) -> float:
+    """Add the squared norm and its error; return what share of the squared spread is missing from that.
+
+    Lengths over ``up`` are (n, 1, T) and (n, parameters, T).
+    """
+    positions = a.shape[1]
+    of_a, of_g = _parts([a]), _parts(gs)
+    gamma_a, gamma_g = (form.gamma(max(part.shape[2] for part in parts) + len(parts)) for parts in (of_a, of_g))
+    # The elementwise product is rounded too, and so is the float64 sum of T^2 of them.
+    gamma_a = gamma_a + 2 * form.unit + positions**2 * 2.0**-52
+    up = up**2 * (1 + form.others((len(gs) + 1) * positions + 16))  # of the weighted sums
+    step = _step(positions, a.device)
+    for start in range(0, positions, step):
+        rows = slice(start, start + step)
+        b_matrix = _added([(part[:, rows], part[:, start:].mT) for part in of_g], form)
+        a_matrix = _added([(part[:, rows], part[:, start:].mT) for part in of_a], form)
+        for found, scale in _weighted(b_matrix, alpha, rows):
+            add(into.error, found, scale * up * gamma_a)
+        for found, scale in _weighted(a_matrix, beta, rows):
+            add(into.error, found, scale * up * gamma_g)
+        products = b_matrix.mul_(a_matrix)
+        square = products[:, :, : products.shape[1]].sum((1, 2), dtype=torch.float64)
+        if products.shape[1] < products.shape[2]:  # off the diagonal block each pair stands for two
+            square = products.sum((1, 2), dtype=torch.float64).mul_(2).sub_(square)
+        add(into.estimate, square)
+    return gamma_a * gamma_g
+
+
+def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Tensor, float]]:
+    """Sums of absolute values times the weights of row and column, (n,), and how often each counts.
+
+    The matrix is (n, rows, T - first row), weights are (n, sets, T).
+    """
+    square, columns = matrix.shape[1], weights[:, :, rows.start :]
+    # Rows first: a product with one column would be several times slower on a CPU.
+    by_column = weights[:, :, rows] @ matrix.abs()
+    for part, scale in ((slice(square), 1.0), (slice(square, None), 2.0)):
+        x, y = by_column[:, :, part].flatten(1), columns[:, :, part].flatten(1)
+        if x.shape[1]:  # off the diagonal block each pair stands for two
+            yield (x[:, None] @ y[:, :, None]).view(-1), scale
+
+
+def certify_lookups(
+    ids: Tensor, g: Tensor, entries: int, group: RowGroup, form: Format, into: Certified, *, more: int, fixed: bool
+) -> None:
+    """Bound the gradients of an embedding: ids (n, positions), output gradients (n, positions, dim)."""
+    n, positions, width = g.shape
+    beta = lengths(g, form).double()
+    missed = _missed(form, positions + more)
+    if fixed:  # all pairs of equal tokens: more work, and no shape follows from the tokens
+        equal = ids[:, :, None] == ids[:, None, :]
+        spread = torch.where(equal, beta[:, :, None] * beta[:, None, :], 0).sum((1, 2))
+        group.add_to(into.estimate, (g @ g.mT).mul_(equal).sum((1, 2), dtype=torch.float64))
+        group.add_to(into.error, spread, (form.gamma(width) + positions**2 * 2.0**-52) * (1 + _FEW))
+    else:
+        unit = torch.arange(n, device=ids.device)[:, None]
+        # Equal tokens of one unit are one row of its gradient; those of two units are two.
+        keys, place = torch.unique(unit * entries + ids, return_inverse=True)
+        summed = torch.zeros(len(keys), width, dtype=g.dtype, device=g.device)
+        summed.index_add_(0, place.flatten(), g.flatten(0, 1))
+        sizes = torch.zeros(len(keys), dtype=torch.float64, device=g.device)
+        sizes.index_add_(0, place.flatten(), beta.flatten())
+        both = torch.zeros(n, 2, dtype=torch.float64, device=g.device)
+        both.index_add_(0, keys // entries, torch.stack([lengths(summed, form), sizes], 1).square())
+        square, spread = both.unbind(1)
+        group.add_to(into.estimate, square, 1 + _FEW)
+        missed += form.gamma(positions)
+    group.add_to(into.moved, spread, missed**2 * (1 + _FEW))
+    into.note_sizes(group, beta.sum(1), terms=positions, width=width, scale=1 + _FEW, pairs=positions)
+
+
+def _certify_cross_terms(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], looked_up: tuple[Tensor, Tensor], group: RowGroup,
+    form: Format, into: Certified,
+) -> None:  # fmt: skip
+    """Add what a weight has that is an embedding and a linear layer: (A + B)^2 = A^2 + B^2 + 2 AB."""
+    ids, there = looked_up
+    up = (1 + form.others(2 * ids.shape[1] + 64)) * (form.gamma(there.shape[2]) + 4 * form.unit + 2.0**-50)
+    for a, g in zip(inputs, outputs, strict=True):
+        at_ids = g.to(form.sums).gather(2, ids[:, None, :].expand(-1, g.shape[1], -1))
+        cross = (a.to(form.sums) @ there.mT).mul_(at_ids).sum((1, 2), dtype=torch.float64)
+        group.add_to(into.estimate, cross, 2.0)
+        by_id = (lengths(a, form)[:, None] @ at_ids.abs_())[:, 0].mul_(lengths(there, form))
+        group.add_to(into.error, by_id.sum(1, dtype=torch.float64), 2 * up)
+
+
+def _step(positions: int, device: torch.device) -> int:
+    """How many rows of a Gram matrix are computed at a time."""
+    return positions if device.type == "cuda" and positions <= WHOLE else _block(positions)
+
+
+def _units_at_once(
+    outers: Sequence[Sequence[Product]], lookups: Sequence[Lookup], shape: torch.Size, batch: UnitRows
+) -> int:
+    """How many units fit into temporaries of bounded size (small on a CPU, where memory is the bound)."""
+    each = max(group.rows.shape[1] for group in batch.groups)
+    outer = each * sum(use.g.shape[1] for use in outers[0])
+    lookup = each * sum(use.g.shape[1] for use in lookups)
+    elements = lookup * (outer + shape[-1] + (lookup if batch.fixed else 0)) if lookup else 0
+    if outer:
+        groups = outers[0][0].groups
+        out, into = _matrix(shape, groups)
+        gram = _prefers_gram(outer, out * len(outers), into)
+        elements += groups * (3 * outer * _step(outer, batch.real.device) if gram else 2 * out * into)
+        elements += sum(each * use.g.shape[1] * groups * into for use in outers[0] if not hasattr(use, "a"))
+    return max(1, chunk_of(batch.real.device) // max(1, elements))
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [part for tensor in tensors for part in torch.split(tensor, DEPTH, 2)]  # type: ignore[no-untyped-call]
+
+
+def _added(pairs: Sequence[tuple[Tensor, Tensor]], form: Format) -> Tensor:
+    total = arithmetic.product(*pairs[0], form)
+    for x, y in pairs[1:]:
+        total += arithmetic.product(x, y, form)
+    return total
