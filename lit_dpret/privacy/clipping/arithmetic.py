@@ -135,7 +135,7 @@ def check_products(device: torch.device, form: Format) -> None:
     for depth in (4, DEPTH):  # few terms show inputs that are rounded, many show sums that are
         # One large term among many small ones of its sign: what a sum of few digits loses.
         x = 2.0**-12 * (1 + torch.rand(1, 32, depth, generator=draw))
-        x[0, torch.arange(32), torch.randint(depth, (32,), generator=draw)] = 1.0
+        x[0, torch.arange(32), torch.randint(depth, (32,), generator=draw)] = 1 + torch.rand(32, generator=draw)
         x, y = form.rounded(x), form.rounded(1 + torch.rand(1, 32, depth, generator=draw))
         with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_products():
             found = product(x.to(device), y.to(device).mT, form).cpu().double()

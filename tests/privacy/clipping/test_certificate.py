@@ -19,7 +19,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import arithmetic, certificate, make_engine
 from lit_dpret.privacy.clipping.arithmetic import FORMATS, Format
 from lit_dpret.privacy.clipping.certificate import Certified
-from lit_dpret.privacy.clipping.contributions import Lookup, Outer, add_weighted
+from lit_dpret.privacy.clipping.contributions import Dense, Lookup, Outer, add_weighted
 from lit_dpret.privacy.clipping.low_precision import add_scaled
 from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
 
@@ -331,6 +331,17 @@ def test_no_norm_of_a_table_is_below_the_exact_one(tied: bool, fixed: bool, monk
     assert any(under) or not fixed, "the search finds norms that are below the exact ones without a bound"
 
 
+@pytest.mark.parametrize("rows", [2, 30])
+def test_what_the_sum_of_a_units_biases_may_miss_is_in_its_bound(rows: int, monkeypatch: Patch) -> None:
+    without_sums(monkeypatch)
+    form, value = replace(FORMATS["float32"], roundoff=2.0**-8), torch.full((rows, 5), 0.25)
+    low = value.sum(0)[None] * (1 - form.gamma(rows))
+    monkeypatch.setattr(certificate, "unit_gradients", lambda *arguments: low)
+    found, group = Certified.zeros(1, value.device), RowGroup.build([0], [list(range(rows))], value.device)
+    certificate.certify_written([Dense(value)], torch.Size((5,)), group, form, found)
+    assert 1.0 <= float(found.norms() / value.double().sum(0).norm()) < 1.001
+
+
 def test_a_token_whose_small_gradients_are_lost_beside_a_large_one_is_bounded(monkeypatch: Patch) -> None:
     without_sums(monkeypatch)
     g = torch.full((1, 4000, 8), 2.0**-25)
@@ -441,7 +452,8 @@ def test_a_device_that_adds_up_in_few_digits_is_refused(monkeypatch: Patch) -> N
         return total
 
     def shortened(x: Tensor, y: Tensor, form: Format) -> Tensor:
-        return FORMATS["tf32"].rounded(x) @ FORMATS["tf32"].rounded(y)
+        first = x.bfloat16().float()  # as a sum of two, which has 17 bits
+        return (first + (x - first).bfloat16().float()) @ y
 
     with monkeypatch.context() as patch:
         patch.setattr(arithmetic, "product", shortened)
