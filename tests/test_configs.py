@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
 from lit_dpret.cli import _hydra_main
+from lit_dpret.cli.composition import build_parts
 from lit_dpret.distributed.rank_watch import new_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +87,14 @@ def test_an_option_composes_its_keys_are_arguments_and_what_is_safe_to_make_is_m
     assert wrong_keys(cfg) == []
     if option in SAFE.get(group, ()) and cfg[group] is not None:
         assert instantiate(cfg[group], _convert_="all") is not None
+
+
+@pytest.mark.parametrize("chosen", [option for group, option in OPTIONS if group == "callbacks"])
+def test_a_trainer_is_given_the_callbacks_that_were_made(chosen: str, tmp_path: Path) -> None:
+    parts = build_parts(composed(f"run_dir={tmp_path}", "model=dual_encoder", f"callbacks={chosen}"))
+    made = parts.make_callbacks()
+    trainer = parts.make_trainer(callbacks=made, logger=False)
+    assert made and all(any(one is given for one in trainer.callbacks) for given in made)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,11 @@ def build_parts(cfg: DictConfig) -> Parts:
 
     def node(name: str, **extra: Any) -> Any:
         # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
-        ready = {key: value for key, value in extra.items() if is_dataclass(value)}
+        ready = {
+            key: value
+            for key, value in extra.items()
+            if any(map(is_dataclass, value if isinstance(value, list) else [value]))
+        }
         rest = {key: value for key, value in extra.items() if key not in ready}
         _check_numbers(cfg[name], name)
         with _plain_refusals():
