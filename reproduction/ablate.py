@@ -189,6 +189,17 @@ class Ablate(RetrievalStudy):
     def is_private(self, cell: Cell) -> bool:
         return bool(self.variants[cell.variant].guarantee == "dp")
 
+    def kept_models(self) -> set[str]:
+        return {*super().kept_models(), *(f"generator-{name}" for name in self._asked_generators())}
+
+    def tried(self) -> dict[str, int | None]:
+        trials = {f"generators.{name}": self.generators[name].trials for name in self._asked_generators()}
+        return {**super().tried(), **trials}
+
+    def _asked_generators(self) -> set[str]:
+        """Return the generators that some chosen recipe learns from."""
+        return {str(self.variants[name].queries) for name in self.chosen} & set(self.generators)
+
     def zero_shot(self) -> EvaluationResult:
         return self.score(self._prepared(self._searched, "encoding passages and queries"))
 

@@ -18,7 +18,6 @@ from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.audit.canaries.findings import Cell, Outcome, cells_of
 from lit_dpret.audit.canaries.suite import plant_in_run
 from lit_dpret.cards.card import read_card
-from lit_dpret.cards.tuning import AMONG, refuse_told_as_none
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
@@ -65,9 +64,6 @@ class CanaryStudy(Study):
     def run(self, parts: Parts) -> dict[str, float]:
         """Do every training that is not done yet, then the table; returns the leaked share by row."""
         self._parts = parts
-        if self.keep_models and len(self.eps) - list(self.eps).count(None) > 1:
-            several = "task.keep_models=true and several budgets"
-            refuse_told_as_none(self.tuning_data, several, AMONG, knob="task.tuning_")
         for eps in self.eps:
             self._privacy(eps)  # refused before anything is trained
         self.begin(parts, seed=parts.seed)
@@ -78,6 +74,9 @@ class CanaryStudy(Study):
         todo = [(eps, number) for number in range(self.trainings) for eps in self.eps]
         self.in_turn(todo, lambda one: _stage(*one), self._train, label="trainings")
         return self._tell()
+
+    def kept_models(self) -> list[str]:
+        return [_stage(eps, 0).removesuffix("-0") for eps in self.eps if self.keep_models and eps is not None]
 
     def _privacy(self, eps: float | None) -> Any:
         if eps is None:

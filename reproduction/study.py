@@ -9,9 +9,10 @@ differ: numbers are means over training runs, and what is called a difference is
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -21,7 +22,7 @@ import torch
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Section
-from lit_dpret.cards.card import read_card
+from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.tuning import AMONG, refuse_told_as_none, refuse_trials_of_no_choice
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ResumeError
@@ -36,6 +37,7 @@ from lit_dpret.tasks.stages import Stages, described, settings_fingerprint
 from reproduction.report.comparison import ComparisonReport, Headings, ModeRow
 from reproduction.spent import spent_under
 
+_SEED = re.compile(r"[-_](seed)?\d+$")
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
 T = TypeVar("T")
 
@@ -45,6 +47,7 @@ class Study:
 
     # Settings that finished stages do not depend on, so that a study can grow by them.
     growing: ClassVar[frozenset[str]] = frozenset({"min_free_mb"})
+    tuning_knob: ClassVar[str] = "task"
     min_free_mb: float
 
     def begin(self, parts: Parts, *, fingerprint: str | None = None, **more: object) -> None:
@@ -52,11 +55,36 @@ class Study:
 
         A study whose stages name all that they depend on gives a fingerprint of its own, and grows by anything else.
         """
+        self.refuse_untold_choice(parts)
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         if fingerprint is None:
             fingerprint = settings_fingerprint(self, but=self.growing, **more)
         stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
         self._parts, self._stages = parts, stages.begin()
+
+    def kept_models(self) -> Collection[str]:
+        """Return the stages, without seeds, of which private models stay; whoever takes one of several has chosen."""
+        return ()
+
+    def tried(self) -> Mapping[str, int | None]:
+        """Return how many settings were tried for what is trained, by the setting that holds it."""
+        return {}
+
+    def refuse_untold_choice(self, parts: Parts) -> None:
+        """Refuse cards that would say that nothing was chosen, or by public data alone, of models chosen among several.
+
+        Raises:
+            ConfigurationError: Several private models stay, here or of an earlier attempt, or settings were tried.
+        """
+        data = getattr(self, "tuning_data", None)
+        for name, trials in self.tried().items():
+            refuse_trials_of_no_choice({"data": data, "n_trials": trials}, knob=f"task.{name}.")
+        kept = set(self.kept_models())
+        if kept and data in ("none", "public"):
+            kept |= {_SEED.sub("", stage) for stage in _private_models(parts.run_dir)}
+        if len(kept) > 1:
+            several = f"several private models that stay ({', '.join(sorted(kept)[:3])})"
+            refuse_told_as_none(data, several, AMONG, knob=f"{self.tuning_knob}.tuning_")
 
     def once(
         self, name: str, settings: str, work: Callable[[Path, bool], dict[str, Any]], *, knob: str
@@ -87,6 +115,12 @@ class Study:
                 if not finished_before:
                     done += 1
                     progress(done, len(todo), f"{name(one)} {told}".rstrip())
+
+
+def _private_models(run_dir: Path) -> list[str]:
+    """Return the stages whose model was trained under noise and is still there."""
+    stages = [model.parent for model in run_dir.glob("*/model") if (model.parent / CARD_NAME).is_file()]
+    return [stage.name for stage in stages if read_card(stage)["mechanism"]["kind"] == "gaussian_sum"]
 
 
 @dataclass(frozen=True)
@@ -145,17 +179,11 @@ class RetrievalStudy(Study, ABC):
     def __post_init__(self) -> None:
         self.chosen = some_of("task.only", self.only, list(self.variants))
         require_whole("task", self, 1, "seeds")
-        for name in self.chosen:  # refused here, and not at the first card
-            tried = {"data": self.tuning_data, "n_trials": getattr(self.variants[name], "trials", None)}
-            refuse_trials_of_no_choice(tried, knob=f"task.variants.{name}.")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every stage that is not done yet; returns nDCG@10 by row."""
         self._parts = parts
         cells = self.cells()
-        if self.keep_models and sum(map(self.is_private, cells)) > 1:
-            several = "task.keep_models=true and several private rows"
-            refuse_told_as_none(self.tuning_data, several, AMONG, knob="task.tuning_")
         with torch.random.fork_rng(devices=[]):  # what is only asked about changes no draw of the study
             start = self.retriever(privacy=NoPrivacy())
         self._promise = privacy_of_encoder(start.pretrained, start)
@@ -195,6 +223,12 @@ class RetrievalStudy(Study, ABC):
         say(*lines, f"Stages took {sum(self._stages.seconds.values()):.0f} s")
         shutil.rmtree(parts.run_dir / self.private_folder, ignore_errors=True)
         return {row.name: row.over_runs("nDCG@10").mean for row in rows}
+
+    def kept_models(self) -> Collection[str]:
+        return {cell.stage for cell in self.cells() if self.keep_models and self.is_private(cell)}
+
+    def tried(self) -> Mapping[str, int | None]:
+        return {f"variants.{name}": getattr(self.variants[name], "trials", None) for name in self.chosen}
 
     # -- what a study says of itself -------------------------------------------------------------
 

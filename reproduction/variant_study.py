@@ -162,6 +162,11 @@ class VariantStudy(Study):
             reached.setdefault(each.name, []).append(each.run.metrics["accuracy"])
         return {name: float(np.mean(values)) for name, values in reached.items()}
 
+    def kept_models(self) -> list[str]:
+        return [
+            name for name, one in self.variants.items() if getattr(one.privacy, "func", one.privacy) is not NoPrivacy
+        ]
+
     def _planned(self) -> list[tuple[int, str]]:
         """Seed and variant of each run: those of the paper's own comparison first, seed by seed."""
         paper = [name for name, variant in self.variants.items() if variant.part == "paper"]

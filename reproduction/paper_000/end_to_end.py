@@ -162,6 +162,17 @@ class EndToEnd(Study):
         say(f"written: {self._parts.run_dir / 'report' / NAME}.html")
         return told
 
+    def kept_models(self) -> set[str]:
+        if self.rates is not None:  # tried on public texts alone
+            return set()
+        learned = {cell.eps for cell in self._asked() if self.recipe(cell).learns_from_synthetic}
+        return {f"generator-{budget_name(eps)}" for eps in learned if eps is not None}
+
+    def tried(self) -> dict[str, int | None]:
+        ways = {(cell.regime, cell.way): self.recipe(cell).trials for cell in self._asked()}
+        found = {f"regimes.{regime}.ways.{way}": trials for (regime, way), trials in ways.items()}
+        return {"generator": self.generator.trials, **found}
+
     def _todo(self) -> Iterator[tuple[Cell, int]]:
         """Yield every training, all of one seed before those of the next."""
         for seed, cell in product(self._all_seeds(), self._asked()):

@@ -45,6 +45,17 @@ class Grid:
         """Learning rate, clip bound, batch and epochs of each."""
         return list(product(self.lr, self.max_grad_norm, self.batch, self.epochs))
 
+    @property
+    def names(self) -> list[str]:
+        """The folder of each point's training."""
+        return [name_of(point) for point in self.points]
+
+
+def name_of(point: tuple[float, float, int, float]) -> str:
+    """Return the name of the folder in which a point is trained."""
+    lr, clip, batch, epochs = point
+    return f"grid-lr{lr:g}-clip{clip:g}-batch{batch}-epochs{epochs:g}"
+
 
 def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
     """Return a row for each point, the best first."""
@@ -95,7 +106,7 @@ def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float])
     base, source = study.base, study.source(study.main)
     optimizer = replace(base.generator.keywords["optimizer"], lr=lr)  # type: ignore[attr-defined]
     make = partial(base.generator, pretrained=source, optimizer=optimizer)
-    name = f"grid-lr{lr:g}-clip{clip:g}-batch{batch}-epochs{epochs:g}"
+    name = name_of(point)
 
     def privacy() -> Any:
         mode: Any = study.privacy(grid.eps)()

@@ -56,6 +56,8 @@ class Trainings(Study):
     A result depends on its own settings alone: one that was made with others is refused, and no other one is touched.
     """
 
+    tuning_knob = "task.pipeline"
+
     pipeline: Callable[..., Pipeline]
     shrink: SmallerGenerator
     shrink_passages: int = 4000
@@ -96,6 +98,14 @@ class Trainings(Study):
         self.embeddings = parts.run_dir / "embeddings"
         self.begin(parts, fingerprint=f"paper_000, seed {parts.seed}")
         return self
+
+    @property
+    def tuning_data(self) -> str:
+        """What the settings of the pipeline were chosen on."""
+        return self.pipeline().tuning_data
+
+    def kept_models(self) -> set[str]:
+        return {cell.name for cell in self.cells() if cell.eps is not None}
 
     def cells(self) -> list[Cell]:
         """Return all generators: the paper's axis of epsilon first."""

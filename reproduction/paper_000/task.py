@@ -61,6 +61,10 @@ class Paper000(Trainings):
         require_whole("task", self, 1, "examples")
         self.canaries_from = None if self.canaries_from is None else Path(self.canaries_from)
 
+    def kept_models(self) -> set[str]:
+        searched = "grid" in self.only and self.originals_are_public
+        return {*super().kept_models(), *(self.grid.names if searched else ())}
+
     def run(self, parts: Parts) -> dict[str, float]:
         """Do every chosen part that is not done yet, and report; returns the first number of each row of table 3."""
         refuse_several_ranks(parts.make_trainer(logger=False))

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_generator import generator
+from tiny_generator import generator, write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
 from tiny_tasks import parts, write_log, write_synthetic
 
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
-from lit_dpret.errors import ResumeError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, BatchClip, NoPrivacy, PerExampleDuplicated, PublicPassages, SyntheticData
 from reproduction import EndToEnd
@@ -59,7 +59,7 @@ def study(folder: Path, **changes: Any) -> EndToEnd:
         },
         "generator": GeneratorRecipe(label="tiny", model=partial(generator), privacy=private, steps=1, batch=8),
         "eps": [8.0, 16.0, None], "seeds": 2, "max_passages": 20, "written_passages": 15, "min_free_mb": 1,
-        "originals_are_public": True, "tuning_note": "tried on public texts", "tuning_data": "public",
+        "originals_are_public": True, "tuning_note": "tried on dev", "tuning_data": "private",
     }  # fmt: skip
     return EndToEnd(**settings | changes)
 
@@ -78,6 +78,31 @@ def test_the_smallest_budget_comes_first_then_no_privacy_and_the_encoders_take_t
     assert without[:3] == ["whole-original-none", "other-original-none", "whole-made-none"]
     assert Cell("whole", "original", 8.0) not in cells, "without privacy there is one row"
     assert Cell("other", "batches", 8.0) not in cells, "a way that the regime has not"
+
+
+@pytest.mark.parametrize("declared", ["none", "public"])
+def test_generators_of_several_budgets_tell_of_the_choice_among_them(declared: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"task\.tuning_data={declared}"):
+        study(tmp_path, tuning_data=declared).run(parts(tmp_path))
+    assert not list((tmp_path / "run").rglob("privacy_ledger*"))
+
+
+def test_a_budget_that_is_added_later_is_a_choice_as_well(tmp_path: Path) -> None:
+    kept = tmp_path / "run" / "generator-eps8"
+    (kept / "model").mkdir(parents=True)
+    write_parent_card(kept)
+    only: dict[str, Any] = {"only": ["whole-made"], "tuning_data": "none", "seeds": 1}
+    with pytest.raises(ConfigurationError, match=r"task\.tuning_data=none"):
+        study(tmp_path, eps=[16.0], **only).run(parts(tmp_path))
+    study(tmp_path, eps=[16.0], rates=[0.1], **only).refuse_untold_choice(parts(tmp_path))
+    study(tmp_path, eps=[8.0], **only).refuse_untold_choice(parts(tmp_path))
+
+
+def test_a_row_whose_settings_were_tried_does_not_say_that_none_was_chosen(tmp_path: Path) -> None:
+    regime = Regime(label="one", retriever=partial(retriever), ways={"made": replace(ways(tmp_path)["made"], trials=7)})
+    with pytest.raises(ConfigurationError, match=r"trials=7"):
+        study(tmp_path, regimes={"whole": regime}, eps=[8.0], tuning_data="none").run(parts(tmp_path))
+    assert not list((tmp_path / "run").rglob("privacy_ledger*"))
 
 
 @pytest.mark.slow

@@ -42,8 +42,10 @@ class StandIn:
     asked: list[tuple[str, tuple[str, ...], str]]
 
     def __init__(
-        self, only: Any = ("synthetic",), embeddings: Any = None, generator: Any = None, steps: int = 1
-    ) -> None:
+        self, only: Any = ("synthetic",), embeddings: Any = None, generator: Any = None, steps: int = 1,
+        tuning_data: str = "unknown",
+    ) -> None:  # fmt: skip
+        self.tuning_data, self.tuning_note = tuning_data, None
         self.only, self.embeddings, self.steps = tuple(only), embeddings, steps
         self.generator, self.retriever = generator or partial(dict), partial(dict)
         self.max_passages = 20
@@ -101,6 +103,16 @@ def paper(public: Path, **changes: Any) -> Paper000:
 def table(run: Path, name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((run / "report" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return rows
+
+
+@pytest.mark.parametrize("changes", [{}, {"eps": [3.0], "others_at": [], "only": ["grid"]}], ids=["budgets", "grid"])
+@pytest.mark.parametrize("declared", ["none", "public"])
+def test_generators_of_the_papers_tables_tell_of_the_choice_among_them(
+    public: Path, tmp_path: Path, asked: list[Any], changes: dict[str, Any], declared: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"task\.pipeline\.tuning_data={declared}"):
+        paper(public, pipeline=partial(StandIn, tuning_data=declared), **changes).run(parts(tmp_path))
+    assert not asked and not list((tmp_path / "run").rglob("privacy_ledger*"))
 
 
 @pytest.mark.parametrize("only", [["retrieval"], ["retrieval", "canaries"]])
