@@ -169,7 +169,7 @@ def test_products_whose_roundings_all_err_one_way_stay_within_the_bound(
 def test_scaled_inputs_that_leave_the_range_of_float32_neither_grow_nor_vanish(monkeypatch: Patch) -> None:
     """Inputs times the factor are three quarters of the smallest float32: they would be rounded to it, or to zero."""
     monkeypatch.setattr(contributions, "ROOM", 0)
-    model, x, gradients = nn.Linear(32, 40, bias=False), torch.full((1, 1, 32), 2.0**-60), 2.0**40
+    model, x, gradients = nn.Linear(32, 40, bias=False), torch.full((1, 1, 32), 2.0**-51), 2.0**40
     bound = 0.75 * 2.0**-149 * gradients * (32 * 40) ** 0.5
     found = alone(make_engine("ghost", model, max_grad_norm=bound), lambda: (model(x) * gradients).sum((1, 2)))
     assert 0.99 * bound < found <= bound
