@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import stand_ins
 import tiny_images
 import torch
 from page_stages import private_log, table_log
@@ -19,7 +20,7 @@ from tiny_tasks import retriever, write_log
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_dpret import make_private
+from lit_dpret import PrivacyCard, make_private
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 
 # Parts of a snippet that need another machine or much time, and what stands in their place.
@@ -158,6 +159,13 @@ def by_messages(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def poisson_run(folder: Path) -> dict[str, Any]:
+    """The run that the page's command makes, of six steps of a line."""
+    module = Regression(privacy=DPSGD(eps=3.0, secret_file=folder / "secret"))
+    stand_ins.fit(folder / "runs" / "poisson", module, Numbers(sampling="poisson"), extra=[PrivacyCard()])
+    return {}
+
+
 SURROUNDINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md": log,
     "docs/data.md": table,
@@ -170,5 +178,6 @@ SURROUNDINGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/images.md": images,
     "docs/synthesis.md": with_a_prompt,
     "docs/testing.md": to_be_tested,
+    "docs/verify.md": poisson_run,
 }
 """The names that are there before the first snippet of a page; none where a page is not listed."""
