@@ -121,11 +121,12 @@ def plan_run(
     steps = planned_steps(trainer, per_epoch)
     plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
     if plan is not None:
-        if (policy := getattr(data, "duplicates", plan.budget.duplicates)) != plan.budget.duplicates:
+        if (budget := plan.budget.of_units(data)) != plan.budget:
+            knob = "duplicates" if budget.duplicates != plan.budget.duplicates else "unit_by"
             raise ConfigurationError(
-                f"privacy={mode.name} plans for datamodule.duplicates={plan.budget.duplicates}, and the data have "
-                f"{policy}: the claim would be about other units. Make the plan of the mode by PrivacyPlan.build, "
-                "which takes that from the data."
+                f"privacy={mode.name} plans for datamodule.{knob}={getattr(plan.budget, knob)}, and the data have "
+                f"{getattr(budget, knob)}: the claim would be about other units. Make the plan of the mode by "
+                "PrivacyPlan.build, which takes that from the data."
             )
         if start is not None:
             start.check_plan(plan)

@@ -35,6 +35,7 @@ class Collection:
     users: Mapping[str, str] = field(default_factory=dict)
     domains: Mapping[str, str] = field(default_factory=dict)  # domain by query id, where domains are known
     passage_domains: Mapping[str, str] = field(default_factory=dict)  # domain by passage id, where domains are known
+    without_query_ids: bool = False  # whether records without an id are queries of their own
     source: str = "the data set"  # where it came from, for messages
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from lit_dpret.datamodules.readers import as_id
 from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.budget import Unit
+from lit_dpret.privacy.budget import EACH_ROW, UNNAMED, Unit
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import naming_arguments
@@ -137,6 +137,13 @@ class UnitDataModule(SampledDataModule):
                 f"privacy.unit={unit}: the units of a UnitDataModule are those that unit_of names. Set privacy.unit="
                 f"{OwnUnits.unit}, and give a unit_of that names each row's {unit} and unit_name={unit}."
             )
+
+    @property
+    def unit_by(self) -> str:
+        """What rows make one unit (`PrivacyBudget.unit_by`)."""
+        if self.unit_of is None:
+            return EACH_ROW
+        return UNNAMED if self.unit_name is None else f"all rows of one {self.unit_name}"
 
     def assumptions(self) -> list[str]:
         """Return, for the card, the trusted assumption behind a unit name."""

@@ -107,6 +107,7 @@ class PairReader:
         self._pairs: dict[tuple[str, str], tuple[int, int]] = {}
         self._qrels: dict[str, dict[str, dict[str, int]]] = {}
         self._sources: list[Records] = []
+        self._without_query_ids = False
 
     def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
         """Add the records of one source; return their number.
@@ -166,6 +167,7 @@ class PairReader:
             users=self._users,
             domains=self._domains,
             passage_domains=self.corpus.domains if self.corpus else {},
+            without_query_ids=self._without_query_ids,
             source=source,
         )
 
@@ -195,6 +197,7 @@ class PairReader:
             query_id = records.id(number, record, columns.query_id)
         else:
             query_id = self._unnamed(number)
+            self._without_query_ids = True
         text = query_text(records, number, record, columns.query, query_id)
         user = records.optional_id(number, record, columns.user)
         domain = records.optional_id(number, record, columns.domain)

@@ -31,7 +31,7 @@ from lit_dpret.datamodules.rows import SPLIT_NAMES, Row, TextUnit
 from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.budget import Duplicates
+from lit_dpret.privacy.budget import EACH_ROW, Duplicates
 from lit_dpret.settings import require_whole
 
 
@@ -307,6 +307,12 @@ class PairsDataModule(SampledDataModule):
             if self._batch_sampler is not None:
                 raise ConfigurationError(f"privacy.unit={unit}: a sampler over units of {self._unit} is attached.")
             self._unit, self._units = unit, None
+
+    @property
+    def unit_by(self) -> str | None:
+        """What rows make one unit (`PrivacyBudget.unit_by`): each, of a log of queries without ids."""
+        by_text_or_user = self.duplicates == "merge" or self._unit != "query"
+        return EACH_ROW if self.collection.without_query_ids and not by_text_or_user else None
 
     def train_units(self) -> GroupedUnitDataset:
         """Return the train split, one item per unit of privacy; built on first use.

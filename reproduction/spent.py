@@ -65,7 +65,7 @@ def spent_under(
             bare += any(record.get("mode") == "none" for record in plans)
             continue
         budget = planned[-1]["plan"]["budget"]
-        kind = (str(budget["unit"]), str(budget["neighbours"]))
+        kind = (_unit_of(budget), str(budget["neighbours"]))
         releases.setdefault(kind, []).extend(owed_releases(records))
         deltas[kind] = min(deltas.get(kind, 1.0), float(budget["delta"]))
         counts[kind] = counts.get(kind, 0) + 1
@@ -112,6 +112,13 @@ def _longest(ledgers: Sequence[_Records]) -> list[_Records]:
         if not any(_begins(other, records) for other in found):
             found = [*(other for other in found if not _begins(records, other)), records]
     return found
+
+
+def _unit_of(budget: dict[str, Any]) -> str:
+    """Name the unit of a recorded budget, with what makes rows one unit where its name leaves that open."""
+    more = ["equal texts merged"] if budget.get("duplicates") == "merge" else []
+    more += [budget["unit_by"]] if budget.get("unit_by") else []
+    return f"{budget['unit']} ({', '.join(more)})" if more else str(budget["unit"])
 
 
 def _trainings(count: int) -> str:

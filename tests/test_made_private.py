@@ -171,8 +171,7 @@ def test_a_fit_ends_with_a_card_of_the_epsilon_that_another_accountant_finds(tmp
 
 def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_change_that(tmp_path: Path) -> None:
     users = [f"u{row // 2}" for row in range(60)]
-    grouped = data(unit_of=users.__getitem__, unit_name="user", expected_batch_size=10)
-    fit(tmp_path, made(), grouped, max_steps=1)
+    fit(tmp_path, made(), grouped("user"), max_steps=1)
     card = card_in(tmp_path)
     claim = card["claim"]
     assert claim["unit"] == "record" and claim["unit_name"] == "user" and claim["unit_plural"] == "users"
@@ -206,20 +205,61 @@ def test_a_bound_on_the_units_of_a_user_contradicts_units_that_are_users(tmp_pat
         fit(tmp_path, made(max_units_per_user=3), users, max_steps=1)
 
 
-@pytest.mark.parametrize(("last", "told"), [("user", "user"), ("team", "record"), (None, "record")])
-def test_a_chain_of_runs_is_about_users_if_every_run_declares_them(last: Any, told: str, tmp_path: Path) -> None:
+def grouped(by: str | None) -> UnitDataModule:
+    """Return 60 rows of 30 users: each a unit of its own, or all rows of a user one, with that name or unnamed."""
+    if by is None:
+        return data(expected_batch_size=10)
+    return data(unit_of=lambda row: f"u{row // 2}", unit_name=by or None, expected_batch_size=10)
+
+
+@pytest.mark.parametrize("by", ["user", None])
+def test_a_chain_of_runs_is_about_users_if_every_run_declares_them(by: str | None, tmp_path: Path) -> None:
     module, before = Classifier(), {}
-    for run, name in enumerate(["user", "user", last]):
-        users = data(unit_of=lambda row: f"u{row // 2}", unit_name=name, expected_batch_size=10)
+    for run in range(3):
         callbacks = [PrivacyAccountant(**before)]
-        fit(tmp_path / str(run), made(module, delta=1e-3), users, max_steps=1, callbacks=callbacks)
+        fit(tmp_path / str(run), made(module, delta=1e-3), grouped(by), max_steps=1, callbacks=callbacks)
         before = {"init_from": tmp_path / str(run)}
     card = card_in(tmp_path / "2")
-    claim = card["claim"]
+    claim, told = card["claim"], by or "record"
     assert f"unit = {told}, " in privacy_line(card) and claim["unit_plural"] == f"{told}s"
-    assert claim["user_level_epsilon"] == (claim["epsilon"] if told == "user" else None)
+    assert claim["user_level_epsilon"] == (claim["epsilon"] if by else None)
     assert not re.search(r"\ban (user|record)\b", json.dumps(card))
+    assert any("at most one" in str(taken) for taken in card["assumptions"])
     assert not verify_chain(tmp_path / "2").failed
+
+
+OTHER_UNITS = [(None, "user"), ("user", None), ("user", "team"), ("user", ""), ("", "user"), ("", None), ("", "")]
+
+
+@pytest.mark.parametrize(("first", "then"), OTHER_UNITS)
+def test_a_run_does_not_start_from_a_run_whose_units_may_be_parts_of_its_own(
+    first: str | None, then: str | None, tmp_path: Path
+) -> None:
+    module = Classifier()
+    fit(tmp_path / "1", made(module, delta=1e-3), grouped(first), max_steps=1)
+    with pytest.raises(ConfigurationError, match="unit_name"):
+        before = PrivacyAccountant(init_from=tmp_path / "1")
+        fit(tmp_path / "2", made(module, delta=1e-3), grouped(then), max_steps=1, callbacks=[before])
+    assert not (tmp_path / "2" / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize(("first", "then"), [units for units in OTHER_UNITS if units[0] != ""])
+def test_a_ledger_of_a_data_set_adds_up_no_runs_whose_units_may_be_parts_of_others(
+    first: str | None, then: str | None, tmp_path: Path
+) -> None:
+    ledger = {"dataset_ledger": tmp_path / "spent.jsonl", "total_eps": 20.0, "delta": 1e-3}
+    for run in "12":
+        fit(tmp_path / run, made(**ledger), grouped(first), max_steps=1)
+    spent = (tmp_path / "spent.jsonl").read_bytes()
+    with pytest.raises(ConfigurationError, match="unit_name"):
+        fit(tmp_path / "3", made(**ledger), grouped(then), max_steps=1)
+    assert (tmp_path / "spent.jsonl").read_bytes() == spent
+
+
+def test_a_ledger_of_a_data_set_is_not_begun_by_a_run_whose_units_nobody_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="unit_name"):
+        fit(tmp_path / "1", made(dataset_ledger=tmp_path / "spent.jsonl", total_eps=9.0), grouped(""), max_steps=1)
+    assert not (tmp_path / "spent.jsonl").exists()
 
 
 def test_a_name_that_was_set_past_the_constructor_makes_no_claim_about_it(tmp_path: Path) -> None:

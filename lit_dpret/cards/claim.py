@@ -70,8 +70,6 @@ def claim_facts(judged: Judged, output_released: Sequence[str] = ()) -> dict[str
         curve = [[epsilon, delta] for epsilon, delta in pairs if math.isfinite(epsilon)]
     proved = verdict.guarantee == "dp"
     name = plan_of(judged.records)[1].get("unit_name")
-    if start is not None and not start["public"] and start.get("unit_name") != name:
-        name = None  # the claim is about the units of both runs, which were called by two names
     is_user = name == "user" and plan.max_units_per_user is None  # all of one user, and no other bound is declared
     claim = {
         "flavour": "(epsilon, delta)-differential privacy",

@@ -224,8 +224,12 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
         return [Assumption(text, "unverified")]
     if start["guarantee"] == "not_proved":
         return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", "refuted")]
-    text = f"The ledger of the model {what} ({start['name']}) is whole."
-    return [Assumption(text, "unverified")]
+    unit = start.get("unit", "unit")
+    return [
+        Assumption(f"The ledger of the model {what} ({start['name']}) is whole.", "unverified"),
+        Assumption(f"What one {unit} of these data holds is in at most one {unit} of the data of {start['name']}.",
+                   "unverified"),
+    ]  # fmt: skip
 
 
 def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:

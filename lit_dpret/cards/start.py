@@ -25,6 +25,7 @@ from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import (
     claimed_releases,
     every_unit_in_every_step,
+    plan_of,
     promised_releases,
     units_before,
 )
@@ -49,10 +50,10 @@ class Start:
     folder: Path  # of the earlier run
     # What goes into the ledger: ``name``, ``card_sha256``, ``public``, ``guarantee``, ``releases``, ``parents``,
     # ``runs`` (the ledgers of the releases, by their identities), ``tuning`` (how its settings were chosen), and
-    # ``head`` (the last record of a step in its own ledger), ``mode`` (where it trained nothing), ``unit``,
-    # ``unit_name`` (what its card calls the unit), ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public``
-    # (of the largest data set in its chain whose size is public) and ``units`` (the releases of each run of its chain,
-    # with its ``max_units_per_user``) where there are any.
+    # ``head`` (the last record of a step in its own ledger), ``mode`` (where it trained nothing), ``unit``, ``unit_by``
+    # (what rows made one), ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public`` (of the largest data
+    # set in its chain whose size is public) and ``units`` (the releases of each run of its chain, with its
+    # ``max_units_per_user``) where there are any.
     facts: Mapping[str, Any]
     knob: str = "init_from"  # the setting that named it, for messages
 
@@ -120,12 +121,14 @@ class Start:
         """Refuse a plan whose claim would have another unit than the start, or another delta.
 
         Raises:
-            ConfigurationError: Equal texts are one unit here and several there. Or delta is above that of the start,
-                as only a mode that makes its plans by itself brings it about, or not below 1/n for its units.
+            ConfigurationError: Equal texts, or rows of one name, are one unit here and several there. Or delta is above
+                that of the start, as only a mode that makes its plans by itself brings it about, or not below 1/n for
+                its units.
         """
         if (theirs := self.facts.get("duplicates")) is not None:
             budget, where = plan.budget, f"{self.knob}={self.folder} was trained under"
-            budget.refuse_other_units(budget.unit, budget.neighbours, theirs, where)
+            unit_by = self.facts.get("unit_by")
+            budget.refuse_other_units(budget.unit, budget.neighbours, theirs, where, unit_by=unit_by)
         delta = self.facts.get("delta")
         if delta is not None and plan.budget.delta > delta * (1 + 1e-9):
             raise ConfigurationError(
@@ -293,7 +296,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts["guarantee"] = "not_proved"
     elif claim["guarantee"] == "dp":
         facts |= {key: claim[key] for key in ("unit", "neighbours", "duplicates", "epsilon", "delta")}
-        facts |= {"unit_name": claim["unit_name"]} if "unit_name" in claim else {}
+        plan, _ = plan_of(records)
+        facts |= {} if plan is None or plan.budget.unit_by is None else {"unit_by": plan.budget.unit_by}
         facts["floating_point"] = card["randomness"].get("floating_point", True)
         sizes = (card["mechanism"].get("n_public"), (recorded_start(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)

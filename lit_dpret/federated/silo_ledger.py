@@ -432,16 +432,16 @@ def spent_together(ledgers: Iterable[Path], *, accountant: AccountantName = "pld
 
     Raises:
         LedgerError: One of them is damaged.
-        UnsupportedAccountingError: They are of different neighbours, and nothing is proved of them together.
+        UnsupportedAccountingError: They are of different units or neighbours, and nothing is proved of them together.
     """
     books = [DatasetFile.read(path).book for path in ledgers]
     terms = [book.terms for book in books if book.terms is not None]
     entries = dict.fromkeys((name, entry.charge) for book in books for name, entry in book.entries.items())
     if not entries:
         return 0.0
-    relations = {str(one["neighbours"]) for one in terms}
-    if len(relations) > 1:
-        raise UnsupportedAccountingError(f"Ledgers of {' and '.join(sorted(relations))} do not add up.")
+    kinds = {" ".join(str(one[name]) for name in ("unit", "neighbours", "duplicates", "unit_by")) for one in terms}
+    if len(kinds) > 1:
+        raise UnsupportedAccountingError(f"Ledgers of {' and of '.join(sorted(kinds))} do not add up.")
     return compose_across_runs(
         composed(charge for _, charge in entries),
         delta=min(float(one["delta"]) for one in terms),

@@ -18,7 +18,7 @@ rounds and requests compose to one epsilon.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +291,7 @@ def units_and_budget(
     budget = silo_budget(
         privacy.eps, privacy.delta, unit=privacy.unit, neighbours=privacy.neighbours, units=data.n_units
     )
-    return data, replace(budget, duplicates=data.duplicates)
+    return data, budget.of_units(data)
 
 
 def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder: Path) -> None:

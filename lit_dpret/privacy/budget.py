@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from lit_dpret.errors import ConfigurationError
@@ -29,6 +29,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "passage": ("passage_id",),
     "record": ("record_id",),
 }
+
+EACH_ROW = "each row"
+"""`PrivacyBudget.unit_by` of data whose rows are units, because nothing names the units of several."""
+
+UNNAMED = "what unit_of names"
+"""`PrivacyBudget.unit_by` of rows grouped by a function of the user's, of which nobody said what it names."""
 
 ROUNDING_SHARE = 2.0**-16
 """The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid of `noise_source`."""
@@ -77,6 +83,9 @@ class PrivacyBudget:
     duplicates: Duplicates = "keep"
     """Whether equal texts under different ids are units of their own, or one: ``datamodule.duplicates``, as the plan
     finds it. A unit of the one kind is no unit of the other."""
+    unit_by: str | None = None
+    """What rows make one unit, as the plan finds it in the data, where ``unit`` leaves that open: `EACH_ROW`,
+    `UNNAMED`, or all rows of one ``datamodule.unit_name``. None where ids of the data say it."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.eps, (int, float)) and math.isfinite(self.eps) and self.eps > 0):
@@ -102,11 +111,18 @@ class PrivacyBudget:
                 trap="T29",
             )
 
-    def refuse_other_units(self, unit: str, neighbours: str, duplicates: str, where: str) -> None:
+    def of_units(self, data: Any) -> PrivacyBudget:
+        """Return the budget for the units of ``data``, a DataModule: its ``duplicates`` and ``unit_by``."""
+        duplicates = getattr(data, "duplicates", self.duplicates)
+        return replace(self, duplicates=duplicates, unit_by=getattr(data, "unit_by", self.unit_by))
+
+    def refuse_other_units(
+        self, unit: str, neighbours: str, duplicates: str, where: str, *, unit_by: str | None
+    ) -> None:
         """Refuse to add up with a guarantee about other units or neighbours, which ``where`` states.
 
         Raises:
-            ConfigurationError: It is another one; the message names the setting that differs.
+            ConfigurationError: It is another one, or may be; the message names the setting that differs.
         """
         for knob, own, other in (
             ("privacy.unit", self.unit, unit),
@@ -118,6 +134,26 @@ class PrivacyBudget:
                     f"{knob}={own}, but {where} {knob}={other}, and epsilons of different guarantees do not add up. "
                     "Use the same."
                 )
+        ours, theirs = (by or f"all rows with one id of a {unit}" for by in (self.unit_by, unit_by))
+        knob, way = ("datamodule.unit_name", "unit_of and unit_name") if unit == "record" else (
+            "datamodule.columns", "a column of query ids"
+        )  # fmt: skip
+        if ours != theirs:
+            raise ConfigurationError(
+                f"{knob}: a unit of this run is {ours}, but {where} units that are {theirs}. One of these may be "
+                f"several of those, and the epsilons of different units do not add up. Use {way} in both, or in none."
+            )
+        if ours == UNNAMED:
+            raise ConfigurationError(
+                f"{knob}=null: nothing says that {UNNAMED} is the same unit in this run and wherever {where} units, "
+                "and the epsilons of different units do not add up. Set unit_name, such as user, in every run."
+            )
+
+    def describe_unit(self, *, whole: bool) -> str:
+        """Return unit and neighbours for a table or a message, with ``whole`` also what makes rows one unit."""
+        more = [f"duplicates={self.duplicates}", self.unit_by or "by its id"] if whole else []
+        return f"{self.unit} ({', '.join([self.neighbours, *more])})"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        facts = asdict(self)
+        return facts if self.unit_by is not None else {name: facts[name] for name in facts if name != "unit_by"}

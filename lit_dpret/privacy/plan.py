@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, get_args
 
 from lit_dpret.errors import ConfigurationError
@@ -165,9 +165,9 @@ class PrivacyPlan:
 
         Args:
             budget: The guarantee.
-            request: How batches are to be drawn, and its ``duplicates``, where it has such a policy. Where its rate is
-                None, the rate follows from the expected batch size and ``n_public``; where its cap is None, a cap is
-                chosen.
+            request: How batches are to be drawn, and its ``duplicates`` and ``unit_by``, where it has them. Where its
+                rate is None, the rate follows from the expected batch size and ``n_public``; where its cap is None, a
+                cap is chosen.
             steps: Logical steps planned.
             max_grad_norm: L2 bound on one unit's gradient.
             n_public: Units in the data set, where that is public. Under ``add_or_remove`` None, or a
@@ -182,7 +182,7 @@ class PrivacyPlan:
             UnsupportedAccountingError: No library judges the combination.
         """
         require_choice("datamodule.sampling", request.sampling, get_args(SamplingName))
-        budget = replace(budget, duplicates=getattr(request, "duplicates", budget.duplicates))
+        budget = budget.of_units(request)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigurationError(f"A private run of {steps} steps releases nothing; set trainer.max_steps.")
         if n_public is not None:

@@ -231,7 +231,7 @@ class Evolve(SetDrawing):
             raise DataError("The train split has no unit to vote.")
         public = mode.public_units(units)
         plan = votes_plan(
-            replace(mode.budget(public), duplicates=getattr(data, "duplicates", "keep")),
+            mode.budget(public).of_units(data),
             releases=self.generations,
             max_votes=self.max_votes,
             noise_multiplier=mode.noise_multiplier,

@@ -81,10 +81,7 @@ class Histogram:
         public, delta = mode.public_units(len(units)), start.facts["delta"]
         if mode.delta is None and public is not None:
             delta = min(delta, 1 / (2 * public))  # the log may have grown since
-        budget = PrivacyBudget(
-            eps=mode.eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours,
-            duplicates=getattr(data, "duplicates", "keep"),
-        )  # fmt: skip
+        budget = PrivacyBudget(eps=mode.eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours).of_units(data)
         plan = histogram_plan(
             budget,
             noise_multiplier=self.noise_multiplier,

@@ -74,8 +74,10 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> str:
         return _said(f"{len(runs)} runs. What they cost together is not known beforehand: {error}")
     bare = sum(mode.guarantee == "none" for mode in modes)
     words = [f"{len(runs)} runs, {len(plans)} private trainings" + (f", {bare} runs without privacy" if bare else "")]
-    units = sorted({f"{one.plan.budget.unit} ({one.plan.budget.neighbours})" for one in plans})
-    if len(units) > 1:
+    budgets = [one.plan.budget for one in plans]
+    kinds = {(budget.unit, budget.neighbours, budget.duplicates, budget.unit_by) for budget in budgets}
+    units = sorted({budget.describe_unit(whole=len(kinds) > 1) for budget in budgets})
+    if len(kinds) > 1:
         words.append(f"Their epsilons are of different units and do not add up: {', '.join(units)}")
     elif plans:
         epsilon, how = cost_together(plans)

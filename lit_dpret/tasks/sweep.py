@@ -170,7 +170,7 @@ class Sweep:
     def _one_guarantee(self, plans: Sequence[PrivacyPlan]) -> PrivacyBudget | None:
         """Return the budget whose units, neighbours and delta are those of all; None where no trial is private."""
         budgets = [plan.budget for plan in plans]
-        for knob in ("privacy.unit", "privacy.neighbours", "datamodule.duplicates"):
+        for knob in ("privacy.unit", "privacy.neighbours", "datamodule.duplicates", "datamodule.unit_by"):
             if len(found := {str(getattr(budget, knob.partition(".")[2])) for budget in budgets}) > 1:
                 raise ConfigurationError(
                     f"task.file={self.sweep.path}: its trials have {knob}={' and '.join(sorted(found))}, and "

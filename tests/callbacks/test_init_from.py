@@ -24,7 +24,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.cli import build_parts, run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.budget import EACH_ROW, PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -140,6 +140,24 @@ def test_a_run_whose_units_are_merged_texts_is_composed_with_none_whose_units_ar
     assert verify_chain(tmp_path / "both", parents=[texts]).failed == []
     forged = forge(card, duplicates="keep")
     assert any("claim.duplicates" in one for one in verify_card(forged, tmp_path / "both" / "privacy_ledger.jsonl"))
+
+
+def without_ids() -> Numbers:
+    """Data whose rows are units because nothing names those of one query."""
+    data = Numbers(sampling="poisson")
+    data.unit_by = EACH_ROW
+    return data
+
+
+def test_a_run_whose_units_are_rows_is_composed_with_none_whose_units_have_ids(tmp_path: Path) -> None:
+    ids, alone = tmp_path / "ids", tmp_path / "alone"
+    train(ids)
+    train(alone, data=without_ids())
+    for start, data in ((ids, without_ids()), (alone, None)):
+        with pytest.raises(ConfigurationError, match=r"datamodule\.columns"):
+            train(tmp_path / "mixed", start, data=data)
+    train(tmp_path / "both", alone, data=without_ids())
+    assert verify_chain(tmp_path / "both", parents=[alone]).failed == []
 
 
 @pytest.mark.parametrize("first", ["keep", "merge"])

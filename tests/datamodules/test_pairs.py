@@ -13,6 +13,7 @@ from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.rows import TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw
+from lit_dpret.privacy.budget import EACH_ROW
 
 Write = Callable[..., Path]
 KEY = bytes(range(32))
@@ -291,6 +292,25 @@ def test_the_fingerprint_follows_the_data_and_how_it_is_grouped(harbour: Path, h
         fingerprint(drop_overlap=True),
     ]
     assert len({fingerprint(), *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "unit", "by"),
+    [
+        ({}, {}, "query", EACH_ROW),
+        ({"query_id": "q1"}, {}, "query", None),
+        ({}, {"duplicates": "merge"}, "query", None),  # equal texts are one unit, with ids or without
+        ({}, {}, "pair", None),
+        ({"user_id": "u1"}, {}, "user", None),
+    ],
+)
+def test_each_row_is_a_unit_only_where_nothing_names_queries(
+    columns: dict[str, str], settings: dict[str, Any], unit: TextUnit, by: str | None, write: Write
+) -> None:
+    log = write("log.jsonl", [{"query": "wet cellar", "passage": text} | columns for text in ("pump", "drain")])
+    datamodule = PairsDataModule(pairs=log, **settings)
+    datamodule.use_unit(unit)
+    assert (datamodule.unit_by, datamodule.n_units) == (by, 2 if by or unit == "pair" else 1)
 
 
 def test_the_public_passages_are_the_corpus(harbour: Path) -> None:

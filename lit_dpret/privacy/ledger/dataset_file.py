@@ -257,7 +257,7 @@ class DatasetFile(ChainedFile):
 def _terms(record: Mapping[str, Any]) -> dict[str, Any]:
     try:
         terms = {name: record[name] for name in ("total_eps", "delta", "unit", "neighbours")}
-        terms["duplicates"] = record.get("duplicates", "keep")
+        terms |= {"duplicates": record.get("duplicates", "keep"), "unit_by": record.get("unit_by")}
         limit = terms["total_eps"]
         PrivacyBudget(eps=limit, **{name: value for name, value in terms.items() if name != "total_eps"})
     except (KeyError, ConfigurationError) as error:

@@ -402,7 +402,7 @@ class DatasetLedger:
 
     def _agreed(self, book: DatasetBook) -> dict[str, Any]:
         """The terms of the file, or those that it is begun with now."""
-        budget = self._budget
+        budget, where = self._budget, f"privacy.dataset_ledger={self.path} counts under"
         if self._identity not in (None, book.identity):
             raise LedgerError(
                 f"privacy.dataset_ledger={self.path} is another file than at the start of this run. Put that back: "
@@ -413,16 +413,13 @@ class DatasetLedger:
                 raise ConfigurationError(
                     f"privacy.dataset_ledger={self.path} is new and has no limit yet: set privacy.total_eps."
                 )
-            return {
-                "total_eps": float(self._total_eps),
-                "delta": budget.delta,
-                "unit": budget.unit,
-                "neighbours": budget.neighbours,
-                "duplicates": budget.duplicates,
-            }
-        terms = book.terms
-        where = f"privacy.dataset_ledger={self.path} counts under"
-        budget.refuse_other_units(terms["unit"], terms["neighbours"], terms["duplicates"], where)
+            terms = {name: value for name, value in budget.to_dict().items() if name != "eps"}
+            terms["total_eps"] = float(self._total_eps)
+        else:
+            terms = book.terms
+        budget.refuse_other_units(
+            terms["unit"], terms["neighbours"], terms["duplicates"], where, unit_by=terms.get("unit_by")
+        )
         if self._total_eps is not None and self._total_eps != terms["total_eps"]:
             raise ConfigurationError(
                 f"privacy.total_eps={self._total_eps:g}, but {self.path} was begun with {terms['total_eps']:g}, and a "

@@ -96,10 +96,10 @@ def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, An
         raise LedgerError("The ledger has no plan record: the claim of its releases is unknown.")
     plans = [PrivacyPlan.from_dict(record["plan"]) if record.get("plan") else None for record in found]
     claims = {None if p is None else (p.budget.delta, p.budget.unit, p.budget.neighbours, p.budget.duplicates,
-                                      p.accountant) for p in plans}  # fmt: skip
+                                      p.budget.unit_by, p.accountant) for p in plans}  # fmt: skip
     # An attempt may change noise or length, but one epsilon has one meaning.
     if len(claims) > 1:
-        raise LedgerError("The ledger's plans differ in delta, unit, neighbours, duplicates or accountant.")
+        raise LedgerError("The ledger's plans differ in delta, units, neighbours, duplicates or accountant.")
     return plans[-1], found[-1]
 
 

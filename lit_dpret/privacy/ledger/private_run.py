@@ -96,6 +96,7 @@ _SETTINGS = {
     "unit_name": "datamodule.unit_name",
     "neighbours": "privacy.neighbours",
     "plan.budget.duplicates": "datamodule.duplicates",
+    "plan.budget.unit_by": "datamodule.unit_of (what rows make one unit)",
     "plan.n_public": "number of units in the data set",
     "plan.budget.eps": "privacy.eps",
     "plan.budget.delta": "privacy.delta",
