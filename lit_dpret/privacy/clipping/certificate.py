@@ -23,9 +23,11 @@ would be up to T times looser where positions are nearly orthogonal. No term can
 *is* :math:`|G|^2` where every product is as wrong as is assumed possible.
 
 **Embeddings.** Row v of the gradient is the sum of the :math:`g_t` of token v, so what is said of written gradients
-holds with :math:`S^2 = \sum_v (\sum_{t: i_t = v} \beta_t)^2`. Where an embedding is tied to a linear layer, the cross
-term :math:`2 \sum_{ts} (g_t)_{i_s} (a_t \cdot g'_s)` is off by at most
-:math:`2 (\gamma + u) \sum_{ts} |(g_t)_{i_s}| \alpha_t \beta'_s`.
+holds with :math:`S^2 = \sum_v (\sum_{t: i_t = v} \beta_t)^2`. Where an embedding is tied to a linear layer,
+:math:`|A + B|^2 = |A|^2 + |B|^2 + 2 A B`. The cross term :math:`\sum_{ts} (g_t)_{i_s} (a_t \cdot g'_s)` is off by at
+most :math:`(\gamma + u) \sum_{ts} |(g_t)_{i_s}| \alpha_t \beta'_s`, and it is that of the exact A and B: so what is
+written of them is bounded as a square, :math:`|A|^2 \le |\tilde A|^2 + \gamma S (2 |\tilde A| + \gamma S)`, before the
+three may cancel.
 
 **The sum.** It adds :math:`V = \sum_t g_t \hat x_t^\top` for a unit with factor c, where :math:`\hat x_t` is
 :math:`c\,a_t` rounded (or c g_t, whichever is shorter), by a relative :math:`\omega`: 2^-24 in float32, 2^-11 for TF32,
@@ -153,16 +155,19 @@ def certified(
         linear, more = sum(a.shape[1] for a in inputs), len(parameters[0]) * group.rows.shape[1]
         later = 0 if looked_up is None else looked_up[0].shape[1]
         if inputs:
-            certify_products(inputs, outputs, group, form, into, more=more + later, folds=outers[0][0].groups)
+            folds, tied = outers[0][0].groups, looked_up is not None
+            certify_products(inputs, outputs, group, form, into, more=more + later, folds=folds, tied=tied)
         if looked_up is not None:
-            certify_lookups(*looked_up, shape[0], group, form, into, more=more + linear, fixed=batch.fixed)
+            certify_lookups(
+                *looked_up, shape[0], group, form, into, more=more + linear, fixed=batch.fixed, tied=bool(inputs)
+            )
         if inputs and looked_up is not None:
             _certify_cross_terms(inputs, outputs[0], looked_up, group, form, into)
 
 
 def certify_products(
     inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], group: RowGroup, form: Format, into: Certified,
-    *, more: int = 1, folds: int = 1,
+    *, more: int = 1, folds: int = 1, tied: bool = False,
 ) -> None:  # fmt: skip
     """Bound sums of outer products.
 
@@ -174,6 +179,7 @@ def certify_products(
         into: Is added to.
         more: Additions of a sum beside those of the positions; at least one for each use.
         folds: The matrices in a unit's gradient.
+        tied: Whether the squared norm is a part of one that may cancel.
     """
     a, gs = _cat(list(inputs)), [_cat(list(g)) for g in outputs]
     positions, width = a.shape[1:]
@@ -195,7 +201,12 @@ def certify_products(
     if pairs:
         add(into.error, spread, up_spread**2 * _from_pairs(a, gs, alpha, beta, up, form, into, add), squared=True)
     else:
-        missed += _written_out(a, gs, form, into, add)
+        missing, squares = _written_out(a, gs, form)
+        add(into.estimate, squares)
+        if tied:
+            _add_as_square(into, group, squares.sqrt(), spread, missing * up_spread)
+        else:
+            missed += missing
     add(into.moved, spread, (missed * up_spread) ** 2, squared=True)
     total = of_terms.sum((1, 2), dtype=torch.float64)
     into.note_sizes(
@@ -281,8 +292,15 @@ def _missed(form: Format, terms: int) -> float:
 Add = Callable[..., None]
 
 
-def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format, into: Certified, add: Add) -> float:
-    """Add the squared norm; return by how much of the spread it may be off."""
+def _add_as_square(into: Certified, group: RowGroup, norms: Tensor, spread: Tensor, missing: float) -> None:
+    """Add to the error of squared norms what norms may be off by, a share of the spread."""
+    off = spread * (missing * (1 + _FEW))
+    group.add_to(into.error, off * (2 * norms + off))
+
+
+def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[float, Tensor]:
+    """Return by how much of the spread the norm may be off, and the squared norm."""
+    squares = list[Tensor]()
     positions, width = a.shape[1:]
     parts = -(-positions // DEPTH)
     for g in gs:
@@ -291,8 +309,8 @@ def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format, into: Certified,
         # Short sums, put together in float64: one long sum of squares would drift.
         norms = torch.linalg.vector_norm(torch.linalg.vector_norm(total, dim=2), dim=1, dtype=torch.float64)
         up, floor = _rounding_of_lengths(width, form)
-        add(into.estimate, norms.add_(floor * g.shape[2] ** 0.5), up**2, squared=True)
-    return form.gamma(min(positions, DEPTH) + parts)
+        squares.append(norms.add_(floor * g.shape[2] ** 0.5).mul_(up).square_())
+    return form.gamma(min(positions, DEPTH) + parts), functools.reduce(torch.add, squares)
 
 
 def _from_pairs(
@@ -340,7 +358,16 @@ def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Te
 
 
 def certify_lookups(
-    ids: Tensor, g: Tensor, entries: int, group: RowGroup, form: Format, into: Certified, *, more: int, fixed: bool
+    ids: Tensor,
+    g: Tensor,
+    entries: int,
+    group: RowGroup,
+    form: Format,
+    into: Certified,
+    *,
+    more: int,
+    fixed: bool,
+    tied: bool = False,
 ) -> None:
     """Bound the gradients of an embedding: ids (n, positions), output gradients (n, positions, dim)."""
     n, positions, width = g.shape
@@ -363,7 +390,10 @@ def certify_lookups(
         both.index_add_(0, keys // entries, torch.stack([lengths(summed, form), sizes], 1).square())
         square, spread = both.unbind(1)
         group.add_to(into.estimate, square, 1 + _FEW)
-        missed += form.gamma(positions)
+        if tied:
+            _add_as_square(into, group, square.sqrt(), spread.sqrt(), form.gamma(positions))
+        else:
+            missed += form.gamma(positions)
     group.add_to(into.moved, spread, missed**2 * (1 + _FEW))
     into.note_sizes(group, beta.sum(1), terms=positions, width=width, scale=1 + _FEW, pairs=positions)
 

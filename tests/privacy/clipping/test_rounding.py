@@ -175,6 +175,36 @@ def test_scaled_inputs_that_leave_the_range_of_float32_neither_grow_nor_vanish(m
     assert 0.99 * bound < found <= bound
 
 
+class Tied(nn.Module):
+    def __init__(self, entries: int, width: int) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(entries, width), nn.Linear(width, entries, bias=False)
+        self.out.weight = self.table.weight
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize("clip", ["abadi", "automatic"])
+def test_a_tied_weight_whose_two_gradients_cancel_stays_within_the_bound(clip: str, fixed_shapes: bool) -> None:
+    """One token many times, and an output whose gradient takes nearly all of that away again."""
+    worst = 0.0
+    for seed in range(24):
+        draw = torch.Generator().manual_seed(seed)
+        width, tokens, outputs = (1, 2, 64)[seed % 3], (100, 1000)[seed % 2], (1, 300)[seed // 2 % 2]
+        model, left = Tied(4, width), 10.0 ** (-4 + 3 * seed / 24)
+        vector = (torch.rand(1, width, generator=draw) + 0.5).expand(tokens, width)
+        x, weights = vector[:1].expand(1, outputs, width), torch.zeros(outputs, 4)
+        weights[:, 0] = -(1 - left) * tokens / outputs
+        ids, norm = torch.zeros(1, tokens, dtype=torch.long), left * tokens * float(vector[0].norm())
+
+        def losses(model: Any = model, vector: Any = vector, x: Any = x, weights: Any = weights, ids: Any = ids) -> Any:
+            return (model.table(ids) * vector).sum((1, 2)) + (model.out(x) * weights).sum((1, 2))
+
+        for bound in [norm * share for share in (0.1, 0.3, 0.7)] if clip == "abadi" else [1.0]:
+            clipping = make_engine("ghost", model, max_grad_norm=bound, clip=clip, fixed_shapes=fixed_shapes)
+            worst = max(worst, alone(clipping, losses) / bound)
+    assert 0.8 < worst <= 1.0
+
+
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_width_of_a_layer_is_in_the_bound(dtype: torch.dtype, fixed_shapes: bool) -> None:
