@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,21 +107,15 @@ class Certified:
         found = 4 * TINY * (self.sizes + self.positions)
         return found.masked_fill(self.sizes > LARGE, math.inf)
 
-    def note_sizes(
-        self, group: RowGroup, sizes: Tensor, *, terms: int, width: int, scale: float = 1.0, pairs: int = 0
-    ) -> None:
-        """Note what absolute errors are bounded by.
+    def note_terms(self, terms: int, width: int, *, in_pairs: bool) -> None:
+        """Note what absolute errors are bounded by beside `sizes`.
 
         Args:
-            group: The units.
-            sizes: The lengths of their terms in total, ``(n,)``, over ``scale``.
-            terms: How many terms there are, times the parameters.
+            terms: How many terms were added up, over all parameters.
             width: The axes of a parameter, added up.
-            scale: A factor.
-            pairs: Terms whose products were added up in pairs, so that absolute errors are in the squared norm.
+            in_pairs: Whether products of them were, so that absolute errors are in the squared norm.
         """
-        group.add_to(self.sizes, sizes, scale * width**0.5)
-        self.pairs += 1.5 * pairs * width**0.5
+        self.pairs += 1.5 * terms * width**0.5 if in_pairs else 0.0
         self.positions += width * terms
 
 
@@ -145,74 +139,173 @@ def certified(
     else:
         size = _units_at_once(outers, lookups, shape, batch)
     for group in (each for whole in batch.groups for each in whole.split(size)):
+        bounds = Bounds(group, form, into)
         if mixed:
-            certify_written(parameters[0], shape, group, form, into)
+            bounds.of_written(parameters[0], shape)
             continue
         inputs = [use.inputs(group, form.inputs) for use in outers[0]]
         outputs = [[use.outputs(group, form.inputs) for use in uses] for uses in outers]
-        looked_up = _joined_lookups(lookups, group, form.sums)
-        # How often a term is added to others, beyond the sum over positions: the uses, and a lookup after them.
-        linear, more = sum(a.shape[1] for a in inputs), len(parameters[0]) * group.rows.shape[1]
-        later = 0 if looked_up is None else looked_up[0].shape[1]
+        ids, looked_up = _joined_lookups(lookups, group, form.sums) or (None, None)
+        tied = bool(inputs) and looked_up is not None
+        # How often a term is added to others beside those of its own kind: a partial sum of each use, and after them
+        # those of the other kind.
+        more = len(parameters[0]) * group.rows.shape[1]
         if inputs:
-            folds, tied = outers[0][0].groups, looked_up is not None
-            certify_products(inputs, outputs, group, form, into, more=more + later, folds=folds, tied=tied)
-        if looked_up is not None:
-            certify_lookups(
-                *looked_up, shape[0], group, form, into, more=more + linear, fixed=batch.fixed, tied=bool(inputs)
-            )
-        if inputs and looked_up is not None:
-            _certify_cross_terms(inputs, outputs[0], looked_up, group, form, into)
+            later = 0 if looked_up is None else looked_up.shape[1]
+            bounds.of_products(inputs, outputs, more=more + later, folds=outers[0][0].groups, tied=tied)
+        if ids is not None and looked_up is not None:
+            more += sum(a.shape[1] for a in inputs)
+            bounds.of_lookups(ids, looked_up, shape[0], more=more, fixed=batch.fixed, tied=tied)
+            bounds.of_cross_terms(inputs, outputs[0], ids, looked_up)
 
 
-def certify_products(
-    inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]], group: RowGroup, form: Format, into: Certified,
-    *, more: int = 1, folds: int = 1, tied: bool = False,
-) -> None:  # fmt: skip
-    """Bound sums of outer products.
+@dataclass(frozen=True)
+class Bounds:
+    """Bounds on gradients of some units, which are added to what is certain of their other ones.
 
-    Args:
-        inputs: One tensor (n x folds, positions, in) per use, of values of the format.
-        outputs: For every parameter, one tensor (n x folds, positions, out) per use, of values of the format.
-        group: Whose gradients they are.
-        form: The format.
-        into: Is added to.
-        more: Additions of a sum beside those of the positions; at least one for each use.
-        folds: The matrices in a unit's gradient.
-        tied: Whether the squared norm is a part of one that may cancel.
+    Attributes:
+        group: The units.
+        form: The format of what is multiplied.
+        into: One value for each slot of their batch.
     """
-    a, gs = _cat(list(inputs)), [_cat(list(g)) for g in outputs]
-    positions, width = a.shape[1:]
-    outs = [g.shape[2] for g in gs]
-    # Not scaled up for rounding one by one, which would start many kernels, but where they are added.
-    up, floor = _rounding_of_lengths(max(width, *outs), form)
-    of_terms = torch.stack([_raw_lengths(each, form) for each in (a, *gs)], 1).add_(floor)
-    alpha, beta = of_terms[:, :1], of_terms[:, 1:]
-    spread = torch.linalg.vector_norm(beta @ alpha.mT, dim=(1, 2), dtype=torch.float64)
-    up_spread = up**2 * (1 + form.others(positions + 8))
-    missed = _missed(form, positions + more)
-    pairs = _prefers_gram(positions, sum(outs), width)
 
-    def add(slots: Tensor, values: Tensor, scale: float = 1.0, *, squared: bool = False) -> None:
-        if folds > 1:
-            values, squared = (values.square() if squared else values).view(-1, folds).sum(1), False
-        (group.add_squares_to if squared else group.add_to)(slots, values, scale)
+    group: RowGroup
+    form: Format
+    into: Certified
 
-    if pairs:
-        add(into.error, spread, up_spread**2 * _from_pairs(a, gs, alpha, beta, up, form, into, add), squared=True)
-    else:
-        missing, squares = _written_out(a, gs, form)
-        add(into.estimate, squares)
-        if tied:
-            _add_as_square(into, group, squares.sqrt(), spread, missing * up_spread)
+    def of_products(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Sequence[Tensor]],
+        *, more: int = 1, folds: int = 1, tied: bool = False,
+    ) -> None:  # fmt: skip
+        """Bound sums of outer products.
+
+        Args:
+            inputs: One tensor (n x folds, positions, in) per use, of values of the format.
+            outputs: For every parameter, one tensor (n x folds, positions, out) per use, of values of the format.
+            more: Additions of a sum beside those of the positions; at least one for each use.
+            folds: The matrices in a unit's gradient.
+            tied: Whether the squared norm is a part of one that may cancel.
+        """
+        form, into = self.form, self.into
+        a, gs = _cat(list(inputs)), [_cat(list(g)) for g in outputs]
+        positions, width, out = a.shape[1], a.shape[2], sum(g.shape[2] for g in gs)
+        # Not scaled up for rounding one by one, which would start many kernels, but where they are added.
+        up, floor = _rounding_of_lengths(max(width, *(g.shape[2] for g in gs)), form)
+        of_terms = torch.stack([_raw_lengths(each, form) for each in (a, *gs)], 1).add_(floor)
+        alpha, beta = of_terms[:, :1], of_terms[:, 1:]
+        spread = torch.linalg.vector_norm(beta @ alpha.mT, dim=(1, 2), dtype=torch.float64).square_()
+        up_spread = up**2 * (1 + form.others(positions + 8))
+        missed = _missed(form, positions + more)
+        if pairs := _prefers_gram(positions, out, width):
+            share = self._add_pairs(a, gs, alpha, beta, up=up, folds=folds)
+            self._add(into.error, spread, up_spread**2 * share, folds=folds)
         else:
-            missed += missing
-    add(into.moved, spread, (missed * up_spread) ** 2, squared=True)
-    total = of_terms.sum((1, 2), dtype=torch.float64)
-    into.note_sizes(
-        group, total if folds == 1 else total.view(-1, folds).sum(1), terms=positions * folds * len(gs),
-        width=width + sum(outs), scale=up_spread * len(gs), pairs=positions * folds if pairs else 0,
-    )  # fmt: skip
+            square, share = _written_out(a, gs, form)
+            self._add(into.estimate, square, folds=folds)
+            if tied:
+                self._add_as_square(square, spread, share * up_spread)
+            else:
+                missed += share
+        self._add(into.moved, spread, (missed * up_spread) ** 2, folds=folds)
+        self._add(into.sizes, of_terms.sum((1, 2), dtype=torch.float64), up_spread * len(gs) * (width + out) ** 0.5,
+                  folds=folds)  # fmt: skip
+        into.note_terms(positions * folds * len(gs), width + out, in_pairs=pairs or tied)
+
+    def of_lookups(self, ids: Tensor, g: Tensor, entries: int, *, more: int, fixed: bool, tied: bool = False) -> None:
+        """Bound the gradients of an embedding: ids (n, positions), output gradients (n, positions, dim)."""
+        form, into, (n, positions, width) = self.form, self.into, g.shape
+        beta = lengths(g, form).double()
+        missed = _missed(form, positions + more)
+        if fixed:  # all pairs of equal tokens: more work, and no shape follows from the tokens
+            equal = ids[:, :, None] == ids[:, None, :]
+            spread = torch.where(equal, beta[:, :, None] * beta[:, None, :], 0).sum((1, 2))
+            self._add(into.estimate, (g @ g.mT).mul_(equal).sum((1, 2), dtype=torch.float64))
+            self._add(into.error, spread, (form.gamma(width) + positions**2 * 2.0**-52) * (1 + _FEW))
+        else:
+            unit = torch.arange(n, device=ids.device)[:, None]
+            # Equal tokens of one unit are one row of its gradient; those of two units are two.
+            keys, place = torch.unique(unit * entries + ids, return_inverse=True)
+            summed = torch.zeros(len(keys), width, dtype=g.dtype, device=g.device)
+            summed.index_add_(0, place.flatten(), g.flatten(0, 1))
+            sizes = torch.zeros(len(keys), dtype=torch.float64, device=g.device)
+            sizes.index_add_(0, place.flatten(), beta.flatten())
+            both = torch.zeros(n, 2, dtype=torch.float64, device=g.device)
+            both.index_add_(0, keys // entries, torch.stack([lengths(summed, form), sizes], 1).square())
+            square, spread = both.unbind(1)
+            self._add(into.estimate, square, 1 + _FEW)
+            if tied:
+                self._add_as_square(square, spread, form.gamma(positions))
+            else:
+                missed += form.gamma(positions)
+        self._add(into.moved, spread, missed**2 * (1 + _FEW))
+        self._add(into.sizes, beta.sum(1), (1 + _FEW) * width**0.5)
+        into.note_terms(positions, width, in_pairs=True)
+
+    def of_cross_terms(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], ids: Tensor, looked_up: Tensor
+    ) -> None:
+        """Add what a weight has that is an embedding and a linear layer: (A + B)^2 = A^2 + B^2 + 2 AB."""
+        form = self.form
+        for a, g in zip(inputs, outputs, strict=True):
+            off = form.gamma(looked_up.shape[2]) + 4 * form.unit + ids.shape[1] * g.shape[1] * 2.0**-52
+            at_ids = g.to(form.sums).gather(2, ids[:, None, :].expand(-1, g.shape[1], -1))
+            cross = (a.to(form.sums) @ looked_up.mT).mul_(at_ids).sum((1, 2), dtype=torch.float64)
+            self._add(self.into.estimate, cross, 2.0)
+            by_id = (lengths(a, form)[:, None] @ at_ids.abs_())[:, 0].mul_(lengths(looked_up, form))
+            up = 1 + form.others(g.shape[1] + 64)
+            self._add(self.into.error, by_id.sum(1, dtype=torch.float64), 2 * off * up)
+
+    def of_written(self, uses: Sequence[Contribution], shape: torch.Size) -> None:
+        """Bound gradients that are written out; those of biases and norms are sums of what their rows contribute."""
+        form, into, group = self.form, self.into, self.group
+        norms = norms_from_above(unit_gradients(uses, shape, group, form.sums), form)
+        terms = sum((1 if isinstance(use, Dense) else use.g.shape[1]) * group.rows.shape[1] for use in uses)
+        if terms == 1 and isinstance(uses[0], Dense):  # nothing was added to anything
+            spread, missed = norms, _missed(form, 1)
+        else:
+            spread = functools.reduce(torch.add, (_spread_of(use, group) for use in uses))
+            missed = _missed(form, terms) + form.gamma(terms)
+        width = max(1, shape.numel())
+        group.add_squares_to(into.estimate, norms)
+        group.add_squares_to(into.moved, spread, missed**2)
+        group.add_to(into.sizes, spread, width**0.5)
+        into.note_terms(terms, width, in_pairs=False)
+
+    def _add_pairs(
+        self, a: Tensor, gs: Sequence[Tensor], alpha: Tensor, beta: Tensor, *, up: float, folds: int
+    ) -> float:
+        """Add the squared norm from pairs, and its error; return what share of the squared spread is missing from that.
+
+        Lengths over ``up`` are (n, 1, T) and (n, parameters, T).
+        """
+        form, into, positions = self.form, self.into, a.shape[1]
+        of_a, of_g = _parts([a]), _parts(gs)
+        gamma_a, gamma_g = (form.gamma(max(part.shape[2] for part in parts) + len(parts)) for parts in (of_a, of_g))
+        # The elementwise product is rounded too, and so is the float64 sum of T^2 of them.
+        gamma_a = gamma_a + 2 * form.unit + positions**2 * 2.0**-52
+        up = up**2 * (1 + form.others((len(gs) + 1) * positions + 16))  # of the weighted sums
+        step = _step(positions, a.device)
+        for start in range(0, positions, step):
+            rows = slice(start, start + step)
+            b_matrix = _added([(part[:, rows], part[:, start:].mT) for part in of_g], form)
+            a_matrix = _added([(part[:, rows], part[:, start:].mT) for part in of_a], form)
+            for matrix, weights, share in ((b_matrix, alpha, gamma_a), (a_matrix, beta, gamma_g)):
+                for weighted, times in _weighted(matrix, weights, rows):
+                    self._add(into.error, weighted, times * up * share, folds=folds)
+            products = b_matrix.mul_(a_matrix)
+            square = products[:, :, : products.shape[1]].sum((1, 2), dtype=torch.float64)
+            if products.shape[1] < products.shape[2]:  # off the diagonal block each pair stands for two
+                square = products.sum((1, 2), dtype=torch.float64).mul_(2).sub_(square)
+            self._add(into.estimate, square, folds=folds)
+        return gamma_a * gamma_g
+
+    def _add(self, slots: Tensor, values: Tensor, scale: float = 1.0, *, folds: int = 1) -> None:
+        self.group.add_to(slots, values if folds == 1 else values.view(-1, folds).sum(1), scale)
+
+    def _add_as_square(self, square: Tensor, spread: Tensor, share: float) -> None:
+        """Add to the error of squared norms what a norm may be off by, a share of the root of ``spread``."""
+        off = spread.sqrt() * (share * (1 + _FEW))
+        self._add(self.into.error, off * (2 * square.sqrt() + off))
 
 
 def _rounding_of_lengths(width: int, form: Format) -> tuple[float, float]:
@@ -251,23 +344,6 @@ def norms_from_above(values: Tensor, form: Format) -> Tensor:
     return found.add_(floor * (flat.shape[1] / _ROW + 1) ** 0.5).mul_(up)
 
 
-def certify_written(
-    uses: Sequence[Contribution], shape: torch.Size, group: RowGroup, form: Format, into: Certified
-) -> None:
-    """Bound gradients that are written out; those of biases and norms are sums of what their rows contribute."""
-    total = unit_gradients(uses, shape, group, form.sums)
-    norms = norms_from_above(total, form)
-    terms = sum((1 if isinstance(use, Dense) else use.g.shape[1]) * group.rows.shape[1] for use in uses)
-    if terms == 1 and isinstance(uses[0], Dense):  # nothing was added to anything
-        spread, missed = norms, _missed(form, 1)
-    else:
-        spread = functools.reduce(torch.add, (_spread_of(use, group) for use in uses))
-        missed = _missed(form, terms) + form.gamma(terms)
-    group.add_squares_to(into.estimate, norms)
-    group.add_squares_to(into.moved, spread, missed**2)
-    into.note_sizes(group, spread, terms=terms, width=max(1, shape.numel()))
-
-
 def _spread_of(use: Contribution, group: RowGroup) -> Tensor:
     """The sum of the lengths of the terms of each unit's gradient, ``(n,)`` in float64, from above."""
 
@@ -289,17 +365,8 @@ def _missed(form: Format, terms: int) -> float:
     return (form.omega + (1 + 2.0**-6) * form.gamma(form.parts * terms)) * (1 + _FEW)
 
 
-Add = Callable[..., None]
-
-
-def _add_as_square(into: Certified, group: RowGroup, norms: Tensor, spread: Tensor, missing: float) -> None:
-    """Add to the error of squared norms what norms may be off by, a share of the spread."""
-    off = spread * (missing * (1 + _FEW))
-    group.add_to(into.error, off * (2 * norms + off))
-
-
-def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[float, Tensor]:
-    """Return by how much of the spread the norm may be off, and the squared norm."""
+def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[Tensor, float]:
+    """Return the squared norm, and by what share of the spread the norm may be off."""
     squares = list[Tensor]()
     positions, width = a.shape[1:]
     parts = -(-positions // DEPTH)
@@ -310,37 +377,7 @@ def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[float, 
         norms = torch.linalg.vector_norm(torch.linalg.vector_norm(total, dim=2), dim=1, dtype=torch.float64)
         up, floor = _rounding_of_lengths(width, form)
         squares.append(norms.add_(floor * g.shape[2] ** 0.5).mul_(up).square_())
-    return form.gamma(min(positions, DEPTH) + parts), functools.reduce(torch.add, squares)
-
-
-def _from_pairs(
-    a: Tensor, gs: Sequence[Tensor], alpha: Tensor, beta: Tensor, up: float, form: Format, into: Certified, add: Add
-) -> float:
-    """Add the squared norm and its error; return what share of the squared spread is missing from that.
-
-    Lengths over ``up`` are (n, 1, T) and (n, parameters, T).
-    """
-    positions = a.shape[1]
-    of_a, of_g = _parts([a]), _parts(gs)
-    gamma_a, gamma_g = (form.gamma(max(part.shape[2] for part in parts) + len(parts)) for parts in (of_a, of_g))
-    # The elementwise product is rounded too, and so is the float64 sum of T^2 of them.
-    gamma_a = gamma_a + 2 * form.unit + positions**2 * 2.0**-52
-    up = up**2 * (1 + form.others((len(gs) + 1) * positions + 16))  # of the weighted sums
-    step = _step(positions, a.device)
-    for start in range(0, positions, step):
-        rows = slice(start, start + step)
-        b_matrix = _added([(part[:, rows], part[:, start:].mT) for part in of_g], form)
-        a_matrix = _added([(part[:, rows], part[:, start:].mT) for part in of_a], form)
-        for found, scale in _weighted(b_matrix, alpha, rows):
-            add(into.error, found, scale * up * gamma_a)
-        for found, scale in _weighted(a_matrix, beta, rows):
-            add(into.error, found, scale * up * gamma_g)
-        products = b_matrix.mul_(a_matrix)
-        square = products[:, :, : products.shape[1]].sum((1, 2), dtype=torch.float64)
-        if products.shape[1] < products.shape[2]:  # off the diagonal block each pair stands for two
-            square = products.sum((1, 2), dtype=torch.float64).mul_(2).sub_(square)
-        add(into.estimate, square)
-    return gamma_a * gamma_g
+    return functools.reduce(torch.add, squares), form.gamma(min(positions, DEPTH) + parts)
 
 
 def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Tensor, float]]:
@@ -351,66 +388,10 @@ def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Te
     square, columns = matrix.shape[1], weights[:, :, rows.start :]
     # Rows first: a product with one column would be several times slower on a CPU.
     by_column = weights[:, :, rows] @ matrix.abs()
-    for part, scale in ((slice(square), 1.0), (slice(square, None), 2.0)):
+    for part, times in ((slice(square), 1.0), (slice(square, None), 2.0)):
         x, y = by_column[:, :, part].flatten(1), columns[:, :, part].flatten(1)
         if x.shape[1]:  # off the diagonal block each pair stands for two
-            yield (x[:, None] @ y[:, :, None]).view(-1), scale
-
-
-def certify_lookups(
-    ids: Tensor,
-    g: Tensor,
-    entries: int,
-    group: RowGroup,
-    form: Format,
-    into: Certified,
-    *,
-    more: int,
-    fixed: bool,
-    tied: bool = False,
-) -> None:
-    """Bound the gradients of an embedding: ids (n, positions), output gradients (n, positions, dim)."""
-    n, positions, width = g.shape
-    beta = lengths(g, form).double()
-    missed = _missed(form, positions + more)
-    if fixed:  # all pairs of equal tokens: more work, and no shape follows from the tokens
-        equal = ids[:, :, None] == ids[:, None, :]
-        spread = torch.where(equal, beta[:, :, None] * beta[:, None, :], 0).sum((1, 2))
-        group.add_to(into.estimate, (g @ g.mT).mul_(equal).sum((1, 2), dtype=torch.float64))
-        group.add_to(into.error, spread, (form.gamma(width) + positions**2 * 2.0**-52) * (1 + _FEW))
-    else:
-        unit = torch.arange(n, device=ids.device)[:, None]
-        # Equal tokens of one unit are one row of its gradient; those of two units are two.
-        keys, place = torch.unique(unit * entries + ids, return_inverse=True)
-        summed = torch.zeros(len(keys), width, dtype=g.dtype, device=g.device)
-        summed.index_add_(0, place.flatten(), g.flatten(0, 1))
-        sizes = torch.zeros(len(keys), dtype=torch.float64, device=g.device)
-        sizes.index_add_(0, place.flatten(), beta.flatten())
-        both = torch.zeros(n, 2, dtype=torch.float64, device=g.device)
-        both.index_add_(0, keys // entries, torch.stack([lengths(summed, form), sizes], 1).square())
-        square, spread = both.unbind(1)
-        group.add_to(into.estimate, square, 1 + _FEW)
-        if tied:
-            _add_as_square(into, group, square.sqrt(), spread.sqrt(), form.gamma(positions))
-        else:
-            missed += form.gamma(positions)
-    group.add_to(into.moved, spread, missed**2 * (1 + _FEW))
-    into.note_sizes(group, beta.sum(1), terms=positions, width=width, scale=1 + _FEW, pairs=positions)
-
-
-def _certify_cross_terms(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], looked_up: tuple[Tensor, Tensor], group: RowGroup,
-    form: Format, into: Certified,
-) -> None:  # fmt: skip
-    """Add what a weight has that is an embedding and a linear layer: (A + B)^2 = A^2 + B^2 + 2 AB."""
-    ids, there = looked_up
-    up = (1 + form.others(2 * ids.shape[1] + 64)) * (form.gamma(there.shape[2]) + 4 * form.unit + 2.0**-50)
-    for a, g in zip(inputs, outputs, strict=True):
-        at_ids = g.to(form.sums).gather(2, ids[:, None, :].expand(-1, g.shape[1], -1))
-        cross = (a.to(form.sums) @ there.mT).mul_(at_ids).sum((1, 2), dtype=torch.float64)
-        group.add_to(into.estimate, cross, 2.0)
-        by_id = (lengths(a, form)[:, None] @ at_ids.abs_())[:, 0].mul_(lengths(there, form))
-        group.add_to(into.error, by_id.sum(1, dtype=torch.float64), 2 * up)
+            yield (x[:, None] @ y[:, :, None]).view(-1), times
 
 
 def _step(positions: int, device: torch.device) -> int:

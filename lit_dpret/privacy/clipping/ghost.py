@@ -29,7 +29,7 @@ from lit_dpret.privacy.clipping.base import (
     refuse_batch_mixing,
     room_for_rounding,
 )
-from lit_dpret.privacy.clipping.certificate import Certified, certified, certify_written, norms_from_above
+from lit_dpret.privacy.clipping.certificate import Bounds, Certified, certified, norms_from_above
 from lit_dpret.privacy.clipping.contributions import (
     Contribution,
     Written,
@@ -404,5 +404,5 @@ class GhostClipping(ClippedSum):
         found = Certified.zeros(batch.units, batch.real.device)
         for name, uses in contributions.items():
             for one in (one for group in batch.groups for one in group.split(1)):
-                certify_written(uses, self.parameters[name].shape, one, FORMATS["float64"], found)
+                Bounds(one, FORMATS["float64"], found).of_written(uses, self.parameters[name].shape)
         return found.norms().square()

@@ -33,7 +33,7 @@ class Tied(Words):
 
 
 def no_cross_term(patch: Patch) -> None:
-    patch.setattr(certificate, "_certify_cross_terms", lambda *arguments: None)
+    patch.setattr(certificate.Bounds, "of_cross_terms", lambda *arguments: None)
 
 
 def last_use_only(patch: Patch) -> None:

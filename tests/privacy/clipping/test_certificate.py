@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import arithmetic, certificate, make_engine
 from lit_dpret.privacy.clipping.arithmetic import FORMATS, Format
-from lit_dpret.privacy.clipping.certificate import Certified
+from lit_dpret.privacy.clipping.certificate import Bounds, Certified
 from lit_dpret.privacy.clipping.contributions import Dense, Lookup, Outer, add_weighted
 from lit_dpret.privacy.clipping.low_precision import add_scaled
 from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
@@ -35,7 +35,7 @@ def each_alone(count: int) -> RowGroup:
 
 def certify(a: Tensor, gs: list[Tensor], form: Format) -> Certified:
     found = Certified.zeros(len(a), a.device)
-    certificate.certify_products([a], [[g] for g in gs], each_alone(len(a)), form, found)
+    Bounds(each_alone(len(a)), form, found).of_products([a], [[g] for g in gs])
     return found
 
 
@@ -338,7 +338,7 @@ def test_what_the_sum_of_a_units_biases_may_miss_is_in_its_bound(rows: int, monk
     low = value.sum(0)[None] * (1 - form.gamma(rows))
     monkeypatch.setattr(certificate, "unit_gradients", lambda *arguments: low)
     found, group = Certified.zeros(1, value.device), RowGroup.build([0], [list(range(rows))], value.device)
-    certificate.certify_written([Dense(value)], torch.Size((5,)), group, form, found)
+    Bounds(group, form, found).of_written([Dense(value)], torch.Size((5,)))
     assert 1.0 <= float(found.norms() / value.double().sum(0).norm()) < 1.001
 
 
@@ -348,7 +348,7 @@ def test_a_token_whose_small_gradients_are_lost_beside_a_large_one_is_bounded(mo
     g[:, 0] = 1.0
     found = Certified.zeros(1, g.device)
     ids = torch.full((1, 4000), 3)
-    certificate.certify_lookups(ids, g, 5, each_alone(1), FORMATS["float32"], found, more=1, fixed=False)
+    Bounds(each_alone(1), FORMATS["float32"], found).of_lookups(ids, g, 5, more=1, fixed=False)
     exact = float(g.double().sum(1).norm())
     assert float(found.estimate.sqrt()) < exact * (1 - 1e-4)
     assert float(found.norms()) >= exact
