@@ -26,7 +26,7 @@ from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.cards.forecast import cautions
 from lit_dpret.errors import LitDpretError
 from lit_dpret.privacy.batches import PADDING, UnitBatch
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import LARGE_DELTA, large_delta, show_delta
 from lit_dpret.privacy.noise import KeyedStream, load_secret
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -130,6 +130,11 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
     if planned is not None and planned.plan is not None and planned.plan.coupling is not None:
         found = [_bounded(f, planned.plan) if f.trap == "T11" and f.status == "passed" else f for f in found]
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if planned is not None and planned.plan is not None and planned.plan.budget.delta > LARGE_DELTA:
+        large = f"Delta is below 1/n, or declared, but {large_delta(planned.plan.budget.delta, None)}"
+        found = [
+            replace(f, status="yours", text=large) if f.trap == "T29" and f.status == "passed" else f for f in found
+        ]
     declared = _declared(module, callbacks) if guarantee == "dp" else {}
     found = [
         replace(f, status="declared", text=declared[f.trap]) if f.status == "passed" and f.trap in declared else f

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -34,7 +36,7 @@ from lit_dpret import (
     make_private,
 )  # fmt: skip
 from lit_dpret.cards.card import write_card
-from lit_dpret.cards.text import privacy_line
+from lit_dpret.cards.text import privacy_line, show_epsilon
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.content import content_of
@@ -268,6 +270,25 @@ def test_a_name_that_was_set_past_the_constructor_makes_no_claim_about_it(tmp_pa
     fit(tmp_path, made(), rows_alone, max_steps=1)
     claim = card_in(tmp_path)["claim"]
     assert "unit_name" not in claim and claim["user_level_epsilon"] is None
+
+
+@pytest.mark.parametrize("delta", [None, 1e-5])
+def test_a_large_delta_is_cautioned_of_before_the_first_step_and_on_the_card(
+    delta: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_dpret.errors.on_command_line", False)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    with caplog.at_level(logging.INFO, logger=logger.name), contextlib.ExitStack() as undo:
+        logger.addHandler(caplog.handler)
+        undo.callback(logger.removeHandler, caplog.handler)
+        fit(tmp_path, made(delta=delta, noise_multiplier=None), max_steps=1)
+    told = [one.getMessage() for one in caplog.records if "delta=1e-05" in one.getMessage()]
+    cautions = [one for one in card_in(tmp_path)["cautions"] if one.startswith("delta = ")]
+    assert bool(told) is bool(cautions) is (delta is None)
+    if delta is None:
+        at_that = dict(map(reversed, card_in(tmp_path)["claim"]["curve"]))[1e-5]
+        assert f"1e-05, at which epsilon is {show_epsilon(at_that)}" in cautions[0] and "privacy." not in told[0]
+        assert cautions[0] in (tmp_path / "privacy_card.md").read_text(encoding="utf-8")
 
 
 def test_a_vowel_is_named_with_its_article(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ OpenDP deployments registry.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ from lit_dpret.cards.text import SIGNOFF, contradicted, show_epsilon, statement
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import file_sha256
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import LARGE_DELTA, USUAL_DELTA, show_delta
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
 from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, plan_of
@@ -312,6 +313,13 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
                     f"delta = {show_delta(claim['delta'])} is not below 1/n{whose}: it would allow one unit to be "
                     "published."
                 )
+        if claim["delta"] > LARGE_DELTA:
+            same = [epsilon for epsilon, delta in claim["curve"] if math.isclose(delta, USUAL_DELTA)]
+            at_that = f", at which epsilon is {show_epsilon(same[0])}" if same else ""
+            cautions.append(
+                f"delta = {show_delta(claim['delta'])} is large: with up to that chance a unit is not protected at "
+                f"all. Usual is {show_delta(USUAL_DELTA)}{at_that}."
+            )
         if claim["epsilon"] > 20:
             factor = show_epsilon(claim["epsilon"])
             cautions.append(

@@ -41,7 +41,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import AccountantName, Neighbours, show_delta
+from lit_dpret.privacy.budget import LARGE_DELTA, USUAL_DELTA, AccountantName, Neighbours, large_delta
 from lit_dpret.privacy.plan import PrivacyPlan
 
 OTHER_BOUND = "the loss couples units, and under this law and relation one of them moves the sum further than planned"
@@ -50,7 +50,6 @@ OTHER_BOUND = "the loss couples units, and under this law and relation one of th
 UNITS = (1, 2, 5, 10)
 """How many units together the table of user levels has rows for."""
 
-LARGE_DELTA, USUAL_DELTA = 1e-3, 1e-5
 LARGE_RATE = 0.5
 
 # Passes make stairs, and cost nothing to compute.
@@ -339,15 +338,6 @@ def cautions(plan: PrivacyPlan) -> list[str]:
             "is nearly that of full batches; usual is a quarter at most. Lower datamodule.expected_batch_size."
         )
     return found
-
-
-def large_delta(delta: float, units: int | None) -> str:
-    """Explain why a delta is large for this number of units, and what is usual."""
-    of = "" if units is None else f" for {units} units, where 1/n is {1 / units:.2g}"
-    return (
-        f"delta={show_delta(delta)} is large{of}: with up to that chance a unit is not protected at all, so that the "
-        f"usual delta is far below 1/n, as {USUAL_DELTA:g}. Set privacy.delta={USUAL_DELTA:g}, or train on more units."
-    )
 
 
 def _epochs(plan: PrivacyPlan) -> float | None:

@@ -53,6 +53,19 @@ def show_delta(value: float) -> str:
     return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.3g}"
 
 
+#: A delta above the first is cautioned of; the second is usual.
+LARGE_DELTA, USUAL_DELTA = 1e-3, 1e-5
+
+
+def large_delta(delta: float, units: int | None) -> str:
+    """Explain why a delta is large for this number of units, and what is usual."""
+    of = "" if units is None else f" for {units} units, where 1/n is {1 / units:.2g}"
+    return (
+        f"delta={show_delta(delta)} is large{of}: with up to that chance a unit is not protected at all, so that the "
+        f"usual delta is far below 1/n, as {USUAL_DELTA:g}. Set privacy.delta={USUAL_DELTA:g}, or train on more units."
+    )
+
+
 def with_rounding_paid(sensitivity: float, noise: NoiseName) -> float:
     """Return the charged sensitivity of the noised sum, including rounding to the noise grid."""
     return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity

@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lit_dpret.cards.file import refuse_another_claim
-from lit_dpret.cards.forecast import LARGE_DELTA, large_delta
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Problems
@@ -29,6 +28,7 @@ from lit_dpret.datamodules.survey import (
 )
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import LARGE_DELTA, large_delta
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_choice, require_whole

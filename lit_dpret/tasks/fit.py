@@ -244,6 +244,9 @@ def _tell_where(folder: Path, first: str = "") -> None:
     card = read_card(folder)
     if card["claim"]["epsilon"] is not None and not card["tuning"]["accounted"]:
         sys.stderr.write(f"on the card: {card['tuning']['text']} (callbacks.card.tuning_data)\n")
+    for caution in card["cautions"]:
+        if caution != card["tuning"]["text"]:
+            sys.stderr.write(f"on the card: {caution}\n")
 
 
 def released_canaries(parts: Parts) -> CanarySuite | None:

@@ -62,7 +62,8 @@ def test_an_honest_run_passes_and_is_left_as_it_was(tmp_path: Path) -> None:
     assert not found.refused
     statuses = {finding.trap: finding.status for finding in found.findings}
     unseen = {"construction": "by construction", "elsewhere": "yours"}
-    assert statuses == {trap.name: unseen.get(trap.stage, "passed") for trap in TRAPS}
+    large_delta = {"T29": "yours"}  # 1/(2n) of these units
+    assert statuses == {trap.name: unseen.get(trap.stage, "passed") for trap in TRAPS} | large_delta
     assert {finding.trap: finding.severity for finding in found.findings} == {t.name: t.severity for t in TRAPS}
     assert all(torch.equal(p, b) and p.grad is None for p, b in zip(module.parameters(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
@@ -133,6 +134,9 @@ def test_the_task_writes_its_findings_and_raises_where_something_is_refused(
     assert all(f"{trap.name:5} " in told and trap.title in told for trap in TRAPS) and ("REFUSED" in told) is bad
     assert "Planned: 2 steps by Poisson sampling" in told
     assert report["cautions"] and all(f"note: {caution}" in told for caution in report["cautions"])
+    # 1/(2n) of these units is more than usual: not plainly passed.
+    (of_delta,) = [finding for finding in report["findings"] if finding["trap"] == "T29"]
+    assert of_delta["status"] == "yours" and "privacy.delta" in of_delta["text"]
 
 
 @pytest.mark.parametrize(("rule", "status"), [("proof", "passed"), ("paper", "declared")])
