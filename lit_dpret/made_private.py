@@ -52,6 +52,8 @@ _OUTSIDE_OF_FIT = ("_validation", "_test", "_predict", "val_dataloader", "train_
 class MadePrivate(PrivateModule):
     """The result of `make_private`: the inner module, trained by the loop of `PrivateModule`."""
 
+    way_out_of_coupling = "collate_fn and per_row_loss; in-batch negatives need lit_dpret.modules.DualEncoder"
+
     def __init__(
         self,
         module: nn.Module,

@@ -38,7 +38,7 @@ from lit_dpret import (
 from lit_dpret.cards.card import write_card
 from lit_dpret.cards.text import privacy_line, show_epsilon
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
@@ -343,6 +343,25 @@ def test_its_step_keeps_the_promise() -> None:
     x, y = rows(6).tensors
     private = made()
     assert_private(private, {0: x, 1: (y + 1) % 3}, eps=1.0, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "property_of_it"),
+    [
+        (lambda model, batch: row_loss(model, batch) / len(batch[1]), "independence"),
+        (lambda model, batch: row_loss(model, batch).detach(), "step"),
+        (lambda model, batch: row_loss(model, batch) - row_loss(model, batch).mean(), "independence"),
+    ],
+)
+def test_a_step_that_breaks_the_promise_is_told_by_its_property_at_the_line_of_the_test(
+    loss: Any, property_of_it: str
+) -> None:
+    with pytest.raises(PrivacyViolation) as found:
+        assert_private(made(per_row_loss=loss), [rows(6)[row] for row in range(6)], eps=1.0, delta=1e-5)
+    told = str(found.value)
+    assert told.startswith(f"{property_of_it}: ") and "collate_rows" not in told and "coupled_loss" not in told
+    shown = found.traceback.filter(found)
+    assert [Path(entry.path) for entry in shown] == [Path(__file__)] and found.value.__suppress_context__
 
 
 # -- what is the user's own ------------------------------------------------------------------------------------

@@ -461,8 +461,7 @@ class _Passes:
         raise UnsupportedModelError(
             f"privacy={mode} cannot train {name}: {what}, so clipping each example bounds nothing. "
             "Make each row's loss from that row alone: normalise inside the row, and take statistics of the batch, "
-            "mixed inputs and the number of rows out of collate_rows and per_row_loss; or declare coupled_loss = True "
-            "and choose a mode for coupled losses.",
+            f"mixed inputs and the number of rows out of {self.module.way_out_of_coupling}.",
             trap="T11",
         )
 

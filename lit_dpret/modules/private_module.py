@@ -125,6 +125,10 @@ class PrivateModule(Checkpointed):
     #: Whether a unit that fails in a step counts for nothing, instead of ending the training: for a fit from weights of
     #: somebody who must not learn from a failure which rows are private (`PhysicalBatches`).
     drops_failing_units: bool = False
+    #: Which functions may not read other rows, and what else can be done, for messages.
+    way_out_of_coupling: str = (
+        "collate_rows and per_row_loss; or declare coupled_loss = True and choose a mode for coupled losses"
+    )
     #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
     updating: bool = False
 

@@ -99,8 +99,20 @@ def assert_private(
         >>> report.eps_lower_bound <= 1.0
         True
     """
-    tried = Effort(**effort)
-    tested = _private_module(module, per_row_loss, privacy, eps)
+    __tracebackhide__ = True  # pytest shows the line of the test, and not what is below
+    try:
+        if other := sorted(effort.keys() - Effort.__dataclass_fields__.keys()):
+            takes = ", ".join(Effort.__dataclass_fields__)
+            raise ConfigurationError(f"assert_private takes no {other[0]}: beside its own arguments it takes {takes}.")
+        tested = _private_module(module, per_row_loss, privacy, eps)
+        return _tested(tested, batch, eps, delta, unit_ids, Effort(**effort))
+    except (PrivacyViolation, ConfigurationError) as error:
+        raise error.with_traceback(None) from None
+
+
+def _tested(
+    tested: PrivateModule, batch: Any, eps: float, delta: float, unit_ids: Tensor | None, tried: Effort
+) -> PrivacyReport:
     mode: Any = tested.privacy
     if mode.guarantee != "dp":
         raise PrivacyViolation(f"mode: privacy={mode.name} adds no noise and promises nothing about a step.")

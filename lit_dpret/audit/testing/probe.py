@@ -131,6 +131,12 @@ def gap(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in a))
 
 
+def _violation(error: UnsupportedModelError) -> PrivacyViolation:
+    """Return the refusal of a step as a violation of ``independence``, or of ``step`` where it has another reason."""
+    what = "independence" if error.trap in ("T10", "T11") else "step"
+    return PrivacyViolation(f"{what}: {error.sentence}", trap=error.trap)
+
+
 class Probe:
     """A module prepared for steps; created by ``probing``.
 
@@ -178,7 +184,7 @@ class Probe:
             ):
                 self.module.training_step(batch.to(self.module.device), index)
         except UnsupportedModelError as error:
-            raise PrivacyViolation(f"refused: {error}") from error
+            raise _violation(error) from error
         if self._count != 1:
             what = "an empty logical batch" if not units else f"a logical batch of {len(units)} units"
             raise PrivacyViolation(f"steps: {what} made {self._count} updates instead of one.")
@@ -266,7 +272,7 @@ def probing(module: PrivateModule, inputs: Inputs, plan: PrivacyPlan, seed: int)
         try:
             mode.attach(module, plan, probe.stream)
         except UnsupportedModelError as error:
-            raise PrivacyViolation(f"refused: {error}") from error
+            raise _violation(error) from error
         module.__dict__.update(lent)
         with evaluation_mode(module):  # dropout would make two runs differ; training mode has its own check
             yield probe

@@ -138,6 +138,7 @@ def test_a_mode_that_promises_nothing_is_no_private_one() -> None:
         (lines(3), {"unit_ids": torch.tensor([0, 1])}, "each of the 3 rows a unit"),
         (lines(3), {"trials": 20}, "could not refute eps=1"),
         (lines(3), {"privacy": DPSGD(eps=1.0)}, "leave out"),
+        (lines(3), {"rounds": 20}, "rounds"),
     ],
 )
 def test_a_test_that_could_not_fail_is_refused(batch: Any, settings: dict[str, Any], words: str) -> None:

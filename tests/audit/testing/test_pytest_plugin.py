@@ -64,4 +64,5 @@ def test_an_installed_suite_finds_the_fixture_and_a_broken_step_fails_in_it(tmp_
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 2 passed" in done.stdout, done.stdout
-    assert "PrivacyViolation: refused: privacy=DPSGD cannot train" in done.stdout
+    assert "PrivacyViolation: independence: " in done.stdout
+    assert "test_mine.py:" in done.stdout and "lit_dpret/" not in done.stdout, "the reader's line, and none of ours"
