@@ -96,7 +96,7 @@ def measured(model: Any, losses: Callable[[], Any], rows: int) -> dict[str, Any]
                 for one in (one for group in batch.groups for one in group.split(1)):
                     gradient = unit_gradients(uses, engine.parameters[parameter].shape, one, torch.float64)
                     one.add_to(exact, gradient.square().sum()[None])
-            norms, vague = engine._norms(contributions, {}, seen, batch)
+            norms, vague, _ = engine._norms(contributions, {}, seen, batch)
         shares = (norms[0] / exact.sqrt()).tolist()
         engine.add(losses, units, real)
         sums = engine.take()

@@ -304,14 +304,18 @@ class ClippedSum(ABC):
         # All groups or none: a unit that is broken in one layer is not to be trusted in another.
         return torch.where((factors > 0).all(0), factors, torch.zeros_like(factors))
 
-    def stats(self, norms: Tensor, batch: UnitRows) -> ClipStats:
-        """Count clipped, dropped and other real units, from norms of ``(groups, units)``."""
+    def stats(self, norms: Tensor, batch: UnitRows, present: Tensor | None = None) -> ClipStats:
+        """Count clipped, dropped and other real units, from norms and ``present`` gradients of ``(groups, units)``.
+
+        Where norms are bounds, zero is no longer zero: which units have a gradient is then said beside.
+        """
+        present = norms > 0 if present is None else present
         kept = (self.factors(norms) > 0).any(0)
         above = (norms > self.bound).any(0)
         return ClipStats(
             norms=torch.linalg.vector_norm(norms, dim=0),
             clipped=(kept & above & batch.real).sum(),
-            within=(kept & ~above & (norms > 0).any(0) & batch.real).sum(),
+            within=(kept & ~above & present.any(0) & batch.real).sum(),
             non_finite=(~kept & batch.real).sum(),
         )
 

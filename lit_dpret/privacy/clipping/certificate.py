@@ -107,6 +107,14 @@ class Certified:
         found = 4 * TINY * (self.sizes + self.positions)
         return found.masked_fill(self.sizes > LARGE, math.inf)
 
+    def present(self, norms: Tensor) -> Tensor:
+        """Where ``norms``, these and those of written gradients, are more than absolute errors make of no gradient.
+
+        They are at most 2^-60 times the sizes: the squares that a length may have lost (`_rounding_of_lengths`), what
+        small products may have, and nothing that a gradient of zero is multiplied by is larger than one.
+        """
+        return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions)
+
     def note_terms(self, terms: int, width: int, *, in_pairs: bool) -> None:
         """Note what absolute errors are bounded by beside `sizes`.
 

@@ -134,7 +134,7 @@ class GhostClipping(ClippedSum):
         with torch.enable_grad():
             losses, contributions = self._recorded(row_loss, batch)
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), whole_products():
-            norms, _ = self._norms(contributions, self._write_out(contributions, batch), losses, batch)
+            norms, _, _ = self._norms(contributions, self._write_out(contributions, batch), losses, batch)
         whole: Tensor = torch.linalg.vector_norm(norms, dim=0)
         return whole
 
@@ -178,11 +178,11 @@ class GhostClipping(ClippedSum):
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), whole_products():
             with phase("norms"):
                 written = self._write_out(contributions, batch)
-                norms, doubtful = self._norms(contributions, written, losses, batch)
+                norms, doubtful, present = self._norms(contributions, written, losses, batch)
                 factors = torch.where(batch.real, self.factors(norms), 0)
             with phase("sum"), self._all_or_nothing():
                 self._add_up(contributions, written, factors, doubtful, batch)
-        return self.stats(norms, batch)
+        return self.stats(norms, batch, present)
 
     def _recorded(self, row_loss: RowLoss, batch: UnitRows) -> tuple[Tensor, Contributions]:
         """The losses, detached, and what their recorded calls contribute."""
@@ -347,26 +347,31 @@ class GhostClipping(ClippedSum):
 
     def _norms(
         self, contributions: Contributions, written: Mapping[str, list[Written]], losses: Tensor, batch: UnitRows
-    ) -> tuple[Tensor, Tensor]:
-        """Each unit's norm in each group, from above and with what its sum may miss, and which are summed in float64.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each unit's norm in each group, from above and with what its sum may miss.
 
-        That are units whose bound is much above its estimate, as where terms cancel. Their norm is read off their
-        gradient written out in float64. In a batch of fixed shape they are clipped by the bound.
+        Returns beside it which are summed in float64: units whose bound is much above its estimate, as where terms
+        cancel. Their norm is read off their gradient written out in float64. In a batch of fixed shape they are clipped
+        by the bound. And which have a gradient at all: a bound on that of a unit without one is above zero.
         """
         shape = len(self.groups), batch.units
         norms = torch.zeros(shape, dtype=torch.float64, device=batch.real.device)
-        vague = torch.zeros(shape, dtype=torch.bool, device=batch.real.device)
+        vague, present = torch.zeros(2, *shape, dtype=torch.bool, device=batch.real.device)
         room = room_for_rounding(self.bound, self.parameters.values())
         parts = [{name: contributions[name] for name in names if name in contributions} for names in self.groups]
-        beside = torch.zeros_like(norms)  # squared norms of gradients that are written out
+        # Of gradients that are written out: squared norms, and the number of their coordinates.
+        beside, elsewhere = torch.zeros_like(norms), [0] * len(self.groups)
         for group, part in enumerate(parts):
             for name in self.groups[group]:
                 for gradients in written.get(name, ()):
                     form = self._form(name, ())
                     gradients.group.add_squares_to(beside[group], norms_from_above(gradients.value, form))
+                    elsewhere[group] += gradients.value[0].numel() if len(gradients.value) else 0
             found = self._certified(part, batch)
             found.estimate += beside[group]
             norms[group] = found.norms()
+            found.positions += elsewhere[group]
+            present[group] = found.present(norms[group])
             about = found.estimate.clamp(min=0).sqrt()
             # NaN is vague too, and infinity, for float64 may still tell the norm.
             close = norms[group] <= (1 + self.loose) * about + NEGLIGIBLE * self.bound
@@ -379,7 +384,7 @@ class GhostClipping(ClippedSum):
                 norms[group] = torch.where(too_large, torch.inf, norms[group])
         norms = torch.where(broken_units(losses, batch), torch.nan, norms)
         if batch.fixed:
-            return norms, torch.zeros_like(vague)
+            return norms, torch.zeros_like(vague), present
         vague &= batch.real & ~broken_units(losses, batch)
         # Read for all groups together: each reading waits for the device.
         for group in (g for g, some in enumerate(vague.any(1).tolist()) if some):
@@ -387,7 +392,7 @@ class GhostClipping(ClippedSum):
             for gradients in (each for name in self.groups[group] for each in written.get(name, ())):
                 gradients.group.add_squares_to(exact, norms_from_above(gradients.value, FORMATS["float64"]))
             norms[group] = torch.where(vague[group], exact.sqrt(), norms[group])
-        return norms, vague
+        return norms, vague, present
 
     def _certified(self, part: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Certified:
         found = Certified.zeros(batch.units, batch.real.device)

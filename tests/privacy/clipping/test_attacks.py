@@ -36,9 +36,9 @@ def sum_in_fp32(patch: Patch) -> None:
     """A mutant: the norm of a doubtful unit is exact, and what is added is not."""
     plain = ghost.GhostClipping._norms
 
-    def mutant(self: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        norms, doubtful = plain(self, *arguments)
-        return norms, torch.zeros_like(doubtful)
+    def mutant(self: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        norms, doubtful, present = plain(self, *arguments)
+        return norms, torch.zeros_like(doubtful), present
 
     patch.setattr(ghost.GhostClipping, "_norms", mutant)
 

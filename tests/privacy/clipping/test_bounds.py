@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.clipping import contributions, make_engine
 from lit_dpret.privacy.clipping.base import clip_factors
 
 
@@ -223,3 +223,24 @@ def test_a_factor_times_its_norm_is_at_most_the_bound(clip: str) -> None:
     assert factors[6:].tolist() == [0.0, 0.0] and factors.isfinite().all()
     if clip == "abadi":
         assert factors[:4].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize("room", [0.0, contributions.ROOM], ids=["parts", "written_out"])
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e12])
+def test_a_unit_without_a_gradient_is_in_no_count_whatever_its_inputs_are(
+    size: float, room: float, fixed_shapes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contributions, "ROOM", room)
+    table, linear, wide = nn.Embedding(9, 80), nn.Linear(80, 96), nn.Linear(96, 80, bias=False)
+    model, silent = nn.ModuleList([table, linear, nn.LayerNorm(96), wide]), torch.tensor([1.0, 0.0, 1e-5])
+    ids = torch.randint(0, 9, (3, 12))
+
+    def losses() -> Tensor:
+        hidden = model[2](linear(size * table(ids)))
+        found: Tensor = wide(size * hidden).sum((1, 2)) * silent
+        return found
+
+    clipping = make_engine("ghost", model, max_grad_norm=1e30, fixed_shapes=fixed_shapes)
+    stats = clipping.add(losses, torch.arange(3), torch.ones(3, dtype=torch.bool))
+    assert int(stats.clipped) == 0 and int(stats.within) == 2
