@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.privacy.clipping import arithmetic
-from lit_dpret.privacy.clipping.arithmetic import DEPTH, Format
+from lit_dpret.privacy.clipping.arithmetic import DEPTH, FORMATS, Format
 from lit_dpret.privacy.clipping.contributions import (
     Contribution,
     Dense,
@@ -73,8 +73,6 @@ from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
 WHOLE = 1024
 #: Sizes above which products may overflow in float32.
 LARGE = 2.0**60
-#: Absolute error of an operation where float32 runs out of exponents; more than that of float64.
-TINY = 2.0**-125
 #: More than the few operations here in float64 are off by.
 _FEW = 1e-11
 #: How many squares are added up before a wider type takes over, and of how many it takes over at once.
@@ -91,6 +89,7 @@ class Certified:
     sizes: Tensor  # of terms, from above, by which absolute errors are bounded
     pairs: float = 0.0  # what is to be added to that where products were added up in pairs ...
     positions: float = 0.0  # ... and for sums
+    least: float = FORMATS["float32"].tiny  # the absolute error of an operation, the largest of all formats in use
 
     @classmethod
     def zeros(cls, units: int, device: torch.device) -> Certified:
@@ -99,19 +98,22 @@ class Certified:
 
     def norms(self) -> Tensor:
         """What is clipped: the norm from above, and what a sum may miss of factor times gradient, over the factor."""
-        squares = self.estimate + self.error + 4 * TINY * (self.sizes + self.pairs).square()
+        squares = self.estimate + self.error + 4 * self.least * (self.sizes + self.pairs).square()
         return squares.clamp(min=0).sqrt() + self.moved.sqrt()
 
     def tiny(self) -> Tensor:
         """By what a sum may miss factor times gradient besides, whatever the factor is."""
-        found = 4 * TINY * (self.sizes + self.positions)
+        found = 4 * self.least * (self.sizes + self.positions)
         return found.masked_fill(self.sizes > LARGE, math.inf)
 
     def present(self, norms: Tensor) -> Tensor:
-        """Where ``norms``, these and those of written gradients, are more than absolute errors make of no gradient.
+        """Return which units have a gradient: whose ``norms`` exceed what absolute errors alone can add up to.
 
-        They are at most 2^-60 times the sizes: the squares that a length may have lost (`_rounding_of_lengths`), what
-        small products may have, and nothing that a gradient of zero is multiplied by is larger than one.
+        For a gradient of zero they add up to at most 2^-60 times the sizes: what lengths are enlarged by
+        (`_rounding_of_lengths`), times shares that are below one, and what small products may lose.
+
+        Args:
+            norms: Of these gradients, and of those that are written out.
         """
         return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions)
 
@@ -269,14 +271,15 @@ class Bounds:
         norms = norms_from_above(unit_gradients(uses, shape, group, form.sums), form)
         terms = sum((1 if isinstance(use, Dense) else use.g.shape[1]) * group.rows.shape[1] for use in uses)
         if terms == 1 and isinstance(uses[0], Dense):  # nothing was added to anything
-            spread, missed = norms, _missed(form, 1)
+            spread, sizes, missed = norms, norms, _missed(form, 1)
         else:
-            spread = functools.reduce(torch.add, (_spread_of(use, group) for use in uses))
+            of_uses = zip(*(_spread_of(use, group) for use in uses), strict=True)
+            spread, sizes = (functools.reduce(torch.add, each) for each in of_uses)
             missed = _missed(form, terms) + form.gamma(terms)
         width = max(1, shape.numel())
         group.add_squares_to(into.estimate, norms)
         group.add_squares_to(into.moved, spread, missed**2)
-        group.add_to(into.sizes, spread, width**0.5)
+        group.add_to(into.sizes, sizes, width**0.5)
         into.note_terms(terms, width, in_pairs=False)
 
     def _add_pairs(
@@ -352,20 +355,22 @@ def norms_from_above(values: Tensor, form: Format) -> Tensor:
     return found.add_(floor * (flat.shape[1] / _ROW + 1) ** 0.5).mul_(up)
 
 
-def _spread_of(use: Contribution, group: RowGroup) -> Tensor:
-    """The sum of the lengths of the terms of each unit's gradient, ``(n,)`` in float64, from above."""
+def _spread_of(use: Contribution, group: RowGroup) -> tuple[Tensor, Tensor]:
+    """Return sums of the lengths of terms, and of their factors, for each unit: ``(n,)`` in float64, from above."""
 
     def norms(values: Tensor) -> Tensor:
         found: Tensor = torch.linalg.vector_norm(values, dim=2, dtype=torch.float64)
         return found
 
     if isinstance(use, Dense):
-        found = norms(group.join(use.value[:, None]).reshape(*group.rows.shape, -1))
+        terms = factors = norms(group.join(use.value[:, None]).reshape(*group.rows.shape, -1))
     elif isinstance(use, Lookup):
-        found = norms(group.join(use.g))
+        terms = factors = norms(group.join(use.g))
     else:
-        found = norms(use.inputs(group, torch.float64)) * norms(use.outputs(group, torch.float64))
-    return found.view(len(group.units), -1).sum(1) * (1 + _FEW)
+        a, g = norms(use.inputs(group, torch.float64)), norms(use.outputs(group, torch.float64))
+        terms, factors = a * g, a + g
+    spread, sizes = (each.view(len(group.units), -1).sum(1) * (1 + _FEW) for each in (terms, factors))
+    return spread, sizes
 
 
 def _missed(form: Format, terms: int) -> float:
@@ -384,6 +389,7 @@ def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[Tensor,
         # Short sums, put together in float64: one long sum of squares would drift.
         norms = torch.linalg.vector_norm(torch.linalg.vector_norm(total, dim=2), dim=1, dtype=torch.float64)
         up, floor = _rounding_of_lengths(width, form)
+        up *= 1 + g.shape[2] * 2.0**-52  # of the sum in float64
         squares.append(norms.add_(floor * g.shape[2] ** 0.5).mul_(up).square_())
     return functools.reduce(torch.add, squares), form.gamma(min(positions, DEPTH) + parts)
 

@@ -109,6 +109,8 @@ class Convolution:
     def add_to(self, total: Tensor, coefficients: Tensor, rows: Tensor | None) -> None:
         """Add the gradients of ``rows``, each times its coefficient, to ``total``; None means all rows."""
         rows = torch.arange(len(coefficients), device=total.device) if rows is None else rows
+        if not len(rows):  # no patches can be made of no rows
+            return
         each = self.g.shape[1] * self.groups * self._width
         matrices = total.view(self.groups, -1, self._width)
         for part in torch.split(rows, max(1, chunk_of(total.device) // max(1, each))):  # type: ignore[no-untyped-call]

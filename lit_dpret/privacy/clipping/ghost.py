@@ -407,6 +407,7 @@ class GhostClipping(ClippedSum):
     def _exact_squares(self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Tensor:
         """Squared norms of gradients that are written out in float64, ``(units,)``, from above."""
         found = Certified.zeros(batch.units, batch.real.device)
+        found.least = FORMATS["float64"].tiny
         for name, uses in contributions.items():
             for one in (one for group in batch.groups for one in group.split(1)):
                 Bounds(one, FORMATS["float64"], found).of_written(uses, self.parameters[name].shape)

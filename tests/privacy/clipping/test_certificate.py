@@ -342,6 +342,14 @@ def test_what_the_sum_of_a_units_biases_may_miss_is_in_its_bound(rows: int, monk
     assert 1.0 <= float(found.norms() / value.double().sum(0).norm()) < 1.001
 
 
+def test_factors_of_written_gradients_bound_what_small_products_lose() -> None:
+    large, small = torch.full((1, 1, 3), 2.0**50), torch.full((1, 1, 4), 2.0**-104)
+    found, group = Certified.zeros(1, large.device), each_alone(1)
+    uses: list[Any] = [Outer(large, small), Dense(torch.zeros(1, 4, 3))]
+    Bounds(group, FORMATS["float32"], found).of_written(uses, torch.Size((4, 3)))
+    assert float(found.tiny()) >= 2.0**-126 * float(large.norm())
+
+
 def test_a_token_whose_small_gradients_are_lost_beside_a_large_one_is_bounded(monkeypatch: Patch) -> None:
     without_sums(monkeypatch)
     g = torch.full((1, 4000, 8), 2.0**-25)

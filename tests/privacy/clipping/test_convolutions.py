@@ -140,3 +140,20 @@ def test_an_input_without_a_batch_is_refused(lib: SimpleNamespace) -> None:
     case = lib.Case(model, lambda b: model(b["x"][0]).sum()[None], {"x": torch.randn(1, 4, 9).double()})
     with pytest.raises(UnsupportedModelError, match=r"shape \(4, 9\): no batch axis"):
         case.run(make_engine("ghost", model, max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("what", ["broken", "cancelling"])
+@pytest.mark.parametrize("units", [1, 3])
+def test_a_batch_without_a_unit_that_is_summed_in_float32_breaks_nothing(units: int, what: str) -> None:
+    model, x = nn.Conv1d(64, 96, 3, bias=False), torch.randn(units, 64, 20)
+    weights = torch.full((units, 96, 18), torch.nan)
+    if what == "cancelling":
+        x = torch.ones(units, 64, 20) + 1e-7 * x
+        weights = 1e6 * torch.randn(units, 96, 1) * torch.tensor([1.0, -1.0]).repeat(9)
+    clipping = make_engine("ghost", model, max_grad_norm=1.0)
+    for wanted in (torch.randn(units, 96, 18), weights):
+        stats = clipping.add(
+            lambda wanted=wanted: (model(x) * wanted).sum((1, 2)), torch.arange(units), torch.ones(units) > 0
+        )
+        assert float(clipping.take()["weight"].norm()) <= units
+    assert int(stats.non_finite) == (units if what == "broken" else 0)
