@@ -7,7 +7,8 @@ arithmetic keeps this with u = 2^-24 in float32 and 2^-53 in float64, with fused
 Accuracy and Stability of Numerical Algorithms, section 3.1). Tensor cores align a block of b products and the running
 sum, cut them to 24 bits or more, and cut the result: n (1 + 2/b) 2^-23 (Blanchard et al. 2020, SIAM J. Sci. Comput.
 42(3); Fasi et al. 2021, PeerJ CS 7:e330), for which u = 2^-22 leaves room. `check_products` refuses a device on which
-probes are off by more. Sums are cut into parts of `DEPTH` terms, so n is at most that and the number of parts.
+probes of few and of `DEPTH` terms are off by more. Products for norms are cut into parts of at most as many; the sum
+over all rows is not, so there the assumption reaches further than the probes.
 """
 
 from __future__ import annotations

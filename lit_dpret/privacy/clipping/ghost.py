@@ -101,7 +101,7 @@ class GhostClipping(ClippedSum):
     #: The formats of products, apart from float64.
     forms: ClassVar[tuple[Format, ...]] = (FORMATS["float32"],)
     #: By how much of its estimate a unit's bound may be larger before the unit is computed in float64.
-    loose: ClassVar[float] = 0.01
+    loose: ClassVar[float] = 0.1
 
     def __init__(
         self, module: nn.Module, *, verify: bool = False, fixed_shapes: bool = False, **clipping: Unpack[ClipSettings]
