@@ -6,8 +6,9 @@ check looks at a `Candidate` and raises, or returns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import lightning as L
@@ -38,6 +39,7 @@ from lit_dpret.callbacks.own_code import (
     refuse_replaced_weighting,
     refuse_saved_data,
 )
+from lit_dpret.callbacks.retrieval_evaluation import train_queries
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
     refuse_second_masters,
@@ -59,6 +61,7 @@ from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
 from lit_dpret.privacy.sampling import not_offered
+from lit_dpret.texts import refuse_quoted
 
 Check: TypeAlias = Callable[["Candidate"], None]
 
@@ -312,6 +315,50 @@ def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None
     for callback in Candidate(trainer, module, data).callbacks:
         if hasattr(callback, "refuse_protected"):
             callback.refuse_protected(module, data)
+    if module.privacy.guarantee == "dp":
+        refuse_quoted(queries_of(data), *_published(trainer, module, data))
+
+
+def queries_of(data: Any) -> Iterable[str]:
+    """Return the queries of every split of a set-up DataModule, or of the rows that are trained on."""
+    collection = getattr(data, "collection", None)
+    return train_queries(data) if collection is None else collection.queries.values()
+
+
+#: Attributes of loggers with these in their names are places, which are not sent.
+_OF_THE_MACHINE = ("dir", "path", "uri")
+
+
+def _published(trainer: L.Trainer, module: Any, data: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Return texts, and names, that stand on the card, in checkpoints or at a logger's service, by their settings."""
+    texts, folder = {}, Path(trainer.default_root_dir)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if "note" in (tuning := getattr(callback, "tuning", {})):
+            texts["callbacks.card.tuning_note"] = str(tuning["note"])
+        if getattr(callback, "counts_releases", False):
+            folder = callback.run_dir or folder
+    for knob, each in (("assumptions of the module", module), ("assumptions of the DataModule", data)):
+        texts |= {f"{knob}, {i + 1}": str(text) for i, text in enumerate(getattr(each, "assumptions", list)())}
+    names = {"the name of the run folder": folder.resolve().name}
+    for logger in trainer.loggers:
+        kept = {**vars(logger), **vars(logger).get("_wandb_init", {})}
+        told = {name: text for name, text in kept.items() if not any(word in name for word in _OF_THE_MACHINE)}
+        names |= {f"logger ({type(logger).__name__}), {where}": text for where, text in _strings(told)}
+    for knob, each in (("model", module), ("datamodule", data)):
+        names |= {f"{knob}.{where}": text for where, text in _strings(getattr(each, "hparams", {}))}
+    return texts, names
+
+
+def _strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts in nested dicts and lists, with their places."""
+    if isinstance(content, str):
+        yield where, content
+    elif isinstance(content, Mapping):
+        for name, each in content.items():
+            yield from _strings(each, f"{where}.{name}" if where else str(name))
+    elif isinstance(content, (list, tuple)):
+        for number, each in enumerate(content):
+            yield from _strings(each, f"{where}[{number}]")
 
 
 def takes_whole_epochs(trainer: L.Trainer) -> bool:

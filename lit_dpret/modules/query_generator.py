@@ -10,7 +10,6 @@ would bound nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +59,10 @@ from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
 from lit_dpret.settings import require_choice
+from lit_dpret.texts import refuse_quoted
 
 LossNormalisation = Literal["mean", "sum"]
+_SIDES = ("passage", "query")
 
 
 class QueryGenerator(PrivateModule):
@@ -309,20 +310,9 @@ class QueryGenerator(PrivateModule):
         texts = dict(published)
         if self._tuned_from is not None:
             texts["model.prompt_tuning.prompt_tuning_init_text"] = self._tuned_from
-        words = {knob: _words(text) for knob, text in texts.items()}
-        examples = {_words(text) for example in self.examples for text in (example.passage, example.query)}
-        prompt = _words(self.codec.contract.prompt)
-        for query in filter(None, map(_words, collection.queries.values())):
-            long = query.count(" ") >= 3
-            held = [knob for knob, text in words.items() if query == text or (long and f" {query} " in f" {text} ")]
-            if query in examples or (long and f" {query} " in f" {prompt} "):
-                held.append("model.few_shot or model.prompt")
-            if held:
-                raise ConfigurationError(
-                    f"{held[0]} holds a query of the run's own data in the same words: it is published, and the "
-                    "queries are protected. Take a text of public data.",
-                    trap="T25",
-                )
+        for number, example in enumerate(self.examples):
+            texts |= {f"model.few_shot, example {number + 1}, {side}": getattr(example, side) for side in _SIDES}
+        refuse_quoted(collection.queries.values(), texts, {"model.prompt": self.codec.contract.prompt})
 
     def assumptions(self) -> list[str]:
         told = []
@@ -395,7 +385,3 @@ class QueryGenerator(PrivateModule):
         else:
             refuse_if_padding_counts(model, ids, pad, reads, longest=contract.max_passage_length)
             refuse_if_padding_counts(model, ids, pad, writes, longest=contract.max_query_length)
-
-
-def _words(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text.casefold()))

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.callbacks.refusals import queries_of as protected_queries
 from lit_dpret.cards.card import (
     CARD_NAME,
     CardFacts,
@@ -128,7 +129,8 @@ class Evolve(SetDrawing):
         module = self._module(parts, mode)
         data, units = read_units(parts, mode)
         asked = self.variation.format(passage="\n", query="\n")
-        module.refuse_protected(data, {"task.variation": asked, "task.tuning_note": self.tuning_note or ""})
+        module.refuse_protected(data, {"task.variation": asked})
+        self.refuse_queries(protected_queries(data), folder)
         passages = self._passages(data)
         plan = self._plan(mode, data, len(units))
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 
 from lit_dpret.callbacks.own_code import refuse_false_bound
+from lit_dpret.callbacks.refusals import queries_of as protected_queries
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.cards.provenance import environment_facts
@@ -36,6 +37,7 @@ from lit_dpret.settings import picked, require_choice
 from lit_dpret.synthesis.filters.bins import Bins
 from lit_dpret.synthesis.filters.released import foreign_code
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.texts import refuse_quoted
 
 
 @dataclass(kw_only=True)
@@ -77,6 +79,11 @@ class Histogram:
             )
         start = self._start(mode)
         data, units = read_units(parts, mode)
+        refuse_quoted(
+            protected_queries(data),
+            {"task.tuning_note": self.tuning_note or ""},
+            {"hydra.run.dir": folder.resolve().name},
+        )
         self.bins.fit(data.public_passages())
         public, delta = mode.public_units(len(units)), start.facts["delta"]
         if mode.delta is None and public is not None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, get_args
 
 from lit_dpret.callbacks import ProgressLine
+from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.settings import picked, require_choice, require_whole
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
+from lit_dpret.texts import refuse_quoted
 
 SYNTHETIC = "synthetic"
 
@@ -52,6 +55,12 @@ class SetDrawing(Drawing):
         """The data on which settings were chosen, for the card."""
         return {"data": self.tuning_data, "note": self.tuning_note or ""}
 
+    def refuse_queries(self, queries: Iterable[str], folder: Path) -> None:
+        """Refuse a query of the log in what the cards of the set say of it; ``folder`` names the run."""
+        names = {"hydra.run.dir": folder.resolve().name, "task.language": self.language, "task.license": self.license}
+        texts = {"task.tuning_note": self.tuning_note or ""}
+        refuse_quoted(queries, texts, {knob: name for knob, name in names.items() if name})
+
 
 @dataclass(kw_only=True)
 class Synthesize(SetDrawing):
@@ -86,6 +95,8 @@ class Synthesize(SetDrawing):
         data = parts.make_datamodule()
         job.share(data.prepare_data)
         data.setup("predict")
+        if _promises(self.generator) and (log := getattr(data, "collection", None)) is not None:
+            self.refuse_queries(log.queries.values(), parts.run_dir)
         passages = public_sample(data.public_passages(), self.max_passages)
         with ProgressLine("generating queries") as progress:
             folder = synthesize(
@@ -102,6 +113,11 @@ class Synthesize(SetDrawing):
         if job.is_first:
             say(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}")
         return {"passages": float(len(passages))}
+
+
+def _promises(generator: Path) -> bool:
+    """Return whether the card of a generator claims a guarantee."""
+    return (generator / CARD_NAME).is_file() and read_card(generator)["claim"]["guarantee"] == "dp"
 
 
 def public_sample(passages: dict[str, str], limit: int | None) -> dict[str, str]:

@@ -225,7 +225,7 @@ def test_a_query_of_the_runs_own_data_is_refused_among_the_examples(
     data.setup("fit")
     assert any("model.few_shot" in text and "declared" in text for text in module.assumptions())
     if refused:
-        with pytest.raises(ConfigurationError, match=r"model\.few_shot"):
+        with pytest.raises(ConfigurationError, match=r"model\.(few_shot|prompt)"):
             module.refuse_protected(data)
     else:
         module.refuse_protected(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,15 @@ class Public:
         return dict(PASSAGES)
 
 
-def synthetic_card(source: Path, folder: Path, **settings: Any) -> dict[str, Any]:
+class WithLog(Public):
+    collection = SimpleNamespace(queries={"q": "Bana elo, ibi omu?"})
+
+
+def synthetic_card(source: Path, folder: Path, make: Any = Public, **settings: Any) -> dict[str, Any]:
     def no_part(**_: Any) -> Any:
         raise AssertionError("generating trains nothing")
 
-    parts = Parts(run_dir=folder, make_privacy=no_part, make_datamodule=Public, make_module=no_part,
+    parts = Parts(run_dir=folder, make_privacy=no_part, make_datamodule=make, make_module=no_part,
                   make_trainer=no_part)  # fmt: skip
     Synthesize(generator=source, passages_are_public=True, max_passages=2, max_new_tokens=4, **settings).run(parts)
     return read_card(folder / "synthetic")
@@ -43,3 +48,11 @@ def test_settings_that_were_fixed_beforehand_are_no_gap_of_the_card(source: Path
     assert gap not in card["not_covered"]
     with pytest.raises(ConfigurationError, match=r"task\.tuning_data='?mine"):
         Synthesize(generator=source, tuning_data="mine")
+
+
+@pytest.mark.parametrize("told", [{"tuning_note": "unlike bana elo ibi omu"}, {"license": "bana-elo-ibi-omu"}])
+def test_a_query_of_the_log_is_no_note_on_the_card(source: Path, tmp_path: Path, told: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=rf"task\.{next(iter(told))}") as refused:
+        synthetic_card(source, tmp_path / "run", WithLog, **told)
+    assert refused.value.trap == "T25" and not (tmp_path / "run" / "synthetic").exists()
+    assert synthetic_card(source, tmp_path / "other", WithLog, tuning_note="unlike bana elo")

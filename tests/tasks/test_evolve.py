@@ -625,6 +625,7 @@ def test_a_prompt_with_a_private_query_is_refused(world: Path, tmp_path: Path) -
     for told in (
         {"variation": "as Bana elo, ibi omu uri? {passage}"},
         {"tuning_note": "tried on bana elo ibi omu uri"},
+        {"license": "bana-elo-ibi-omu-uri"},
     ):
         with pytest.raises(ConfigurationError, match=next(iter(told))) as raised:
             evolve(world, tmp_path / "run", told, make_module=plain, data={"folder": log})

@@ -109,6 +109,18 @@ def test_queries_with_a_claim_of_their_own_are_not_counted_under_another(chain: 
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
+def test_a_query_of_the_log_is_no_note_and_no_name_of_the_run(chain: Path, tmp_path: Path) -> None:
+    log = shutil.copytree(chain / "log", tmp_path / "log")
+    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
+    rows[0]["text"] = "Bana elo, ibi omu?"
+    (log / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigurationError, match="tuning_note"):
+        counted(chain, tmp_path / "run", {"tuning_note": "not bana elo ibi omu"}, data={"folder": log})
+    with pytest.raises(ConfigurationError, match=r"hydra\.run\.dir"):
+        counted(chain, tmp_path / "bana-elo-ibi-omu", data={"folder": log})
+    assert not list(tmp_path.rglob("privacy_ledger.jsonl"))
+
+
 class Oversampled(PairsDataModule):
     """The mistake of a data set that counts each query twice."""
 
