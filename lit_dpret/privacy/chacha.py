@@ -25,7 +25,7 @@ ROUNDS = 20
 
 # Shifts and masks of the four rotations, as tensors of the right kind: numbers would be turned into such in every call.
 _ROTATIONS = {
-    by: (torch.tensor(32 - by, dtype=torch.int32), torch.tensor((1 << by) - 1, dtype=torch.int32))
+    by: tuple(torch.tensor(value, dtype=torch.int32, device="cpu") for value in (32 - by, (1 << by) - 1))
     for by in (16, 12, 8, 7)
 }
 _CONSTANTS = struct.unpack("<4i", b"expand 32-byte k")
@@ -44,7 +44,7 @@ def keystream(key: bytes, blocks: Tensor, *, lane: int | Tensor = 0, rounds: int
         rounds: Less than the 20 of the standard for measurements alone.
     """
     halves = blocks.contiguous().view(torch.int32).view(-1, 2).T  # lower, upper
-    first = torch.tensor([*_CONSTANTS, *struct.unpack("<8i", key), 0, 0, 0, 0], dtype=torch.int32)
+    first = torch.tensor([*_CONSTANTS, *struct.unpack("<8i", key), 0, 0, 0, 0], dtype=torch.int32, device="cpu")
     initial = first.to(blocks.device).unsqueeze(1)
     # Four rows of the square; of the last three with room for the ends that a diagonal begins with again.
     a, b, c, d, spare = (halves.new_empty(rows, len(blocks)) for rows in (4, 5, 6, 5, 4))

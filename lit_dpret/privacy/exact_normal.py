@@ -130,9 +130,9 @@ def _candidates(
     for value in _BELOW:
         whole += (w >= value).view(torch.uint8)
     whole = whole.long()
-    tie = torch.tensor([-1, *_BELOW]).to(device)[whole] == w
+    tie = torch.tensor([-1, *_BELOW], device="cpu").to(device)[whole] == w
     ahead = (x.double().mul_(2.0**-X_BITS) + whole).square_().mul_(-0.5 / _CELLS**2).exp_().mul_(_SHARE)
-    ahead += torch.tensor(_SMALLER, dtype=torch.float64).to(device)[whole]
+    ahead += torch.tensor(_SMALLER, dtype=torch.float64, device="cpu").to(device)[whole]
     ahead -= w
     # The number that decides lies between w and w + 1, and the exponential is trusted to 1.
     kept = ahead >= 2
@@ -159,7 +159,7 @@ def _words(key: bytes, block: int, blocks: int, count: int, device: torch.device
     columns = -(-count // WORDS)
     numbers = torch.arange(block, block + blocks, device=device).unsqueeze(1) * _OF_A_BLOCK
     numbers = (numbers + torch.arange(columns, device=device)).view(-1)
-    lanes = torch.tensor([_X_LOW, _X_HIGH, _W], dtype=torch.int32).to(device).repeat_interleave(len(numbers))
+    lanes = torch.tensor([_X_LOW, _X_HIGH, _W], dtype=torch.int32, device="cpu").to(device).repeat_interleave(len(numbers))
     words = keystream(key, numbers.repeat(3), lane=lanes).view(WORDS, 3, blocks, columns)
     # A candidate is a word of a block of the stream: more candidates move none of the earlier ones.
     low, high, w = words.permute(1, 2, 3, 0).reshape(3, blocks, -1)[:, :, :count].long()
@@ -202,7 +202,7 @@ def decide(key: bytes, place: int, *, x: int, w: int) -> tuple[int, bool]:
 
 def _between(key: bytes, place: int, lane: int, first: int, bits: int, more: int) -> tuple[Fraction, Fraction]:
     """Between what a number in [0, 1) lies, by its ``first`` bits and ``more`` that follow them."""
-    blocks = place * _BLOCKS_OF_MORE + torch.arange(more // _MORE)
+    blocks = place * _BLOCKS_OF_MORE + torch.arange(more // _MORE, device="cpu")
     following = int.from_bytes(keystream(key, blocks, lane=lane).T.contiguous().numpy().tobytes(), "big")
     known = (first << more) + following
     return Fraction(known, 1 << (bits + more)), Fraction(known + 1, 1 << (bits + more))

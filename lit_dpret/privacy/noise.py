@@ -196,6 +196,8 @@ class KeyedStream:
         """Return a 256-bit seed for random draws while one unit is fetched and collated in one logical step."""
         return int.from_bytes(self._digest("unit", attempt, step, unit), "little")
 
+    # The threads that draw do not inherit the mode: they could not write into a tensor that was made in it.
+    @torch.inference_mode(False)
     def normal(
         self,
         shape: torch.Size,
@@ -237,6 +239,7 @@ class KeyedStream:
         self._fill(drawn, ("noise", attempt, step, parameter, _KEY_CONSTANT, salt), start)
         return torch.from_numpy(drawn).reshape(shape).to(device)
 
+    @torch.inference_mode(False)
     def rounded_normal(
         self,
         shape: torch.Size,

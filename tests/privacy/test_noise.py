@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +171,36 @@ def test_threads_change_no_number_and_are_as_many_afterwards(secure: bool, set_t
         drawn.append(draw(stream, size=3 * BLOCK + 1))
         assert torch.get_num_threads() == threads
     assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_what_surrounds_the_drawing_changes_no_number(secure: bool, set_threads: Callable[[int], None]) -> None:
+    stream = KeyedStream(SECRET, "run", secure_rng=secure)
+    known = draw(stream, 3 * BLOCK), rounded(stream, 3 * BLOCK)
+    for threads in (1, 3):
+        set_threads(threads)
+        for surrounded in (torch.inference_mode(), torch.no_grad(), torch.device("meta")):
+            with surrounded:
+                found = draw(stream, 3 * BLOCK), rounded(stream, 3 * BLOCK)
+            assert all(map(torch.equal, found, known)), (threads, surrounded)
+            assert not any(each.is_inference() for each in found)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_constants_of_secure_noise_are_made_on_the_cpu(secure: bool) -> None:
+    """A process whose first import stands under another default device."""
+    code = (
+        "import torch\n"
+        "with torch.device('meta'):\n"
+        "    from lit_dpret.privacy.noise import KeyedStream\n"
+        f"    stream = KeyedStream({SECRET!r}, 'run', secure_rng={secure})\n"
+        "    key = {'attempt': 0, 'step': 0, 'parameter': 'w'}\n"
+        "    drawn = stream.normal(torch.Size([9]), **key), stream.rounded_normal(torch.Size([9]), bits=30, **key)\n"
+        "print([each.tolist() for each in drawn])\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    stream = KeyedStream(SECRET, "run", secure_rng=secure)
+    assert found.strip() == str([draw(stream, 9).tolist(), rounded(stream, 9).tolist()])
 
 
 @pytest.mark.parametrize("secure", [False, True])
