@@ -159,7 +159,9 @@ def _words(key: bytes, block: int, blocks: int, count: int, device: torch.device
     columns = -(-count // WORDS)
     numbers = torch.arange(block, block + blocks, device=device).unsqueeze(1) * _OF_A_BLOCK
     numbers = (numbers + torch.arange(columns, device=device)).view(-1)
-    lanes = torch.tensor([_X_LOW, _X_HIGH, _W], dtype=torch.int32, device="cpu").to(device).repeat_interleave(len(numbers))
+    lanes = (
+        torch.tensor([_X_LOW, _X_HIGH, _W], dtype=torch.int32, device="cpu").to(device).repeat_interleave(len(numbers))
+    )
     words = keystream(key, numbers.repeat(3), lane=lanes).view(WORDS, 3, blocks, columns)
     # A candidate is a word of a block of the stream: more candidates move none of the earlier ones.
     low, high, w = words.permute(1, 2, 3, 0).reshape(3, blocks, -1)[:, :, :count].long()

@@ -32,6 +32,7 @@ from lit_dpret.cards.start import model_folder
 from lit_dpret.distributed.job import Job
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
 from lit_dpret.modules.generator_folder import GeneratorModel, load_generator, weights_hash
+from lit_dpret.privacy.ledger.chain import left_behind
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.synthesis.dataset_folder import (
@@ -426,6 +427,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise StorageError(
                 f"{folder} is being written by another process. Wait for it, or give another out folder."
+                f"{left_behind(descriptor)}"
             ) from error
         yield
     finally:

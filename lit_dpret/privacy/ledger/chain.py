@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -315,10 +316,33 @@ def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
             return
         except BlockingIOError as error:
             if time.monotonic() >= deadline:
-                raise LedgerError(refusal) from error
+                # Others that wait have the file open as well.
+                raise LedgerError(refusal if wait else f"{refusal}{left_behind(file.fileno())}") from error
             time.sleep(0.05)
         except OSError as error:
             raise storage_error(path, "locked", error) from error
+
+
+def left_behind(descriptor: int) -> str:
+    """Name the workers that hold a file's lock after the run that took it was killed; empty where it may still run."""
+    place, holders = os.fstat(descriptor), set[str]()
+    try:
+        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+    except OSError:  # not a Linux
+        return ""
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it has just ended, or is somebody else's
+            found = opened.stat()
+            if (found.st_dev, found.st_ino) == (place.st_dev, place.st_ino):
+                holders.add(opened.parts[2])
+    # Forks share the lock, which goes by the process that took it.
+    took = {words[4] for words in locks if words[1] == "FLOCK" and words[5].endswith(f":{place.st_ino}")}
+    if took & holders or not (left := holders - {str(os.getpid())}):
+        return ""
+    workers = " ".join(sorted(left, key=int))
+    return (
+        f" The run that locked it was killed and left workers behind, which end within seconds, or by: kill {workers}"
+    )
 
 
 def unlock(file: IO[bytes]) -> None:

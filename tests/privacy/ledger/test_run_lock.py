@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from lit_dpret.errors import LedgerError, StorageError
 from lit_dpret.privacy.ledger.dataset_account import RunLock
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 FORK = multiprocessing.get_context("fork")
 
@@ -81,6 +83,63 @@ def test_a_killed_process_lets_it_go(tmp_path: Path) -> None:
         lock.take()
     holder.kill()
     holder.join()
+    lock.take()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def left_behind(path: Path, kind: str) -> int:
+    """Return the id of a worker that still runs after the process that took the lock was killed."""
+    reads, writes = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        kept = RunLock(path, "r") if kind == "run" else None
+        if kept is not None:
+            kept.take()
+        else:
+            kept = PrivacyLedger.open(path)
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(600)
+        os.write(writes, str(worker).encode())
+        time.sleep(600)
+    worker = int(os.read(reads, 20))
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    return worker
+
+
+@pytest.mark.parametrize("kind", ["run", "ledger"])
+def test_a_worker_that_a_killed_run_left_is_named_and_its_end_frees_the_place(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    worker = left_behind(path, kind)
+    try:
+        with pytest.raises(LedgerError, match=rf"kill {worker}\b"):
+            RunLock(path, "r").take() if kind == "run" else PrivacyLedger.open(path)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            RunLock(path, "r").take() if kind == "run" else PrivacyLedger.open(path).close()
+            break
+        except LedgerError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_live_run_is_not_offered_to_be_killed(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "data.jsonl", "r")
+    lock.take()
+    with pytest.raises(LedgerError) as refused:
+        RunLock(tmp_path / "data.jsonl", "r").take()
+    assert "kill" not in str(refused.value)
+    lock.release()
+
+
+def test_a_lock_file_that_lies_there_from_a_killed_run_is_in_nobodys_way(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "data.jsonl", "r")
+    lock.path.touch()
     lock.take()
     lock.release()
     assert list(tmp_path.iterdir()) == []
