@@ -26,6 +26,15 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.lazy import optional
 from lit_dpret.settings import require_whole
 
+#: The settings that name columns, and those of them that cannot be null.
+_COLUMNS = ("query_column", "passage_column", "query_id_column", "passage_id_column", "user_column", "split_column")
+_NEEDED = _COLUMNS[:2]
+#: The settings that a path on the disk does not take, and what to do instead.
+_OF_THE_HUB = {
+    "name": "Name the folder of that configuration in datamodule.path.",
+    "revision": "Set it to null: files on the disk have no revision.",
+    "streaming": "Set it to false.",
+}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -100,6 +109,7 @@ class HuggingFaceDataModule(PairsDataModule):
 
     def __post_init__(self) -> None:
         self.path, self.pairs = str(self.path), self.path
+        self._refuse_what_is_no_name()
         super().__post_init__()
         ids = (self.query_id_column, self.passage_id_column, self.user_column, self.split_column)
         self.pair_columns = PairColumns(
@@ -117,7 +127,35 @@ class HuggingFaceDataModule(PairsDataModule):
                 "datamodule.splits and datamodule.split_column both assign rows to splits; set one."
             )
         if self.splits is not None and not set(self.splits) <= set(SPLITS):
-            raise ConfigurationError(f"datamodule.splits={dict(self.splits)}: the keys are {', '.join(SPLITS)}.")
+            raise ConfigurationError(
+                f"datamodule.splits={dict(self.splits)}: the keys are {', '.join(SPLITS)}, and each value is what the "
+                "data set calls that split."
+            )
+
+    def _refuse_what_is_no_name(self) -> None:
+        """Refuse columns and splits that are no names, and settings of the hub beside a path on the disk."""
+        for setting in _COLUMNS:
+            value = getattr(self, setting)
+            if not (isinstance(value, str) and value) and not (value is None and setting not in _NEEDED):
+                raise ConfigurationError(f"datamodule.{setting}={value!r} must be the name of one column.")
+        if self.query_column == self.passage_column:
+            raise ConfigurationError(
+                f"datamodule.query_column and datamodule.passage_column are both {self.query_column!r}: name the "
+                "column of the queries and that of the passages."
+            )
+        named = isinstance(self.splits, Mapping) and all(isinstance(name, str) for name in self.splits.values())
+        if self.splits is not None and not named:
+            raise ConfigurationError(
+                f"datamodule.splits={self.splits!r} must say what the data set calls each split, as "
+                "{train: train_sft, test: holdout}."
+            )
+        for setting, advice in _OF_THE_HUB.items():
+            if self.is_local and (value := getattr(self, setting)):
+                shown = "true" if value is True else value
+                raise ConfigurationError(
+                    f"datamodule.{setting}={shown} is for data from the hub, and datamodule.path={self.path} is on the "
+                    f"disk. {advice}"
+                )
 
     @property
     def is_local(self) -> bool:
@@ -134,9 +172,9 @@ class HuggingFaceDataModule(PairsDataModule):
             if not Path(self.corpus).exists():
                 raise DataError(f"{self.corpus} does not exist; check datamodule.corpus.", kind="missing file")
             self._store(self.corpus)
+        self._rows(refuse)
         if not self.is_local and self.revision is None:
             rank_zero_warn(f"{self.path} is read without datamodule.revision, so it may change from run to run.")
-        self._rows(refuse)
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
         """Return the columns of the first row of each split."""
@@ -146,7 +184,16 @@ class HuggingFaceDataModule(PairsDataModule):
         """Read all rows of all splits, or the first ``max_rows`` of each."""
         passages = open_corpus(self.corpus, self._corpus_settings(), complain=complain) if self.corpus else None
         reader = PairReader(corpus=passages, columns=self.pair_columns)
-        for split, sources in self._rows(complain).items():
+        settings = {getattr(self, setting): setting for setting in reversed(_COLUMNS)}
+
+        def naming_the_setting(problem: DataError) -> None:
+            column = re.search("no (?:key|column) '([^']+)'", problem.sentence)
+            if problem.kind == "missing column" and column and column[1] in settings:
+                setting = f"Name the column in datamodule.{settings[column[1]]}."
+                problem = DataError(f"{problem.sentence} {setting}", kind=problem.kind)
+            complain(problem)
+
+        for split, sources in self._rows(naming_the_setting).items():
             left = self.max_rows
             for records in sources:
                 taken = reader.add(records, split=split, limit=left)
@@ -180,7 +227,8 @@ class HuggingFaceDataModule(PairsDataModule):
                     for split, theirs in self.splits.items()
                 }
         except Exception as error:  # of whichever kind: no network, no such name, a gate
-            raise _not_given(f"datamodule.path={self.path}", error) from error
+            nowhere = "is no file or folder here, and from the hub it"
+            raise _not_given(f"datamodule.path={self.path} {nowhere}", error) from error
         if not given:
             raise DataError(
                 f"{self.path} has no train, validation or test split but {', '.join(others)}; set datamodule.splits."
@@ -206,8 +254,14 @@ def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = 
         return {_split_in(root.name, names) or "train": [root]}
     files = [path for path in sorted(root.rglob("*")) if path.is_file() and set(path.suffixes) & set(FORMATS)]
     if not files:
+        kinds = {path.suffix for path in root.rglob("*")}
+        other = " Files of Dataset.save_to_disk are written again by to_parquet." if ".arrow" in kinds else ""
+        other += (
+            " A .json file is written again as .jsonl, one object a line." if ".json" in kinds and not other else ""
+        )
         raise DataError(
-            f"{root} holds no file of records (.parquet; .jsonl, .tsv or .csv, each also .gz or .zst).",
+            f"{root} holds no file of records (.parquet; .jsonl, .tsv or .csv, each also .gz or .zst); check "
+            f"datamodule.path.{other}",
             kind="missing file",
         )
     if not named:
@@ -219,7 +273,9 @@ def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = 
     if splits is not None:
         if missing := sorted(set(splits) - set(found)):
             raise DataError(
-                f"{root} holds no file of {splits[missing[0]]} (datamodule.splits.{missing[0]}).", kind="missing file"
+                f"{root} holds no file of {splits[missing[0]]} (datamodule.splits.{missing[0]}): name what the name of "
+                "a file or folder begins with.",
+                kind="missing file",
             )
         return found
     if found and unnamed:

@@ -19,6 +19,7 @@ from lit_dpret.cli.arguments import shown_overrides
 from lit_dpret.config import CONFIG_MODULE, choices, groups, names
 from lit_dpret.errors import LitDpretError, WorkerError
 
+_MOST_CHOICES = 5  # that are told to have a setting; one that many have is no hint
 UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
@@ -115,7 +116,7 @@ def explain_unknown_key(key: str) -> str:
     where += f"={chosen}" if chosen else ""
     takes = choices(group) if group in groups() and group != "task" else []  # no advice to do something else
     having = [one.name for one in takes if key in {setting.name for setting in one.keys}]
-    if having:
+    if 0 < len(having) <= _MOST_CHOICES:
         last = having.pop()
         near = f"{group}={', '.join(having)}{' or ' if having else ''}{last} has it"
     else:

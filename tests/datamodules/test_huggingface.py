@@ -87,6 +87,51 @@ def test_names_that_say_a_split_and_names_that_do_not_are_refused_together(folde
         HuggingFaceDataModule(path=folder, **COLUMNS).prepare_data()
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"path": "gone"}, r"datamodule\.path"),
+        ({"query_column": "qestion"}, r"'qestion'.*found: question.*datamodule\.query_column"),
+        ({"passage_column": "passage"}, r"datamodule\.passage_column"),
+        ({"passage_column": "question"}, r"datamodule\.query_column and datamodule\.passage_column"),
+        ({"query_column": ["question", "title"]}, r"datamodule\.query_column"),
+        ({"query_column": None}, r"datamodule\.query_column"),
+        ({"user_column": 3}, r"datamodule\.user_column"),
+        ({"splits": "train"}, r"datamodule\.splits"),
+        ({"splits": ["train"]}, r"datamodule\.splits"),
+        ({"splits": {"train_sft": "train"}}, r"datamodule\.splits.*train, dev, test"),
+        ({"splits": {"train": "train", "test": "holdout"}}, r"datamodule\.splits\.test"),
+        ({"name": "en"}, r"datamodule\.name.*datamodule\.path"),
+        ({"revision": "main"}, r"datamodule\.revision.*datamodule\.path"),
+        ({"streaming": True, "max_rows": 3}, r"datamodule\.streaming=true.*datamodule\.path"),
+        ({"max_rows": "all"}, r"datamodule\.max_rows"),
+        ({"corpus": "gone.jsonl"}, r"datamodule\.corpus"),
+    ],
+)
+def test_a_wrong_setting_of_a_local_folder_is_named_in_one_line_and_nothing_is_warned_of(
+    settings: dict[str, Any], named: str, folder: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    with pytest.raises((ConfigurationError, DataError), match=named) as found:
+        data = HuggingFaceDataModule(**{"path": folder, **COLUMNS, **settings})
+        data.prepare_data()
+        data.setup("fit")
+    assert "\n" not in str(found.value) and not recwarn.list
+
+
+def test_users_that_no_column_names_are_told_by_the_setting(folder: Path) -> None:
+    data = HuggingFaceDataModule(path=folder, **{**COLUMNS, "user_column": None})
+    with pytest.raises(ConfigurationError, match=r"datamodule\.user_column"):
+        data.use_unit("user")
+        data.train_units()
+
+
+@pytest.mark.parametrize(("name", "way_out"), [("data-00000-of-00001.arrow", "to_parquet"), ("train.json", "jsonl")])
+def test_files_of_another_kind_are_told_how_to_be_written(name: str, way_out: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError, match=rf"datamodule\.path.*{way_out}"):
+        HuggingFaceDataModule(path=tmp_path, **COLUMNS).prepare_data()
+
+
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no file of records"):
         HuggingFaceDataModule(path=tmp_path, **COLUMNS).prepare_data()
