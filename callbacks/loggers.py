@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.errors import ConfigurationError, StorageError, first_line
 from lit_dpret.lazy import optional
+from lit_dpret.settings import require_choice
 
 
 class MetricsFile(Logger):
@@ -165,6 +166,9 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         wandb = self._keep("wandb", save_dir, settings)
+        where = os.environ.get("WANDB_MODE") or "online"
+        # W&B itself takes any other word for online, and asks for the key after the training.
+        require_choice("WANDB_MODE", where, ("online", "run", "shared", "offline", "dryrun", "disabled"))
         told = wandb.Settings(
             console="off",
             disable_code=True,
@@ -180,7 +184,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
             name=name, save_dir=save_dir, project=project, offline=offline, log_model=log_model, settings=told,
             config=self._settings,
         )  # fmt: skip
-        if not offline and os.environ.get("WANDB_MODE", "online") == "online":
+        if not offline and where in ("online", "run", "shared"):
             self._log_in(wandb)
 
     @rank_zero_only

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -32,6 +32,7 @@ from lit_dpret.cards.provenance import (
 )
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.tuning import (
+    TuningData,
     refuse_other_tuning,
     refuse_told_number,
     refuse_trials_of_no_choice,
@@ -40,6 +41,7 @@ from lit_dpret.cards.tuning import (
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.judgement import Assumption, leaks
+from lit_dpret.settings import require_choice
 
 MODEL_FOLDER = "model"
 _NEEDS = "PrivacyCard needs the PrivacyAccountant callback before it: the card is made from its ledger."
@@ -84,6 +86,7 @@ class PrivacyCard(Callback):
         pretraining_overlap: str | Path | None = None,
         audit_protocols: Sequence[str | Path] = (),
     ) -> None:
+        require_choice("callbacks.card.tuning_data", tuning_data, get_args(TuningData))
         self.run_dir = None if run_dir is None else Path(run_dir)
         self._written = self._fits = False
         self.tuning = {

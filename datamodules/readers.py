@@ -18,6 +18,7 @@ counts it, after which the reader leaves the record out and goes on: so ``task=c
 
 from __future__ import annotations
 
+import codecs
 import copy
 import csv
 import gzip
@@ -292,6 +293,10 @@ class RecordFile(Records):
             for number, line in enumerate(stream, start=1):
                 if number == 1 and line[:2] == b"\x1f\x8b":
                     raise _unreadable(f"{self.path} is compressed with gzip; rename it to {self.path.name}.gz.")
+                if number == 1 and line[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                    raise _unreadable(f"{self.path} is UTF-16 text. Save it as UTF-8.")
+                if number == 1 and not line.endswith(b"\n") and b"\r" in line[:-1]:
+                    raise _unreadable(f"{self.path} ends its lines with CR alone. Save it with the line ends of Unix.")
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -313,6 +318,8 @@ class RecordFile(Records):
             except (ValueError, RecursionError) as error:
                 reason = "a number is too long" if isinstance(error, ValueError) else "nested too deeply"
                 reason = _what_json_says(error) if isinstance(error, json.JSONDecodeError) else reason
+                if number == 1 and line.strip() in ("[", "{"):
+                    reason = "indented, where JSONL holds one object a line"
                 self._note(number, f"malformed JSON ({reason})", "malformed JSON", error)
                 continue
             if isinstance(record, dict):
@@ -355,6 +362,12 @@ class RecordFile(Records):
                 if repeated is not None:
                     shown = shown_columns([repeated])[0]
                     raise DataError(f"{self.where(start)}: the header names column {shown!r} twice.")
+                between, others = ("tabs", ",;|") if self.format == ".tsv" else ("commas", "\t;|")
+                if len(header) == 1 and (other := next((one for one in others if one in header[0]), None)):
+                    raise DataError(
+                        f"{self.where(start)}: the header has {other!r} between its columns, and a {self.format} file "
+                        f"has {between}."
+                    )
             elif len(values) != len(header):
                 self._note(
                     start,

@@ -138,6 +138,10 @@ class UnsupportedModelError(LitDpretError, TypeError):
     """A model or layer for which a privacy claim cannot be made."""
 
 
+class UnplannedError(ConfigurationError):
+    """What a run will cost is decided when it runs, so that nothing can be planned or reserved for it."""
+
+
 class UnsupportedAccountingError(ConfigurationError):
     """A sampling law, accountant and neighbouring relation that no library supports together."""
 

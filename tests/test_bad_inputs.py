@@ -59,6 +59,10 @@ FILES: dict[str, bytes] = {
     "split.jsonl": _jsonl({"query": "a", "passage": "b", "split": "trainn"}),
     "not_gzip.jsonl.gz": _jsonl(),
     "cut.jsonl.gz": gzip.compress(_jsonl())[:-12],
+    "cr.jsonl": _jsonl().replace(b"\n", b"\r"),
+    "cr.csv": b"query,passage\ra,b\rc,d",
+    "indented.jsonl": json.dumps(PAIRS, indent=1).encode(),
+    "commas.tsv": b"query,passage\na,b\n",
     "semicolons.csv": b"query;passage\na;b\n",
     "quote.csv": b'query,passage\n"a,b\n',
     "columns.tsv": b"query\tpassage\na\tb\tc\n",
@@ -68,6 +72,8 @@ FILES: dict[str, bytes] = {
     "log.parquet": _jsonl(),
     "open_secret": bytes(32),
     "bad.yaml": b"method: [",
+    "own/model/broken.yaml": b"_target_: [",
+    "other/privacy_card.json": b"{}",
 }  # fmt: skip
 
 
@@ -103,10 +109,21 @@ CASES: dict[str, Case] = {
     "a setting of a group that nothing reads": log("+model.foo=1", named=r"model"),
     "a text for a number": log("model.optimizer.lr=fast", named=r"model\.optimizer\.lr='fast'"),
     "a text for a whole number": log("model.max_query_length=long", named=r"model\.max_query_length"),
+    "a share of a step": log("trainer.max_steps=1.5", named=r"trainer\.max_steps=1\.5"),
+    "a text for true": log("model.lower_case=perhaps", named=r"model\.lower_case='perhaps'"),
+    "a file for true": log("resume=last.ckpt", named=r"resume='last\.ckpt'"),
+    "a word for a declaration": log("datamodule.passages_are_public=dunno", named=r"passages_are_public='dunno'"),
+    "a word for the declaration of a task": Case(
+        ("synthesize", *LOG[:2], "task.generator=qrels", "task.passages_are_public=nein"),
+        r"task\.passages_are_public='nein'",
+    ),
+    "one value for a list": Case(("evaluate", *LOG[:2], "task.metrics=ndcg@10"), r"task\.metrics=\[ndcg@10\]"),
+    "a list for a mapping": Case(("check_data", *LOG[:2], "task.fractions=[8,1,1]"), r"task\.fractions=\{train: 0\.8"),
     "a mapping that does not end": log("model.lora={r:", named=r"model\.lora=\{r:.*quotes"),
     "a run folder that is a file": log("hydra.run.dir=a_file", named=r"a_file is a file.*hydra\.run\.dir"),
     "a run folder inside a file": log("hydra.run.dir=a_file/run", named=r"a_file.*hydra\.run\.dir"),
     "a start that is nowhere": log("init_from=nope", named=r"init_from=nope is no folder"),
+    "a start that holds no model": log("init_from=qrels", named=r"init_from=qrels holds no model"),
     "a start that is a file": log("init_from=a_file", named=r"init_from=a_file is no folder"),
     "a hub that does not answer": log("model.pretrained=t5-smal", named=r"model\.pretrained=t5-smal"),
     "a path for a hub name": log("model.pretrained=./t5-small", named=r"model\.pretrained=\./t5-small is no folder"),
@@ -114,9 +131,22 @@ CASES: dict[str, Case] = {
     "no GPU": log("trainer=gpu", named=r"trainer cannot be made: .*trainer=cpu"),
     "no CUDA": log("trainer.accelerator=cuda", named=r"trainer cannot be made: .*trainer=cpu"),
     "several GPUs": log("trainer=ddp", "trainer.devices=4", named=r"trainer cannot be made: .*trainer=cpu"),
+    "no TPU": log("trainer.accelerator=tpu", named=r"trainer cannot be made: .*trainer=cpu"),
+    "no such precision": log("trainer.precision=8", named=r"trainer\.precision: .*8"),
+    "no CUDA for a task": Case(("encode", *LOG[:2], "task.device=cuda"), r"task\.device=cuda"),
+    "no device of that name": Case(
+        ("search", "task.index=nope", "task.query=a", "task.device=gpu"), r"task\.device=gpu"
+    ),
     "W&B without a key": log("logger=wandb", named=r"logger=wandb: .*logger\.wandb\.offline=true"),
     "no such task": Case(("sinthesize",), r"'sinthesize'"),
     "a word that is no option": Case(("--privacy.eps=3",), r"--privacy\.eps=3"),
+    "no such option": Case(("fit", "--hlep"), r"--hlep is no option"),
+    "an option between a task and its settings": Case(("fit", "-m", "privacy.epsilon=1,3"), r"privacy\.epsilon is not"),
+    "an option before a task": Case(("-m", "fit", "privacy.epsilon=1,3"), r"privacy\.epsilon is not"),
+    "blanks around the sign": Case(("fit", "privacy.eps", "=", "3"), r"privacy\.eps .*NAME=VALUE"),
+    "settings of one's own that are no YAML": Case(
+        ("--config-dir", "own", "model=broken"), r"own/model/broken\.yaml is no YAML"
+    ),
     "no such group": Case(("list", "privcy"), r"'privcy'"),
     "no choice of that name": log("privacy=dpsgd", named=r"privacy=dpsgd does not exist"),
     "no model of that name": log("model=gpt", named=r"model=gpt does not exist"),
@@ -147,6 +177,13 @@ CASES: dict[str, Case] = {
         ("task=encode", "task.encoder=nope", "task.max_passages=5"), r"task\.max_passages is not a setting.*task=encode"
     ),
     "a file in the place of a setting": Case(("own_log", "log.jsonl"), r"log\.jsonl .*NAME=VALUE"),
+    "a choice on data that nobody knows": log(
+        "callbacks.card.tuning_data=dev", named=r"callbacks\.card\.tuning_data='dev'"
+    ),
+    "the same for the task of one's own log": Case(
+        ("task=own_log", "datamodule=pairs", "datamodule.pairs=log.jsonl", "task.tuning_data=dev"),
+        r"task\.tuning_data='dev'",
+    ),
     "a setting of another mode": log("privacy=none", "privacy.eps=3", named=r"privacy\.eps is not a setting"),
     "a promise that no noise keeps": log("privacy.eps=1e-9", "privacy.delta=1e-300", named=r"privacy\.eps"),
     "a folder that holds no model": log("model.pretrained=qrels", named=r"model\.pretrained=qrels"),
@@ -168,6 +205,9 @@ CASES: dict[str, Case] = {
     "a generator that is nowhere": Case(
         ("synthesize", *LOG[:2], "task.generator=./nope", "task.passages_are_public=true"), r"task\.generator=nope"
     ),
+    "an artefact that is no generator": Case(
+        ("synthesize", *LOG[:2], "task.generator=other", "task.passages_are_public=true"), r"other is not a .*generator"
+    ),
     "embeddings that are nowhere": Case(("index", "task.embeddings=nope"), r"nope"),
     "a sweep that is nowhere": Case(("sweep", "nope.yaml"), r"nope\.yaml"),
     "a sweep that is no YAML": Case(("sweep", "bad.yaml"), r"bad\.yaml"),
@@ -184,7 +224,7 @@ CASES: dict[str, Case] = {
             "trainer.precision=16-true", "privacy.max_grad_norm=true", "model.dropout=true",
         )
     },
-    **{name: pairs(name) for name in FILES if "." in name and name not in ("one.jsonl", "bad.yaml")},
+    **{name: pairs(name) for name in FILES if re.fullmatch(r"[^/]+\.(?!yaml).*", name) and name != "one.jsonl"},
     "one.jsonl": pairs("one.jsonl", r"expected_batch_size=4 exceeds the 1 units"),
     **{f"a path as it is typed: {name}": pairs(name, re.escape(f"{name} does not exist"))
        for name in ("my own log.jsonl", "a=b.jsonl", "wei rd ü 漢.jsonl", "50% of it.jsonl")},
@@ -253,6 +293,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
     """What each command said."""
     folder = write_log(tmp_path_factory.mktemp("typed"))
     for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "open_secret").chmod(0o644)
     # A fork of this process would not do: torch's threads, where an earlier test has used them, do not survive it.

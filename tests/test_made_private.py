@@ -321,6 +321,13 @@ class Predicts(PrivateModule):
         return found
 
 
+@pytest.mark.parametrize("loss", [lambda model, batch: None, lambda model, batch: list(row_loss(model, batch))])
+def test_a_loss_that_is_no_tensor_is_refused_before_its_first_release(loss: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="per_row_loss"):
+        fit(tmp_path, made(per_row_loss=loss))
+    assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("setting", ["gradient_clip_val", "accumulate_grad_batches"])
 def test_what_only_training_cannot_have_is_no_matter_for_prediction(setting: str, tmp_path: Path) -> None:
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}

@@ -16,6 +16,14 @@ from lit_dpret.errors import ConfigurationError
 
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
 _SENTENCES = ("task.query", "task.tuning_note", "callbacks.card.tuning_note")  # prose, which may hold any character
+_OPTIONS = {  # of Hydra
+    "-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve", "-i", "--info", "-sc",
+    "--shell-completion",
+}  # fmt: skip
+_VALUED_OPTIONS = {
+    "-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
+    "--experimental-rerun",
+}  # fmt: skip
 _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 
 
@@ -40,11 +48,13 @@ def with_task(arguments: list[str]) -> list[str]:
         ['task=compare', "task.run_a='runs/a'", "task.run_b='runs/b'", 'task.level=0.9']
         >>> with_task(["verify", "runs/a"])
         ['task=verify', 'hydra.run.dir=.', 'hydra.output_subdir=null', "task.card='runs/a'"]
+        >>> with_task(["plan", "-m", "privacy.eps=1,3"])
+        ['-m', 'task=plan', 'privacy.eps=1,3']
 
     Raises:
         ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
             not followed by two runs, ``verify`` by one card, ``audit`` by one run or ``sweep`` by one file; or a
-            setting is written as an option.
+            setting is written as an option, or an option does not exist.
     """
     for argument in arguments:
         name = argument.lstrip("-").split("=")[0]
@@ -54,15 +64,33 @@ def with_task(arguments: list[str]) -> list[str]:
             and name.split(".")[0] in {*groups(), *(key.name for key in top_level().keys)}
         ):
             raise ConfigurationError(f"{argument} is no option: a setting has no dashes, {argument.lstrip('-')}.")
-    if not arguments or "=" in arguments[0] or arguments[0][:1] in "-+~":
-        return arguments
+    options, arguments = _apart(arguments)
+    if not arguments or "=" in arguments[0] or arguments[0][:1] in ("+", "~"):
+        return [*options, *arguments]
     tasks = names("task")
     if arguments[0] not in tasks:
         words = ", ".join([*tasks, "list", "silo"])
         raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {words}.")
     knobs = _POSITIONAL.get(arguments[0], ())
     nowhere = ["hydra.run.dir=.", "hydra.output_subdir=null"] if arguments[0] == "verify" else []  # it writes nothing
-    return [f"task={arguments[0]}", *nowhere, *_by_place(arguments[0], knobs, arguments[1:])]
+    return [*options, f"task={arguments[0]}", *nowhere, *_by_place(arguments[0], knobs, arguments[1:])]
+
+
+def _apart(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return options and the other words: Hydra's parser takes no option between two settings."""
+    options: list[str] = []
+    words: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, _, value = argument.partition("=")
+        if not argument.startswith("-"):
+            words.append(argument)
+        elif name not in _OPTIONS | _VALUED_OPTIONS:
+            raise ConfigurationError(f"{argument} is no option: lit-dpret --help and --hydra-help list them.")
+        else:
+            follows = [next(rest, "")] if name in _VALUED_OPTIONS and not value else []
+            options += [argument, *filter(None, follows)]
+    return options, words
 
 
 def quoted(argument: str) -> str:
@@ -97,7 +125,7 @@ def _literal(text: str) -> str:
 
 def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[str]:
     """``RUN_A RUN_B ...`` as settings of a task that takes them; all by place, or all by name."""
-    given = list(takewhile(lambda argument: "=" not in argument and argument[:1] not in "-+~", arguments))
+    given = list(takewhile(lambda argument: "=" not in argument and argument[:1] not in "+~", arguments))
     if knobs and len(given) not in (0, len(knobs)):
         words = " ".join(knob.upper() for knob in knobs)
         raise ConfigurationError(

@@ -60,7 +60,7 @@ def build_parts(cfg: DictConfig) -> Parts:
             if any(map(is_dataclass, value if isinstance(value, list) else [value]))
         }
         rest = {key: value for key, value in extra.items() if key not in ready}
-        _check_numbers(cfg[name], name)
+        _check_types(cfg[name], name)
         with _plain_refusals():
             if not ready:
                 return instantiate(cfg[name], **rest)
@@ -86,6 +86,9 @@ def build_parts(cfg: DictConfig) -> Parts:
             with open_dict(found):
                 found.run_dir = str(run_dir)
         chosen = found.get(name) or {}
+        for key, item in chosen.items():
+            if item is not None:
+                _check_types(item, f"{name}.{key}")
         return [instantiate(item) for item in chosen.values() if item is not None]
 
     return Parts(
@@ -108,8 +111,8 @@ def build_parts(cfg: DictConfig) -> Parts:
     )
 
 
-def _check_numbers(node: Any, place: str) -> None:
-    """Refuse a text or a truth value where a constructor takes nothing but numbers; Python would take true for 1."""
+def _check_types(node: Any, place: str) -> None:
+    """Refuse a value of a kind that its constructor cannot mean: Python takes true for 1, and any text for true."""
     found: Any = OmegaConf.to_container(node, resolve=True)
 
     def check(node: Any, place: str) -> None:
@@ -124,13 +127,29 @@ def _check_numbers(node: Any, place: str) -> None:
         except (ImportError, AttributeError, TypeError, ValueError, HydraException):
             parameters = {}  # whoever makes it says what is wrong
         for key, value in node.items():
-            kinds = str(parameters[key].annotation).split(" | ") if key in parameters else []
-            if isinstance(value, bool | str) and kinds and set(kinds) <= {"int", "float", "None"} and value != "???":
-                shown = str(value).lower() if isinstance(value, bool) else repr(value)
-                raise ConfigurationError(f"{place}.{key}={shown} is no number, and a number belongs there.")
+            if key in parameters and value != "???":
+                kind = parameters[key].annotation
+                _check_type(f"{place}.{key}", value, kind.__name__ if isinstance(kind, type) else str(kind))
             check(value, f"{place}.{key}")
 
     check(found, place)
+
+
+def _check_type(name: str, value: Any, annotation: str) -> None:
+    """Refuse a value where the annotation allows nothing but numbers, true and false, or a list."""
+    kinds = set(annotation.split(" | ")) - {"None"}
+    if value is None or not kinds:
+        return
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    if kinds <= {"int", "float"} and isinstance(value, bool | str):
+        raise ConfigurationError(f"{name}={shown} is no number, and a number belongs there.")
+    if kinds == {"int"} and isinstance(value, float) and not value.is_integer():
+        raise ConfigurationError(f"{name}={shown} is no whole number, and one belongs there.")
+    if kinds == {"bool"} and not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={shown} must be true or false.")
+    lists = ("Sequence[", "list[", "tuple[")
+    if all(kind.startswith(lists) for kind in kinds) and isinstance(value, bool | int | float | str):
+        raise ConfigurationError(f"{name}={shown} is no list, and a list belongs there: {name}=[{value}].")
 
 
 def _trained_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -210,7 +229,13 @@ def _start(cfg: DictConfig) -> dict[str, str]:
         )
     from lit_dpret.cards.start import model_folder
 
-    return {key: str(model_folder(cfg.init_from))}
+    folder = model_folder(cfg.init_from)
+    if not any((folder / name).is_file() for name in ("config.json", "modules.json")):
+        raise ConfigurationError(
+            f"init_from={cfg.init_from} holds no model (neither config.json nor modules.json in {folder}): it takes a "
+            "run that trained one, or its model/."
+        )
+    return {key: str(folder)}
 
 
 def checked_task(cfg: DictConfig) -> Any:
@@ -221,6 +246,7 @@ def checked_task(cfg: DictConfig) -> Any:
     """
     if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # said before the task's imports, which take long
         raise ConfigurationError(f"{', '.join(missing)} must be given on the command line.")
+    _check_types(cfg.task, "task")
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):
         raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")
@@ -239,7 +265,12 @@ def checked_task(cfg: DictConfig) -> Any:
 
 
 def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:
-    """Refuse sampling settings that no accountant supports, before a training task reads its data."""
+    """Refuse a device that is not here and sampling that no accountant supports, before a task reads its data."""
+    device = getattr(task, "device", None)
+    if isinstance(device, str) and device not in ("cpu", "auto") and not getattr(task, "predicts_devices", False):
+        from lit_dpret.distributed.job import device_named
+
+        device_named(device, knob="task.device")
     if hasattr(task, "planned_fits") and cfg.datamodule.get("sampling") is not None:
         names = ("sampling", "expected_batch_size", "sample_rate", "cap")
         parts.make_privacy().check_request(SimpleNamespace(**{name: cfg.datamodule.get(name) for name in names}))
@@ -253,5 +284,7 @@ def check_top_level(cfg: DictConfig) -> None:
     for name in sorted((set(map(str, cfg)) & added) - known):
         if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):  # ${name} or, among others, ${oc.select:name}
             raise ConfigurationError(f"{explain_unknown_key(name)} Nothing reads what +{name} adds.")
+    for name in ("resume", "init_from_is_public"):
+        _check_type(name, cfg[name], "bool")
     if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= _LARGEST_SEED:
         raise ConfigurationError(f"seed={cfg.seed!r} is not a whole number from 0 to {_LARGEST_SEED}.")

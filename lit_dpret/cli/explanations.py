@@ -14,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from lit_dpret.cli.arguments import shown_overrides
 from lit_dpret.config import CONFIG_MODULE, choices, groups, names
@@ -33,9 +34,11 @@ def explain(error: BaseException) -> str | None:
             file = cause.filename2 or cause.filename or "no file named"  # of two, the second is written to
             return f"the disk is full ({file}). Free space, then resume=true."
         if isinstance(cause, OSError) and cause.errno == errno.EEXIST and Path(cause.filename or "").is_file():
-            return f"{cause.filename} is a file, and a folder is needed there. Choose another hydra.run.dir."
+            return f"{cause.filename} is a file, and a folder is needed there. Choose another {_folder_knob()}."
         if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
-            return f"{cause.filename}: {cause.strerror}. Choose another hydra.run.dir, or mend the permissions."
+            return f"{cause.filename}: {cause.strerror}. Choose another {_folder_knob()}, or mend the permissions."
+        if isinstance(cause, MarkedYAMLError) and cause.problem_mark is not None:  # a file of --config-dir
+            return f"{cause.problem_mark.name} is no YAML (line {cause.problem_mark.line + 1}: {cause.problem})."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
             return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
         if (lost := lost_rank(cause)) is not None:
@@ -43,6 +46,10 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _explain_composition(error)
     return None
+
+
+def _folder_knob() -> str:
+    return "hydra.sweep.dir" if {"-m", "--multirun"} & set(sys.argv) else "hydra.run.dir"
 
 
 def lost_rank(error: BaseException) -> WorkerError | None:
@@ -65,7 +72,7 @@ def _explain_composition(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
-            return f"{error.override} is no setting: settings are written as NAME=VALUE."
+            return f"{error.override} is no setting: settings are written as NAME=VALUE, without blanks around the =."
         return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
     if several := re.match(r"Ambiguous value for argument '([^=]+)=", text):
         return (
@@ -77,6 +84,8 @@ def _explain_composition(error: BaseException) -> str:
     unknown = UNKNOWN_KEY.search(text)
     if unknown:
         return explain_unknown_key(unknown.group(1))
+    if other := re.match(r"Error merging override ([\w./@]+)=", text):
+        return _explain_other_form(other[1])
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
         return f"{missing.group(1)} must be given on the command line."
@@ -87,7 +96,10 @@ def _explain_composition(error: BaseException) -> str:
     if text.startswith("Error in call to target") and error.__cause__ is not None:  # what a constructor choked on
         where, cause = re.search(r"full_key: (\S+)", text), " ".join(str(error.__cause__).split()).rstrip(".!")
         place = where.group(1) if where else "a part of the configuration"
-        if place == "trainer" and re.search("gpu|cuda|tpu|accelerator", cause, re.IGNORECASE):
+        cause = cause.split(" HINT: ")[0].rstrip(".")  # of another package than ours, whose extras bring it
+        if place == "trainer" and "precision" in cause.lower():
+            return f"trainer.precision: {cause}."
+        if place == "trainer" and re.search("gpu|cuda|tpu|xla|accelerator", cause, re.IGNORECASE):
             return f"trainer cannot be made: {cause}. Choose a trainer.accelerator that is here, or trainer=cpu."
         return f"{place} cannot be made: {cause}."
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
@@ -100,6 +112,17 @@ def _composed_again(without: str = "") -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
         return compose("train", overrides=overrides, return_hydra_config=True)
+
+
+def _explain_other_form(key: str) -> str:
+    """Show the form of a setting that was given a list for a mapping, or the reverse."""
+    try:
+        default: Any = OmegaConf.to_container(OmegaConf.select(_composed_again(without=key), key))
+    except Exception:
+        return f"{key} takes a value of another form."
+    pairs = ", ".join(f"{name}: {value}" for name, value in default.items()) if isinstance(default, dict) else ""
+    form = f"'{key}={{{pairs}}}'" if pairs else f"{key}={default}"
+    return f"{key} takes a value of another form, as {form}."
 
 
 def explain_unknown_key(key: str) -> str:

@@ -36,6 +36,22 @@ _GONE = (
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 
 
+def device_named(name: str, *, knob: str = "device") -> torch.device:
+    """Return the device of a setting, where ``auto`` prefers a GPU.
+
+    Raises:
+        ConfigurationError: It cannot be used here; names ``knob``.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"{knob}={name} cannot be used here. Choose cpu, or a device that is here.") from error
+    return device
+
+
 @dataclass(frozen=True)
 class Job:
     """The ranks of one job, from the view of one rank.

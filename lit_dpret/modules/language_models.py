@@ -48,7 +48,7 @@ def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTo
             raise _unloadable(source, error, "tokenizer") from error
     if tokenizer.eos_token_id is None:
         raise UnsupportedModelError(
-            f"The tokenizer of {source} has no eos_token: a generator must learn where a query ends."
+            f"model.pretrained={source}: its tokenizer has no eos_token, and a generator must learn where a query ends."
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -507,6 +507,11 @@ class PrivateModule(Checkpointed):
 
         def losses() -> Tensor:
             loss = self.per_row_loss(batch.rows)
+            if not isinstance(loss, Tensor):
+                raise UnsupportedModelError(
+                    f"{type(self).__name__}.per_row_loss returned a {type(loss).__name__}; it must return a tensor "
+                    "with one loss per row, as torch's losses do under reduction='none'."
+                )
             if loss.shape != batch.unit_ids.shape:
                 raise UnsupportedModelError(
                     f"{type(self).__name__}.per_row_loss returned shape {tuple(loss.shape)} for "

@@ -103,7 +103,7 @@ class PrivacyBudget:
     def __post_init__(self) -> None:
         if not (isinstance(self.eps, (int, float)) and math.isfinite(self.eps) and self.eps > 0):
             raise ConfigurationError(
-                f"privacy.eps={self.eps} is not a positive, finite number. "
+                f"privacy.eps={self.eps!r} is not a positive, finite number. "
                 "For training without a guarantee choose privacy=none."
             )
         require_delta(self.delta)

@@ -29,9 +29,9 @@ from lit_dpret.cards.card import CARD_NAME, CardFacts, inherit_card, read_card, 
 from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.provenance import environment_facts, version_of
 from lit_dpret.cards.start import model_folder
-from lit_dpret.distributed.job import Job
+from lit_dpret.distributed.job import Job, device_named
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
-from lit_dpret.modules.generator_folder import GeneratorModel, load_generator, weights_hash
+from lit_dpret.modules.generator_folder import GeneratorModel, load_generator, read_contract, weights_hash
 from lit_dpret.privacy.ledger.chain import left_behind
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
@@ -117,6 +117,7 @@ def synthesize(
             f"{source} holds no {CARD_NAME}, so the claim of the queries would be unknown. Use a folder exported by a "
             "generator run; a run with privacy=none has a card too, which says so."
         )
+    read_contract(source)  # another artefact than a generator is named as such, before its card is judged
     check_artefact(source, read_card(source))  # an adapter beside the weights is loaded with them
     texts = {name: text for name, text in passages.items() if text.strip()}
     if not texts:
@@ -339,18 +340,6 @@ def _why_public(source: Path, declared: object) -> str:
         "protects only what was asked about them. Set passages_are_public=true if that may be known, or if the list "
         "was fixed without looking at the queries; else give the whole corpus, or a public sample of it."
     )
-
-
-def device_named(name: str) -> torch.device:
-    """Return the device of a setting, where ``auto`` prefers a GPU; `ConfigurationError` names it."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigurationError(f"device={name} cannot be used here. Choose auto or cpu.") from error
-    return device
 
 
 @contextmanager

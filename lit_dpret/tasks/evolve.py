@@ -31,7 +31,7 @@ from lit_dpret.cards.card import (
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.cards.text import privacy_line
-from lit_dpret.distributed.job import Job
+from lit_dpret.distributed.job import Job, device_named
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.modules import QueryGenerator
@@ -54,7 +54,6 @@ from lit_dpret.synthesis.groups import Generation, canonical_groups
 from lit_dpret.synthesis.shards import ShardStore
 from lit_dpret.synthesis.writer import (
     check_disk,
-    device_named,
     draw_into,
     drawing_facts,
     list_assumption,

@@ -27,7 +27,7 @@ from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.start import MODEL_FOLDER, Start
 from lit_dpret.distributed import rank_watch
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError, UnplannedError
 from lit_dpret.files import read_json, write_whole
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.private_run import require_run
@@ -86,13 +86,13 @@ def plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
     """Plant as many blank units as the audits among the callbacks of a training will plant canaries.
 
     Raises:
-        ConfigurationError: One of them does not say how many.
+        UnplannedError: One of them does not say how many.
     """
     for one in callbacks:
         if not hasattr(one, "plant_canaries"):
             continue
         if not hasattr(one, "planned_units"):
-            raise ConfigurationError(
+            raise UnplannedError(
                 f"callbacks: {type(one).__name__} plants canaries without stating their number (planned_units), so the "
                 "run cannot be planned. Remove it."
             )
@@ -146,7 +146,7 @@ class Fit:
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
         """Return the private training that ``run`` would make; reads the data without training."""
         if self.membership_coins:
-            raise ConfigurationError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
+            raise UnplannedError("task.membership_coins=true cannot be planned: how many it holds out is a coin's.")
         datamodule = parts.read_data()
         if (canaries := released_canaries(parts)) is not None:
             plant_blanks(datamodule, canaries.units)

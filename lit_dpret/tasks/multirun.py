@@ -12,7 +12,7 @@ from typing import Any
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.costs.estimate import FACTOR, duration, estimate
-from lit_dpret.errors import LitDpretError
+from lit_dpret.errors import LitDpretError, UnplannedError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, composed
@@ -70,7 +70,7 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> str:
             found = planned_once(run, task, parts, known) if mode.guarantee == "dp" else []
             plans += found
             seconds += _seconds(task, parts, mode, found)
-    except LitDpretError as error:
+    except UnplannedError as error:
         return _said(f"{len(runs)} runs. What they cost together is not known beforehand: {error}")
     bare = sum(mode.guarantee == "none" for mode in modes)
     words = [f"{len(runs)} runs, {len(plans)} private trainings" + (f", {bare} runs without privacy" if bare else "")]

@@ -11,7 +11,7 @@ from typing import Any
 
 from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.readers import Problems
-from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
+from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, UnplannedError
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.check_data import PAGE, CheckData, fitting_batch, fitting_length, make_rulers
 from lit_dpret.tasks.fit import PlannedFit
@@ -75,7 +75,7 @@ class OwnLog(Pipeline):
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
         """Refuse: the trainings depend on a split that does not exist before the task runs."""
-        raise ConfigurationError("task=own_log decides its sizes when it runs. In a sweep or a plan use task=pipeline.")
+        raise UnplannedError("task=own_log decides its sizes when it runs. In a sweep or a plan use task=pipeline.")
 
     def _split(self, parts: Parts, data: Any) -> dict[str, Any]:
         """Return the settings that read the log with a test split: those given, or those of a split that is written.

@@ -22,6 +22,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.file import CARD_NAME, check_artefact
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.cards.text import NOT_PROVED, WITHOUT_PRIVACY, privacy_line
+from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
@@ -34,6 +35,7 @@ from lit_dpret.report.page import shortened
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.retrieval.trec_runs import EvaluationResult
+from lit_dpret.settings import require_choice
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
@@ -124,6 +126,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         chosen = self.only = tuple(some_of("task.only", self.only, get_args(System)))
+        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
         self.embeddings = None if self.embeddings is None else Path(self.embeddings)
         if self.round_trip_filter is not None and self.round_trip_filter < 1:
             raise ConfigurationError(f"task.round_trip_filter={self.round_trip_filter} must be at least 1, or null.")

@@ -70,6 +70,7 @@ class Plan:
 
     takes_start: ClassVar[bool] = True
     takes_canaries: ClassVar[bool] = True
+    predicts_devices: ClassVar[bool] = True  # which need not be here
     units: int | None = None
     epochs: float | None = None
     measure: bool | Literal["slices"] = False

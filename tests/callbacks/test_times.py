@@ -257,3 +257,12 @@ def test_wandb_without_a_key_is_refused_before_the_training(
     monkeypatch.setattr(wandb, "login", login)
     with pytest.raises(ConfigurationError, match=r"logger\.wandb\.offline"):
         PublicWandbLogger(save_dir=tmp_path)
+
+
+def test_a_mode_that_wandb_takes_for_online_is_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offlin")
+    with pytest.raises(ConfigurationError, match="WANDB_MODE='offlin'"):
+        PublicWandbLogger(save_dir=tmp_path)

@@ -22,7 +22,7 @@ from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cli import jobs
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.synthesis.filters.bins import LengthBins
 from lit_dpret.tasks import Evaluate, Evolve, Fit, Histogram, Synthesize, trial
@@ -78,6 +78,16 @@ def test_epsilons_of_different_units_are_not_added_up(tmp_path: Path, capsys: py
 def test_no_run_begins_where_one_of_them_cannot_be_made(tmp_path: Path) -> None:
     good, bad = (trial_parts(tmp_path, tmp_path / "run", settings={"eps": eps}) for eps in (8.0, -1.0))
     with pytest.raises(ConfigurationError, match=r"privacy\.eps"):
+        tell_cost([composed(good, "good"), composed(bad, "bad")])
+
+
+def test_no_run_begins_where_the_data_of_one_of_them_cannot_be_read(tmp_path: Path) -> None:
+    def unreadable(**settings: Any) -> Any:
+        raise DataError("nope.jsonl does not exist; check datamodule.pairs.")
+
+    good = trial_parts(tmp_path, tmp_path / "run")
+    bad = replace(good, make_datamodule=unreadable)
+    with pytest.raises(DataError, match=r"datamodule\.pairs"):
         tell_cost([composed(good, "good"), composed(bad, "bad")])
 
 
