@@ -338,6 +338,7 @@ def test_the_knob_takes_the_place_of_the_models_own_start(tmp_path: Path) -> Non
         with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
             return compose("train", overrides=["run_dir=run", *overrides])
 
+    (tmp_path / "config.json").write_text("{}")
     for model, key in (("generator", "pretrained"), ("dual_encoder", "encoder"), ("frozen_dual_encoder", "encoder")):
         made = build_parts(parts(f"model={model}", f"init_from={tmp_path}")).make_module
         assert made.keywords == {key: str(tmp_path)}  # type: ignore[attr-defined]
