@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-# So many values of a tensor are looked at.
+# So many values of a tensor are looked at after a step, and at the end of a run: weights that a run without noise
+# trained may differ from those before in a few rows alone.
 _LOOKED_AT = 32
+_AT_THE_END = 4096
 # Fewer values can be equal by chance after rounding: they are compared in float32 alone.
 _FEW = 16
 # Averages are held in containers of a few hundred tensors; longer ones hold rows.
@@ -91,8 +93,8 @@ def passed_in(tensor: Tensor) -> frozenset[Any]:
         return frozenset()
     exact, rounded, _ = _digests([tensor])[:, 0]
     drawn = _spread(tensor).float()
-    looked = [exact] if _differ(drawn) else []  # zeros and ones are everybody's
-    if len(drawn) >= _FEW and _differ(drawn.bfloat16()):
+    looked = [] if is_constant(drawn) else [exact]  # zeros and ones are everybody's
+    if len(drawn) >= _FEW and not is_constant(drawn.bfloat16()):
         looked.append(rounded)
     found = [each.runs for each in _noted if any(digest in each for digest in looked)]
     return frozenset().union(*found)
@@ -137,13 +139,25 @@ def _inside(held: object) -> Iterable[object]:
     return tuple(getattr(held, "__dict__", {}).values())
 
 
-def _spread(tensor: Tensor) -> Tensor:
+def looked_at(tensor: Tensor) -> Tensor | None:
+    """Return the values of a tensor by which it is known at the end of a run; None where it has none here."""
+    return _spread(tensor, _AT_THE_END) if is_readable(tensor) else None
+
+
+def fingerprint_of(values: Tensor) -> int:
+    """Return a number that copies of such values share, bfloat16 casts too from 16 values on."""
+    exact, rounded, _ = _digests_of([values], ((),))[:, 0]
+    return int(exact if len(values) < _FEW else rounded)
+
+
+def is_constant(values: Tensor) -> bool:
+    """Whether all values are equal: zeros and ones are everybody's."""
+    return bool((values == values[0]).all())
+
+
+def _spread(tensor: Tensor, most: int = _LOOKED_AT) -> Tensor:
     # Evenly spread, so that a change in any one region of a large tensor is seen.
-    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)]
-
-
-def _differ(values: Tensor) -> bool:
-    return not bool((values == values[0]).all())
+    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // most)]
 
 
 def _digests(tensors: Sequence[Tensor]) -> np.ndarray:
@@ -176,7 +190,7 @@ def _gathered(views: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(views)).cpu().float()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _layout(sizes: tuple[int, ...], shapes: _Shapes) -> tuple[Tensor, Tensor, Tensor]:
     """Return to which tensor each value belongs, its factor, and two seeds for each tensor."""
     counts = torch.tensor(sizes)
@@ -189,7 +203,7 @@ def _seed(*named: object) -> int:
     return int.from_bytes(blake2b(repr(named).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-_FACTORS = torch.tensor([_seed("factor", place) | 1 for place in range(_LOOKED_AT)])
+_FACTORS = torch.tensor([_seed("factor", place) | 1 for place in range(_AT_THE_END)])
 
 
 def _among(digest: np.int64, ordered: np.ndarray) -> bool:

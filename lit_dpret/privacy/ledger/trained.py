@@ -15,7 +15,6 @@ that one has learned.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.passed import is_readable, passed_in
+from lit_dpret.privacy.ledger.passed import fingerprint_of, is_constant, looked_at, passed_in
 
 #: Where state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
@@ -41,10 +40,6 @@ TRAINED_KEY = "lit_dpret_trained_in"
 NOTE_NAME = "lit_dpret_trained_in.json"
 _MARK = "_lit_dpret_trained_in"
 _BUILT = "_lit_dpret_built_with"
-# Of a large tensor so many values are looked at; trained ones differ from any other in nearly all of them.
-_LOOKED_AT = 4096
-# A few values can be equal by chance after rounding: they are compared in float32.
-_FEW = 16
 # Lists of a million of them are common, and hold no weights.
 _SCALARS = frozenset((str, bytes, int, float, complex, bool, NoneType))
 
@@ -58,9 +53,9 @@ class TrainedIn(NamedTuple):
 
 
 # By the shape of the tensor, so that most others are told apart without a look at their values.
-_values: dict[tuple[int, ...], dict[bytes, frozenset[TrainedIn]]] = {}
+_values: dict[tuple[int, ...], dict[int | None, frozenset[TrainedIn]]] = {}
 # Weights of one new module may well be copied into another.
-_built: set[bytes] = set()
+_built: set[int] = set()
 # Parameters that an optimizer of this process has changed, whoever called it.
 _stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
@@ -157,7 +152,7 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
     for each in modules_and_tensors_in(module):
         found |= _marks(each)
         if isinstance(each, Tensor) and (known := _values.get(tuple(each.shape))):
-            found |= known.get(fingerprint(each) or b"", frozenset())
+            found |= known.get(fingerprint(each), frozenset())
         if isinstance(each, Tensor):
             found |= passed_in(each)
     return frozenset(found)
@@ -173,10 +168,11 @@ def note_built(module: nn.Module) -> None:
         return
     own = list(_parameters(module).values())
     shapes = {each.shape for each in own}
-    changed = {fingerprint(each) for each in list(_stepped) if each.shape in shapes and not _is_constant(each)}
+    stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
+    changed = {fingerprint_of(values) for values in stepped if not is_constant(values)}
     kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
-    found = [values for each in kept if (values := _sample(each)) is not None]
-    vars(module)[_BUILT] = built = frozenset(_digest(cast) for values in found for cast in _casts(values))
+    found = [values for each in kept if (values := looked_at(each)) is not None]
+    vars(module)[_BUILT] = built = frozenset(fingerprint_of(cast) for values in found for cast in _casts(values))
     _built.update(built)
 
 
@@ -196,36 +192,17 @@ def _parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in weights(module).items() if isinstance(tensor, nn.Parameter)}
 
 
-def fingerprint(tensor: Tensor) -> bytes | None:
-    """Return a fingerprint that copies share, bfloat16 casts too from 16 values on; None without values."""
-    values = _sample(tensor)
-    return None if values is None else _digest(values)
-
-
-def _sample(tensor: Tensor) -> Tensor | None:
-    if not is_readable(tensor):
-        return None
-    # Evenly spread, so that a change in any one region of a large tensor is seen.
-    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _LOOKED_AT)].cpu()
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    """Whether all values looked at are equal: zeros and ones are everybody's."""
-    values = _sample(tensor)
-    return values is None or bool((values == values[0]).all())
+def fingerprint(tensor: Tensor) -> int | None:
+    """Return that of the values (`fingerprint_of`); None without values."""
+    values = looked_at(tensor)
+    return None if values is None else fingerprint_of(values)
 
 
 def _casts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, values.half(), values.bfloat16()
 
 
-def _digest(values: Tensor) -> bytes:
-    # bfloat16 first: a copy that was cast there and back has the same digest.
-    plain = values.float() if len(values) < _FEW else values.to(torch.bfloat16)
-    return hashlib.blake2b(plain.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
-
-
-def fingerprints(module: nn.Module) -> dict[str, bytes | None]:
+def fingerprints(module: nn.Module) -> dict[str, int | None]:
     """Return those of all `values_of` it, frozen ones too: a hook may store an average of trained ones there."""
     return {name: fingerprint(tensor) for name, tensor in values_of(module)}
 
@@ -243,19 +220,19 @@ def values_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name} merged", sum(map(part.get_delta_weight, adapters), weight)
 
 
-def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, bytes | None], runs: Iterable[TrainedIn]) -> None:
+def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None], runs: Iterable[TrainedIn]) -> None:
     """Record, for this process, the values of tensors that changed since ``before`` the runs."""
     runs = frozenset(runs)
     for name, tensor in tensors:
-        values = _sample(tensor) if isinstance(tensor, Tensor) else None
-        if values is None or before.get(name) in (None, _digest(values)):
+        values = looked_at(tensor) if isinstance(tensor, Tensor) else None
+        if values is None or before.get(name) in (None, fingerprint_of(values)):
             continue
         if isinstance(tensor, nn.Parameter):  # no tensor of a checkpoint, which would take the name into the file
             setattr(tensor, _MARK, _marks(tensor) | runs)
         known = _values.setdefault(tuple(tensor.shape), {})
         for cast in _casts(values):
             # Zeros and ones are everybody's, and rounding may undo a small change.
-            if (copy := _digest(cast)) != before[name] and not bool((cast == cast[0]).all()):
+            if (copy := fingerprint_of(cast)) != before[name] and not is_constant(cast):
                 known[copy] = known.get(copy, frozenset()) | runs
 
 
