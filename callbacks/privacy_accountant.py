@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
@@ -50,7 +50,7 @@ from lit_dpret.callbacks.updates import UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, told
-from lit_dpret.privacy.budget import LARGE_DELTA, large_delta
+from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
@@ -213,6 +213,8 @@ class PrivacyAccountant(Callback):
         require_agreement(trainer, module, data, planned=own_plan, stream=stream, ranks=ranks)
         planned = fit_physical_batch(trainer, module, data, planned, ranks)
         self.plan, self.planned_steps = planned.plan, planned.steps
+        if self.plan is not None and self.plan.budget.eps > LARGE_EPSILON:
+            rank_zero_warn(told(large_epsilon(self.plan.budget.eps)))
         if self.plan is not None and self.plan.budget.delta > LARGE_DELTA:
             rank_zero_info(told(f"note: {large_delta(self.plan.budget.delta, self.plan.n_public)}"))
         if trainer.max_epochs == -1 and takes_whole_epochs(trainer):  # as a progress bar shows, beside max_steps

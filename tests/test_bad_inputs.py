@@ -108,6 +108,8 @@ CASES: dict[str, Case] = {
     "a group of settings that nothing reads": log("+foo.bar=1", named=r"foo is not a setting"),
     "a setting of a group that nothing reads": log("+model.foo=1", named=r"model"),
     "a text for a number": log("model.optimizer.lr=fast", named=r"model\.optimizer\.lr='fast'"),
+    "a learning rate that leaves no model": log("model.optimizer.lr=1e9", named=r"model\.optimizer\.lr=1000000000"),
+    "a setting of a mode that nothing reads": log("+privacy.epsilon=1", named=r"privacy\.epsilon is not .*eps\b"),
     "a text for a whole number": log("model.max_query_length=long", named=r"model\.max_query_length"),
     "a share of a step": log("trainer.max_steps=1.5", named=r"trainer\.max_steps=1\.5"),
     "a text for true": log("model.lower_case=perhaps", named=r"model\.lower_case='perhaps'"),

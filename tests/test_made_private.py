@@ -291,6 +291,14 @@ def test_a_large_delta_is_cautioned_of_before_the_first_step_and_on_the_card(
         assert cautions[0] in (tmp_path / "privacy_card.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("eps", [3, 21])
+def test_a_large_epsilon_is_warned_of_before_the_first_step(
+    eps: float, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    fit(tmp_path, made(eps=eps), max_steps=1)
+    assert sum(f"eps={eps} is large" in str(one.message) for one in recwarn) == (eps > 20)
+
+
 def test_a_vowel_is_named_with_its_article(tmp_path: Path) -> None:
     fit(tmp_path, made(), data(unit_of=lambda row: row // 2, unit_name="account", expected_batch_size=10), max_steps=1)
     assert not re.search(r"\ba account\b", json.dumps(card_in(tmp_path)))

@@ -45,7 +45,7 @@ from lit_dpret.cards.text import SIGNOFF, contradicted, show_epsilon, statement
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import file_sha256
-from lit_dpret.privacy.budget import LARGE_DELTA, USUAL_DELTA, show_delta
+from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, USUAL_DELTA, show_delta
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
 from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, plan_of
@@ -320,7 +320,7 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
                 f"delta = {show_delta(claim['delta'])} is large: with up to that chance a unit is not protected at "
                 f"all. Usual is {show_delta(USUAL_DELTA)}{at_that}."
             )
-        if claim["epsilon"] > 20:
+        if claim["epsilon"] > LARGE_EPSILON:
             factor = show_epsilon(claim["epsilon"])
             cautions.append(
                 f"The odds of a guess about one unit may change by a factor of e^{factor}: hardly a protection."

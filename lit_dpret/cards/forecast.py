@@ -41,7 +41,15 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import LARGE_DELTA, USUAL_DELTA, AccountantName, Neighbours, large_delta
+from lit_dpret.privacy.budget import (
+    LARGE_DELTA,
+    LARGE_EPSILON,
+    USUAL_DELTA,
+    AccountantName,
+    Neighbours,
+    large_delta,
+    large_epsilon,
+)
 from lit_dpret.privacy.plan import PrivacyPlan
 
 OTHER_BOUND = "the loss couples units, and under this law and relation one of them moves the sum further than planned"
@@ -319,9 +327,9 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
 
 
 def cautions(plan: PrivacyPlan) -> list[str]:
-    """Return weaknesses of an allowed plan: a large delta, batches with most of the data."""
-    found = []
+    """Return weaknesses of an allowed plan: a large epsilon or delta, batches with most of the data."""
     budget, law = plan.budget, plan.law
+    found = [large_epsilon(budget.eps)] if budget.eps > LARGE_EPSILON else []
     if budget.delta > LARGE_DELTA:
         text = large_delta(budget.delta, plan.n_public)
         releases = Planned.of(plan).releases(law)

@@ -97,6 +97,8 @@ def _explain_composition(error: BaseException) -> str:
         where, cause = re.search(r"full_key: (\S+)", text), " ".join(str(error.__cause__).split()).rstrip(".!")
         place = where.group(1) if where else "a part of the configuration"
         cause = cause.split(" HINT: ")[0].rstrip(".")  # of another package than ours, whose extras bring it
+        if unknown := re.search(r"unexpected keyword argument '(\w+)'", cause):
+            return explain_unknown_key(f"{place}.{unknown[1]}")
         if place == "trainer" and "precision" in cause.lower():
             return f"trainer.precision: {cause}."
         if place == "trainer" and re.search("gpu|cuda|tpu|xla|accelerator", cause, re.IGNORECASE):

@@ -136,6 +136,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 # Knobs that not every optimizer has, each with those that do.
+_LARGEST_LR_OF_ADAM = 100.0
 _KNOBS: dict[str, tuple[str, ...]] = {
     "betas": ("adam", "adamw", "adam_bc"),
     "eps": ("adam", "adamw", "adafactor"),
@@ -191,8 +192,13 @@ class OptimizerSpec:
     def __post_init__(self) -> None:
         require_choice("model.optimizer.name", self.name, tuple(OPTIMIZERS))
         require_choice("model.optimizer.schedule", self.schedule, get_args(Schedule))
-        if not self.lr > 0:
-            raise ConfigurationError(f"model.optimizer.lr={self.lr} must be positive.")
+        if not 0 < self.lr < math.inf:
+            raise ConfigurationError(f"model.optimizer.lr={self.lr} must be a positive, finite number.")
+        if self.name.startswith("adam") and self.lr > _LARGEST_LR_OF_ADAM:
+            raise ConfigurationError(
+                f"model.optimizer.lr={self.lr} is far too large: a step of {self.name} moves each weight by about as "
+                "much. Usual is 1e-5 to 0.1."
+            )
         for knob, owners in _KNOBS.items():
             value = getattr(self, knob)
             if value is not None and not (knob == "momentum" and value == 0) and self.name not in owners:

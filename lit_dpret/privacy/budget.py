@@ -66,6 +66,18 @@ def large_delta(delta: float, units: int | None) -> str:
     )
 
 
+#: An epsilon above it is hardly a protection, and often a slip of the keyboard.
+LARGE_EPSILON = 20.0
+
+
+def large_epsilon(eps: float) -> str:
+    """Explain how little a large epsilon promises."""
+    return (
+        f"privacy.eps={eps:g} is large: the odds of a guess about one unit may change by a factor of e^{eps:g}, which "
+        "is hardly a protection. Usual is 1 to 10."
+    )
+
+
 def with_rounding_paid(sensitivity: float, noise: NoiseName) -> float:
     """Return the charged sensitivity of the noised sum, including rounding to the noise grid."""
     return sensitivity * (1 + ROUNDING_SHARE) if noise == "discrete" else sensitivity

@@ -326,19 +326,19 @@ def list_assumption(neighbours: str | None) -> str:
 
 def _why_public(source: Path, declared: object) -> str:
     """Why nothing is generated for a list that was not declared public, as the generator's claim has it."""
-    given = f"passages_are_public={declared}: "
+    given = f"task.passages_are_public={str(declared).lower()}: "
     if not (source / CARD_NAME).is_file() or read_card(source)["claim"]["neighbours"] != "zero_out":
         return given + (
             "writing queries only for passages that had private queries tells everybody which ones those are, and the "
             "privacy claim would not cover it: taking a query away, or replacing it, would change that list. Give a "
             "list that was fixed without looking at the queries (the whole corpus, or a public sample of it) and set "
-            "passages_are_public=true."
+            "task.passages_are_public=true."
         )
     return given + (
         "the list of passages stands in the data set for everybody to read. If these are the passages that had private "
         "queries, it tells which ones those are; the generator's claim (neighbours=zero_out) takes that as public, and "
-        "protects only what was asked about them. Set passages_are_public=true if that may be known, or if the list "
-        "was fixed without looking at the queries; else give the whole corpus, or a public sample of it."
+        "protects only what was asked about them. Set task.passages_are_public=true if that may be known, or if the "
+        "list was fixed without looking at the queries; else give the whole corpus, or a public sample of it."
     )
 
 

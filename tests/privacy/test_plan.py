@@ -284,6 +284,15 @@ def test_a_plan_cautions_of_a_large_delta_and_of_batches_that_are_most_of_the_da
         assert "200 units" in told[0] and f"epsilon {same:.4g}" in told[0]
 
 
+@pytest.mark.parametrize(("eps", "count"), [(20.0, 0), (21.0, 1)])
+def test_a_plan_cautions_of_an_epsilon_that_is_hardly_a_protection(eps: float, count: int) -> None:
+    plan = build(
+        budget=budget(eps, delta=1e-5), n_public=200, sampling="poisson", expected_batch_size=40,
+        noise_multiplier=4.0, steps=3,
+    )  # fmt: skip
+    assert [text.split()[0] for text in cautions(plan)] == [f"privacy.eps={eps:g}"] * count
+
+
 @pytest.fixture(scope="module")
 def facts(truncated: PrivacyPlan) -> dict[str, Any]:
     return describe_plan(truncated)
