@@ -93,6 +93,8 @@ class Examination:
             cost = "" if finding.severity is None else f" ({SEVERITIES[finding.severity][0]})"
             lines.append(f"{finding.trap:5} {status:{width}}  {finding.title}{cost}")
             lines.append(f"{'':5} {'':{width}}  {finding.text}")
+        if yours := [finding.trap for finding in self.findings if finding.status == "yours"]:
+            lines.append(f"Yours to decide, for no program can: {', '.join(yours)}.")
         if self.planned is not None and self.planned.plan is not None:
             plan = self.planned.plan
             promise = (

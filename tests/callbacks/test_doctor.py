@@ -137,6 +137,8 @@ def test_the_task_writes_its_findings_and_raises_where_something_is_refused(
     # 1/(2n) of these units is more than usual: not plainly passed.
     (of_delta,) = [finding for finding in report["findings"] if finding["trap"] == "T29"]
     assert of_delta["status"] == "yours" and "privacy.delta" in of_delta["text"]
+    yours = [finding["trap"] for finding in report["findings"] if finding["status"] == "yours"]
+    assert f": {', '.join(yours)}." in told
 
 
 @pytest.mark.parametrize(("rule", "status"), [("proof", "passed"), ("paper", "declared")])
