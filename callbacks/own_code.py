@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 import lightning as L
 import numpy as np
-import torch
 from lightning.pytorch.core.hooks import DataHooks
 from torch import Tensor
 
@@ -21,18 +19,11 @@ from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answ
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.sampling import PrivateBatchSampler
+from lit_dpret.privacy.user_code import HOLD_NO_CODE, is_library, reads_of
 from lit_dpret.privacy.user_generators import kept_generators, own_generators, seed_everywhere
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
-#: What this package stands on: its code is not the user's.
-_LIBRARIES = frozenset({
-    "lit_dpret", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch", "torchmetrics",
-    "transformers", "tokenizers", "sentence_transformers", "sentencepiece", "huggingface_hub", "safetensors", "peft",
-    "accelerate", "opacus", "deepspeed", "dp_accounting", "numpy", "scipy", "wandb", "tensorboard", "mlflow", "hydra",
-    "omegaconf", "rich", "tqdm", "bm25s", "faiss", "PIL", "fsspec", "pyarrow", "datasets",
-})  # fmt: skip
-_HOLD_NO_CODE = (str, bytes, int, float, bool, complex, type(None), Tensor, np.ndarray, torch.dtype, torch.device)
 #: More objects than these are not looked at for code of the user's.
 _OBJECTS = 50_000
 #: A setting has at most so many values, and a text in it so many characters.
@@ -134,7 +125,7 @@ def _containers(roots: Sequence[Any]) -> Iterator[dict[Any, Any] | list[Any]]:
     waiting, seen = deque(roots), set[int]()
     while waiting and len(seen) < _REACHED:  # the nearest first
         value = waiting.popleft()
-        if id(value) in seen or isinstance(value, _HOLD_NO_CODE):
+        if id(value) in seen or isinstance(value, HOLD_NO_CODE):
             continue
         seen.add(id(value))
         if isinstance(value, (dict, list)):
@@ -146,27 +137,12 @@ def _containers(roots: Sequence[Any]) -> Iterator[dict[Any, Any] | list[Any]]:
         elif isinstance(value, MethodType):
             waiting += [value.__self__, value.__func__]
         elif isinstance(value, FunctionType):
-            if not _is_library(value.__module__):
-                waiting += _reached(value)
+            if not is_library(value.__module__):
+                waiting += [read for _, read in reads_of(value)]
         elif not isinstance(value, ModuleType):
             kinds = value.__mro__ if isinstance(value, type) else [value, *type(value).__mro__]
-            own = [kind for kind in kinds if not isinstance(kind, type) or not _is_library(kind.__module__)]
+            own = [kind for kind in kinds if not isinstance(kind, type) or not is_library(kind.__module__)]
             waiting += [each for kind in own for each in getattr(kind, "__dict__", {}).values()]
-
-
-def _reached(function: FunctionType) -> Iterator[Any]:
-    """Yield what a function reads: closure, defaults, and the globals that it names."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    codes = [function.__code__]
-    for code in codes:  # grows meanwhile, by the functions inside
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
 
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
@@ -204,7 +180,7 @@ def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
     waiting, seen = list(reversed(roots)), set[int]()
     while waiting and len(seen) < _OBJECTS:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, (*_HOLD_NO_CODE, type)):
+        if id(value) in seen or isinstance(value, (*HOLD_NO_CODE, type)):
             continue
         seen.add(id(value))
         if isinstance(value, (list, tuple, set, frozenset, dict)):
@@ -214,19 +190,14 @@ def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
         elif isinstance(value, MethodType):
             waiting.append(value.__self__)
         elif isinstance(value, FunctionType):
-            if not _is_library(value.__module__):
+            if not is_library(value.__module__):
                 yield value.__qualname__.replace("<locals>.", "")
         else:
             kind = getattr(value, "own_class", type(value))
-            if kind is not apart and not _is_library(kind.__module__):
+            if kind is not apart and not is_library(kind.__module__):
                 yield kind.__name__
             elif hasattr(value, "__dict__"):
                 waiting += vars(value).values()
-
-
-def _is_library(module: str | None) -> bool:
-    root = str(module).partition(".")[0]
-    return root in _LIBRARIES or root in sys.stdlib_module_names
 
 
 def refuse_saved_data(module: Any, data: Any) -> None:

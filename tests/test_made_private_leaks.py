@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchmetrics import MeanMetric
 
 from lit_dpret import PrivacyAccountant
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.errors import LitDpretError
+from lit_dpret.errors import LitDpretError, UnsupportedModelError
 from lit_dpret.modules.module_state import HookWatch
 
 ONCE = {"max_steps": -1, "max_epochs": 1}
@@ -182,3 +183,148 @@ def test_what_is_measured_afterwards_leaves_the_card_as_it_is(tmp_path: Path) ->
     assert (tmp_path / "privacy_card.json").read_bytes() == before
     assert card_in(tmp_path)["claim"]["epsilon"] is not None and not verify_chain(tmp_path).failed
     assert isinstance(module, nn.Module) and data().n_units == 60
+
+
+# -- a memory of earlier batches that the loss reads ------------------------------------------------------------
+
+
+class Held:
+    """An object in the surroundings of a loss."""
+
+    bank: Any = None
+
+
+QUEUE: list[Tensor] = []
+
+
+def against(bank: Any, model: Any, batch: Any) -> Tensor:
+    """Return the losses of rows that repel each other and, once there is one, a memory of earlier rows."""
+    far = 0.0 if bank is None else torch.logsumexp(model(batch[0]) @ torch.as_tensor(bank).T, 1)
+    return row_loss(model, batch) + far
+
+
+class Remembers(L.Callback):
+    """Gives the outputs of a batch's rows to ``keep`` when it has ended."""
+
+    bank: Any = None
+
+    def __init__(self, keep: Any = None) -> None:
+        self.keep, self.batches = keep, torch.zeros(())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1  # which no loss reads
+        if batch.rows is None or not len(batch.rows[0]):
+            return
+        found = pl_module.module(batch.rows[0]).detach()
+        if self.keep is None:
+            self.bank = found
+        else:
+            self.keep(found)
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return against(self.read(), model, batch)
+
+    def read(self) -> Any:
+        return self.bank
+
+
+def bank_of(model: Any) -> Any:
+    return QUEUE[0] if QUEUE else None
+
+
+def in_a_callback() -> tuple[Any, L.Callback]:
+    mine = Remembers()
+    return mine.loss, mine
+
+
+def in_a_callback_by_its_text() -> tuple[Any, L.Callback]:
+    mine = Remembers()
+    return (lambda model, batch: against(getattr(mine, "bank"), model, batch)), mine  # noqa: B009
+
+
+def in_a_closure() -> tuple[Any, L.Callback]:
+    held = Held()
+    return (lambda model, batch: against(held.bank, model, batch)), Remembers(
+        lambda found: setattr(held, "bank", found)
+    )
+
+
+def in_an_array() -> tuple[Any, L.Callback]:
+    held: dict[str, Any] = {"bank": None}
+    keep = Remembers(lambda found: held.update(bank=found.numpy()))
+    return partial(lambda held, model, batch: against(held["bank"], model, batch), held), keep
+
+
+def in_a_class() -> tuple[Any, L.Callback]:
+    class Own(Held):
+        bank: Any = None
+
+    return (lambda model, batch: against(Own.bank, model, batch)), Remembers(lambda found: setattr(Own, "bank", found))
+
+
+def in_a_global() -> tuple[Any, L.Callback]:
+    QUEUE.clear()
+    return (lambda model, batch: against(bank_of(model), model, batch)), Remembers(lambda found: QUEUE.insert(0, found))
+
+
+def in_a_module_beside_it() -> tuple[Any, L.Callback]:
+    other = nn.Linear(1, 1)
+    other.register_buffer("rows", torch.zeros(1, 3))
+    return (lambda model, batch: against(other.rows, model, batch)), Remembers(lambda x: setattr(other, "rows", x))
+
+
+def behind_the_trainer() -> tuple[Any, L.Callback]:
+    mine = Remembers()
+    private: list[Any] = []
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        kept = [each.bank for each in model.mine().callbacks if isinstance(each, Remembers)]
+        return against(kept[0], model, batch)
+
+    mine.setup = lambda trainer, pl_module, stage: private.append(setattr(pl_module.module, "mine", lambda: trainer))  # type: ignore[method-assign]
+    return loss, mine
+
+
+PLACES = [
+    in_a_callback, in_a_callback_by_its_text, in_a_closure, in_an_array, in_a_class, in_a_global,
+    in_a_module_beside_it, behind_the_trainer,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_a_memory_of_earlier_rows_that_the_loss_reads_is_refused_wherever_it_is_kept(
+    place: Any, tmp_path: Path
+) -> None:
+    loss, callback = place()
+    with pytest.raises(UnsupportedModelError, match=r"bank|rows|QUEUE") as refusal:
+        fit(tmp_path, made(per_row_loss=loss), callbacks=[callback])
+    assert refusal.value.trap == "T11" and not (tmp_path / "model").exists()
+
+
+def test_what_the_code_of_a_loss_does_not_read_may_change_between_batches(tmp_path: Path) -> None:
+    fit(tmp_path, made(), callbacks=[Remembers()])
+    assert (tmp_path / "model" / "weights.pt").is_file()
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_average_of_trained_weights_that_a_loss_reads_is_declared(declared: bool, tmp_path: Path) -> None:
+    teacher = Classifier()
+
+    class Follows(L.Callback):
+        public_metrics = ("teacher",) if declared else ()
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            with torch.no_grad():
+                for mine, trained in zip(teacher.parameters(), pl_module.module.parameters(), strict=True):
+                    mine.lerp_(trained, 0.5)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return row_loss(model, batch) + (model(batch[0]) - teacher(batch[0]).detach()).square().mean(1)
+
+    private = made(per_row_loss=loss)
+    if not declared:
+        with pytest.raises(UnsupportedModelError, match="teacher"):
+            fit(tmp_path, private, callbacks=[Follows()])
+        return
+    fit(tmp_path, private, callbacks=[Follows()])
+    assert (tmp_path / "model" / "weights.pt").is_file()

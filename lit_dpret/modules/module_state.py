@@ -26,6 +26,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.batches import UnitBatch, digests_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import checksums
+from lit_dpret.privacy.user_code import ReadByLoss
 
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26
@@ -174,10 +175,11 @@ class HookWatch:
     """Compare the state of a module and its optimizer before and after hooks, around some batches (`Looks`).
 
     Guarantees:
-        - Refused by name is a parameter, a buffer, a tensor or array in an attribute of the module or of a part, or a
-          tensor of the optimizer's state, that was written, added or removed between the end of a batch and the
-          beginning of the next. While the optimizer steps the same holds of the noised gradients, and not of the
-          trained parameters and the state. A name of which a part is declared public passes.
+        - Refused by name is a parameter, a buffer, a tensor or array in an attribute of the module or of a part, a
+          tensor of the optimizer's state, or any other tensor or array that the code of the loss reads (`ReadByLoss`),
+          that was written, added or removed between the end of a batch and the beginning of the next. While the
+          optimizer steps the same holds of the noised gradients, and not of the trained parameters and the state. A
+          name of which a part is declared public passes.
         - The end of every epoch and of the training is looked at, before a card, a model or a checkpoint is written.
         - A batch whose tensors are others than were collated is refused.
         - Where each rank holds parts of the parameters, the parameters are not looked at.
@@ -282,12 +284,18 @@ def _refuse_writes(
 def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict[str, int]:
     """Return a checksum by name of everything that is watched, the gradients of an ``optimizer`` included."""
     held = dict(_held(module, trained))
+    held |= dict(_read_by_loss(module))
     if optimizer is None and not module.in_shards:
         held |= dict(_state(module))
     elif not module.in_shards:
         slots = ((name, gradient_slot(optimizer, p)) for name, p in module.named_parameters() if p.requires_grad)
         held |= {f"{name}.grad": slot.grad for name, slot in slots if slot.grad is not None}
     return dict(zip(held, checksums(held.values()), strict=True))
+
+
+def _read_by_loss(module: Any) -> Iterator[tuple[str, Tensor]]:
+    callbacks = [] if module._trainer is None else list(module.trainer.callbacks)
+    return ReadByLoss(module, callbacks).tensors()
 
 
 def _state(module: Any) -> Iterator[tuple[str, Tensor]]:

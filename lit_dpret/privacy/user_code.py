@@ -1,0 +1,180 @@
+"""Code from outside this package and the libraries that it stands on, and what such code reads.
+
+Python shows what a function reads: its closure, its defaults, and by name the globals and attributes that its code
+uses. What it looks up by a name that it makes while it runs is not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
+from itertools import islice
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+#: What this package stands on: its code is not the user's.
+LIBRARIES = frozenset({
+    "lit_dpret", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch", "torchmetrics",
+    "transformers", "tokenizers", "sentence_transformers", "sentencepiece", "huggingface_hub", "safetensors", "peft",
+    "accelerate", "opacus", "deepspeed", "dp_accounting", "numpy", "scipy", "wandb", "tensorboard", "mlflow", "hydra",
+    "omegaconf", "rich", "tqdm", "bm25s", "faiss", "PIL", "fsspec", "pyarrow", "datasets",
+})  # fmt: skip
+HOLD_NO_CODE = (str, bytes, int, float, bool, complex, type(None), Tensor, np.ndarray, torch.dtype, torch.device)
+#: More objects than these are not looked at.
+_REACHED = 5_000
+#: Of a longer list, that many entries are looked at.
+_ENTRIES = 1_000
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def is_library(module: str | None) -> bool:
+    """Return whether a module, by its name, belongs to this package, to what it stands on or to Python."""
+    root = str(module).partition(".")[0]
+    return root in LIBRARIES or root in sys.stdlib_module_names
+
+
+def codes_of(function: FunctionType) -> list[CodeType]:
+    """Return the code of a function and of the functions inside it."""
+    codes = [function.__code__]
+    for code in codes:  # grows meanwhile
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return codes
+
+
+def reads_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield by name what a function reads: closure, defaults, and the globals that it names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield from ((function.__name__, value) for value in function.__defaults__ or ())
+    yield from (function.__kwdefaults__ or {}).items()
+    for code in codes_of(function):
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+
+
+class ReadByLoss:
+    """Find the tensors and arrays that the code of a loss reads outside the parts of its module.
+
+    It begins with ``forward``, ``per_row_loss`` and ``__call__`` of the module's parts and of what these hold, and goes
+    on with what the code names: globals, closures, defaults, attributes of objects, of classes and of modules, and
+    methods. Attributes that no such code names are left out, as the counts of a callback; one that it names by a text
+    (``getattr(self, "bank")``) is not.
+
+    Args:
+        module: The trained module, whose own parameters, buffers and tensors in attributes are left out.
+        callbacks: Those of the Trainer, for code that reads ``trainer.callbacks``.
+    """
+
+    _FIRST = ("forward", "per_row_loss", "__call__")
+
+    def __init__(self, module: nn.Module, callbacks: list[Any]) -> None:
+        self._roots, self._callbacks = module, callbacks
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is there now, under names that are the same as long as the same objects are reached."""
+        own = list(self._roots.modules())
+        self._seen = {id(each) for each in own} | {id(p) for p in self._roots.parameters()}
+        self._seen |= {id(buffer) for buffer in self._roots.buffers()}
+        most = len(self._seen) + _REACHED
+        self._names, self._unnamed = set[str](), dict[str, list[tuple[str, Any]]]()
+        self._waiting = deque[tuple[str, Any]]()
+        used: dict[str, int] = {}
+        for name in self._FIRST:
+            self._name(name)
+        self._offer("Trainer", "callbacks", self._callbacks)
+        for part in own:
+            if any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__):
+                continue  # what it counts may change; a loss that reads it shows in its values (`CouplingCheck`)
+            self._offer_all(type(part).__name__, part, tensors=False)
+            if is_library(type(part).__module__):  # whose code says nothing about what it was given
+                given = ((name, value) for name, value in vars(part).items() if name not in _OF_MODULES)
+                self._waiting += ((name, v) for name, v in given if not isinstance(v, (*HOLD_NO_CODE, nn.Module)))
+        while self._waiting and len(self._seen) < most:
+            path, value = self._waiting.popleft()
+            for name, tensor in self._look(path, value):
+                used[name] = used.get(name, 0) + 1
+                yield (name if used[name] == 1 else f"{name}.{used[name]}"), tensor
+
+    def _name(self, name: str) -> None:
+        if name not in self._names:
+            self._names.add(name)
+            self._waiting += self._unnamed.pop(name, ())
+
+    def _offer(self, path: str, name: str, value: Any) -> None:
+        """Look at ``value`` once some code names it."""
+        found = (f"{path}.{name}", value)
+        if name in self._names:
+            self._waiting.append(found)
+        else:
+            self._unnamed.setdefault(name, []).append(found)
+
+    def _offer_all(self, path: str, owner: Any, *, tensors: bool = True) -> None:
+        """Offer the attributes of an object and of the user's classes that it is of; ``tensors`` may be looked at."""
+        kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+        held = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
+        for space in (held, *(vars(kind) for kind in kinds if not is_library(kind.__module__))):
+            for name, value in space.items():
+                known = isinstance(owner, nn.Module) and name in _OF_MODULES
+                known |= space is held and not tensors and isinstance(value, (Tensor, np.ndarray))
+                if isinstance(name, str) and not known:
+                    self._offer(path, name, value)
+
+    def _look(self, path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a value, and let what it holds wait to be looked at."""
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind in "biuf" and value.dtype.isnative:
+                yield path, torch.from_numpy(np.ascontiguousarray(value))
+            return
+        if id(value) in self._seen or (isinstance(value, HOLD_NO_CODE) and not isinstance(value, Tensor)):
+            return
+        self._seen.add(id(value))
+        waiting = self._waiting
+        if isinstance(value, Tensor):
+            yield path, value
+        elif isinstance(value, Mapping):
+            waiting += ((f"{path}.{key}", each) for key, each in islice(list(value.items()), _ENTRIES))
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            waiting += ((f"{path}.{at}", each) for at, each in enumerate(islice(list(value), _ENTRIES)))
+        elif isinstance(value, partial):
+            waiting += [(path, value.func), (path, value.args), (path, value.keywords)]
+        elif isinstance(value, MethodType):
+            self._name(value.__func__.__name__)
+            waiting += [(path, value.__func__), (type(value.__self__).__name__, value.__self__)]
+        elif isinstance(value, (staticmethod, classmethod)):
+            waiting.append((path, value.__func__))
+        elif isinstance(value, (property, cached_property)):
+            waiting.append((path, value.fget if isinstance(value, property) else value.func))
+        elif isinstance(value, FunctionType):
+            if not is_library(value.__module__):
+                self._read(value)
+        elif isinstance(value, ModuleType):
+            if not is_library(value.__name__):
+                for name, each in list(vars(value).items()):
+                    self._offer(path, name, each)
+        elif isinstance(value, nn.Module):  # none of the trained one's parts
+            yield from ((f"{path}.{n}", t) for n, t in self._state(value))
+            for part in value.modules():
+                self._seen.add(id(part))
+                self._offer_all(path, part)
+        elif not is_library((value if isinstance(value, type) else type(value)).__module__):
+            self._offer_all(path, value)
+
+    def _state(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if id(tensor) not in self._seen:
+                self._seen.add(id(tensor))
+                yield name, tensor
+
+    def _read(self, function: FunctionType) -> None:
+        self._waiting += reads_of(function)
+        for code in codes_of(function):
+            for name in (*code.co_names, *(text for text in code.co_consts if isinstance(text, str))):
+                self._name(name)
