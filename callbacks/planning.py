@@ -54,6 +54,12 @@ class PlannedRun:
     steps: int  # logical steps
     steps_per_epoch: int  # logical steps in one pass over the units
     sub_batches: int | None = None  # into how many parts a logical batch falls whose units see each other
+    ends_at: int | None = None  # the step that a resume ends at, where it asks for fewer than were planned
+
+    @property
+    def steps_to_make(self) -> int:
+        """Logical steps that the Trainer will have made at its end."""
+        return self.steps if self.ends_at is None else self.ends_at
 
     def describe(self, mode: PrivacyMode, data: Any) -> dict[str, Any]:
         """Return the plan's facts for the ledger."""
@@ -64,6 +70,7 @@ class PlannedRun:
             "neighbours": mode.neighbours,
             "law": self.law.to_dict(),
             "planned_steps": self.steps,
+            **({} if self.ends_at is None else {"ends_at": self.ends_at}),
             "plan": None if self.plan is None else self.plan.to_dict(),
             "plan_fingerprint": None if self.plan is None else self.plan.fingerprint(),
             "rows_per_unit": data.rows_per_unit,
@@ -105,10 +112,13 @@ def plan_run(
     module: Any = None,
     reserve: int = 0,
     start: Start | None = None,
+    begun_with: int | None = None,
 ) -> PlannedRun:
     """Plan the run of ``trainer`` on ``data`` under ``mode``, with budget for ``reserve`` repeated steps.
 
     A mode for coupled losses reads the loss of ``module``. The claim is about ``start`` as well, where there is one.
+    A run that was ``begun_with`` more steps than the Trainer is given now keeps its plan, which its claim covers, and
+    ends earlier.
 
     Raises:
         ConfigurationError: Something is missing, out of range, or cannot meet the budget.
@@ -118,7 +128,9 @@ def plan_run(
     refuse_false_bound(mode, data)
     units = data.n_units
     per_epoch = steps_per_epoch(data, mode.public_units(units))
-    steps = planned_steps(trainer, per_epoch)
+    steps, ends_at = planned_steps(trainer, per_epoch), None
+    if begun_with is not None and steps < begun_with:
+        steps, ends_at = begun_with, steps
     plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
     if plan is not None:
         if (budget := plan.budget.of_units(data)) != plan.budget:
@@ -130,12 +142,12 @@ def plan_run(
             )
         if start is not None:
             start.check_plan(plan)
-        return PlannedRun(plan, plan.law, units, mode.unit, steps, per_epoch, mode.sub_batches)
+        return PlannedRun(plan, plan.law, units, mode.unit, steps, per_epoch, mode.sub_batches, ends_at)
     batch = data.expected_batch_size or max(1, round((data.sample_rate or 1.0) * units))
     law: SamplingLaw = Shuffle(batch_size=min(batch, units), n=units)
     if data.sampling == "poisson":
         law = Poisson(sample_rate=data.sample_rate or min(1.0, batch / units))
-    return PlannedRun(None, law, units, mode.unit, steps, per_epoch, mode.sub_batches)
+    return PlannedRun(None, law, units, mode.unit, steps, per_epoch, mode.sub_batches, ends_at)
 
 
 def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
@@ -199,7 +211,7 @@ def facts_of(trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun,
     key = bytes.fromhex(stream.tag("ranks"))
     facts: dict[str, Any] = {
         "version of the code": [lit_dpret.__version__, code_sha256(), torch.__version__],
-        "number of steps": [planned.steps, planned.steps_per_epoch],
+        "number of steps": [planned.steps, planned.steps_to_make, planned.steps_per_epoch],
         "privacy setting": [module.privacy.name, mode],
         "plan": [None if planned.plan is None else planned.plan.to_dict(), planned.law.to_dict(), planned.sub_batches],
         "data set": [data.n_units, data.data_fingerprint(key)],

@@ -84,7 +84,7 @@ class PrivacyAccountant(Callback):
           came into the module, unless ``init_from`` names a run that counts them; so is every checkpoint but the
           run's own.
         - A resume with another noise multiplier, clip norm, sampling law or data set is refused, and so is one that
-          leaves the ledger of its data set.
+          leaves the ledger of its data set. One with fewer steps ends there, and claims the steps that were planned.
         - With ``privacy.dataset_ledger``, no step is made that would bring the total of all runs on
           the data set past ``privacy.total_eps``; each fit reserves its own steps, also a second one
           with the same object.
@@ -205,14 +205,15 @@ class PrivacyAccountant(Callback):
         self._calls = refuse_called(trainer, module, self, data)
 
         # Every rank plans by itself, and all must have planned the same.
-        own_plan = ranks.together(lambda: self._planned(trainer, module, data))
+        begun_with = ranks.share(self._begun_with)
+        own_plan = ranks.together(lambda: self._planned(trainer, module, data, begun_with))
         planned = ranks.share(lambda: own_plan)
         mode: PrivacyMode = module.privacy
         secret = ranks.share(lambda: self._secret(mode))
         stream = KeyedStream(secret, "agreement")
         require_agreement(trainer, module, data, planned=own_plan, stream=stream, ranks=ranks)
         planned = fit_physical_batch(trainer, module, data, planned, ranks)
-        self.plan, self.planned_steps = planned.plan, planned.steps
+        self.plan, self.planned_steps = planned.plan, planned.steps_to_make
         if self.plan is not None and self.plan.budget.eps > LARGE_EPSILON:
             rank_zero_warn(told(large_epsilon(self.plan.budget.eps)))
         if self.plan is not None and self.plan.budget.delta > LARGE_DELTA:
@@ -250,7 +251,14 @@ class PrivacyAccountant(Callback):
             if self.sampler.physical_batches_per_step is None:
                 self.log_gate.log_every_batch()
 
-    def _planned(self, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun:
+    def _begun_with(self) -> int | None:
+        """The number of steps that a run was planned with that is gone on with; None for a new one."""
+        if not self.resume or not self._ledger_path.exists():
+            return None
+        plans = [record for record in PrivacyLedger.read(self._ledger_path).records if record["kind"] == "plan"]
+        return int(plans[-1]["planned_steps"]) if plans else None
+
+    def _planned(self, trainer: L.Trainer, module: Any, data: Any, begun_with: int | None) -> PlannedRun:
         """Plan the run, once nothing speaks against it."""
         refuse_broken_claims(trainer, module, data)
         if self._ranks.is_first:
@@ -260,7 +268,9 @@ class PrivacyAccountant(Callback):
             if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units
                 callback.plant_canaries(trainer, module, data)
         reserve = self.resume_reserve
-        return plan_run(trainer, module.privacy, data, module=module, reserve=reserve, start=self.start())
+        return plan_run(
+            trainer, module.privacy, data, module=module, reserve=reserve, start=self.start(), begun_with=begun_with
+        )
 
     def _secret(self, mode: PrivacyMode) -> bytes:
         if mode.noise_seed is None:

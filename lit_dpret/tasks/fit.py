@@ -217,7 +217,8 @@ def _is_finished(folder: Path) -> bool:
     plan, last = plans[-1], records[-1]
     inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block is that of the data's run
     return (
-        (last["kind"], last.get("reason"), last.get("steps")) == ("end", "finished", plan["planned_steps"])
+        (last["kind"], last.get("reason")) == ("end", "finished")
+        and int(last.get("steps") or 0) >= plan.get("ends_at", plan["planned_steps"])
         and (inherited or card["ledger"]["head"] == last["hash"])
         and bool(card["subject"]["sha256"])  # the card of an interrupted run lists no model
         and (folder / MODEL_FOLDER / CARD_NAME).is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -223,7 +224,7 @@ def test_a_resume_with_another_mechanism_is_refused(tmp_path: Path, change: dict
 @pytest.mark.parametrize(
     ("module", "data", "trainer", "named"),
     [
-        ({}, {}, {"max_steps": 4}, r"trainer\.max_steps"),
+        ({}, {}, {"max_steps": 8}, r"trainer\.max_steps"),
         ({}, {"expected_batch_size": 50}, {}, "expected_batch_size"),
         ({}, {"size": 240}, {}, "number of units"),
         ({"delta": 1e-4}, {}, {}, "delta"),
@@ -237,6 +238,45 @@ def test_a_resume_names_the_setting_that_was_changed_and_not_the_noise_that_foll
     with pytest.raises(ResumeError, match=named) as found:
         fit(folder, seeded(tmp_path, noise_multiplier=None, **module), Numbers(**data), resume=True, **trainer)
     assert "noise_multiplier" not in str(found.value)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def test_a_run_without_budget_for_its_last_steps_is_finished_with_those_that_it_made(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"noise_multiplier": None}  # whoever calibrates it to fewer steps gets another one
+    folder, ends = killed_run(tmp_path, 3, **settings), []
+    again: dict[str, Any] = {}
+    for _ in range(2):  # steps since the last checkpoint are lost each time
+        accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay="never")
+        with pytest.raises(BudgetExceededError, match=r"trainer\.max_steps=") as found:
+            fit(folder, seeded(tmp_path, **settings), accountant=accountant, resume=True, **again)
+        ends.append(int(re.search(r"max_steps=(\d+)", str(found.value))[1]))  # type: ignore[index]
+        again = {"max_steps": ends[-1]}
+    assert ends == [5, 4] and not (folder / "model").exists()
+    resumed = seeded(tmp_path, **settings)
+    resumed.save_model = lambda place: torch.save(weights(resumed), made(place) / "weights.pt")  # type: ignore[method-assign]
+    accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay="never")
+    extra = [PrivacyCard(run_dir=folder)]
+    fit(folder, resumed, accountant=accountant, resume=True, extra=extra, **again)
+    saved = torch.load(folder / "model" / "weights.pt", weights_only=True)
+    assert torch.equal(saved, weights(resumed))
+    card = read_card(folder)
+    assert verify_card(card, folder / "privacy_ledger.jsonl", folder=folder / "model") == []
+    claim, planned = card["claim"], records(folder)[0]["plan"]["budget"]["eps"]
+    assert spent(folder) <= claim["epsilon"] <= planned
+    assert records(folder)[-1]["kind"] == "end" and records(folder)[-1]["steps"] == 4
+
+
+def test_a_resume_with_fewer_steps_claims_those_that_were_planned(tmp_path: Path) -> None:
+    folder = killed_run(tmp_path, 3)
+    fit(folder, seeded(tmp_path), resume=True, extra=[PrivacyCard(run_dir=folder)], steps=4)
+    assert len(noise_keys(records(folder))) == 4
+    whole = fit(tmp_path / "whole", seeded(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "whole")])
+    assert whole.global_step == 6
+    assert read_card(folder)["claim"]["epsilon"] == pytest.approx(read_card(tmp_path / "whole")["claim"]["epsilon"])
 
 
 def test_a_resume_with_another_data_set_is_refused(tmp_path: Path) -> None:

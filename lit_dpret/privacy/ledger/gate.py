@@ -352,7 +352,8 @@ class ReleaseGate:
         if not self.plan.proved:
             raise BudgetExceededError(
                 f"The noise was calibrated for the steps that were planned, and {self.steps_done} are made. The run "
-                "ends here. Plan more steps, or pay in advance with callbacks.accountant.resume_reserve."
+                f"ends here.{self._way_to_finish()} In a new run plan more steps, or pay in advance with "
+                "callbacks.accountant.resume_reserve."
             )
         releases = [*charged_releases(self.run.ledger.records), self.plan.release()]
         after = self._accountant.epsilon(releases)
@@ -366,8 +367,18 @@ class ReleaseGate:
         raise BudgetExceededError(
             f"The next step would bring epsilon to {after:.4g} at delta={show_delta(budget.delta)} "
             f"(unit={budget.unit}, neighbours={budget.neighbours}), over the budget privacy.eps={budget.eps:g} "
-            f"(already spent: {self.epsilon():.4g} in {made}). The run ends here. Raise "
-            "privacy.noise_multiplier, plan fewer steps, or pay in advance with callbacks.accountant.resume_reserve."
+            f"(already spent: {self.epsilon():.4g} in {made}). The run ends here.{self._way_to_finish()} In a new run "
+            "raise privacy.noise_multiplier, plan fewer steps, or pay in advance with "
+            "callbacks.accountant.resume_reserve."
+        )
+
+    def _way_to_finish(self) -> str:
+        """How a run that has no budget for another step still writes its model and card, as a sentence."""
+        if not self.steps_done:
+            return ""
+        return (
+            f" To have the model of the steps that it made, resume it with trainer.max_steps={self.steps_done} and all "
+            "else as it was."
         )
 
     def _check_sampling(self, step: int, units: int) -> None:
