@@ -154,6 +154,10 @@ CASES: dict[str, Case] = {
     "no model of that name": log("model=gpt", named=r"model=gpt does not exist"),
     "no task of that name": log("task=synthesise", named=r"task=synthesise does not exist"),
     "no logger of that name": log("logger=tensorbord", named=r"logger=tensorbord does not exist"),
+    "a key that a mapping has not": Case(
+        ("experiment=pdd_as2_planted", "federated.planted={clients: 3, wheels: 4}"),
+        r"federated\.planted\.wheels is not a setting.*phrasings",
+    ),
     "no such setting": log("privacy.epsilon=3", named=r"privacy\.epsilon is not a setting"),
     "a setting without its group": log("eps=3", named=r"eps is not a setting"),
     "a setting of the Trainer in the singular": log("trainer.max_step=3", named=r"trainer\.max_step is not a setting"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hydra.utils import instantiate
 from lit_dpret.cli import _hydra_main
 from lit_dpret.cli.composition import build_parts
 from lit_dpret.distributed.rank_watch import new_name
+from lit_dpret.federated.data.planted import Planted
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -104,6 +106,17 @@ def test_a_trainer_is_given_the_callbacks_that_were_made(chosen: str, tmp_path: 
 def test_a_misspelt_key_is_refused(override: str) -> None:
     with pytest.raises(Exception, match=r"not in struct|Could not override"):
         composed(override)
+
+
+@pytest.mark.parametrize("where", ["federated", "task"])
+def test_every_size_of_planted_silos_can_be_given_and_is_shown_with_its_default(where: str) -> None:
+    group = {"federated": ["federated=inprocess"], "task": ["task=build_silos"]}[where]
+    sizes = {"clients": 5, "phrasings": 3, "shared": 0.5, "duplicates": 1}
+    for given in ({}, sizes):
+        chosen = f"{where}.planted={{{', '.join(f'{name}: {value}' for name, value in given.items())}}}"
+        with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
+            found = compose("train", overrides=[*group, *([chosen] if given else [])])[where].planted
+        assert Planted(**found) == Planted(**given) and len(found) == len(fields(Planted))
 
 
 def test_no_privacy_has_no_epsilon() -> None:

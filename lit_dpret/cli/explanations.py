@@ -83,7 +83,9 @@ def _explain_composition(error: BaseException) -> str:
         return f"+{twice[1]}={twice[2]} adds a second choice of {twice[1]}. Leave out the +: {twice[1]}={twice[2]}."
     unknown = UNKNOWN_KEY.search(text)
     if unknown:
-        return explain_unknown_key(unknown.group(1))
+        key = unknown.group(1)  # which may exist, and be given a mapping with a key that does not
+        inside = re.search(rf"full_key: ({re.escape(key)}\.\S+)", str(error.__cause__))
+        return explain_unknown_key(inside[1] if inside else key, given=key)
     if other := re.match(r"Error merging override ([\w./@]+)=", text):
         return _explain_other_form(other[1])
     missing = re.search(r"Missing mandatory value: (\S+)", text)
@@ -127,11 +129,14 @@ def _explain_other_form(key: str) -> str:
     return f"{key} takes a value of another form, as {form}."
 
 
-def explain_unknown_key(key: str) -> str:
-    """Say which choices have the unknown ``key``, or list the existing settings near it."""
+def explain_unknown_key(key: str, *, given: str | None = None) -> str:
+    """Say which choices have the unknown ``key``, or list the existing settings near it.
+
+    ``given`` is the setting of the command line that has it: ``key`` itself, or a mapping that holds it.
+    """
     group, _, name = key.rpartition(".")
     try:
-        cfg = _composed_again(without=key)
+        cfg = _composed_again(without=given or key)
         node: Any = OmegaConf.select(cfg, group) if group else cfg
         known = sorted(str(k) for k in node if not str(k).startswith(("_", "hydra")))
         chosen = cfg.hydra.runtime.choices.get(group)
