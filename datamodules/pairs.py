@@ -29,6 +29,7 @@ from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, Row, TextUnit
 from lit_dpret.datamodules.sampled import SampledDataModule
+from lit_dpret.datamodules.splitting import depends_on_texts
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import EACH_ROW, Duplicates
@@ -63,7 +64,8 @@ class PairsDataModule(SampledDataModule):
         drop_overlap: Leave out train queries that repeat an evaluation query or share a positive passage with one.
             The evaluation queries decide which train queries stay, and are not protected: refused under units of
             ``pair`` and ``user`` and under ``add_or_remove``.
-        drop_queries_without_passage: Leave out queries without a passage instead of refusing them.
+        drop_queries_without_passage: Leave out queries without a passage instead of refusing them. Those of train stay
+            units without rows, so that neither their number nor a sample tells which ones have a passage.
         allow_empty_passages: Accept passages without any text (some public collections have them).
         in_memory: Whether to hold the texts of the corpus; ``auto`` holds up to half a gigabyte, and reads a larger
             one from a store on disk (`lit_dpret.datamodules.passage_store`).
@@ -217,11 +219,12 @@ class PairsDataModule(SampledDataModule):
     def collection(self) -> Collection:
         """The prepared data; read on first use."""
         if self._collection is None:
-            read = self.read_collection()
+            everything = read = self.read_collection()
             if self.drop_queries_without_passage:
                 read = preparation.drop_queries_without_passage(read)
             if self._left_out is None:
                 read.check(allow_empty_passages=self.allow_empty_passages)
+                read = preparation.with_units_without_rows(read, everything)
             else:
                 read = self._left_out.checked(read, allow_empty_passages=self.allow_empty_passages)
             if self.lower_case_queries:
@@ -351,9 +354,17 @@ class PairsDataModule(SampledDataModule):
 
     def assumptions(self) -> list[str]:
         """Return, for the card, what a setting excludes from the guarantee."""
-        if not self.drop_overlap:
-            return []
-        return ["Evaluation queries are public: which train queries stay depends on them (datamodule.drop_overlap)."]
+        found = []
+        if self.drop_overlap:
+            found.append(
+                "Evaluation queries are public: which train queries stay depends on them (datamodule.drop_overlap)."
+            )
+        if depends_on_texts(Path(str(self.pairs or self.folder))):
+            found.append(
+                "The data set is the train split as it was given. The log was divided by a hash of its texts, so which "
+                "records are in the train split, and how many, depends on private texts, and nothing covers that."
+            )
+        return found
 
     def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
         """Return a keyed fingerprint of everything training reads, so that a resume detects changed data.

@@ -33,6 +33,23 @@ def drop_queries_without_passage(collection: Collection) -> Collection:
     return _with_qrels(collection, qrels)
 
 
+def with_units_without_rows(collection: Collection, read: Collection) -> Collection:
+    """Return ``collection`` with the train queries of ``read`` that were dropped from it, without judgements.
+
+    Which passages a train query has is protected. So it stays a unit, of no rows: the number of units is published, and
+    `sample` must choose the same ids whatever they have.
+    """
+    train, kept = read.qrels.get("train"), collection.qrels.get("train", {})
+    if train is None or train.keys() == kept.keys():
+        return collection
+    qrels = {**collection.qrels, "train": {query: kept.get(query, {}) for query in train}}
+    named = {query for judged in qrels.values() for query in judged}
+    queries = {query: text for query, text in read.queries.items() if query in named}
+    domains = {query: name for query, name in read.domains.items() if query in named}
+    users = {query: user for query, user in read.users.items() if query in named}
+    return replace(collection, queries=queries, qrels=qrels, domains=domains, users=users)
+
+
 def lower_case_queries(collection: Collection) -> Collection:
     """Lower-case every query. Record-wise."""
     return replace(collection, queries={query: text.lower() for query, text in collection.queries.items()})

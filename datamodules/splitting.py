@@ -7,6 +7,9 @@ collapsed), stay on one side. Splitting by user does not keep a text that two us
 ``datamodule.drop_overlap=true`` leaves such train queries out, but then the users on the evaluation side decide about
 train queries of others: it is refused under ``privacy.unit=user``, and under ``unit=query`` evaluation queries are
 not protected.
+
+A division by text is a function of private texts, and so is how many records it gave to train, which cards print. A
+written split says how it was made (`DIVISION_FILE`), and the card names it among what is assumed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from lit_dpret.texts import normalise
 
 SplitBy = Literal["auto", "user", "text"]
 PAIRS_FILE = "pairs.jsonl"
+DIVISION_FILE = "division.json"
 _TINY = 1e-9
 
 
@@ -70,7 +74,7 @@ def split_collection(
             f"task.split_by=user: no query of {collection.source} has a user id. Give a user_id column, or set "
             "task.split_by=text."
         )
-    by_user = by == "user" or (by == "auto" and bool(collection.users))
+    by_user = divides_by(collection, by) == "user"
     qrels: dict[str, dict[str, dict[str, int]]] = {name: {} for name in shares}
     for judgements in collection.qrels.values():
         for query_id, judged in judgements.items():
@@ -88,11 +92,28 @@ def split_collection(
     return replace(collection, qrels=qrels)
 
 
-def write_split(collection: Collection, folder: Path, *, public_passages: bool) -> dict[str, str]:
+def divides_by(collection: Collection, by: SplitBy) -> Literal["user", "text"]:
+    """Return what a split by ``by`` looks at."""
+    return "user" if by == "user" or (by == "auto" and bool(collection.users)) else "text"
+
+
+def depends_on_texts(data: Path) -> bool:
+    """Return whether a data set, a folder or a file, was divided into splits by its texts, as `write_split` noted."""
+    note = (data if data.is_dir() else data.parent) / DIVISION_FILE
+    try:
+        return bool(json.loads(note.read_text(encoding="utf-8"))["by"] == "text")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_split(
+    collection: Collection, folder: Path, *, public_passages: bool, by: Literal["user", "text"] = "text"
+) -> dict[str, str]:
     """Write a data set for training into the new folder ``folder``, which only its owner can read.
 
     Where the list of passages is public this is a BEIR folder. Where it comes from private records it is one file of
-    pairs with a column ``split``, so that the list does not become public by having been copied.
+    pairs with a column ``split``, so that the list does not become public by having been copied. A note beside it says
+    whether ``by`` user or text it was divided.
 
     Guarantees:
         - What is written reads back as the same passages, queries, users, domains and qrels.
@@ -111,6 +132,12 @@ def write_split(collection: Collection, folder: Path, *, public_passages: bool) 
             _write_beir(collection, draft)
         else:
             _write_pairs(collection, draft / PAIRS_FILE)
+        # A query without a user was divided by its text.
+        known = by == "user" and all(
+            query in collection.users for qrels in collection.qrels.values() for query in qrels
+        )
+        note = json.dumps({"by": "user" if by == "user" and everybody else "text"})
+        (draft / DIVISION_FILE).write_text(f"{note}\n", encoding="utf-8")
     if public_passages:
         return {"folder": str(folder)}
     return {"pairs": str(folder / PAIRS_FILE)}

@@ -36,7 +36,8 @@ class SquadDataModule(PairsDataModule):
         folder: A folder with ``train-v1.1.json`` and ``dev-v1.1.json`` (or v2.0, or one of the two; each may end in
             .gz), or a BEIR folder; or one such JSON file, which is the dev split if its name begins with ``dev``, else
             the train split.
-        unanswerable: What to do about questions that version 2 marks as impossible: ``drop`` or ``refuse`` them.
+        unanswerable: What to do about questions that version 2 marks as impossible: ``drop`` or ``refuse`` them. One of
+            train that is dropped stays a unit without rows (``drop_queries_without_passage``, which this sets).
 
     Raises:
         ConfigurationError: Settings that contradict each other.
@@ -48,6 +49,7 @@ class SquadDataModule(PairsDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_choices(unanswerable=Unanswerable)
+        self.drop_queries_without_passage = self.drop_queries_without_passage or self.unanswerable == "drop"
 
     @property
     def evaluation_split(self) -> str:
@@ -97,14 +99,15 @@ class SquadDataModule(PairsDataModule):
                 passage_domains.setdefault(passage_id, title)
                 for question in questions:
                     try:
-                        query_id, text = self._question(path, question)
+                        query_id, text, answered = self._question(path, question)
                         if query_id in queries:
                             raise DataError(f"{path}: question {query_id!r} comes twice.", kind="repeated id")
                     except DataError as error:
                         complain(error)
                         continue
-                    if text is not None:
-                        queries[query_id], domains[query_id], judged[query_id] = text, title, {passage_id: 1}
+                    if answered or split == "train":  # there a question without an answer is a unit without rows
+                        queries[query_id], domains[query_id] = text, title
+                        judged[query_id] = {passage_id: 1} if answered else {}
         return Collection(
             passages=passages,
             queries=queries,
@@ -114,20 +117,19 @@ class SquadDataModule(PairsDataModule):
             source=str(self.folder),
         )
 
-    def _question(self, path: Path, question: Any) -> tuple[str, str | None]:
-        """Id and text of a question; no text for one that is left out."""
+    def _question(self, path: Path, question: Any) -> tuple[str, str, bool]:
+        """Id and text of a question, and whether it has an answer."""
         query_id, text = _text(path, question, "id", "a question"), _text(path, question, "question", "a question")
         if not text.strip():
             raise DataError(f"{path}: question {query_id!r} has an empty text.", kind="empty query")
-        if not question.get("is_impossible", False):
-            return query_id, collapse_whitespace(text)
-        if self.unanswerable == "refuse":
+        answered = not question.get("is_impossible", False)
+        if not answered and self.unanswerable == "refuse":
             raise DataError(
                 f"{path}: question {query_id!r} has no answer in its paragraph (is_impossible); "
                 "datamodule.unanswerable=drop leaves such questions out.",
                 kind="unanswerable question",
             )
-        return query_id, None
+        return query_id, collapse_whitespace(text), answered
 
 
 def _newest(folder: Path, split: str) -> Path | None:

@@ -17,7 +17,7 @@ from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Problems
-from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, split_collection, write_split
+from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, divides_by, split_collection, write_split
 from lit_dpret.datamodules.survey import (
     count_invisible,
     count_splits,
@@ -259,12 +259,12 @@ class CheckData:
                 raise
             facts["split"] = {"refused": str(error)}
             return
-        by = "user" if collection.users and self.split_by != "text" else "text"
+        by = divides_by(collection, self.split_by)
         sizes = {split: len(qrels) for split, qrels in new.qrels.items()}
         facts["split"] = {"by": by, "seed": self.split_seed, "queries": sizes, "written": None,
                           "shared_with_train": find_duplicates(new, examples=0)["shared_with_train"]}  # fmt: skip
         if self.write_split is not None:
-            read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"))
+            read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"), by=by)
             facts["split"]["written"] = str(self.write_split)
             facts["command"] = _command(parts.command, read_by, _fitting(data, new, facts) | unit)
             facts["cautions"] = _cautions(new, facts)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.preparation import (
@@ -47,6 +48,20 @@ def test_queries_without_a_passage_are_left_out_when_asked(data: Collection) -> 
         spoilt.check()
     mended = drop_queries_without_passage(spoilt).check()
     assert mended.queries.keys() == data.queries.keys() - {"t5"}
+
+
+def test_which_train_queries_have_a_passage_moves_no_other_query(harbour_copy: Path) -> None:
+    """Neither the published number of units nor a sample tells."""
+    train = harbour_copy / "qrels" / "train.tsv"
+    lines, found = train.read_text().splitlines(), []
+    for place in range(1, len(lines)):
+        judged = lines[place].split("\t")
+        train.write_text("\n".join([*lines[:place], "\t".join([*judged[:-1], "0"]), *lines[place + 1 :]]) + "\n")
+        for most in (None, 2):
+            data = PairsDataModule(folder=harbour_copy, drop_queries_without_passage=True, max_train_queries=most)
+            data.use_unit("query", "zero_out")
+            found.append((most, data.n_units, tuple(sorted(data.collection.qrels["train"]))))
+    assert len(set(found)) == 2
 
 
 def test_a_test_query_judged_all_zero_stays_for_the_evaluator(data: Collection) -> None:

@@ -11,7 +11,7 @@ import pytest
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.rows import SPLITS
-from lit_dpret.datamodules.splitting import checked_fractions, split_collection, write_split
+from lit_dpret.datamodules.splitting import checked_fractions, divides_by, split_collection, write_split
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.texts import normalise
 
@@ -152,3 +152,13 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_written(tmp_path: Path)
     with pytest.raises(DataError, match=r"id 'p\\t1' cannot stand in a qrels file"):
         write_split(odd, tmp_path / "new", public_passages=True)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_a_run_on_a_split_by_text_says_that_the_split_depends_on_texts(tmp_path: Path, public: bool) -> None:
+    for number, users in enumerate((LOG.users, {}, {"q1": "u1"})):
+        log = replace(LOG, users=users)
+        split, folder = split_collection(log, fractions=SHARES), tmp_path / str(number)
+        settings = write_split(split, folder, public_passages=public, by=divides_by(log, "auto"))
+        told = PairsDataModule(**settings).assumptions()  # type: ignore[arg-type]
+        assert bool(told) is (users is not LOG.users)

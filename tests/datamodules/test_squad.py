@@ -75,7 +75,8 @@ def test_one_file_is_the_split_that_its_name_says(folder: Path) -> None:
 
 
 def test_unanswerable_questions_are_left_out_or_refused(folder: Path) -> None:
-    assert "q5" not in SquadDataModule(folder=folder).collection.queries
+    collection = SquadDataModule(folder=folder).collection
+    assert not any(query == "q5" and judged for qrels in collection.qrels.values() for query, judged in qrels.items())
     with pytest.raises(DataError, match=r"question 'q5' has no answer.*datamodule\.unanswerable=drop"):
         SquadDataModule(folder=folder, unanswerable="refuse").setup("fit")
     with pytest.raises(ConfigurationError, match=r"datamodule\.unanswerable='keep' is not one of drop, refuse"):
@@ -159,3 +160,17 @@ def test_a_file_that_is_no_squad_at_all_is_refused(tmp_path: Path, content: byte
     path.write_bytes(content)
     with pytest.raises(DataError, match=told):
         SquadDataModule(folder=path).setup("fit")
+
+
+def test_whether_a_question_has_an_answer_moves_no_other_question(tmp_path: Path) -> None:
+    """Neither the published number of units nor a sample tells."""
+    found = []
+    for name, impossible in (("answered", False), ("impossible", True)):
+        asked = [question(f"q{i}", f"question {i}", is_impossible=impossible and i == 3) for i in range(20)]
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "train-v2.0.json", [{"title": "t", "paragraphs": [{"context": "c", "qas": asked}]}])
+        data = [SquadDataModule(folder=tmp_path / name, max_train_queries=most) for most in (None, 10)]
+        for each in data:
+            each.use_unit("query", "zero_out")
+        found.append([(each.n_units, sorted(each.collection.qrels["train"])) for each in data])
+    assert found[0] == found[1] and found[0][0][0] == 20
