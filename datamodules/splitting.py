@@ -133,9 +133,7 @@ def write_split(
         else:
             _write_pairs(collection, draft / PAIRS_FILE)
         # A query without a user was divided by its text.
-        known = by == "user" and all(
-            query in collection.users for qrels in collection.qrels.values() for query in qrels
-        )
+        everybody = all(query in collection.users for qrels in collection.qrels.values() for query in qrels)
         note = json.dumps({"by": "user" if by == "user" and everybody else "text"})
         (draft / DIVISION_FILE).write_text(f"{note}\n", encoding="utf-8")
     if public_passages:
