@@ -136,6 +136,9 @@ def test_an_own_module_is_trained_interrupted_and_resumed_in_its_run_folder(scri
     assert done.trainer.global_step == 6 and card["claim"]["guarantee"] == "dp"
     assert card["mechanism"]["max_grad_norm"] == 0.5 and card["claim"]["epsilon"] <= 3
     assert Path("runs/cli/model/weights.pt").is_file()
+    trusted = next(str(one["text"]) for one in card["assumptions"] if "depends on no other row" in str(one["text"]))
+    named = set(trusted.partition(":")[0].split(", "))
+    assert "losses_of_mine" in named and not {name for name in named if name in dir(jsonargparse) or "Action" in name}
 
 
 @pytest.mark.slow
