@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from lit_dpret.datamodules.readers import NOT_UNICODE, as_id, is_unicode
 from lit_dpret.datamodules.rows import SPLITS
@@ -35,7 +35,7 @@ class Collection:
     users: Mapping[str, str] = field(default_factory=dict)
     domains: Mapping[str, str] = field(default_factory=dict)  # domain by query id, where domains are known
     passage_domains: Mapping[str, str] = field(default_factory=dict)  # domain by passage id, where domains are known
-    without_query_ids: bool = False  # whether records without an id are queries of their own
+    query_ids: Literal["all", "some", "none"] = "all"  # which records had one; others are queries of their own
     source: str = "the data set"  # where it came from, for messages
 
     def __post_init__(self) -> None:

@@ -107,7 +107,7 @@ class PairReader:
         self._pairs: dict[tuple[str, str], tuple[int, int]] = {}
         self._qrels: dict[str, dict[str, dict[str, int]]] = {}
         self._sources: list[Records] = []
-        self._without_query_ids = False
+        self._with_id: set[bool] = set()
 
     def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
         """Add the records of one source; return their number.
@@ -167,7 +167,7 @@ class PairReader:
             users=self._users,
             domains=self._domains,
             passage_domains=self.corpus.domains if self.corpus else {},
-            without_query_ids=self._without_query_ids,
+            query_ids="none" if self._with_id == {False} else "some" if False in self._with_id else "all",
             source=source,
         )
 
@@ -193,11 +193,9 @@ class PairReader:
 
     def _query(self, records: Records, number: int, record: Mapping[str, Any], split: str) -> str:
         columns, file, where = self.columns, len(self._sources), records.where(number)
-        if columns.query_id in record:
-            query_id = records.id(number, record, columns.query_id)
-        else:
-            query_id = self._unnamed(number)
-            self._without_query_ids = True
+        named = columns.query_id in record
+        query_id = records.id(number, record, columns.query_id) if named else self._unnamed(number)
+        self._with_id.add(named)
         text = query_text(records, number, record, columns.query, query_id)
         user = records.optional_id(number, record, columns.user)
         domain = records.optional_id(number, record, columns.domain)

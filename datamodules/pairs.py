@@ -32,7 +32,7 @@ from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.splitting import depends_on_texts
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.budget import EACH_ROW, Duplicates
+from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, Duplicates
 from lit_dpret.settings import require_whole
 
 
@@ -314,8 +314,9 @@ class PairsDataModule(SampledDataModule):
     @property
     def unit_by(self) -> str | None:
         """What rows make one unit (`PrivacyBudget.unit_by`): each, of a log of queries without ids."""
-        by_text_or_user = self.duplicates == "merge" or self._unit != "query"
-        return EACH_ROW if self.collection.without_query_ids and not by_text_or_user else None
+        if self.duplicates == "merge" or self._unit != "query":
+            return None
+        return {"all": None, "some": PARTLY_NAMED, "none": EACH_ROW}[self.collection.query_ids]
 
     def train_units(self) -> GroupedUnitDataset:
         """Return the train split, one item per unit of privacy; built on first use.

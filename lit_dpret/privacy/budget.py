@@ -33,6 +33,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 EACH_ROW = "each row"
 """`PrivacyBudget.unit_by` of data whose rows are units, because nothing names the units of several."""
 
+PARTLY_NAMED = "each row without an id, and all rows of each id"
+"""`PrivacyBudget.unit_by` of a log in which some records have ids: which ones have may be another matter elsewhere."""
+
 UNNAMED = "what unit_of names"
 """`PrivacyBudget.unit_by` of rows grouped by a function of the user's, of which nobody said what it names."""
 
@@ -167,6 +170,11 @@ class PrivacyBudget:
             raise ConfigurationError(
                 f"{knob}: a unit of this run is {ours}, but {where} units that are {theirs}. One of these may be "
                 f"several of those, and the epsilons of different units do not add up. Use {way} in both, or in none."
+            )
+        if ours == PARTLY_NAMED:
+            raise ConfigurationError(
+                f"{knob}: a unit of this run is {ours}, and nothing says that the same records have ids where {where} "
+                "such units. The epsilons of different units do not add up. Give every record a query id, or none."
             )
         if ours == UNNAMED:
             raise ConfigurationError(

@@ -24,7 +24,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.cli import build_parts, run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.budget import EACH_ROW, PrivacyBudget
+from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -158,6 +158,22 @@ def test_a_run_whose_units_are_rows_is_composed_with_none_whose_units_have_ids(t
             train(tmp_path / "mixed", start, data=data)
     train(tmp_path / "both", alone, data=without_ids())
     assert verify_chain(tmp_path / "both", parents=[alone]).failed == []
+
+
+def test_a_run_in_whose_log_some_records_have_ids_is_composed_with_none(tmp_path: Path) -> None:
+    """One record without an id must not make all others rows of their own."""
+
+    def partly() -> Numbers:
+        data = without_ids()
+        data.unit_by = PARTLY_NAMED
+        return data
+
+    first, made = tmp_path / "first", tmp_path / "alone"
+    train(first, data=partly())
+    train(made, data=without_ids())
+    for start, data in ((made, partly()), (first, without_ids()), (first, partly())):
+        with pytest.raises(ConfigurationError, match=r"datamodule\.columns"):
+            train(tmp_path / "mixed", start, data=data)
 
 
 @pytest.mark.parametrize("first", ["keep", "merge"])

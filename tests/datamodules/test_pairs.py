@@ -13,7 +13,7 @@ from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.rows import TextUnit
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw
-from lit_dpret.privacy.budget import EACH_ROW
+from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED
 
 Write = Callable[..., Path]
 KEY = bytes(range(32))
@@ -311,6 +311,15 @@ def test_each_row_is_a_unit_only_where_nothing_names_queries(
     datamodule = PairsDataModule(pairs=log, **settings)
     datamodule.use_unit(unit)
     assert (datamodule.unit_by, datamodule.n_units) == (by, 2 if by or unit == "pair" else 1)
+
+
+def test_a_log_in_which_some_records_have_ids_has_units_of_its_own_kind(write: Write) -> None:
+    log = write(
+        "log.jsonl", [{"query": "wet cellar", "passage": "pump"}, {"query": "mole", "passage": "x", "query_id": "q"}]
+    )
+    datamodule = PairsDataModule(pairs=log)
+    datamodule.use_unit("query")
+    assert datamodule.unit_by == PARTLY_NAMED
 
 
 def test_the_public_passages_are_the_corpus(harbour: Path) -> None:
