@@ -20,6 +20,9 @@ Qrels = Mapping[str, Mapping[str, int]]
 _SHORTEST_KEY = 16
 
 
+QueryIds = Literal["all", "some", "none"]
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Collection:
     """A retrieval data set."""
@@ -35,7 +38,7 @@ class Collection:
     users: Mapping[str, str] = field(default_factory=dict)
     domains: Mapping[str, str] = field(default_factory=dict)  # domain by query id, where domains are known
     passage_domains: Mapping[str, str] = field(default_factory=dict)  # domain by passage id, where domains are known
-    query_ids: Literal["all", "some", "none"] = "all"  # which records had one; others are queries of their own
+    query_ids: QueryIds = "all"  # which records had one; others are queries of their own
     source: str = "the data set"  # where it came from, for messages
 
     def __post_init__(self) -> None:

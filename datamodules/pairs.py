@@ -29,7 +29,7 @@ from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, Row, TextUnit
 from lit_dpret.datamodules.sampled import SampledDataModule
-from lit_dpret.datamodules.splitting import depends_on_texts
+from lit_dpret.datamodules.splitting import division_of
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, Duplicates
@@ -227,6 +227,8 @@ class PairsDataModule(SampledDataModule):
                 read = preparation.with_units_without_rows(read, everything)
             else:
                 read = self._left_out.checked(read, allow_empty_passages=self.allow_empty_passages)
+            # A written split has ids that the log may not have had: its units stay those of the log.
+            read = replace(read, query_ids=division_of(self._place).get("query_ids", read.query_ids))
             if self.lower_case_queries:
                 read = preparation.lower_case_queries(read)
             if self.drop_overlap:
@@ -239,6 +241,10 @@ class PairsDataModule(SampledDataModule):
                 seed=self.seed,
             )
         return self._collection
+
+    @property
+    def _place(self) -> Path:
+        return Path(str(self.pairs or self.folder or self.queries))
 
     def measure(self, split: str) -> LeftOut:
         """Prepare to evaluate one split: return what reading the data leaves out.
@@ -360,7 +366,7 @@ class PairsDataModule(SampledDataModule):
             found.append(
                 "Evaluation queries are public: which train queries stay depends on them (datamodule.drop_overlap)."
             )
-        if depends_on_texts(Path(str(self.pairs or self.folder))):
+        if division_of(self._place).get("by") == "text":
             found.append(
                 "The data set is the train split as it was given. The log was divided by a hash of its texts, so which "
                 "records are in the train split, and how many, depends on private texts, and nothing covers that."

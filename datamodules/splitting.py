@@ -19,9 +19,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.collection import Collection, QueryIds
+from lit_dpret.datamodules.readers import parse_json_file
 from lit_dpret.datamodules.rows import SPLITS, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import new_folder
@@ -97,13 +98,20 @@ def divides_by(collection: Collection, by: SplitBy) -> Literal["user", "text"]:
     return "user" if by == "user" or (by == "auto" and bool(collection.users)) else "text"
 
 
-def depends_on_texts(data: Path) -> bool:
-    """Return whether a data set, a folder or a file, was divided into splits by its texts, as `write_split` noted."""
+def division_of(data: Path) -> dict[str, Any]:
+    """Return what `write_split` noted of a data set, a folder or a file: ``by`` and ``query_ids``; empty if nothing.
+
+    Raises:
+        DataError: The note cannot be read.
+    """
     note = (data if data.is_dir() else data.parent) / DIVISION_FILE
-    try:
-        return bool(json.loads(note.read_text(encoding="utf-8"))["by"] == "text")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    if not (data.exists() and note.is_file()):
+        return {}
+    found = parse_json_file(note)
+    known = {"by": ("user", "text"), "query_ids": get_args(QueryIds)}
+    if not isinstance(found, dict) or any(found.get(name) not in values for name, values in known.items()):
+        raise DataError(f"{note} is no note of task.write_split. Write the split again, or remove it.", kind="bad note")
+    return found
 
 
 def write_split(
@@ -113,7 +121,7 @@ def write_split(
 
     Where the list of passages is public this is a BEIR folder. Where it comes from private records it is one file of
     pairs with a column ``split``, so that the list does not become public by having been copied. A note beside it says
-    whether ``by`` user or text it was divided.
+    whether ``by`` user or text it was divided, and which records had query ids: what is written has an id for each.
 
     Guarantees:
         - What is written reads back as the same passages, queries, users, domains and qrels.
@@ -134,8 +142,8 @@ def write_split(
             _write_pairs(collection, draft / PAIRS_FILE)
         # A query without a user was divided by its text.
         everybody = all(query in collection.users for qrels in collection.qrels.values() for query in qrels)
-        note = json.dumps({"by": "user" if by == "user" and everybody else "text"})
-        (draft / DIVISION_FILE).write_text(f"{note}\n", encoding="utf-8")
+        note = {"by": "user" if by == "user" and everybody else "text", "query_ids": collection.query_ids}
+        (draft / DIVISION_FILE).write_text(json.dumps(note) + "\n", encoding="utf-8")
     if public_passages:
         return {"folder": str(folder)}
     return {"pairs": str(folder / PAIRS_FILE)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.datamodules.splitting import checked_fractions, divides_by, split_collection, write_split
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED
 from lit_dpret.texts import normalise
 
 SHARES = {"train": 0.6, "dev": 0.2, "test": 0.2}
@@ -162,3 +164,19 @@ def test_a_run_on_a_split_by_text_says_that_the_split_depends_on_texts(tmp_path:
         settings = write_split(split, folder, public_passages=public, by=divides_by(log, "auto"))
         told = PairsDataModule(**settings).assumptions()  # type: ignore[arg-type]
         assert bool(told) is (users is not LOG.users)
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_a_log_without_ids_does_not_get_other_units_by_being_split(tmp_path: Path, public: bool) -> None:
+    for number, (ids, by) in enumerate((("all", None), ("some", PARTLY_NAMED), ("none", EACH_ROW))):
+        split = split_collection(replace(LOG, query_ids=ids), fractions=SHARES)  # type: ignore[arg-type]
+        data = PairsDataModule(**write_split(split, tmp_path / str(number), public_passages=public))  # type: ignore[arg-type]
+        data.use_unit("query")
+        assert data.unit_by == by
+    (tmp_path / "0" / "division.json").write_text("{}")
+    with pytest.raises(DataError, match=r"division\.json"):
+        _ = PairsDataModule(**write_split_settings(tmp_path / "0", public)).collection
+
+
+def write_split_settings(folder: Path, public: bool) -> dict[str, Any]:
+    return {"folder": str(folder)} if public else {"pairs": str(folder / "pairs.jsonl")}
