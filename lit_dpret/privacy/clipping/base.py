@@ -313,7 +313,7 @@ class ClippedSum(ABC):
         kept = (self.factors(norms) > 0).any(0)
         above = (norms > self.bound).any(0)
         return ClipStats(
-            norms=torch.linalg.vector_norm(norms, dim=0),
+            norms=torch.where(batch.real, torch.linalg.vector_norm(norms, dim=0), 0.0),
             clipped=(kept & above & batch.real).sum(),
             within=(kept & ~above & present.any(0) & batch.real).sum(),
             non_finite=(~kept & batch.real).sum(),
