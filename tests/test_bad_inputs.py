@@ -120,6 +120,15 @@ CASES: dict[str, Case] = {
         r"task\.passages_are_public='nein'",
     ),
     "one value for a list": Case(("evaluate", *LOG[:2], "task.metrics=ndcg@10"), r"task\.metrics=\[ndcg@10\]"),
+    "a file for a list of files": log(
+        "callbacks.card.audit_protocols=audit.md", named=r"callbacks\.card\.audit_protocols=\[audit\.md\]"
+    ),
+    "several files for one": log("datamodule.pairs=[a.jsonl,b.jsonl]", named=r"datamodule\.pairs=.*a\.jsonl.*text"),
+    "a mapping for a path": Case(("search", "task.index={a: 1}", "task.query=a"), r"task\.index=\{'a': 1\}"),
+    "a number for a path": log("model.pretrained=5", named=r"model\.pretrained='5'"),
+    "a number for a mapping": log("model.lora=8", named=r"model\.lora=8 is no mapping"),
+    "a list for columns": log("datamodule.columns=[a,b]", named=r"datamodule\.columns=.*mapping"),
+    "a share of an epoch": log("trainer.max_epochs=1.5", named=r"trainer\.max_epochs=1\.5"),
     "a list for a mapping": Case(("check_data", *LOG[:2], "task.fractions=[8,1,1]"), r"task\.fractions=\{train: 0\.8"),
     "a mapping that does not end": log("model.lora={r:", named=r"model\.lora=\{r:.*quotes"),
     "a run folder that is a file": log("hydra.run.dir=a_file", named=r"a_file is a file.*hydra\.run\.dir"),

@@ -11,8 +11,8 @@ from dataclasses import is_dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import SimpleNamespace, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
@@ -128,28 +128,42 @@ def _check_types(node: Any, place: str) -> None:
             parameters = {}  # whoever makes it says what is wrong
         for key, value in node.items():
             if key in parameters and value != "???":
-                kind = parameters[key].annotation
-                _check_type(f"{place}.{key}", value, kind.__name__ if isinstance(kind, type) else str(kind))
+                _check_type(f"{place}.{key}", value, parameters[key].annotation)
             check(value, f"{place}.{key}")
 
     check(found, place)
 
 
-def _check_type(name: str, value: Any, annotation: str) -> None:
-    """Refuse a value where the annotation allows nothing but numbers, true and false, or a list."""
-    kinds = set(annotation.split(" | ")) - {"None"}
-    if value is None or not kinds:
+def _check_type(name: str, value: Any, annotation: Any) -> None:
+    """Refuse a value where the annotation allows nothing but numbers, true and false, texts, lists or mappings."""
+    kinds = _kinds(annotation) - {"None", "NoneType"}
+    if value is None or not kinds or (isinstance(value, dict) and "_target_" in value):  # an object, made later
         return
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    if kinds <= {"int", "float"} and isinstance(value, bool | str):
+    lists, mappings = ("Sequence[", "list[", "tuple["), ("Mapping[", "dict[")
+    if kinds <= {"int", "float"} and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigurationError(f"{name}={shown} is no number, and a number belongs there.")
     if kinds == {"int"} and isinstance(value, float) and not value.is_integer():
         raise ConfigurationError(f"{name}={shown} is no whole number, and one belongs there.")
     if kinds == {"bool"} and not isinstance(value, bool):
         raise ConfigurationError(f"{name}={shown} must be true or false.")
-    lists = ("Sequence[", "list[", "tuple[")
-    if all(kind.startswith(lists) for kind in kinds) and isinstance(value, bool | int | float | str):
-        raise ConfigurationError(f"{name}={shown} is no list, and a list belongs there: {name}=[{value}].")
+    if kinds <= {"str", "Path"} and isinstance(value, list | dict):
+        raise ConfigurationError(f"{name}={shown} is several values, and one text belongs there.")
+    if kinds <= {"str", "Path"} and "Path" in kinds and isinstance(value, bool | int | float):
+        raise ConfigurationError(f"{name}={shown} is no text, and a path belongs there: \"{name}='{value}'\".")
+    if all(kind.startswith(lists) for kind in kinds) and not isinstance(value, list):
+        one = f": {name}=[{value}]" if isinstance(value, bool | int | float | str) else ""
+        raise ConfigurationError(f"{name}={shown} is no list, and a list belongs there{one}.")
+    if all(kind.startswith(mappings) for kind in kinds) and not isinstance(value, dict):
+        raise ConfigurationError(f"{name}={shown} is no mapping, and one belongs there: '{name}={{NAME: VALUE}}'.")
+
+
+def _kinds(annotation: Any) -> set[str]:
+    """Return the alternatives of an annotation, as they are written in the code."""
+    if not isinstance(annotation, str):
+        several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        return {one.__name__ if isinstance(one, type) else str(one) for one in several}
+    return set(re.split(r" \| (?![^\[]*\])", annotation))  # those inside of brackets are of the elements
 
 
 def _trained_settings(cfg: DictConfig) -> dict[str, Any]:

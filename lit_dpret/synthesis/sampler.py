@@ -48,7 +48,7 @@ class Decoding:
 
     def __post_init__(self) -> None:
         if not 0 < self.top_p <= 1:
-            raise ConfigurationError(f"top_p={self.top_p} is not in (0, 1].")
+            raise ConfigurationError(f"task.top_p={self.top_p} is not in (0, 1].")
         require_number("task", self, "temperature")
         require_whole("task", self, 1, "top_k", null=True)
         require_whole("task", self, 1, "max_new_tokens")

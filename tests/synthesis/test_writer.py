@@ -139,7 +139,7 @@ def test_weights_that_the_card_does_not_list_are_refused(source: Path, tmp_path:
 
 def test_a_folder_that_is_no_generator_is_refused(source: Path, tmp_path: Path) -> None:
     shutil.copy(source / "privacy_card.json", tmp_path)
-    with pytest.raises((UnsupportedModelError, DataError)):
+    with pytest.raises(UnsupportedModelError, match=r"lit_dpret_generator\.json"):
         synthesize(tmp_path, PASSAGES, tmp_path / "set", **SETTINGS)
 
 
