@@ -266,8 +266,8 @@ def blank_units_count(patch: Patch) -> None:
     """A unit without rows is told from one that is not there: the sum moves by more than one unit's part."""
     stats = base.ClippedSum.stats
 
-    def mutant(self: Any, norms: Tensor, batch: Any) -> Any:
-        found = stats(self, norms, batch)
+    def mutant(self: Any, norms: Tensor, batch: Any, *present: Tensor) -> Any:
+        found = stats(self, norms, batch, *present)
         return replace(found, within=batch.real.sum() - found.clipped)
 
     patch.setattr(base.ClippedSum, "stats", mutant)
