@@ -98,7 +98,7 @@ class GroupedUnitDataset:
             if query_id not in self._collection.users:
                 raise ConfigurationError(
                     f"privacy.unit=user needs a user id for every training query, but query {query_id!r} has none: "
-                    "give a user_id column in datamodule.queries or datamodule.pairs (datamodule=hf: name it in "
+                    "give a user_id column in datamodule.queries or datamodule.pairs (of records of a hub: name it in "
                     "datamodule.user_column), or set privacy.unit=query."
                 )
             return (self._collection.users[query_id],)
