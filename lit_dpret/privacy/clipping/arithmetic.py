@@ -49,7 +49,6 @@ class Format:
         parts: Values whose sum stands for a scaled input.
         omega: Relative error of that sum; a factor is rounded beside it, which `base.CLIP_ROUNDING` covers.
         tiny: Absolute error of a product and of an addition where exponents run out, flushed to zero or not.
-        large: Lengths whose sum is above this may overflow when they are multiplied.
     """
 
     name: FormatName
@@ -60,7 +59,6 @@ class Format:
     parts: int
     omega: float
     tiny: float = 2.0**-125
-    large: float = 2.0**60
 
     def gamma(self, terms: int) -> float:
         """Relative error of a sum of so many products of the format."""
@@ -93,7 +91,7 @@ class Format:
 _U, _V = 2.0**-24, 2.0**-53
 FORMATS: Mapping[FormatName, Format] = {
     "float32": Format("float32", torch.float32, torch.float32, _U, _U, 1, _U),
-    "float64": Format("float64", torch.float64, torch.float64, _V, _V, 1, _V, 2.0**-1021, 2.0**500),
+    "float64": Format("float64", torch.float64, torch.float64, _V, _V, 1, _V, 2.0**-1021),
     "tf32": Format("tf32", torch.float32, torch.float32, 2.0**-22, _U, 1, (1 + 2.0**-11) * (1 + _U) - 1),
     "bf16": Format("bf16", torch.bfloat16, torch.float32, 2.0**-22, _U, 2, (1 + 2.0**-17) * (1 + _U) - 1),
 }

@@ -87,14 +87,15 @@ class Certified:
     error: Tensor  # what to add to it for an upper bound
     moved: Tensor  # the squared norm by which norm and sum may be off besides, over the factor, from above
     sizes: Tensor  # of terms, from above, by which absolute errors are bounded
+    least: float  # the absolute error of an operation, the largest of all formats in use
     pairs: float = 0.0  # what is to be added to that where products were added up in pairs ...
     positions: float = 0.0  # ... and for sums
-    least: float = FORMATS["float32"].tiny  # the absolute error of an operation, the largest of all formats in use
 
     @classmethod
-    def zeros(cls, units: int, device: torch.device) -> Certified:
+    def zeros(cls, units: int, device: torch.device, *, least: float = FORMATS["float32"].tiny) -> Certified:
         """Of no parameter."""
-        return cls(*torch.zeros(4, units, dtype=torch.float64, device=device))
+        estimate, error, moved, sizes = torch.zeros(4, units, dtype=torch.float64, device=device)
+        return cls(estimate, error, moved, sizes, least)
 
     def norms(self) -> Tensor:
         """What is clipped: the norm from above, and what a sum may miss of factor times gradient, over the factor."""

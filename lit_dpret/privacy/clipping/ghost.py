@@ -359,18 +359,11 @@ class GhostClipping(ClippedSum):
         vague, present = torch.zeros(2, *shape, dtype=torch.bool, device=batch.real.device)
         room = room_for_rounding(self.bound, self.parameters.values())
         parts = [{name: contributions[name] for name in names if name in contributions} for names in self.groups]
-        # Of gradients that are written out: squared norms, and the number of their coordinates.
-        beside, elsewhere = torch.zeros_like(norms), [0] * len(self.groups)
+        kept = [{name: written[name] for name in names if name in written} for names in self.groups]
+        broken = broken_units(losses, batch)
         for group, part in enumerate(parts):
-            for name in self.groups[group]:
-                for gradients in written.get(name, ()):
-                    form = self._form(name, ())
-                    gradients.group.add_squares_to(beside[group], norms_from_above(gradients.value, form))
-                    elsewhere[group] += gradients.value[0].numel() if len(gradients.value) else 0
-            found = self._certified(part, batch)
-            found.estimate += beside[group]
+            found = self._certified(part, kept[group], batch)
             norms[group] = found.norms()
-            found.positions += elsewhere[group]
             present[group] = found.present(norms[group])
             about = found.estimate.clamp(min=0).sqrt()
             # NaN is vague too, and infinity, for float64 may still tell the norm.
@@ -382,20 +375,25 @@ class GhostClipping(ClippedSum):
             vague[group] |= too_large
             if batch.fixed:  # no second look by values, which XLA would compile anew
                 norms[group] = torch.where(too_large, torch.inf, norms[group])
-        norms = torch.where(broken_units(losses, batch), torch.nan, norms)
+        norms = torch.where(broken, torch.nan, norms)
         if batch.fixed:
             return norms, torch.zeros_like(vague), present
-        vague &= batch.real & ~broken_units(losses, batch)
+        vague &= batch.real & ~broken
         # Read for all groups together: each reading waits for the device.
         for group in (g for g, some in enumerate(vague.any(1).tolist()) if some):
             exact = self._exact_squares(parts[group], batch.only(vague[group]))
-            for gradients in (each for name in self.groups[group] for each in written.get(name, ())):
+            for gradients in (each for of_name in kept[group].values() for each in of_name):
                 gradients.group.add_squares_to(exact, norms_from_above(gradients.value, FORMATS["float64"]))
             norms[group] = torch.where(vague[group], exact.sqrt(), norms[group])
         return norms, vague, present
 
-    def _certified(self, part: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Certified:
+    def _certified(
+        self, part: Mapping[str, Sequence[Contribution]], written: Mapping[str, list[Written]], batch: UnitRows
+    ) -> Certified:
         found = Certified.zeros(batch.units, batch.real.device)
+        for name, gradients in ((name, each) for name, of_name in written.items() for each in of_name):
+            gradients.group.add_squares_to(found.estimate, norms_from_above(gradients.value, self._form(name, ())))
+            found.note_terms(1, self.parameters[name].numel(), in_pairs=False)
         by_form: dict[Format, dict[str, Sequence[Contribution]]] = {}
         for name, uses in part.items():
             by_form.setdefault(self._form(name, uses), {})[name] = uses
@@ -406,8 +404,7 @@ class GhostClipping(ClippedSum):
 
     def _exact_squares(self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Tensor:
         """Squared norms of gradients that are written out in float64, ``(units,)``, from above."""
-        found = Certified.zeros(batch.units, batch.real.device)
-        found.least = FORMATS["float64"].tiny
+        found = Certified.zeros(batch.units, batch.real.device, least=FORMATS["float64"].tiny)
         for name, uses in contributions.items():
             for one in (one for group in batch.groups for one in group.split(1)):
                 Bounds(one, FORMATS["float64"], found).of_written(uses, self.parameters[name].shape)
