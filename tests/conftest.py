@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,34 @@ def zero_server() -> Iterator[ZeroServer]:
 @pytest.fixture(autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_run_of_other_files() -> Iterator[None]:
+    """The process knows no run of another file, as if this one were run alone."""
+    yield
+    _forget(None)
+
+
+@pytest.fixture(autouse=True)
+def no_run_of_other_tests(no_run_of_other_files: None) -> Iterator[None]:
+    """Nor one of another test, but for those of fixtures that several tests share."""
+    known = _known_runs()
+    yield
+    _forget(known)
+
+
+def _known_runs() -> tuple[dict[Any, Any], list[Any]] | None:
+    trained, passed = (sys.modules.get(f"lit_dpret.privacy.ledger.{name}") for name in ("trained", "passed"))
+    if trained is None or passed is None:  # torch comes with them, and not every file of tests needs it
+        return None
+    return {shape: dict(found) for shape, found in trained._values.items()}, list(passed._noted)
+
+
+def _forget(known: tuple[dict[Any, Any], list[Any]] | None) -> None:
+    trained, passed = (sys.modules.get(f"lit_dpret.privacy.ledger.{name}") for name in ("trained", "passed"))
+    if trained is not None and passed is not None:
+        trained._values, passed._noted = known or ({}, [])
 
 
 @pytest.fixture(autouse=True)

@@ -93,8 +93,8 @@ def passed_in(tensor: Tensor) -> frozenset[Any]:
         return frozenset()
     exact, rounded, _ = _digests([tensor])[:, 0]
     drawn = _spread(tensor).float()
-    looked = [] if is_constant(drawn) else [exact]  # zeros and ones are everybody's
-    if len(drawn) >= _FEW and not is_constant(drawn.bfloat16()):
+    looked = [] if is_common(drawn) else [exact]
+    if len(drawn) >= _FEW and not is_common(drawn.bfloat16()):
         looked.append(rounded)
     found = [each.runs for each in _noted if any(digest in each for digest in looked)]
     return frozenset().union(*found)
@@ -150,9 +150,13 @@ def fingerprint_of(values: Tensor) -> int:
     return int(exact if len(values) < _FEW else rounded)
 
 
-def is_constant(values: Tensor) -> bool:
-    """Whether all values are equal: zeros and ones are everybody's."""
-    return bool((values == values[0]).all())
+def is_common(values: Tensor) -> bool:
+    """Whether unrelated runs may have such values: a constant, or a few that are so but for Adam's first step.
+
+    That step moves each by the learning rate, up, down or not at all, so a short bias has few patterns.
+    """
+    distinct, count = len(values.unique()), len(values)
+    return distinct == 1 or (count < _LOOKED_AT and distinct < min(4, count))
 
 
 def _spread(tensor: Tensor, most: int = _LOOKED_AT) -> Tensor:

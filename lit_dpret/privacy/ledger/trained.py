@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.passed import fingerprint_of, is_constant, looked_at, passed_in
+from lit_dpret.privacy.ledger.passed import fingerprint_of, is_common, looked_at, passed_in
 
 #: Where state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
@@ -169,7 +169,7 @@ def note_built(module: nn.Module) -> None:
     own = list(_parameters(module).values())
     shapes = {each.shape for each in own}
     stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
-    changed = {fingerprint_of(values) for values in stepped if not is_constant(values)}
+    changed = {fingerprint_of(values) for values in stepped if not is_common(values)}
     kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
     found = [values for each in kept if (values := looked_at(each)) is not None]
     vars(module)[_BUILT] = built = frozenset(fingerprint_of(cast) for values in found for cast in _casts(values))
@@ -231,8 +231,8 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None
             setattr(tensor, _MARK, _marks(tensor) | runs)
         known = _values.setdefault(tuple(tensor.shape), {})
         for cast in _casts(values):
-            # Zeros and ones are everybody's, and rounding may undo a small change.
-            if (copy := fingerprint_of(cast)) != before[name] and not is_constant(cast):
+            # Rounding may undo a small change.
+            if (copy := fingerprint_of(cast)) != before[name] and not is_common(cast):
                 known[copy] = known.get(copy, frozenset()) | runs
 
 
