@@ -70,9 +70,10 @@ class PhysicalBatches:
             self._step.append(_copy(batch))
         due = [batch]
         while (failed := self._tried(due, drops=drops and may_split)) is not None:
-            give_back_memory()
-            self._forget()
             at, slots, lacks_memory = failed
+            if lacks_memory:
+                give_back_memory()
+            self._forget()
             if drops and may_split:
                 self._set_aside(next(each for each in self._step if each.part == at), slots, lacks_memory)
             elif not may_split or self.limit == 1:
@@ -139,11 +140,11 @@ class PhysicalBatches:
         middle = (failed.start + failed.stop) // 2
         found: list[slice] = []
         for half in (slice(failed.start, middle), slice(middle, failed.stop)):
-            fails = self._failure(_copy(batch), half, drops=True) is not None
+            lacks_memory = self._failure(_copy(batch), half, drops=True)
             self._forget()
-            if fails:
+            if lacks_memory:
                 give_back_memory()
-            found += self._bisected(batch, half) if fails else [half]
+            found += [half] if lacks_memory is None else self._bisected(batch, half)
         return found
 
 

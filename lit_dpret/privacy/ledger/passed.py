@@ -155,7 +155,7 @@ def is_common(values: Tensor) -> bool:
 
     That step moves each by the learning rate, up, down or not at all, so a short bias has few patterns.
     """
-    distinct, count = len(values.unique()), len(values)
+    distinct, count = len(torch.unique(values)), len(values)
     return distinct == 1 or (count < _LOOKED_AT and distinct < min(4, count))
 
 
