@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
@@ -63,7 +63,7 @@ class CouplingCheck:
         self._before: KeptState | None = None
         self._collated: tuple[list[Any], list[Any]] | None = None
         self._differentiates = False
-        self._modes: tuple[bool, ...] | None = None
+        self._modes: list[bool] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -79,7 +79,7 @@ class CouplingCheck:
             batch: With rows.
             seed: Of the random numbers of the batch.
         """
-        modes = tuple(part.training for part in module.modules())
+        modes = _modes(module)
         if modes != self._modes:  # a loss may couple rows in one mode alone
             single = self._single
             self.begin()
@@ -132,7 +132,9 @@ class CouplingCheck:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
                     self._collated = None
-                part = rows.first(2 if module.privacy.candidates == "pool" else 2 * ALONE)
+                # Each row costs time: later one is kept, and two are replaced by equal ones or by one of them.
+                units = 2 if module.privacy.candidates == "pool" else 2 * ALONE if first else 3
+                part = rows.first(units)
                 if first or turn != 1:  # later in turn, which costs a third
                     company = (True, False) if first else (number % 2 == 0,)
                     passes.compare_company(part, company, gradients=first or turn == 2, later=first or turn == 0)
@@ -171,6 +173,14 @@ def _of_one_unit(batch: UnitBatch) -> bool:
     if batch.data_rows is None or is_lazy(batch.unit_ids.device):
         return len(batch.mask) < 2
     return int(torch.unique(batch.unit_ids[batch.data_rows]).numel()) < 2
+
+
+def _modes(module: nn.Module) -> list[bool]:
+    """Return which parts are in training mode; `modules()` takes four times as long, in every batch."""
+    parts = [module]
+    for part in parts:  # grows meanwhile
+        parts += [each for each in part._modules.values() if each is not None]
+    return [part.training for part in parts]
 
 
 class _Rows:

@@ -87,6 +87,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setattr(trained, "_values", {})
         monkeypatch.setattr(passed, "_noted", [])
         monkeypatch.setattr(trained, "_built", set())
+        monkeypatch.setattr(trained, "_stepped", type(trained._stepped)())
 
     return forget
 
