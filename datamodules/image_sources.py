@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import DataError
+from lit_dpret.errors import DataError, first_line
 from lit_dpret.lazy import optional
 
 SourceName = Literal["cifar10", "cifar100", "fashion_mnist", "vision_folder"]
@@ -109,7 +109,7 @@ def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
     try:
         table: Any = datasets.load_dataset(hub, split=split)
     except Exception as error:  # the hub raises many kinds of error
-        raise DataError(f"datamodule.hub={hub} cannot be loaded: {type(error).__name__}: {error}.") from error
+        raise DataError(f"datamodule.hub={hub} cannot be loaded: {first_line(error)}.") from error
     column = next((c for c in ("img", "image") if c in table.column_names), None)
     labels = SOURCES[name].label_column
     if column is None or labels is None or labels not in table.column_names:
@@ -265,7 +265,8 @@ def _encoded(
                 rgb = image.convert("RGB")
                 return np.asarray(rgb if size is None else rgb.resize((size, size), pillow.Resampling.BILINEAR))
         except (OSError, SyntaxError) as error:
-            raise DataError(f"{source}: image {position} cannot be decoded ({type(error).__name__}).") from error
+            why = "it is broken, or of a format that Pillow does not read"
+            raise DataError(f"{source}: image {position} cannot be decoded: {why}.") from error
 
     def decode(positions: Sequence[int]) -> Tensor:
         pixels = [one(position) for position in positions]
@@ -311,7 +312,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except Exception as error:  # a broken pickle raises almost anything
-        raise DataError(f"{path} is no pickled batch of images: {error or type(error).__name__}.") from error
+        raise DataError(f"{path} is no pickled batch of images: {first_line(error)}.") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} is no pickled batch of images: it holds a {type(found).__name__}.")
     return {_text(key): value for key, value in found.items()}
@@ -330,7 +331,7 @@ def _read_parquet(paths: Sequence[Path], *, labels: str, coarse: str | None = No
     try:
         table = arrow.concat_tables([parquet.read_table(path) for path in paths])
     except (OSError, arrow.ArrowException) as error:
-        raise DataError(f"{source} cannot be read: {type(error).__name__}.") from error
+        raise DataError(f"{source} cannot be read: {first_line(error)}.") from error
     column = next((name for name in ("image", "img") if name in table.column_names), None)
     if column is None or labels not in table.column_names:
         raise DataError(f"{source} needs the columns image (or img) and {labels}; it has {table.column_names}.")

@@ -32,7 +32,7 @@ from lit_dpret.datamodules.passage_store import build_store, cached_store, file_
 from lit_dpret.datamodules.readers import Complain, Problems, RecordFile, Records, as_id, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES
 from lit_dpret.errors import DataError
-from lit_dpret.files import meant
+from lit_dpret.files import OutputFolder, meant
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".tsv", ".tsv.gz", ".csv", ".csv.gz", ".parquet")
 _QRELS_SUFFIXES = (".tsv", ".tsv.gz", *(s for s in _SUFFIXES if not s.startswith(".tsv")))
@@ -75,7 +75,7 @@ class CorpusSettings:
     in_memory: InMemory = True  # whether to hold its texts; ``auto`` holds up to half a gigabyte of text
     # Where stores on disk are kept; None for ``~/.cache/lit-dpret/passages``. A store takes as much disk as the plain
     # text, and about 50 bytes for each passage.
-    cache_dir: str | Path | None = None
+    cache_dir: str | OutputFolder | None = None
     allow_empty: bool = False  # accept passages with neither title nor text
     header: Sequence[str] | None = None  # the names of the columns of a TSV file without a header line
     knob: str = "datamodule.corpus"  # what the user set to name the file, for messages

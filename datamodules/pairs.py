@@ -32,6 +32,7 @@ from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.splitting import division_of
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import OutputFolder
 from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, Duplicates
 from lit_dpret.settings import require_whole
 
@@ -96,7 +97,7 @@ class PairsDataModule(SampledDataModule):
     drop_queries_without_passage: bool = False
     allow_empty_passages: bool = False
     in_memory: InMemory = "auto"
-    cache_dir: str | Path | None = None
+    cache_dir: str | OutputFolder | None = None
     max_passages: int | None = None
     max_train_queries: int | None = None
     max_eval_queries: int | None = None

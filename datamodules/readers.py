@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from lit_dpret.errors import DataError
+from lit_dpret.errors import DataError, in_words
 from lit_dpret.lazy import optional
 
 FORMATS = (".jsonl", ".tsv", ".csv", ".parquet")
@@ -457,7 +457,7 @@ def parse_json_file(path: Path) -> Any:
     except RecursionError as error:
         raise DataError(f"{path}: malformed JSON (nested too deeply).", kind="malformed JSON") from error
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise _unreadable(f"{path} cannot be read ({type(error).__name__}).") from error
+        raise _unreadable(f"{path} cannot be read: {in_words(error)}.") from error
 
 
 def ir_records(source: str, records: str) -> Iterator[Any]:

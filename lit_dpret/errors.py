@@ -6,8 +6,11 @@ inside another project it is an ordinary exception, whose text says Python's wor
 values (`in_python`). Nothing here imports anything of ours, so every layer may raise it.
 """
 
+import gzip
 import re
+import zlib
 from collections.abc import Callable
+from json import JSONDecodeError
 
 #: Set by the command line, whose errors name its own settings.
 on_command_line = False
@@ -193,3 +196,27 @@ def first_line(error: BaseException) -> str:
     """Return the first line of another library's error; if it ends in a colon, with the second."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+
+
+def in_words(error: BaseException) -> str:
+    """Return in plain words why a file or a message cannot be read; of what Python quotes, names of keys alone.
+
+    Texts of the data are left out, since errors are printed and logged.
+
+    Example:
+        >>> in_words(KeyError("data")), in_words(EOFError("Compressed file ended"))
+        ("it has no 'data'", 'its compressed data end too early')
+    """
+    if isinstance(error, KeyError) and error.args:
+        return f"it has no {error.args[0]!r}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is no {error.encoding.upper()} text"
+    if isinstance(error, JSONDecodeError):
+        return f"it is no JSON, from line {error.lineno} column {error.colno} on"
+    if isinstance(error, EOFError):
+        return "its compressed data end too early"
+    if isinstance(error, gzip.BadGzipFile | zlib.error):
+        return "its compressed data are broken"
+    if isinstance(error, OSError):
+        return error.strerror or str(error) or "it cannot be opened"
+    return "a part of it is missing, or has another form"

@@ -10,13 +10,16 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, schema_problem
 
 # Of a folder of synthetic data: one room writes it, and another one reads it, which may not import each other.
 CARD_NAME = "privacy_card.json"
 SUMMARY_NAME = "generation.json"
+# What a setting names to write: `lit_dpret.tasks.parts.check_output` refuses bad values early, by these annotations.
+OutputFile: TypeAlias = Path
+OutputFolder: TypeAlias = Path
 SYNTHETIC_SCHEMA = "lit-dpret/synthetic-data/1"
 
 

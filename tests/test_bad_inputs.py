@@ -74,6 +74,7 @@ FILES: dict[str, bytes] = {
     "bad.yaml": b"method: [",
     "own/model/broken.yaml": b"_target_: [",
     "other/privacy_card.json": b"{}",
+    "addresses/training.txt": b"http://www.cnn.com/2008/HEALTH/05/01/x/index.html",
 }  # fmt: skip
 
 
@@ -158,6 +159,16 @@ CASES: dict[str, Case] = {
     "settings of one's own that are no YAML": Case(
         ("--config-dir", "own", "model=broken"), r"own/model/broken\.yaml is no YAML"
     ),
+    "one run of several that is refused": log(
+        "-m", "model=frozen_dual_encoder", "privacy.eps=1,-3", named=r"privacy\.eps=-3"
+    ),
+    "another file for SQuAD": Case(
+        ("build_silos", "task.source=squad", "task.folder=broken.jsonl"), r"task\.folder=broken\.jsonl .*malformed JSON"
+    ),
+    "another file for NewsQA": Case(
+        ("build_silos", "task.source=newsqa", "task.newsqa=broken.jsonl", "task.cnn_urls=addresses"),
+        r"task\.newsqa=broken\.jsonl .*no JSON",
+    ),
     "no such group": Case(("list", "privcy"), r"'privcy'"),
     "no choice of that name": log("privacy=dpsgd", named=r"privacy=dpsgd does not exist"),
     "no model of that name": log("model=gpt", named=r"model=gpt does not exist"),
@@ -168,7 +179,25 @@ CASES: dict[str, Case] = {
         r"federated\.planted\.wheels is not a setting.*phrasings",
     ),
     "no such setting": log("privacy.epsilon=3", named=r"privacy\.epsilon is not a setting"),
-    "a setting without its group": log("eps=3", named=r"eps is not a setting"),
+    "a setting without its group": log("eps=3", named=r"eps is not a setting.*privacy\.eps"),
+    "a setting of the task without it": Case(("evaluate", *LOG[:2], "encoder=nope"), r"task\.encoder"),
+    "the same of a part": Case(("evaluate", *LOG[:2], "bm25.k1=2"), r"task\.bm25\.k1"),
+    "a setting of the task in the singular": Case(("evaluate", *LOG[:2], "metric=ndcg@10"), r"task\.metrics"),
+    "a setting in another group": log("trainer.lr=1", named=r"trainer\.lr is not a setting.*model\.optimizer\.lr"),
+    "a value that a part of the task refuses": Case(
+        ("evaluate", *LOG[:2], "task.encoder=bm25", "task.bm25.k1=-3"), r"task\.bm25\.k1=-3"
+    ),
+    "no such metric": Case(("evaluate", *LOG[:2], "task.metrics=[ndcg@0]"), r"task\.metrics=\[ndcg@0\]"),
+    "a folder for a file to write": Case(("verify", "other", "task.report=qrels"), r"task\.report=qrels"),
+    "a file to write inside a file": Case(("verify", "other", "task.report=a_file/b.json"), r"task\.report=a_file"),
+    "a folder for a ledger": log("privacy.dataset_ledger=qrels", named=r"privacy\.dataset_ledger=qrels"),
+    "a file for a folder to write": Case(
+        ("check_data", *LOG[:1], "datamodule.pairs=log.jsonl", "task.write_split=a_file"), r"task\.write_split=a_file"
+    ),
+    "a file for a cache": Case(("evaluate", *LOG[:2], "task.cache_dir=a_file"), r"task\.cache_dir=a_file"),
+    "a file for a cache of the model": log(
+        "model=frozen_dual_encoder", "model.cache_dir=a_file", named=r"model\.cache_dir=a_file"
+    ),
     "a setting of the Trainer in the singular": log("trainer.max_step=3", named=r"trainer\.max_step is not a setting"),
     "a setting of the Trainer that privacy owns": log(
         "trainer.gradient_clip_val=1", named=r"trainer\.gradient_clip_val is not a setting"
@@ -215,6 +244,7 @@ CASES: dict[str, Case] = {
     "a card that is nowhere": Case(("verify", "nope"), r"nope"),
     "no card": Case(("verify",), r"task\.card"),
     "runs that are nowhere": Case(("compare", "nope", "a_file"), r"nope"),
+    "no runs": Case(("compare",), r"task\.run_a and task\.run_b .*lit-dpret compare RUN_A RUN_B"),
     "one run of two": Case(("compare", "nope"), r"RUN_A RUN_B"),
     "an encoder that is nowhere": Case(("evaluate", *LOG[:2], "task.encoder=nope"), r"nope"),
     "a generator that is nowhere": Case(
@@ -323,7 +353,7 @@ def test_bad_input_is_one_line_that_names_the_setting(name: str, said: dict[str,
     status, text, seconds = said[name]
     assert status == cli.USER_ERROR, text
     # A bar of transformers', which the program switches off before it loads that; a test has loaded it already.
-    beside = ("run folder: ", "data: ", "Loading weights")
+    beside = ("run folder: ", "data: ", "Loading weights", "[")  # the last begins what Hydra says of jobs
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(beside)]
     assert len(lines) == 1 and re.search(rf"error: .*(?:{CASES[name].named})", lines[0]), text
     assert seconds < SECONDS_OF_PROCESSOR

@@ -31,7 +31,7 @@ from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import audit_problems, card_html, card_markdown, privacy_line, statement
-from lit_dpret.errors import ConfigurationError, DataError, LedgerError, first_line
+from lit_dpret.errors import ConfigurationError, DataError, LedgerError, first_line, in_words
 
 SCHEMA = "lit-dpret/verification/1"
 
@@ -180,7 +180,8 @@ def verify_chain(
         _check_protocols(result, found, given)
         _check_signatures(result, met, key)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        problem = f"a field is missing or malformed ({type(error).__name__}: {error})."
+        why = in_words(error) if isinstance(error, KeyError) else first_line(error)
+        problem = f"a field is missing or malformed ({why})."
         result.pass_over(
             _name(found), "card", f"it, or one that it was derived from, cannot be read: {problem}", failed=True
         )

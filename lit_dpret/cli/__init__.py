@@ -124,8 +124,9 @@ def _data_line(cfg: DictConfig, task: Any) -> str:
     name = _choice("datamodule", node)
     default = "" if given & {"datamodule", "experiment"} else " (the default; choose another with datamodule=)"
     words = [" ".join([name, *places]) + default]
-    if split := cfg.task.get("split"):
-        words.append(f"split {split}")
+    split = cfg.task.get("split")
+    if read := getattr(task, "reads", f"split {split}" if split else None):
+        words.append(read)
     if hasattr(task, "planned_fits"):
         eps = cfg.privacy.get("eps")
         words.append(
@@ -160,6 +161,16 @@ def _objective(cfg: DictConfig, result: Any) -> Any:
     return float(result[cfg.objective])
 
 
+class _NoneBegins(BaseException):
+    """Ends a multirun before its first run; Hydra would start the others, and print the settings of each."""
+
+
+def _runs_here(known: Any) -> bool:
+    """Return whether Hydra runs the jobs one by one in this process, so that `_failed` can tell of errors."""
+    kinds = str(known.sweeper._target_).rpartition(".")[2], str(known.launcher._target_).rpartition(".")[2]
+    return kinds == ("BasicSweeper", "BasicLauncher")
+
+
 def _one_of_many(cfg: DictConfig) -> Any:
     """Run one job of a multirun: before the first, tell what all cost; none begins where one of them cannot be made."""
     from lit_dpret.tasks.multirun import Outcomes, tell_cost
@@ -170,15 +181,12 @@ def _one_of_many(cfg: DictConfig) -> Any:
     result: Any = None
     together = ""
     try:
-        if _failed:
-            raise _failed[0]
         varied, runs = swept()
         if known.job.num == 0 and rank_watch.is_first() and runs is not None:
             try:
                 together = tell_cost([composed_run(cfg, run) for run in runs], varied)
             except Exception as error:  # else the first run would pay for what is wrong with another one
-                _failed.append(error)
-                raise
+                raise _NoneBegins from error
         if not _outcomes:
             _outcomes.append(Outcomes(Path(known.sweep.dir), together))
         result = run(cfg)
@@ -189,7 +197,10 @@ def _one_of_many(cfg: DictConfig) -> Any:
         return told
     except BaseException as error:
         result = error
-        raise
+        if not isinstance(error, Exception) or not _runs_here(known):
+            raise
+        _failed.append(error)
+        return None
     finally:
         if _outcomes:
             _outcomes[0].add(Path(cfg.run_dir), own_overrides(), result)
@@ -197,7 +208,7 @@ def _one_of_many(cfg: DictConfig) -> Any:
 
 @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
 def _hydra_main(cfg: DictConfig) -> Any:
-    if HydraConfig.get().mode == RunMode.MULTIRUN:  # the other jobs run, and Hydra tells of one that failed at the end
+    if HydraConfig.get().mode == RunMode.MULTIRUN:  # the other jobs run, and one that failed is told of at the end
         return _one_of_many(cfg)
     try:
         return _objective(cfg, run(cfg))
@@ -238,6 +249,8 @@ def main() -> None:
                 _outcomes[0].tell()
         if _failed:
             raise _failed[0]
+    except _NoneBegins as none:
+        _end(none.__cause__ or none, interrupted())
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         _end(error, interrupted())
 

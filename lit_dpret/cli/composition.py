@@ -17,6 +17,7 @@ from typing import Any, Union, get_args, get_origin
 from hydra import compose, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, InstantiationException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -26,9 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret.cli.arguments import own_overrides, program, shown_overrides
 from lit_dpret.cli.explanations import UNKNOWN_KEY, causes, explain_unknown_key
-from lit_dpret.config import CONFIG_MODULE, STUDIES, groups, top_level
+from lit_dpret.config import CONFIG_MODULE, STUDIES, choices, groups, top_level
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
+from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed, check_output
 
 _LARGEST_SEED = 2**32 - 1
 _MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
@@ -137,6 +138,8 @@ def _check_types(node: Any, place: str) -> None:
 def _check_type(name: str, value: Any, annotation: Any) -> None:
     """Refuse a value where the annotation allows nothing but numbers, true and false, texts, lists or mappings."""
     kinds = _kinds(annotation) - {"None", "NoneType"}
+    outputs = kinds & {"OutputFile", "OutputFolder"}
+    kinds = kinds - outputs | ({"Path"} if outputs else set())
     if value is None or not kinds or (isinstance(value, dict) and "_target_" in value):  # an object, made later
         return
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
@@ -151,6 +154,8 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
         raise ConfigurationError(f"{name}={shown} is several values, and one text belongs there.")
     if kinds <= {"str", "Path"} and "Path" in kinds and isinstance(value, bool | int | float):
         raise ConfigurationError(f"{name}={shown} is no text, and a path belongs there: \"{name}='{value}'\".")
+    if outputs and isinstance(value, str):
+        check_output(name, value, folder="OutputFolder" in outputs)
     if all(kind.startswith(lists) for kind in kinds) and not isinstance(value, list):
         one = f": {name}=[{value}]" if isinstance(value, bool | int | float | str) else ""
         raise ConfigurationError(f"{name}={shown} is no list, and a list belongs there{one}.")
@@ -259,7 +264,7 @@ def checked_task(cfg: DictConfig) -> Any:
         ConfigurationError: It does nothing with what is chosen.
     """
     if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # said before the task's imports, which take long
-        raise ConfigurationError(f"{', '.join(missing)} must be given on the command line.")
+        raise ConfigurationError(_lacking(cfg, missing))
     _check_types(cfg.task, "task")
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):
@@ -276,6 +281,14 @@ def checked_task(cfg: DictConfig) -> Any:
             f"init_from={cfg.init_from} is for task=fit, plan and doctor: no other task starts from a run's model."
         )
     return task
+
+
+def _lacking(cfg: DictConfig, missing: Sequence[str]) -> str:
+    """Return what a command has to say besides, and a whole one."""
+    name = HydraConfig.get().runtime.choices.get("task") if HydraConfig.initialized() else None
+    example = next((one.example for one in choices("task") if one.name == name), "")
+    shown = f", for example: {example.replace('python train.py', program())}" if example else "."
+    return f"{' and '.join(missing)} must be given on the command line{shown}"
 
 
 def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:

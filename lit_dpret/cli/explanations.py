@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from lit_dpret.cli.arguments import shown_overrides
 from lit_dpret.config import CONFIG_MODULE, choices, groups, names
 from lit_dpret.errors import LitDpretError, WorkerError
 
+_MOST_MEANT = 3
 _MOST_CHOICES = 5  # that are told to have a setting; one that many have is no hint
+_TYPED = r"[a-z]\w*(?:\.\w+)*"  # the name of a setting
 UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
@@ -29,7 +32,7 @@ def explain(error: BaseException) -> str | None:
     """Return one line for a user error; None for a defect, which keeps its traceback."""
     for cause in causes(error):
         if isinstance(cause, LitDpretError):
-            return str(cause)
+            return _by_full_name(str(cause))
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             file = cause.filename2 or cause.filename or "no file named"  # of two, the second is written to
             return f"the disk is full ({file}). Free space, then resume=true."
@@ -118,6 +121,47 @@ def _composed_again(without: str = "") -> DictConfig:
         return compose("train", overrides=overrides, return_hydra_config=True)
 
 
+def _by_full_name(line: str) -> str:
+    """Name the setting that a line begins with as it is typed: ``encoder=x`` of a constructor is ``task.encoder=x``."""
+    begun = re.match(rf"{_TYPED}(?==)", line)
+    if begun is None:
+        return line
+    try:
+        cfg = _composed_again()
+    except Exception:
+        return line  # what cannot be composed has other settings than its error speaks of
+    known = _setting_names(cfg)
+
+    def full(found: re.Match[str]) -> str:
+        several = [name for name in known if name.endswith(f".{found[0]}")]
+        return several[0] if len(several) == 1 and found[0] not in {*known, *groups()} else found[0]
+
+    return re.sub(rf"(?<![\w.]){_TYPED}(?==)", full, line) if full(begun) != begun[0] else line
+
+
+def _setting_names(cfg: DictConfig) -> list[str]:
+    """Return the dotted names of all settings of a command, groups of them included."""
+
+    def below(node: Any, place: str) -> Iterator[str]:
+        for key, value in node.items():
+            if not str(key).startswith(("_", "hydra")):
+                yield f"{place}{key}"
+                if isinstance(value, dict):
+                    yield from below(value, f"{place}{key}.")
+
+    return list(below(OmegaConf.to_container(cfg, resolve=False), ""))
+
+
+def _meant(key: str, known: Collection[str]) -> str:
+    """Ask for the settings that end in ``key``, in its last part, or in what is spelt almost so, if these are few."""
+    last = key.rpartition(".")[2]
+    lasts = {name.rpartition(".")[2] for name in known}
+    for tail in (key, last, *get_close_matches(last, sorted(lasts), n=1, cutoff=0.8)):
+        if found := [name for name in known if name == tail or name.endswith(f".{tail}")]:
+            return f" Did you mean {' or '.join(found)}?" if len(found) <= _MOST_MEANT else ""
+    return ""
+
+
 def _explain_other_form(key: str) -> str:
     """Show the form of a setting that was given a list for a mapping, or the reverse."""
     try:
@@ -137,18 +181,22 @@ def explain_unknown_key(key: str, *, given: str | None = None) -> str:
     group, _, name = key.rpartition(".")
     try:
         cfg = _composed_again(without=given or key)
+    except Exception:
+        return f"{key} is not a setting."
+    suggestion = _meant(key, _setting_names(cfg))
+    try:
         node: Any = OmegaConf.select(cfg, group) if group else cfg
         known = sorted(str(k) for k in node if not str(k).startswith(("_", "hydra")))
         chosen = cfg.hydra.runtime.choices.get(group)
     except Exception:
-        return f"{key} is not a setting."
+        return f"{key} is not a setting.{suggestion}"
     where = f"of {group}" if group else "at the top"
     where += f"={chosen}" if chosen else ""
     takes = choices(group) if group in groups() and group != "task" else []  # no advice to do something else
     having = [one.name for one in takes if key in {setting.name for setting in one.keys}]
     if 0 < len(having) <= _MOST_CHOICES:
         last = having.pop()
-        near = f"{group}={', '.join(having)}{' or ' if having else ''}{last} has it"
+        near = f" {group}={', '.join(having)}{' or ' if having else ''}{last} has it."
     else:
-        near = f"Settings {where}: {', '.join(known) or 'none'}"
-    return f"{key} is not a setting: there is no {name!r} {where}. {near}."
+        near = suggestion or f" Settings {where}: {', '.join(known) or 'none'}."
+    return f"{key} is not a setting: there is no {name!r} {where}.{near}"

@@ -105,8 +105,9 @@ def _download(name: str, revision: str | None) -> Path:
             wanted.append("pytorch_model*.bin")
             folder = fetched()
     except (OSError, ValueError, HfHubHTTPError) as error:
+        why = first_line(error) if answers else "it does not answer, and this model is not in its cache"
         raise ConfigurationError(
-            f"encoder={name!r} is not a local folder and could not be loaded from the hub ({first_line(error)}). Set a "
+            f"encoder={name!r} is not a local folder and could not be loaded from the hub ({why}). Set a "
             "local folder, or encoder=minilm."
         ) from error
     return folder

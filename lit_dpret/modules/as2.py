@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import OutputFolder
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss
 from lit_dpret.modules.dual_encoder import DualEncoder, PassageTower, TowerChoice
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -68,7 +69,7 @@ class AS2DualEncoder(DualEncoder):
         towers: TowerChoice = "shared",
         passage_tower: PassageTower = "trained",
         negatives: Sources | None = None,
-        passage_cache_dir: str | Path | None = None,
+        passage_cache_dir: str | OutputFolder | None = None,
         query_pooling: str = "cls",
         passage_pooling: str = "mean",
         temperature: float = 1.0,

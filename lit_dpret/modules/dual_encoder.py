@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import OutputFolder
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, false_negatives
 from lit_dpret.modules.fine_tuning import add_lora, merged
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -101,7 +102,7 @@ class DualEncoder(PairModule):
         lora: Mapping[str, Any] | None = None,
         loss: PairwiseLoss | MarginMSELoss | None = None,
         negatives: Sources | None = None,
-        passage_cache_dir: str | Path | None = None,
+        passage_cache_dir: str | OutputFolder | None = None,
         temperature: float = 0.05,
         max_query_length: int = 32,
         max_passage_length: int = 128,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import OutputFolder
 from lit_dpret.losses import InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
 from lit_dpret.modules.labelled_margins import LabelledMargins
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -128,7 +129,7 @@ class FrozenDualEncoder(PairModule):
         max_passage_length: int = 128,
         query_prefix: str | None = None,
         passage_prefix: str | None = None,
-        cache_dir: str | Path | None = None,
+        cache_dir: str | OutputFolder | None = None,
         encode_batch_size: int = 64,
         log_private_loss: bool = False,
     ) -> None:

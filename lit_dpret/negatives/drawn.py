@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, in_words
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, public_coins, uniform_places
 
 
@@ -99,7 +99,7 @@ def read_hard_negatives(path: Path) -> dict[str, list[str]]:
                     query, names = _entry(line, path, number)
                     found.setdefault(query, []).extend(names)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({type(error).__name__}).") from error
+        raise DataError(f"model.negatives.gold.file={path} cannot be read: {in_words(error)}.") from error
     return found
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import OutputFolder
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts
 from lit_dpret.negatives.mining import (
     SCHEMA,
@@ -129,7 +130,7 @@ class MinedSource(PassageSource, MarginFilter):
     """
 
     depth: int = 200  # among how many of the best they are drawn
-    cache_dir: str | Path | None = None
+    cache_dir: str | OutputFolder | None = None
     """Where rankings are kept, so that an interrupted mining goes on and an equal one is not repeated; null keeps none.
     Rankings of private queries are as private as the queries."""
     shard_size: int = 1024  # queries that are ranked, and written, together

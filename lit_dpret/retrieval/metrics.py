@@ -69,7 +69,7 @@ class Metric:
         kind = None if match is None else _ALIASES.get(match[1], match[1])
         if match is None or kind not in get_args(MetricKind):
             known = ", ".join(f"{known}@k" for known in get_args(MetricKind))
-            raise ConfigurationError(f"metric {name!r} is not one of {known} with k at least 1.")
+            raise ConfigurationError(f"metrics=[{name}]: {name!r} is not one of {known} with k at least 1.")
         return cls(cast(MetricKind, kind), int(match[2]))
 
     @property

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any, Literal, get_args
 from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.datamodules import InsuranceQADataModule, PairsDataModule
 from lit_dpret.datamodules.layouts import find_part, folder_parts
-from lit_dpret.datamodules.readers import RecordFile
+from lit_dpret.datamodules.readers import RecordFile, parse_json_file
 from lit_dpret.datamodules.silo_folder import Silo, read_manifest, write_silos
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_domain
@@ -47,7 +45,7 @@ class BuildSilos:
         given = {"newsqa": self.newsqa, "cnn_urls": self.cnn_urls, "folder": self.folder}
         for name in needed.get(self.source, ()):
             if given[name] is None:
-                raise ConfigurationError(f"task.source={self.source} needs task.{name}. Name the user's own copy.")
+                raise ConfigurationError(f"task.source={self.source} needs task.{name}. Name your own copy.")
         self.sizes = picked(self, "clients", "min_train", "min_test")
         self.sample = picked(self, "max_train_queries", "max_passages")
         if not isinstance(self.planted, Planted):
@@ -95,14 +93,15 @@ class BuildSilos:
 def _read_squad(path: Path) -> tuple[dict[str, tuple[str, str]], list[Question]]:
     """SQuAD's JSON, or a BEIR folder whose corpus names articles as ``domain`` and whose queries list ``answers``."""
     if path.is_file():
-        opened = gzip.open if path.suffix == ".gz" else open
         try:
-            with opened(path, "rt", encoding="utf-8") as file:
-                return squad_json(json.load(file)["data"], split=None)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is no SQuAD file ({type(error).__name__}).") from error
+            content = parse_json_file(path)
+            if not isinstance(content, dict) or not isinstance(content.get("data"), list):
+                raise DataError("it has no list 'data'.")
+            return squad_json(content["data"], split=None)
+        except DataError as error:
+            raise DataError(f"task.folder={path} is no SQuAD file: {error.sentence}") from error
     if not path.is_dir() or find_part(path, "corpus") is None:
-        raise DataError(f"{path} is neither a SQuAD JSON file nor a BEIR folder; check task.folder.")
+        raise DataError(f"task.folder={path} is neither a SQuAD JSON file nor a BEIR folder.")
     found = folder_parts(path, knob="task.folder")
     passages = {
         str(record.get("_id")): (str(record.get("domain", "")), str(record.get("text", "")))

@@ -27,7 +27,7 @@ from lit_dpret.datamodules.survey import (
     measure_lengths,
 )
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
-from lit_dpret.files import write_whole
+from lit_dpret.files import OutputFolder, write_whole
 from lit_dpret.privacy.budget import LARGE_DELTA, large_delta
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import render
@@ -143,7 +143,7 @@ class CheckData:
 
     examples: int = 5
     max_texts: int = MAX_TEXTS
-    write_split: Path | None = None
+    write_split: OutputFolder | None = None
     fractions: Mapping[str, float] = field(default_factory=lambda: _FRACTIONS)
     split_by: SplitBy = "auto"
     split_seed: int = 0

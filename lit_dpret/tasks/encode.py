@@ -26,6 +26,11 @@ class Encode(Encoding):
     split: str = "test"
     device: str = "cpu"
 
+    @property
+    def reads(self) -> str:
+        """Which of the texts, for the line that names the data: passages are of no split."""
+        return "passages" if self.side == "passage" else f"queries of split {self.split}"
+
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/embeddings``, on any number of ranks."""
         with job_here() as job:

@@ -34,6 +34,7 @@ from lit_dpret.cards.text import privacy_line
 from lit_dpret.distributed.job import Job, device_named
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.files import OutputFolder
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.generator_folder import GeneratorModel, load_generator
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, release_histogram, votes_plan
@@ -90,7 +91,7 @@ class Evolve(SetDrawing):
     max_votes: int = 1
     encoder: str = "minilm"
     encoder_is_public: bool = False
-    cache_dir: Path | None = None
+    cache_dir: OutputFolder | None = None
     max_passages: int | None = None
     max_new_tokens: int | None = None
     min_free_mb: float = 200

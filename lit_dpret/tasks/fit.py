@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.canaries import CanarySuite
@@ -316,6 +318,7 @@ def train(
         default_root_dir=str(run_dir), callbacks=callbacks, logger=[MetricsFile(run_dir), *how.loggers]
     )
     refuse_broken_claims(trainer, module, datamodule)  # before any data is read; the accountant asks again
+    warn_of_crowded_cores(trainer)
     if not how.several_ranks:
         refuse_several_ranks(trainer)
     if _claims_nothing(module):
@@ -346,6 +349,16 @@ def train(
         module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def warn_of_crowded_cores(trainer: L.Trainer) -> None:
+    """Warn of more processes on the CPU than there are cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(1, cores):
+        rank_zero_warn(
+            f"trainer.devices={trainer.num_devices} starts as many processes on the CPU, and this machine has {cores} "
+            f"cores: they wait for each other. trainer.devices={cores} is faster, with the same result."
+        )
 
 
 def _claims_nothing(module: Any) -> bool:

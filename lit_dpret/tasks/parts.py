@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -151,3 +152,29 @@ def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
             f"hydra.run.dir={folder} has {free:.0f} MB of free disk, less than the {min_free_mb:.0f} MB that the "
             "run may need. Free space, choose another folder, or lower task.min_free_mb."
         )
+
+
+def check_output(name: str, value: str, *, folder: bool) -> None:
+    """Refuse what cannot be written, before the work that it is the result of.
+
+    Args:
+        name: The setting.
+        value: The path that it was given; it need not exist, and nothing is made here.
+        folder: Whether a folder is written there, and not a file.
+
+    Raises:
+        ConfigurationError: It is a folder in the place of a file or the reverse, or lies where nothing can be written.
+    """
+    path = Path(value).expanduser()
+    try:
+        if path.is_dir() and not folder:
+            raise ConfigurationError(f"{name}={value} is a folder, and a file is written there. Name a file.")
+        if path.exists() and folder and not path.is_dir():
+            raise ConfigurationError(f"{name}={value} is a file, and a folder is needed there. Name a folder.")
+        there = next(found for found in (path, *path.absolute().parents) if found.exists())
+    except OSError as error:
+        raise ConfigurationError(f"{name}={value} cannot be written: {error.strerror}.") from error
+    if there != path and not there.is_dir():
+        raise ConfigurationError(f"{name}={value} cannot be written: {there} is a file.")
+    if not os.access(there, os.W_OK):
+        raise ConfigurationError(f"{name}={value} cannot be written: {there} is not yours to write to.")

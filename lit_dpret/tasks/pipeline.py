@@ -26,6 +26,7 @@ from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import OutputFolder
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
@@ -121,7 +122,7 @@ class Pipeline:
     tuning_note: str | None = None
     tuning_data: str = "unknown"
     only: Sequence[System] = get_args(System)
-    embeddings: Path | None = None
+    embeddings: OutputFolder | None = None
     min_free_mb: float = 500
 
     def __post_init__(self) -> None:

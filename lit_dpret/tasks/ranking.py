@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.encoders import Side, TextEncoder, Towers, cut, load_towers
 from lit_dpret.encoders.bulk import ahead, in_order
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import OutputFolder
 from lit_dpret.retrieval.backends import check_search, make_search
 from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.metrics import Qrels
@@ -97,7 +97,7 @@ class Ranker:
     max_query_length: int | None = None  # the same for a query
     # Where to keep passage embeddings between runs, and to go on with them after an interruption; null keeps none, and
     # searches each piece of the corpus while the next is encoded.
-    cache_dir: str | Path | None = None
+    cache_dir: str | OutputFolder | None = None
     # ``exact``; ``faiss:FACTORY`` (extra ``faiss-cpu`` or ``faiss-gpu``) or ``scann`` (extra ``scann``), which hold all
     # passages.
     search: str = "exact"

@@ -12,6 +12,7 @@ from typing import get_args
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
+from lit_dpret.files import OutputFile
 from lit_dpret.privacy.budget import PrivacyBudget, show_delta
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, Total
@@ -39,7 +40,7 @@ class Sweep:
     """
 
     file: str | Path
-    dataset_ledger: Path | None = None
+    dataset_ledger: OutputFile | None = None
     total_eps: float | None = None
     metric_data: str = "unknown"
     start: bool = True

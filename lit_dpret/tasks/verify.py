@@ -11,7 +11,7 @@ from lit_dpret.cards.file import read_card
 from lit_dpret.cards.signature import check_signature, sign_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, VerificationError
-from lit_dpret.files import write_whole
+from lit_dpret.files import OutputFile, write_whole
 from lit_dpret.settings import picked
 from lit_dpret.tasks.parts import Parts, say
 
@@ -28,7 +28,7 @@ class Verify:
     public_key: str | Path | None = None
     sign_with: str | Path | None = None
     self_contained: bool = False
-    report: Path | None = None
+    report: OutputFile | None = None
 
     def __post_init__(self) -> None:
         self.card, self.parents = Path(self.card), [Path(parent) for parent in self.parents]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
-from lit_dpret.errors import DataError
+from lit_dpret.errors import DataError, in_words
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.chart import gain_chart
@@ -137,7 +137,7 @@ def read_study(path: Path) -> StudyPage:
         rows, gains = [StudyRow(**row) for row in facts["rows"]], [ClientGain(**gain) for gain in facts["gains"]]
         return StudyPage(**{**facts, "rows": rows, "gains": gains})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} holds no study ({type(error).__name__}: {error}).") from error
+        raise DataError(f"{path} holds no study ({in_words(error)}).") from error
 
 
 def _sections(page: StudyPage, picture: Path | None) -> list[Section]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
-from lit_dpret.errors import DataError
+from lit_dpret.errors import DataError, in_words
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.federated_report import table_1
 from lit_dpret.report.figures import new_figure, save_png
@@ -375,7 +375,7 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({type(error).__name__}).") from error
+        raise DataError(f"{path} cannot be read: {in_words(error)}.") from error
 
 
 def _command_of(facts: Any) -> list[Block]:

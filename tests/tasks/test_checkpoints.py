@@ -25,7 +25,7 @@ from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
 from lit_dpret.tasks import Fit
-from lit_dpret.tasks.fit import Training, train
+from lit_dpret.tasks.fit import Training, train, warn_of_crowded_cores
 
 
 def run(folder: Path, *, resume: bool = False, replay: str = "auto", eps: float = 3.0, reserve: int = 0,
@@ -342,3 +342,12 @@ def test_a_run_goes_on_beside_the_checkpoints_of_another(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="of this run"):
         again = run(tmp_path / "run", resume=True)
     assert torch.equal(weights(own), weights(again))
+
+
+@pytest.mark.parametrize(("cores", "warned"), [({0, 1, 2}, False), ({0, 1}, True)])
+def test_more_processes_than_cores_are_warned_of(
+    cores: set[int], warned: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: cores)
+    warn_of_crowded_cores(L.Trainer(accelerator="cpu", devices=3, strategy="ddp", logger=False, barebones=True))
+    assert any("trainer.devices=3" in str(one.message) for one in recwarn) == warned

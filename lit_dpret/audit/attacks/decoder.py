@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, first_line
 from lit_dpret.evaluation_mode import evaluation_mode
 
 How = Literal["key_value", "embedding"]
@@ -184,7 +184,7 @@ def load_language_model(folder: str | Path) -> tuple[Any, Any]:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"task.language_model={folder} is not a folder of a causal language model with its tokenizer "
-            f"({type(error).__name__}). Pass one, or null for a small new GPT-2."
+            f"({first_line(error)}). Pass one, or null for a small new GPT-2."
         ) from error
 
 

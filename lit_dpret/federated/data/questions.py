@@ -24,7 +24,7 @@ from typing import Any
 
 from lit_dpret.datamodules.rows import SPLIT_NAMES, stable_hash
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery
-from lit_dpret.errors import DataError
+from lit_dpret.errors import DataError, in_words
 from lit_dpret.federated.data.collections import cut, largest_clients, safe_name
 from lit_dpret.federated.data.sentences import sentence_spans
 
@@ -120,7 +120,7 @@ def squad_json(articles: Iterable[Mapping[str, Any]], *, split: str | None) -> t
                     if spans:
                         questions.append(Question(str(one["id"]), str(one["question"]), pid, spans=spans, split=split))
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"This is no SQuAD file: an article lacks {error}.") from error
+        raise DataError(f"an article is malformed ({in_words(error)}).") from error
     return passages, questions
 
 
@@ -211,7 +211,7 @@ def read_newsqa(
     """
     path = Path(combined)
     if not path.is_file():
-        raise DataError(f"{path} does not exist; check task.newsqa.", kind="missing file")
+        raise DataError(f"task.newsqa={path} does not exist.", kind="missing file")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))["data"]
         counts = {"no_genre": 0, "no_answer": 0, "bad_question": 0}
@@ -221,8 +221,8 @@ def read_newsqa(
             _add_story(story, genres, stories, questions, counts)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} is not the combined NewsQA file: {type(error).__name__} where a story with storyId, text, type "
-            "and questions was expected. Make it with Maluuba's newsqa scripts."
+            f"task.newsqa={path} is not the combined NewsQA file ({in_words(error)}): stories with storyId, text, type "
+            "and questions are expected. Make it with Maluuba's newsqa scripts."
         ) from error
     if not stories:
         raise DataError(

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError, schema_problem
+from lit_dpret.errors import ConfigurationError, DataError, in_words, schema_problem
 from lit_dpret.federated.aggregation import Weights, check_weights
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
 from lit_dpret.federated.keys import KEY_BYTES, SHARE_BYTES, SIGNATURE_BYTES
@@ -245,7 +245,7 @@ def _arrays(content: RecordDict, name: str, whose: str) -> dict[str, NDArray[Any
         return {key: np.array(value.numpy()) for key, value in record.items()}
     except (ValueError, TypeError, OSError, EOFError, MemoryError) as error:
         raise DataError(
-            f"The message of {whose}: {name!r} holds an array that cannot be read ({type(error).__name__}).",
+            f"The message of {whose}: {name!r} holds an array that cannot be read ({in_words(error)}).",
             kind="bad message",
         ) from error
 

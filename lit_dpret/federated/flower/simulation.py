@@ -69,7 +69,7 @@ def simulation(run: FederationRun) -> FedResult:
         raise
     except (RuntimeError, SystemExit) as error:
         raise WorkerError(
-            f"Flower's simulation broke ({type(error).__name__}: {str(error)[:200]}). Finished work is kept; start "
+            f"Flower's simulation broke ({str(error)[:200]}). Finished work is kept; start "
             "again, or take federated=inprocess, which gives the same numbers."
         ) from error
     finally:

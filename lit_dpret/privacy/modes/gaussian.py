@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lit_dpret.distributed.shards import like, place_of
 from lit_dpret.distributed.xla import read, sync_device
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import OutputFile
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.composition import check_supported
 from lit_dpret.privacy.accounting.groups import check_max_units
@@ -89,7 +90,7 @@ class GaussianMode(PrivacyMode):
     noise: NoiseName = "gaussian"
     secure_rng: bool = False
     secret_file: str | Path | None = None
-    dataset_ledger: str | Path | None = None
+    dataset_ledger: str | OutputFile | None = None
     total_eps: float | None = None
     max_units_per_user: int | None = None
     noise_seed: int | None = None

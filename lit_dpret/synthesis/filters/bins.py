@@ -18,7 +18,7 @@ import numpy as np
 
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.encoders import load_towers
-from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, in_words
 from lit_dpret.files import json_sha256
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.settings import require_whole
@@ -244,5 +244,5 @@ def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encod
                 encoder_is_public=encoder_is_public,
             )  # fmt: skip
     except (KeyError, TypeError) as error:
-        raise DataError(f"The bins of the histogram are malformed ({type(error).__name__}: {error}).") from error
+        raise DataError(f"The bins of the histogram are malformed ({in_words(error)}).") from error
     raise DataError(f"The bins of the histogram are of kind {spec['kind']!r}, which this version does not know.")

@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError
 
 from lit_dpret.encoders.backbones import position_limit, refuse_if_padding_counts, resolve_folder
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.modules.token_scores import in_batches_by_length
 
 
@@ -47,8 +47,7 @@ class CrossEncoder:
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UnsupportedModelError(f"{source} cannot be loaded as a cross-encoder: {reason}") from error
+            raise UnsupportedModelError(f"{source} cannot be loaded as a cross-encoder: {first_line(error)}") from error
         if missing := sorted(report["missing_keys"]):
             raise UnsupportedModelError(
                 f"{source} lacks {len(missing)} weights of a cross-encoder, {missing[0]} among them: it is another "
