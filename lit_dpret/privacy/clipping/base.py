@@ -222,6 +222,12 @@ class ClippedSum(ABC):
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise UnsupportedModelError("The module has no trainable parameter: there is no gradient to clip.")
+        if found := [name for name, parameter in self.parameters.items() if parameter.is_complex()]:
+            raise UnsupportedModelError(
+                f"Parameter {found[0]} is complex, and no engine clips complex gradients. Hold its real and imaginary "
+                "part as a real parameter (torch.view_as_real).",
+                trap="T13",
+            )
         self.groups = group_parameters(self.parameters, clip_groups)
         self.group_of = {name: index for index, names in enumerate(self.groups) for name in names}
         # By Pythagoras: K groups of norm C / sqrt(K) are of norm C together.

@@ -128,9 +128,10 @@ class _SavedTensors:
         if broken is None or not tensor.is_floating_point() or not broken.any():
             return tensor
         harmless = torch.full_like(tensor, _HARMLESS)
-        tensor = torch.where(tensor.isnan(), harmless, tensor)
-        if tensor.dim() and tensor.shape[0] and tensor.shape[0] % self.rows == 0:
-            folded = tensor.reshape(self.rows, -1, *tensor.shape[1:])
-            keep = ~broken.view(-1, *[1] * (folded.dim() - 1)) | folded.isfinite()
-            tensor = torch.where(keep, folded, harmless.reshape(folded.shape)).flatten(0, 1)
-        return tensor
+        axis = next((axis for axis, size in enumerate(tensor.shape) if size and size % self.rows == 0), None)
+        if axis is None:  # whose a value is cannot be told
+            return torch.where(tensor.isnan(), harmless, tensor)
+        # The rows' own NaN stay: a unit that is dropped alone is dropped in any company.
+        of_row = broken.repeat_interleave(tensor.shape[axis] // self.rows)
+        broken = of_row.view(-1, *[1] * (tensor.dim() - axis - 1))
+        return torch.where(broken & ~tensor.isfinite(), harmless, tensor)

@@ -3,7 +3,7 @@
 Opacus writes one gradient per row and parameter, which costs units x parameters of memory, and
 covers many layers that the book-keeping engine does not. What it gets wrong (opacus 1.6) is refused:
 by name where the class tells, and otherwise by comparing its gradients with autograd's, as sums in
-every batch and weighted by unit in the first one.
+every batch and weighted by unit in the first one and where rows are selected in a new way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lit_dpret.privacy.clipping.base import (
     broken_units,
     check_losses,
 )
-from lit_dpret.privacy.clipping.recording_check import tolerance_of, unit_weights
+from lit_dpret.privacy.clipping.recording_check import RowPatterns, tolerance_of, unit_weights
 from lit_dpret.privacy.clipping.rules import RELATIVE_ATTENTION, WAYS_OUT, qualified_name
 from lit_dpret.privacy.clipping.units import UnitRows
 
@@ -55,7 +55,7 @@ class OpacusClipping(ClippedSum):
             raise ConfigurationError(
                 "privacy.engine=opacus needs opacus 1.6 or later (pip install opacus). privacy.engine=ghost does not."
             ) from error
-        self._attributed = False
+        self._patterns, self._verified = RowPatterns(), set[object]()
         self._refuse_known_mistakes()
 
     def _refuse_known_mistakes(self) -> None:
@@ -129,7 +129,8 @@ class OpacusClipping(ClippedSum):
     def _samples(self, hooks: Any, losses: Tensor, batch: UnitRows) -> dict[str, Tensor]:
         """Per-row gradients, (rows, *shape), compared with autograd's own."""
         real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
-        weighing = not self._attributed and not batch.one_unit
+        pattern = self._patterns.of(losses, batch)
+        weighing = not batch.one_unit and (pattern is None or pattern not in self._verified)
         parameters = list(self.parameters.values())
         with warnings.catch_warnings(), torch.autocast(losses.device.type, enabled=False):
             warnings.filterwarnings("ignore", message="Full backward hook is firing")  # a first layer's, as meant
@@ -154,7 +155,8 @@ class OpacusClipping(ClippedSum):
                 twins = torch.autograd.grad((real * weights).sum(), parameters, allow_unused=True)
                 self._compare(samples, twins, weights, tolerance)
                 # A batch with a broken row proves nothing, so the next one is weighed again.
-                self._attributed = bool(real.isfinite().all())
+                if pattern is not None and bool(real.isfinite().all()):
+                    self._verified.add(pattern)
         return {name: sample for name, sample in samples.items() if sample is not None}
 
     def _without_rule(self) -> str:

@@ -12,14 +12,15 @@ call pattern not seen before, goes through a second backward pass with a weight 
 The weights are powers of two of either sign, so scaling commutes with rounding and the first comparison is nearly
 bit-exact in any precision.
 
-A batch counts as seen before where the same modules are called in the same places and rows are picked in the same way
-(`row_pattern`). Operations that pick rows by values (``h[mask]``, sorting by length, slices of a ragged batch) can keep
-the first axis equally long and change whose rows stand there, so a batch in which they pick otherwise is checked again.
+A batch counts as seen before where the same modules are called in the same places, by a graph of the same form, and
+rows are picked in the same way (`row_pattern`). Operations that pick rows by values (``h[mask]``, sorting by length,
+lists of rows, slices of a ragged batch) can keep the first axis equally long and change whose rows stand there, so a
+batch in which they pick otherwise is checked again. So are batches 8, 64, 512 and so on, whatever their pattern.
 
-What stays unseen: a coupling, or a product with a permutation matrix, that starts after the first batch and changes
-neither (``verify=True`` checks every batch), a coupling weaker than ``SLIPPAGE``, and a row's loss that depends on the
-others without a gradient between them, such as a division by their number: a training loop looks for these itself
-(`lit_dpret.modules.coupling_check`).
+What stays unseen: a coupling, or a mixing of rows by values that are not read here (``torch.where`` between rows and
+rolled rows), that starts after the first batch and is in none of those batches (``verify=True`` checks every batch), a
+coupling weaker than ``SLIPPAGE``, and a row's loss that depends on the others without a gradient between them, such as
+a division by their number: a training loop looks for these itself (`lit_dpret.modules.coupling_check`).
 """
 
 from __future__ import annotations
@@ -42,9 +43,15 @@ from lit_dpret.privacy.clipping.recorder import Layout, Use
 from lit_dpret.privacy.clipping.units import UnitRows
 
 _PICKS = re.compile(
-    r"(Index|Gather|Scatter|Masked(Select|Scatter)|Take|Sort|Topk|Slice|Select|Split|Unbind|PackPadded|AsStrided|Roll)"
+    r"(Index|Gather|Scatter|Masked(Select|Scatter)|Take|Sort|Topk|Slice|Select|Split|Unbind|PackPadded|AsStrided|Roll"
+    r"|Flip|Embedding|Mm|Bmm)"
 )
-_SAID = ("start", "end", "step", "index", "mask", "split_size", "split_sizes", "batch_sizes", "shifts")
+_SAID = ("start", "end", "step", "index", "mask", "split_size", "split_sizes", "batch_sizes", "shifts", "dims")
+_LEAF = "torch::autograd::AccumulateGrad"
+#: What may stand between a parameter and its use.
+_SAME_WEIGHT = re.compile(
+    r"(T|View|UnsafeView|Transpose|Permute|Reshape|Alias|ToCopy|Expand|Unsqueeze|Squeeze)Backward"
+)
 
 
 def ancestors(loss: Tensor) -> set[Node]:
@@ -52,21 +59,28 @@ def ancestors(loss: Tensor) -> set[Node]:
     return set(_walk(loss))
 
 
-def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...]:
-    """List the operations that select rows on the way to ``loss``; equal for batches treated alike.
+def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...] | None:
+    """Return the form of the graph of ``loss`` and how it selects rows; equal for batches treated alike.
 
-    Empty for a model that never picks rows. Operations on another axis than the batch's are left out.
+    Operations that select on another axis than the batch's are left out. None where rows are written into places that
+    no one can read (``out[i] = row``), which is equal to no other batch.
 
     Raises:
         UnsupportedModelError: A part of the graph is hidden.
     """
     found: list[object] = []
+    form, hidden = 0, False
+    numbers: dict[Node, int] = {}
     for node in _walk(loss):
         name = node.name()
         _refuse_hidden(name)
+        # Which of several outputs goes where tells rows apart that a list has put in another order.
+        edges = [(numbers.setdefault(each, len(numbers)), nr) for each, nr in node.next_functions if each is not None]
+        form = hash((form, name, *edges))
+        hidden |= name == "torch::autograd::CopySlices"
         if _PICKS.match(name):
             found += _picked(node, name, rows)
-    return tuple(found)
+    return None if hidden else (form, *found)
 
 
 def refuse_hidden_calls(loss: Tensor) -> None:
@@ -102,6 +116,12 @@ def _walk(loss: Tensor) -> Iterator[Node]:
 
 def _picked(node: Node, name: str, rows: int) -> list[object]:
     saved: Any = node
+    if name.startswith("Embedding"):  # of words, or of rows that stand in another order
+        weight = node.next_functions[0][0]
+        picks = not saved._saved_weight_sym_argsize_0 % rows and not _is_weight(weight)
+        return [name, _value(saved._saved_indices)] if picks else []
+    if name.startswith(("Mm", "Bmm")):
+        return [name, _value(saved._saved_self)] if _mixes_rows(node, rows) else []
     sizes = getattr(saved, "_saved_self_sym_sizes", None)
     indices = getattr(saved, "_saved_indices", None)
     if isinstance(indices, (list, tuple)):  # h[...]: one index for each axis, None where it takes all
@@ -118,6 +138,22 @@ def _picked(node: Node, name: str, rows: int) -> list[object]:
             return []
     values = [getattr(saved, f"_saved_{said}", None) for said in _SAID]
     return [name, *(_value(value) for value in (*values, indices))]
+
+
+def _is_weight(node: Node | None) -> bool:
+    """Whether a parameter is handed on as it is."""
+    while node is not None and _SAME_WEIGHT.match(node.name()):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == _LEAF
+
+
+def _mixes_rows(product: Node, rows: int) -> bool:
+    """Whether a matrix that is no function of any parameter may be multiplied with rows from the left."""
+    (left, _), (right, _) = product.next_functions
+    if left is not None or right is None or _is_weight(right):
+        return False
+    matrix: Any = getattr(product, "_saved_self", None)
+    return matrix is not None and not matrix.shape[-1] % rows and (matrix.dim() == 2 or bool(matrix.shape[0] % rows))
 
 
 def _runs_over_rows(axis: int, sizes: Any, rows: int) -> bool:
@@ -160,6 +196,29 @@ def roundoff_of(tensors: Iterable[Tensor]) -> float:
     return max((torch.finfo(t.dtype).eps for t in tensors), default=0.0)
 
 
+class RowPatterns:
+    """Name the row pattern of each batch, and choose batches to verify whatever theirs is: 8, 64, 512 and so on."""
+
+    def __init__(self) -> None:
+        self._batches, self._next = 0, _SELDOM
+
+    def of(self, loss: Tensor, batch: UnitRows) -> tuple[object, ...] | None:
+        """Return the `row_pattern` of a batch; None where it has to be verified in any case.
+
+        Raises:
+            UnsupportedModelError: The graph hides calls.
+        """
+        pattern = row_pattern(loss, batch.rows)
+        self._batches += not batch.one_unit
+        if self._batches < self._next:
+            return pattern
+        self._next *= _SELDOM
+        return None
+
+
+_SELDOM = 8
+
+
 class RecordingCheck:
     """Remember which calls were verified, and their batch layouts.
 
@@ -170,7 +229,8 @@ class RecordingCheck:
     def __init__(self, always: bool = False) -> None:
         self.always = always
         self._layouts: dict[object, Layout] = {}
-        self._pattern: tuple[object, ...] = ()
+        self._patterns = RowPatterns()
+        self._pattern: tuple[object, ...] | None = None
         self._parameters_checked = False
 
     @property
@@ -184,7 +244,7 @@ class RecordingCheck:
         Raises:
             UnsupportedModelError: The graph hides calls.
         """
-        self._pattern = row_pattern(loss, batch.rows)
+        self._pattern = self._patterns.of(loss, batch)
         if self.wants_parameters:
             return True
         if batch.one_unit or all(self._known(use, batch) for use in uses):
@@ -233,19 +293,23 @@ class RecordingCheck:
         wrong = [use for i, use in enumerate(uses) if grads[i] is not None and not attribution.fitting[i]]
         if wrong:
             use = wrong[-1]  # the first in the forward pass may only hand on what the last one did
+            why = (
+                "its rows are in another order than the batch's"
+                if use.axis == batch.rows
+                else f"its first axis of {use.axis} is not the batch of {batch.rows} rows (put the batch first, or expand "
+                "shared tensors to the batch)"
+            )
             raise UnsupportedModelError(
-                f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: its "
-                f"first axis of {use.axis} is not the batch of {batch.rows} rows (put the batch first, or expand "
-                "shared tensors to the batch), or the loss of one unit depends on another unit (in-batch negatives, "
-                f"batch statistics), which clipping cannot bound. ({len(wrong)} of {len(uses)} recorded calls are "
-                "concerned.)",
+                f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: {why}, "
+                "or the loss of one unit depends on another unit (in-batch negatives, batch statistics), which clipping "
+                f"cannot bound. ({len(wrong)} of {len(uses)} recorded calls are concerned.)",
                 trap="T10",
             )
         for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):
             if fits:
                 layouts[i] = fits[0]
             # Both layouts fit where few units take part; then the next batch is asked again.
-            if len(fits) == 1 and attribution.contributing[i] > 1:
+            if len(fits) == 1 and attribution.contributing[i] > 1 and self._pattern is not None:
                 self._layouts[self._key(use, batch)] = fits[0]
 
     def check_parameters(
@@ -295,7 +359,7 @@ class RecordingCheck:
         self._parameters_checked |= decided
 
     def _known(self, use: Use, batch: UnitRows) -> bool:
-        return self._key(use, batch) in self._layouts
+        return self._pattern is not None and self._key(use, batch) in self._layouts
 
     def _key(self, use: Use, batch: UnitRows) -> object:
         """A call is known again by its place in the forward pass, its batch axis, and how rows were picked."""

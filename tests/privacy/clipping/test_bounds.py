@@ -158,15 +158,25 @@ class Breakable(nn.Module):
         hidden = self.first(x)
         if self.kind == "root of zero":
             return self.last((hidden.square() * flag).sqrt()).sin().sum((1, 2))
+        if self.kind == "a missing value that is masked":
+            hidden = self.first(x + (x - x) / flag)
+            return self.last(torch.where(flag != 0, hidden, 0.0)).sin().sum((1, 2))
         if self.kind == "infinity cut off":
             hidden = (hidden / flag).exp()
             return self.last(torch.where(hidden.isfinite(), hidden, 0.0).tanh()).sin().sum((1, 2))
         return (self.last(hidden).square().sum((1, 2)) * flag[:, 0, 0]).sqrt()
 
 
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+BREAKS = ["root of zero", "infinity cut off", "root of a zero loss", "a missing value that is masked"]
+
+
 @pytest.mark.parametrize("rows", ["one row each", "two rows each"])
-@pytest.mark.parametrize("kind", ["root of zero", "infinity cut off", "root of a zero loss"])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    # Opacus takes the inputs of a linear layer that are NaN for zeros, whoever is in the batch.
+    [(kind, engine) for kind in BREAKS for engine in ("ghost", "vmap", "loop", "opacus")
+     if (kind, engine) != (BREAKS[-1], "opacus")],
+)  # fmt: skip
 def test_a_unit_with_a_finite_loss_and_a_broken_gradient_silences_nobody_else(
     kind: str, rows: str, engine: str, lib: SimpleNamespace
 ) -> None:

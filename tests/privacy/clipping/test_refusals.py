@@ -38,6 +38,14 @@ def test_a_setting_out_of_range_is_refused_by_its_key(engine: str, settings: dic
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+def test_a_complex_parameter_is_refused(engine: str) -> None:
+    module = nn.Linear(2, 2)
+    module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(UnsupportedModelError, match="phase"):
+        make_engine(engine, module, max_grad_norm=1.0)
+
+
 def test_a_module_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="no trainable parameter"):
         make_engine("ghost", nn.Linear(2, 2).requires_grad_(False), max_grad_norm=1.0)

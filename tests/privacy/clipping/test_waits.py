@@ -95,10 +95,9 @@ def test_a_private_batch_of_a_t5_starts_no_more_kernels_than_so_many_times_those
     engine: Any = make_engine(name, model, max_grad_norm=0.1)
     counted = []
     for step in (plain, lambda: engine.add(losses, torch.arange(3), torch.ones(3, dtype=torch.bool))):
-        for _ in range(3):
-            step()
-        with Kernels() as kernels:
-            step()
+        for _ in range(4):  # counted each time: autograd records another graph under a dispatch mode
+            with Kernels() as kernels:
+                step()
         counted.append(kernels.count)
     assert counted[1] <= most * counted[0], counted
 
