@@ -293,16 +293,13 @@ class RecordingCheck:
         wrong = [use for i, use in enumerate(uses) if grads[i] is not None and not attribution.fitting[i]]
         if wrong:
             use = wrong[-1]  # the first in the forward pass may only hand on what the last one did
-            why = (
-                "its rows are in another order than the batch's"
-                if use.axis == batch.rows
-                else f"its first axis of {use.axis} is not the batch of {batch.rows} rows (put the batch first, or expand "
-                "shared tensors to the batch)"
-            )
+            axis = "" if use.axis == batch.rows else f" of {use.axis}"
+            order = " in its order" if use.axis == batch.rows else f" of {batch.rows} rows"
             raise UnsupportedModelError(
-                f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: {why}, "
-                "or the loss of one unit depends on another unit (in-batch negatives, batch statistics), which clipping "
-                f"cannot bound. ({len(wrong)} of {len(uses)} recorded calls are concerned.)",
+                f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: its "
+                f"first axis{axis} is not the batch{order} (put the batch first, or expand shared tensors to the "
+                "batch), or the loss of one unit depends on another unit (in-batch negatives, batch statistics), which "
+                f"clipping cannot bound. ({len(wrong)} of {len(uses)} recorded calls are concerned.)",
                 trap="T10",
             )
         for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):
