@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.card import RunFacts, build_card
+from lit_dpret.cards.card import RunFacts, build_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
+from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson, SamplingLaw
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
 from lit_dpret.privacy.ledger.chain import GENESIS, canonical_json, record_hash
@@ -101,6 +102,18 @@ def rewrite_chain(path: Path, change: Change) -> None:
         record["hash"] = head = record_hash(record)
         lines.append(canonical_json(record) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
+
+
+def started(root: Path) -> Run:
+    """A run from the model of another private run; its folder is ``root / "second"``."""
+    model = root / "first" / "model"
+    model.mkdir(parents=True)
+    (model / "weights").write_bytes(b"w")
+    first = Run(root / "first", make_plan()).train(3)
+    write_card(first.card(subject=subject_of("weights", "first", [model / "weights"], root=model)), first.folder)
+    second = Run(root / "second", make_plan())
+    note_start(second.ledger, read_start(first.folder, public=False))
+    return second.train(3)
 
 
 CHILD = {"artifact_type": "dataset", "name": "synthetic queries", "sha256": {}}

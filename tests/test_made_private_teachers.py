@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from test_made_private import Classifier, data, fit, made, row_loss, rows
+from own_modules import Classifier, data, fit, made, row_loss, rows
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.data import Dataset, default_collate

@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
-from test_made_private import Classifier, fit, made
+from own_modules import Classifier, fit, made
 from torch import Tensor, nn
 
 from lit_dpret import PrivacyAccountant
@@ -68,7 +68,10 @@ def refused() -> Iterator[None]:
     assert found.value.trap == "T30"
 
 
-@pytest.fixture(scope="module", params=[partial(EMAWeightAveraging, decay=0.5), WeightAveraging, OwnAverage])
+EMA = partial(EMAWeightAveraging, decay=0.5)
+
+
+@pytest.fixture(scope="module", params=[EMA])
 def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     COPIES.clear()
     folder, average = tmp_path_factory.mktemp("run"), request.param()
@@ -77,9 +80,14 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return dict(COPIES)
 
 
-@pytest.mark.parametrize("name", ["module", "state", "half", "file", "average", "state of the average"])
+@pytest.mark.parametrize(
+    ("copies", "name"),
+    [(EMA, name) for name in ("module", "state", "half", "file", "average", "state of the average")]
+    + [(WeightAveraging, "average"), (OwnAverage, "state of the average")],
+    indirect=["copies"],
+)
 def test_a_copy_of_any_step_is_not_taken_for_fresh_weights(name: str, copies: dict[str, Any], tmp_path: Path) -> None:
-    found, begun = copies[name if name in copies else "state of the average"], Classifier()
+    found, begun = copies[name], Classifier()
     if isinstance(found, nn.Module):
         begun = found
     else:

@@ -174,19 +174,22 @@ def test_steps_that_nobody_announced_leave_no_guarantee(tmp_path: Path) -> None:
 # --- assumptions ------------------------------------------------------------------------------
 
 
-def test_shuffled_batches_are_charged_without_amplification_under_a_banner(tmp_path: Path) -> None:
-    law = Shuffle(batch_size=100, n=N)
-    card = Run(tmp_path / "run", make_plan(law)).train(20).card()
-    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch(), count=2)])
-    assert any("shuffled" in banner for banner in card["banners"])
-
-
-def test_a_loader_that_shuffles_against_its_plan_is_charged_as_shuffled(tmp_path: Path) -> None:
-    law = Shuffle(batch_size=50, n=N)
-    card = Run(tmp_path / "run", make_plan()).train(20, law=law.to_dict()).card()
-    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch())])
-    assert any("20 steps drew by another law" in banner for banner in card["banners"])
-    assert card["mechanism"]["law"] == [law.to_dict()]
+@pytest.mark.parametrize(
+    ("planned", "ran", "made", "charged", "banner"),
+    [
+        (Shuffle(batch_size=100, n=N), Shuffle(batch_size=100, n=N), 20, 2, "shuffled"),
+        (LAW, Shuffle(batch_size=50, n=N), 20, 1, "20 steps drew by another law"),
+        (LAW, FixedSize(batch_size=50, n=N), 10, 10, "10 steps drew by another law"),  # which no accountant judges
+    ],
+)
+def test_what_was_not_drawn_by_a_sampling_law_that_amplifies_is_charged_without_it(
+    planned: Any, ran: Any, made: int, charged: int, banner: str, tmp_path: Path
+) -> None:
+    card = Run(tmp_path / "run", make_plan(planned)).train(made, law=ran.to_dict()).card()
+    whole = GaussianRelease(noise_multiplier=NOISE, law=FullBatch(), count=charged)
+    assert card["claim"]["epsilon"] == epsilon([whole])
+    assert card["accounting"]["basis"] == ("no_amplification" if isinstance(ran, FixedSize) else "as_charged")
+    assert any(banner in text for text in card["banners"]) and card["mechanism"]["law"] == [ran.to_dict()]
 
 
 def test_an_assumption_that_fails_always_leaves_a_banner_and_changes_the_number(run: Run) -> None:
@@ -199,13 +202,6 @@ def test_an_assumption_that_fails_always_leaves_a_banner_and_changes_the_number(
     assert nothing["claim"]["epsilon"] is None and nothing["claim"]["guarantee"] == "not_proved"
     assert "NOT PROVED" in nothing["banners"][0]
     assert run.card(assumptions=[Assumption("All is well.", "holds")])["claim"]["epsilon"] == honest
-
-
-def test_sampling_that_no_accountant_judges_is_charged_for_every_step(tmp_path: Path) -> None:
-    law = FixedSize(batch_size=50, n=N)
-    card = Run(tmp_path / "run", make_plan()).train(law=law.to_dict()).card()
-    assert card["claim"]["epsilon"] == epsilon([GaussianRelease(noise_multiplier=NOISE, law=FullBatch(), count=10)])
-    assert card["accounting"]["basis"] == "no_amplification"
 
 
 def test_without_known_sampling_nothing_is_proved_where_the_number_of_units_changes(tmp_path: Path) -> None:
@@ -367,14 +363,6 @@ def test_a_claim_that_is_none_is_not_read_as_one(run: Run, claim: dict[str, Any]
         read_card(path)
 
 
-def test_a_card_edited_by_hand_is_not_read(run: Run) -> None:
-    card = run.card()
-    path = write_card(card, run.folder)
-    path.write_text(path.read_text().replace(f'"epsilon": {card["claim"]["epsilon"]}', '"epsilon": 0.1', 1))
-    with pytest.raises(DataError, match="checksum"):
-        read_card(path)
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "lit-dpret/privacy-card/9"}', "\x00"])
 def test_what_is_no_card_is_not_read_as_one(tmp_path: Path, text: str) -> None:
     (tmp_path / "privacy_card.json").write_text(text)
@@ -412,18 +400,6 @@ def test_a_ledger_that_went_on_makes_the_card_out_of_date(run: Run) -> None:
     assert "out of date" in problem and "1 announced steps" in problem
 
 
-def test_another_runs_ledger_does_not_fit_the_card(run: Run, tmp_path: Path) -> None:
-    other = Run(tmp_path / "other", make_plan()).train()
-    assert "another ledger" in verify_card(run.card(), other.path)[0]
-
-
-def test_a_broken_or_missing_ledger_is_a_problem_not_a_crash(run: Run, tmp_path: Path) -> None:
-    card = run.card()
-    assert "cannot be read" in verify_card(card, tmp_path / "absent.jsonl")[0]
-    run.path.write_bytes(run.path.read_bytes().replace(b"0.5", b"0.7", 1))
-    assert "line" in verify_card(card, run.path)[0]
-
-
 @pytest.mark.parametrize(
     "claim", [{"epsilon": 0.1}, {"delta": 0.4}, {"neighbours": "add_or_remove"}, {"unit": "user"}, {"curve": []}]
 )
@@ -438,17 +414,6 @@ def test_a_guarantee_claimed_for_an_unprotected_run_is_found(run: Run, tmp_path:
     claim = {**run.card()["claim"], "epsilon": 1.0}
     [problem] = verify_card(forge(card, **claim), bare.path)
     assert "claim.guarantee" in problem
-
-
-def test_a_changed_file_of_the_subject_is_found(run: Run) -> None:
-    weights = run.folder / "weights"
-    weights.write_bytes(b"abc")
-    card = run.card(subject=subject_of("weights", "generator", [weights], root=run.folder))
-    assert verify_card(card, run.path, folder=run.folder) == []
-    weights.write_bytes(b"abd")
-    assert "weights was changed" in verify_card(card, run.path, folder=run.folder)[0]
-    weights.unlink()
-    assert "not in" in verify_card(card, run.path, folder=run.folder)[0]
 
 
 # --- inheritance ------------------------------------------------------------------------------
@@ -470,11 +435,7 @@ def test_a_derived_artefact_has_its_parents_claim_and_names_the_whole_line(run: 
     assert show_epsilon(run.card()["claim"]["epsilon"]) in privacy_line(grandchild)
 
 
-def test_a_parent_without_a_guarantee_passes_on_that_there_is_none(tmp_path: Path, run: Run) -> None:
-    bare = Run(tmp_path / "bare", None, mode="none").train()
-    child = inherit_card(write_card(bare.card(), bare.folder), CHILD, description="sampling")
-    assert child["claim"]["guarantee"] == "none" and child["claim"]["epsilon"] is None
-    assert "NO PRIVACY GUARANTEE" in child["banners"][0]
+def test_a_parent_whose_claim_is_refuted_passes_on_that_nothing_is_proved(run: Run) -> None:
     doubted = run.card(assumptions=[Assumption("Each gradient was clipped.", "refuted")])
     child = inherit_card(write_card(doubted, run.folder), CHILD, description="sampling")
     assert child["claim"]["guarantee"] == "not_proved" and child["claim"]["epsilon"] is None
@@ -537,14 +498,6 @@ def test_a_gap_that_parent_and_child_share_stands_on_the_card_once(run: Run) -> 
     grandchild = inherit_card(kept, CHILD, description="y", parent_ledger=run.path)
     assert any(gap.startswith(f"{CHILD['name']}: ") for gap in child["not_covered"])
     assert grandchild["not_covered"] == child["not_covered"]
-
-
-def test_a_false_assumption_of_the_child_ends_the_claim(run: Run) -> None:
-    path = write_card(run.card(), run.folder)
-    child = inherit_card(
-        path, CHILD, CardFacts(assumptions=[Assumption("The passages are public.", "refuted")]), description="x"
-    )
-    assert child["claim"]["guarantee"] == "not_proved" and child["claim"]["epsilon"] is None
 
 
 # --- the pages --------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from card_chain import Chain, make_chain
+from card_chain import Chain
 from stand_ins import Regression, dp, fit
 
 from lit_dpret.callbacks import PrivacyCard
@@ -16,21 +16,16 @@ from lit_dpret.tasks.index_folder import IndexFolder, told_from
 OWNER = "home-of-the-owner"
 
 
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    return make_chain(tmp_path_factory.mktemp(OWNER) / "runs")
-
-
-def test_no_card_ledger_set_model_or_index_tells_where_it_was_made(chain: Chain) -> None:
-    files = [path for path in chain.root.rglob("*") if path.is_file()]
+def test_no_card_ledger_set_model_or_index_tells_where_it_was_made(made: Chain) -> None:
+    files = [path for path in made.root.rglob("*") if path.is_file()]
     # Lightning keeps the place of each checkpoint inside it; they are for going on, and a model folder is handed on.
     telling = [path.name for path in files if OWNER.encode() in path.read_bytes() and path.suffix != ".ckpt"]
     assert len(files) > 30 and not telling
 
 
-def test_an_index_finds_its_encoder_where_it_was_left(chain: Chain, tmp_path: Path) -> None:
-    assert IndexFolder(chain.index).encoder_folder == str((chain.encoder / "model").resolve())
-    assert IndexFolder(chain.index).query_encoder().dim == IndexFolder(chain.index).manifest.dim
+def test_an_index_finds_its_encoder_where_it_was_left(made: Chain, tmp_path: Path) -> None:
+    assert IndexFolder(made.index).encoder_folder == str((made.encoder / "model").resolve())
+    assert IndexFolder(made.index).query_encoder().dim == IndexFolder(made.index).manifest.dim
     assert told_from(tmp_path, "org/name") == "org/name"
     assert told_from("/somewhere/else", tmp_path) == tmp_path.name
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from card_chain import Chain, make_chain
-from cards import CHILD, Run, make_plan
+from card_chain import Chain
+from cards import CHILD, Run, make_plan, started
 
 from lit_dpret.cards import card as card_module
 from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import SCHEMA, Assumption, inherit_card, read_card, write_card
 from lit_dpret.cards.provenance import note_protocols
-from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.privacy.accounting.coupled_sensitivity import Coupling
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.ledger.dataset_file import TOTAL_EVENT
@@ -43,14 +42,6 @@ def objects(schema: Any, place: str = "$") -> Iterator[tuple[str, dict[str, Any]
             yield from objects(part, f"{place}[{index}]")
 
 
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    folder = tmp_path_factory.mktemp("schema")
-    protocol = folder / "protocol.md"
-    protocol.write_text("1000 canaries", encoding="utf-8")
-    return make_chain(folder / "runs", card={"audit_protocols": [protocol], "tuning_data": "private"})
-
-
 def test_the_schema_is_a_schema_and_each_of_its_fields_is_described() -> None:
     jsonschema.Draft202012Validator.check_schema(PUBLISHED)
     assert PUBLISHED["properties"]["schema"]["const"] == SCHEMA
@@ -64,8 +55,8 @@ def test_the_schema_is_a_schema_and_each_of_its_fields_is_described() -> None:
 
 
 @pytest.mark.parametrize("link", ["generator", "synthetic", "encoder", "embeddings", "index"])
-def test_every_card_of_a_chain_follows_the_schema(link: str, chain: Chain) -> None:
-    assert complaints(read_card(getattr(chain, link))) == []
+def test_every_card_of_a_chain_follows_the_schema(link: str, made: Chain) -> None:
+    assert complaints(read_card(getattr(made, link))) == []
 
 
 @pytest.mark.parametrize(
@@ -116,15 +107,7 @@ def test_cards_with_all_that_a_run_can_add_follow_the_schema(tmp_path: Path) -> 
 
 
 def test_a_card_of_a_run_that_started_from_another_follows_the_schema(tmp_path: Path) -> None:
-    model = tmp_path / "first" / "model"
-    model.mkdir(parents=True)
-    (model / "weights").write_bytes(b"w")
-    first = Run(tmp_path / "first", make_plan()).train(3)
-    subject = card_module.subject_of("weights", "first", [model / "weights"], root=model)
-    write_card(first.card(subject=subject), first.folder)
-    second = Run(tmp_path / "second", make_plan())
-    note_start(second.ledger, read_start(first.folder, public=False))
-    card = second.train(3).card()
+    card = started(tmp_path).card()
     assert "init_from" in card["accounting"] and "start" in card["pretraining"]
     assert complaints(card) == []
 

@@ -6,10 +6,10 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cards import Run, make_plan
+from tiny_tasks import no_parts
 
 from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
@@ -18,7 +18,6 @@ from lit_dpret.cards.signature import check_signature, public_key_fingerprint, s
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.tasks import Verify
-from lit_dpret.tasks.parts import Parts
 
 pytest.importorskip("cryptography", reason="signatures are the extra lit-dpret[sign]")
 
@@ -56,13 +55,6 @@ def rewritten(root: Path) -> Path:
     for path, content in kept.items():
         (root / path).write_bytes(content)
     return made
-
-
-def parts(folder: Path) -> Parts:
-    def unused(**_: Any) -> None:
-        raise AssertionError("a verification builds nothing")
-
-    return Parts(folder, unused, unused, unused, unused)
 
 
 def test_a_chain_that_was_rewritten_whole_passes_without_a_signature_and_that_is_said(tmp_path: Path) -> None:
@@ -131,13 +123,13 @@ def test_the_task_signs_what_was_confirmed_and_nothing_else(tmp_path: Path, caps
     made = write_chain(tmp_path / "runs")
     (made / "model").mkdir()
     shutil.copy2(made / "privacy_card.json", made / "model")
-    Verify(card=made, sign_with=private).run(parts(tmp_path / "out"))
+    Verify(card=made, sign_with=private).run(no_parts(tmp_path / "out"))
     assert "signed: " in capsys.readouterr().out and (made / "model" / "privacy_card.sig").is_file()
-    assert Verify(card=made, public_key=public).run(parts(tmp_path / "out"))["failed"] == 0
+    assert Verify(card=made, public_key=public).run(no_parts(tmp_path / "out"))["failed"] == 0
     (made / "privacy_card.sig").unlink()
     (made / "queries.jsonl").write_bytes(b"other")
     with pytest.raises(VerificationError):
-        Verify(card=made, sign_with=private).run(parts(tmp_path / "out"))
+        Verify(card=made, sign_with=private).run(no_parts(tmp_path / "out"))
     assert not (made / "privacy_card.sig").exists()
 
 

@@ -107,8 +107,11 @@ SWEEP: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("scored", ["none", "public", "private", "synthetic", "unknown"])
-@pytest.mark.parametrize("own", ["none", "public", "unknown"])
+@pytest.mark.parametrize(
+    ("scored", "own"),
+    [*((data, "none") for data in ("none", "public", "private", "synthetic", "unknown")),
+     ("private", "public"), ("private", "unknown"), ("unknown", "unknown")],
+)  # fmt: skip
 def test_what_is_made_from_a_trial_tells_of_the_choice_among_trials(scored: str, own: str, tmp_path: Path) -> None:
     run = trained(tmp_path)
     run.ledger.append("event", name="trial_of", sweep=SWEEP | {"metric_data": scored})

@@ -104,9 +104,12 @@ def test_a_histogram_that_costs_more_than_its_budget_is_refused() -> None:
         histogram_plan(PrivacyBudget(eps=0.5, delta=1e-5), noise_multiplier=1.0)
 
 
-@pytest.mark.parametrize("wrong", [{"noise_multiplier": 0.0}, {"noise_multiplier": math.inf}, {"max_count": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [*({"noise_multiplier": noise} for noise in (0.0, math.inf, math.nan, "many", None, True)), {"max_count": 0}],
+)
 def test_values_out_of_range_are_refused_by_name(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+    with pytest.raises(ConfigurationError, match=rf"task\.{next(iter(wrong))}="):
         histogram_plan(PrivacyBudget(eps=5.0, delta=1e-5), **{"noise_multiplier": 5.0} | wrong)
 
 
@@ -265,10 +268,3 @@ def test_a_histogram_is_read_as_it_was_written_and_one_of_another_version_is_ref
     path.unlink()
     with pytest.raises(DataError, match="task=histogram"):
         ReleasedHistogram.read(tmp_path)
-
-
-@pytest.mark.parametrize("noise", ["many", None, True, float("nan"), 0.0])
-def test_noise_that_is_no_positive_number_is_refused_by_name(noise: Any) -> None:
-    budget = PrivacyBudget(eps=1.0, delta=1e-5, unit="query", neighbours="zero_out")
-    with pytest.raises(ConfigurationError, match=r"task\.noise_multiplier="):
-        histogram_plan(budget, noise_multiplier=noise)

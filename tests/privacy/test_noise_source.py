@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,14 +109,6 @@ def test_a_part_of_a_sum_gets_the_noise_of_its_place_whatever_else_is_drawn(monk
     assert not torch.equal(on_grid(total, bits=25, salt="another"), whole)
     shaped = on_grid(total[:12].reshape(3, 4), bits=25)
     assert shaped.shape == (3, 4) and torch.equal(shaped.flatten(), whole[:12]) and shaped.dtype == torch.float32
-
-
-def test_threads_change_no_number(set_threads: Callable[[int], None]) -> None:
-    drawn = []
-    for threads in (1, 2):
-        set_threads(threads)
-        drawn.append(STREAM.rounded_normal(torch.Size([9 * BLOCK + 9]), bits=20, **KEY))
-    assert torch.equal(*drawn)
 
 
 # -- an attack on the low bits ----------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from typing import get_args
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SampledWithoutReplacementDpEvent
-from dp_accounting.dp_event import DpEvent, TruncatedSubsampledGaussianDpEvent
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
@@ -29,7 +28,6 @@ from lit_dpret.privacy.accounting.accountant import (
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
 from lit_dpret.privacy.accounting.composition import (
     RELATIONS,
-    SUPPORTED,
     check_supported,
     delta_at,
     epsilon,
@@ -78,21 +76,6 @@ def eps(
 # -- the support matrix ------------------------------------------------------------------------
 
 
-def test_the_matrix_claims_nothing_that_the_library_refuses() -> None:
-    """Beyond dp-accounting's own table ours leaves out shuffling under add_or_remove, and adds nothing."""
-    events: dict[type[SamplingLaw], DpEvent] = {
-        Poisson: PoissonSampledDpEvent(Q, GaussianDpEvent(1.0)),
-        TruncatedPoisson: TruncatedSubsampledGaussianDpEvent(2000, Q, 80, 1.0),
-        FixedSize: SampledWithoutReplacementDpEvent(2000, 40, GaussianDpEvent(1.0)),
-        FullBatch: GaussianDpEvent(1.0),
-    }
-    for (law, event), (name, relation) in itertools.product(events.items(), RELATIONS.items()):
-        ours = name in SUPPORTED["pld"].get(law, ())
-        assert ours == PLDAccountant(relation).supports(event)
-        ours = name in SUPPORTED["rdp"].get(law, ())
-        assert ours == RdpAccountant(neighboring_relation=relation).supports(event)
-
-
 def test_an_unknown_accountant_or_relation_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"privacy\.accountant='gdp'"):
         check_supported(FullBatch(), "gdp", "zero_out")  # type: ignore[arg-type]
@@ -112,7 +95,7 @@ def test_a_law_that_samples_nothing_is_judged_as_what_it_is() -> None:
 # -- agreement with the libraries --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("neighbours", get_args(Neighbours))
+@pytest.mark.parametrize("neighbours", ["zero_out", "replace_one"])
 def test_heterogeneous_composition_is_the_librarys_own(neighbours: Neighbours) -> None:
     releases = [
         gaussian(1.3, Poisson(sample_rate=0.02), 200),
@@ -369,22 +352,6 @@ def test_a_budget_that_no_noise_meets_is_refused_with_the_knobs(accountant: Acco
 def test_an_accountant_with_a_floor_says_what_is_left() -> None:
     with pytest.raises(ConfigurationError, match=r"privacy\.eps=0\.001 cannot be met .*rdp.* epsilon=0\.0"):
         calibrate_noise(eps=0.001, delta=1e-9, neighbours="zero_out", law=LAWS["poisson"], steps=10, accountant="rdp")
-
-
-@pytest.mark.parametrize("neighbours", ["zero_out", "replace_one"])
-def test_the_chosen_cap_costs_less_than_half_a_per_cent_and_is_no_waste(neighbours: Neighbours) -> None:
-    n, steps, budget = 5000, 300, 0.7
-    cap = choose_cap(n=n, sample_rate=Q, steps=steps, eps=budget, delta=DELTA, neighbours=neighbours)
-    noise = calibrate_noise(eps=budget, delta=DELTA, neighbours=neighbours, law=Poisson(sample_rate=Q), steps=steps)
-    plain = eps(gaussian(noise, count=steps), neighbours=neighbours)
-
-    def capped(size: int) -> float:
-        law = TruncatedPoisson(sample_rate=Q, cap=size, n=n)
-        return eps(gaussian(noise, law, steps), neighbours=neighbours)
-
-    assert plain <= capped(cap) <= 1.005 * plain
-    assert capped(cap - 4) > 1.005 * plain  # 4 units are less than half a standard deviation of the batch
-    assert 100 < cap < n
 
 
 def test_the_cap_never_passes_n() -> None:

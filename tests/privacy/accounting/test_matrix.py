@@ -73,11 +73,15 @@ def test_the_matrix_has_every_cell_once() -> None:
     assert sorted(cell[:3] for cell in CELLS) == sorted(every)
 
 
+def steps_under(law: str) -> int:
+    return 4 if law == "full_batch" else STEPS  # of many the library's convolutions take seconds
+
+
 def library(law: str, accountant: str, neighbours: str) -> float:
     """The number that the library itself gives for a cell, without any code of ours."""
     # RdpAccountant wants the noise over the sensitivity of the sum, which is 2C where a unit is replaced.
     noise = NOISE / 2 if (accountant, neighbours) == ("rdp", "replace_one") else NOISE
-    one, count = GaussianDpEvent(noise), STEPS
+    one, count = GaussianDpEvent(noise), steps_under(law)
     event: DpEvent = one
     if law == "poisson":
         event = PoissonSampledDpEvent(0.02, one)
@@ -86,7 +90,7 @@ def library(law: str, accountant: str, neighbours: str) -> float:
     elif law == "fixed_size":
         event = SampledWithoutReplacementDpEvent(2000, 40, one)
     elif law == "shuffle":
-        count = STEPS // 50  # one unsampled Gaussian for each epoch of 50 batches
+        count //= 50  # one unsampled Gaussian for each epoch of 50 batches
     if accountant == "prv":
         judge = PRVAccountant()
         judge.history = [(noise, 0.02, count)]
@@ -101,7 +105,7 @@ def library(law: str, accountant: str, neighbours: str) -> float:
 def test_a_cell_is_the_librarys_number_or_a_refusal_by_name(
     law: str, accountant: AccountantName, neighbours: Neighbours, judged: bool
 ) -> None:
-    release = GaussianRelease(noise_multiplier=NOISE, law=LAWS[law], count=STEPS)
+    release = GaussianRelease(noise_multiplier=NOISE, law=LAWS[law], count=steps_under(law))
     if judged:
         ours = epsilon([release], delta=DELTA, neighbours=neighbours, accountant=accountant)
         # Unsampled Gaussians have a closed form, which the library discretises.
@@ -169,7 +173,7 @@ def test_the_accountant_tests_of_opacus_hold_here_too() -> None:
 
 @pytest.mark.parametrize(
     ("accountant", "steps", "theirs"),
-    [("rdp", 2250, 1.416), ("rdp", 2000, 1.3562), ("prv", 2250, 1.34765625), ("prv", 2000, 1.2915)],
+    [("rdp", 2250, 1.416), ("prv", 2000, 1.2915)],
 )
 def test_the_noise_that_opacus_finds_is_ours_to_within_its_tolerance_of_epsilon(
     accountant: AccountantName, steps: int, theirs: float

@@ -44,23 +44,15 @@ def check_poisson(case: Any, lib: SimpleNamespace, engine: str = "ghost", clip_g
     return clipping
 
 
-@pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
+WAYS = [("ghost", "flat"), ("ghost", "per_layer"), ("vmap", "flat")]
+SLOW = [("vmap", "per_layer"), ("loop", "flat"), ("loop", "per_layer")]
+
+
+@pytest.mark.parametrize(
+    ("engine", "clip_groups"), [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW)]
+)
 @pytest.mark.parametrize("name", sorted(COVERED))
-def test_poisson_batches_are_clipped_exactly(name: str, clip_groups: str, lib: SimpleNamespace) -> None:
-    check_poisson(COVERED[name](lib, 6), lib, "ghost", clip_groups)
-
-
-@pytest.mark.parametrize("name", sorted(COVERED))
-def test_the_fallback_clips_poisson_batches_exactly(name: str, lib: SimpleNamespace) -> None:
-    check_poisson(COVERED[name](lib, 6), lib, "vmap")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "clip_groups"), [("vmap", "per_layer"), ("loop", "flat"), ("loop", "per_layer")])
-@pytest.mark.parametrize("name", sorted(COVERED))
-def test_poisson_batches_under_every_other_engine(
-    name: str, engine: str, clip_groups: str, lib: SimpleNamespace
-) -> None:
+def test_poisson_batches_are_clipped_exactly(name: str, engine: str, clip_groups: str, lib: SimpleNamespace) -> None:
     check_poisson(COVERED[name](lib, 6), lib, engine, clip_groups)
 
 
@@ -108,37 +100,27 @@ def test_under_bf16_autocast_every_contribution_is_within_the_bound_in_fp32(
         assert float(stats.norms[unit]) == pytest.approx(float(exact[unit]), rel=0.2, abs=0.01 * float(exact.max()))
 
 
-@pytest.mark.parametrize("name", sorted(set(COVERED) - {"llama", "llama_tied"}))
-def test_biases_alone_are_clipped_exactly(name: str, lib: SimpleNamespace) -> None:
-    """T5's are those of its positions; Llama's layers have none."""
-    case = COVERED[name](lib, 6)
-    for full, p in case.module.named_parameters():
-        p.requires_grad_("bias" in full)
-    assert check_poisson(case, lib).parameters
-
-
-def test_biases_of_llama_where_it_has_them(lib: SimpleNamespace) -> None:
-    case = COVERED["llama"](lib, 6, attention_bias=True, mlp_bias=True)
-    for full, p in case.module.named_parameters():
-        p.requires_grad_("bias" in full)
-    assert check_poisson(case, lib).parameters
+LLAMA = {"attention_bias": True, "mlp_bias": True}  # which has none by itself
 
 
 @pytest.mark.parametrize(
-    ("name", "positions"),
+    ("name", "part", "changes"),
     [
-        ("bert", "position_embeddings"),
-        ("minilm", "position_embeddings"),
-        ("distilbert", "position_embeddings"),
-        ("gpt2", "wpe"),
-        ("bart", "embed_positions"),
-        ("t5_v1.1_untied_as_flan", "relative_attention_bias"),
+        *((name, "bias", {}) for name in sorted(set(COVERED) - {"llama", "llama_tied"})),  # T5's are of its positions
+        ("llama", "bias", LLAMA),
+        ("bert", "position_embeddings", {}),
+        ("minilm", "position_embeddings", {}),
+        ("distilbert", "position_embeddings", {}),
+        ("gpt2", "wpe", {}),
+        ("bart", "embed_positions", {}),
     ],
 )
-def test_learned_positions_alone_are_clipped_exactly(name: str, positions: str, lib: SimpleNamespace) -> None:
-    case = COVERED[name](lib, 6)
+def test_biases_or_learned_positions_alone_are_clipped_exactly(
+    name: str, part: str, changes: dict[str, Any], lib: SimpleNamespace
+) -> None:
+    case = COVERED[name](lib, 6, **changes)
     for full, p in case.module.named_parameters():
-        p.requires_grad_(positions in full)
+        p.requires_grad_(part in full)
     assert check_poisson(case, lib).parameters
 
 

@@ -176,56 +176,59 @@ def test_any_deletion_swap_or_insertion_of_whole_lines_is_detected(
     assert edited == content or harmless(edited, content) or detected(edited, tmp_path)
 
 
-def test_a_forged_line_with_a_right_hash_of_its_own_is_detected_with_its_number(content: bytes, path: Path) -> None:
-    lines = content.splitlines()
-    record = json.loads(lines[2])
-    record["noise_std"] = 100.0
-    record["hash"] = record_hash(record)
-    lines[2] = canonical_json(record).encode()
-    path.parent.mkdir()
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(LedgerError, match="line 4: does not follow"):
-        PrivacyLedger.open(path)
+def joined(records: list[dict[str, Any]]) -> bytes:
+    return b"".join(canonical_json(record).encode() + b"\n" for record in records)
 
 
-def test_the_same_content_in_other_json_is_refused(content: bytes, path: Path) -> None:
-    lines = content.splitlines()
-    lines[0] = json.dumps(json.loads(lines[0]), sort_keys=True).encode()  # spaces: same object, other bytes
-    path.parent.mkdir()
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(LedgerError, match="line 1: not a record in canonical JSON"):
-        PrivacyLedger.read(path)
+def forged_with_a_right_hash(records: list[dict[str, Any]]) -> bytes:
+    records[2]["noise_std"] = 100.0
+    records[2]["hash"] = record_hash(records[2])
+    return joined(records)
 
 
-def test_a_chain_that_was_linked_anew_with_a_record_missing_is_detected(content: bytes, path: Path) -> None:
-    records = [json.loads(line) for line in content.splitlines()]
+def in_other_json(records: list[dict[str, Any]]) -> bytes:
+    """With spaces: the same object, other bytes."""
+    return json.dumps(records[0], sort_keys=True).encode() + b"\n" + joined(records[1:])
+
+
+def linked_anew_without_a_record(records: list[dict[str, Any]]) -> bytes:
     del records[4]
     for before, record in pairwise(records):
         record["prev"] = before["hash"]
         record["hash"] = record_hash(record)
-    path.parent.mkdir()
-    path.write_bytes(b"".join(canonical_json(record).encode() + b"\n" for record in records))
-    with pytest.raises(LedgerError, match="line 5"):
-        PrivacyLedger.read(path)
+    return joined(records)
 
 
-@pytest.mark.parametrize("end", [b" ", b"x", b"}", b"\r", b"\x00"])
-def test_a_whole_last_record_with_something_else_than_a_line_end_was_edited(
-    content: bytes, path: Path, end: bytes
+def linked_anew_with_a_noise_key_twice(records: list[dict[str, Any]]) -> bytes:
+    again = {**records[1], "seq": 10, "prev": records[-1]["hash"]}
+    return joined([*records, {**again, "hash": record_hash(again)}])
+
+
+def edited_without_a_hash(records: list[dict[str, Any]]) -> bytes:
+    return joined(records).replace(b'"noise_std":0.5', b'"noise_std":0.9', 1)
+
+
+EDITS: list[tuple[Callable[[list[dict[str, Any]]], bytes], str]] = [
+    (forged_with_a_right_hash, "line 4: does not follow"),
+    (in_other_json, "line 1: not a record in canonical JSON"),
+    (linked_anew_without_a_record, "line 5"),
+    (linked_anew_with_a_noise_key_twice, "line 11: attempt 0, step 0 was announced twice"),
+    (edited_without_a_hash, "line 3: the content does not match its hash"),
+    *((lambda records, end=end: joined(records)[:-1] + end, "line 10, without a line end")
+      for end in (b" ", b"x", b"}", b"\r", b"\x00")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "complaint"), EDITS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_forged_chain_is_refused_with_its_line_and_never_repaired(
+    edit: Callable[[list[dict[str, Any]]], bytes], complaint: str, content: bytes, tmp_path: Path
 ) -> None:
-    path.parent.mkdir()
-    path.write_bytes(content[:-1] + end)
-    with pytest.raises(LedgerError, match="line 10, without a line end"):
-        PrivacyLedger.open(path)
-    assert path.read_bytes() == content[:-1] + end
-
-
-def test_a_broken_chain_is_never_repaired(content: bytes, path: Path) -> None:
-    edited = content.replace(b'"noise_std":0.5', b'"noise_std":0.9', 1)
-    path.parent.mkdir()
+    path = tmp_path / "edited.jsonl"
+    edited = edit([json.loads(line) for line in content.splitlines()])
     path.write_bytes(edited)
-    with pytest.raises(LedgerError, match="line 3: the content does not match its hash"):
-        PrivacyLedger.open(path)
+    for reading in (PrivacyLedger.read, PrivacyLedger.open):
+        with pytest.raises(LedgerError, match=complaint):
+            reading(path)
     assert path.read_bytes() == edited
 
 
@@ -499,23 +502,20 @@ def shuffled(steps: list[tuple[int, int]], law: SamplingLaw, path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("steps", "epochs"),
+    ("steps", "epochs", "n"),
     [
-        ([(0, step) for step in range(10)], 1),
-        ([(0, step) for step in range(11)], 2),
-        ([(0, step) for step in range(5)] + [(1, step) for step in range(5, 10)], 2),
-        ([(0, step) for step in range(5)] + [(1, step) for step in range(5, 15)], 3),
-        ([(0, step) for step in (0, 10, 20)], 3),
+        ([(0, step) for step in range(10)], 1, 100),
+        ([(0, step) for step in range(11)], 2, 100),
+        ([(0, step) for step in range(5)] + [(1, step) for step in range(5, 10)], 2, 100),
+        ([(0, step) for step in range(5)] + [(1, step) for step in range(5, 15)], 3, 100),
+        ([(0, step) for step in (0, 10, 20)], 3, 100),
+        ([(0, step) for step in range(4)], 2, 19),  # a short last batch belongs to its epoch
     ],
 )
 def test_under_shuffling_every_epoch_touched_in_an_attempt_is_charged_whole(
-    steps: list[tuple[int, int]], epochs: int, path: Path
+    steps: list[tuple[int, int]], epochs: int, n: int, path: Path
 ) -> None:
-    assert shuffled(steps, Shuffle(batch_size=10, n=100), path) == epochs
-
-
-def test_under_shuffling_a_short_last_batch_belongs_to_its_epoch(path: Path) -> None:
-    assert shuffled([(0, step) for step in range(4)], Shuffle(batch_size=10, n=19), path) == 2
+    assert shuffled(steps, Shuffle(batch_size=10, n=n), path) == epochs
 
 
 # --- noise keys -------------------------------------------------------------------------------
@@ -544,18 +544,6 @@ def test_a_record_of_a_step_that_was_never_announced_is_refused(path: Path, kind
         take_step(ledger, 0)
         with pytest.raises(LedgerError, match=f"{kind} of attempt 0, step 1 without an earlier intent"):
             ledger.append(kind, attempt=0, step=1, noise_std=0.5, sensitivity=0.5)
-
-
-def test_a_chain_with_right_hashes_and_a_reused_key_does_not_open(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0)
-        first = ledger.records[0]
-        forged = {**first, "seq": 2, "prev": ledger.head}
-    forged["hash"] = record_hash(forged)
-    with path.open("ab") as file:
-        file.write(canonical_json(forged).encode() + b"\n")
-    with pytest.raises(LedgerError, match="line 3: attempt 0, step 0 was announced twice"):
-        PrivacyLedger.open(path)
 
 
 @pytest.mark.parametrize("name", ["state_hash", "sum_tag"])

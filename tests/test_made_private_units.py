@@ -1,0 +1,363 @@
+"""Units of a Lightning user's own data set: which rows are one, and what their name does to a claim."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from own_modules import Classifier, card_in, data, fit, made, rows
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from lit_dpret import (
+    PrivacyAccountant,
+    UnitDataModule,
+    cards,
+)  # fmt: skip
+from lit_dpret.cards.card import write_card
+from lit_dpret.cards.text import privacy_line
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
+from lit_dpret.privacy.content import content_of
+
+# -- which rows are one unit -----------------------------------------------------------------------------------
+
+
+def test_rows_of_one_name_are_one_unit_and_rows_without_names_are_units_themselves() -> None:
+    grouped = data([10, 11, 12, 13], unit_of=["a", "b", "a", "a"].__getitem__)
+    grouped.use_unit("record")
+    units = grouped.train_units()
+    assert [list(units.rows(unit)) for unit in range(len(units))] == [[10, 12, 13], [11]]
+    single = data([10, 11])
+    single.use_unit("record")
+    assert single.n_units == 2 and list(single.train_units().rows(1)) == [11]
+
+
+def test_another_row_name_or_order_is_another_fingerprint() -> None:
+    x, y = rows(6).tensors
+    key = b"k" * 32
+    whole = data(TensorDataset(x, y)).data_fingerprint(key)
+    assert data(TensorDataset(x.clone(), y.clone())).data_fingerprint(key) == whole
+    others = [
+        data(TensorDataset(x.flip(0), y.flip(0))), data(TensorDataset(x, 1 - y)), data(TensorDataset(x.double(), y)),
+        data(TensorDataset(x[:5], y[:5])), data(TensorDataset(x, y), unit_of=lambda row: row // 2),
+        data(TensorDataset(x.view(6, 2, 2), y)),
+    ]  # fmt: skip
+    found = {other.data_fingerprint(key) for other in others}
+    assert whole not in found and len(found) == len(others)
+    assert data(TensorDataset(x, y)).data_fingerprint(b"l" * 32) != whole
+
+
+def test_the_order_of_a_set_is_no_part_of_the_fingerprint() -> None:
+    one, other = set([0, 8]), set([8, 0])
+    assert list(one) != list(other) and content_of(one) == content_of(other)
+
+
+def test_random_augmentations_leave_the_fingerprint_and_the_generators_alone() -> None:
+    class Augmented(Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, row: int) -> Tensor:
+            return torch.rand(2)
+
+    before = torch.get_rng_state()
+    assert data(Augmented()).data_fingerprint(b"k") == data(Augmented()).data_fingerprint(b"k")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("dataset", [Stream(), (row for row in range(3)), []], ids=["iterable", "generator", "empty"])
+def test_data_without_rows_that_can_be_counted_and_drawn_are_refused(dataset: Any) -> None:
+    with pytest.raises(DataError, match="dataset"):
+        data(dataset)
+
+
+@pytest.mark.parametrize(
+    "name", [lambda row: {}[row], lambda row: torch.tensor([1, 2]), lambda row: None, lambda row: 0.5]
+)
+def test_a_function_that_names_no_unit_is_refused_with_the_row(name: Any) -> None:
+    with pytest.raises(DataError, match=r"unit_of\(0\)"):
+        data(unit_of=name).n_units  # noqa: B018
+
+
+class Table:
+    """Looks names up by labels, as a ``pandas.Series``."""
+
+    iloc = ()
+
+    def __init__(self, labels: list[int]) -> None:
+        self.index = labels
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, label: int) -> str:
+        return f"user {label}"
+
+
+@pytest.mark.parametrize(
+    "names", [Table([*range(1, 60), 0]), Table([*range(61)])], ids=["shuffled", "longer"]
+)  # fmt: skip
+def test_names_of_another_table_are_refused(names: Any) -> None:
+    with pytest.raises(DataError, match="unit_of"):
+        data(unit_of=names.__getitem__)
+
+
+WRITTEN = ["u1", "u1 ", 1, "1", 1.0, np.int64(1), "Jos\u00e9", "Jose\u0301"]
+
+
+@pytest.mark.parametrize(
+    ("names", "units"),
+    [
+        (Table([*range(60)]).__getitem__, 60),
+        ((torch.arange(60) // 2).__getitem__, 30),
+        (lambda row: WRITTEN[row % 8], 3),
+        ({row: row // 2 for row in range(90)}.__getitem__, 30),
+    ],
+    ids=["table", "numbers in a tensor", "as they are written", "more than the rows"],
+)
+def test_rows_are_one_unit_that_have_one_name(names: Any, units: int) -> None:
+    assert data(unit_of=names).n_units == units
+
+
+def test_other_units_than_records_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"unit"):
+        fit(tmp_path, made(unit="user"))
+
+
+def test_a_data_set_that_remembers_is_refused(tmp_path: Path) -> None:
+    class Remembering(Dataset[Any]):
+        last = 0
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, row: int) -> Any:
+            self.last, before = row, self.last
+            return torch.full((4,), float(before)), row % 3
+
+    with pytest.raises(DataError):
+        fit(tmp_path, made(), data(Remembering()))
+
+
+class Words(Dataset[Any]):
+    """Numbers words by their first occurrence."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.full((4,), float(self.known.setdefault(f"word {row % 7}", len(self.known)))), row % 3
+
+
+def test_rows_made_by_a_vocabulary_that_grows_are_refused_and_those_of_a_cache_are_not(tmp_path: Path) -> None:
+    words, first = Words(), {}
+
+    def collate(given: list[Any]) -> Any:
+        numbers = [first.setdefault(float(x[0]), len(first)) for x, _ in given]
+        return torch.tensor(numbers)[:, None].float().expand(-1, 4), torch.tensor([y for _, y in given])
+
+    with pytest.raises(DataError):
+        fit(tmp_path / "rows", made(), data(words))
+    assert not words.known, "as it was"
+    with pytest.raises(UnsupportedModelError, match="collate_rows"):
+        fit(tmp_path / "batch", made(collate_fn=collate))
+    cache: dict[int, Any] = {}
+
+    class Cached(Words):
+        def __getitem__(self, row: int) -> Any:
+            return cache.setdefault(row, (torch.full((4,), row / 60), row % 3))
+
+    fit(tmp_path / "cache", made(), data(Cached()), max_steps=1)
+
+
+class Fresh(Dataset[Any]):
+    """Makes every row when it is asked for, as most data sets do."""
+
+    def __init__(self, change: Any) -> None:
+        self.rows, self.change = rows().tensors, change
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = self.rows
+        return self.change(x[row]), int(y[row])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: torch.tensor(x.tolist()), lambda x: x / 2, lambda x: x + 0.01 * torch.randn(4)],
+    ids=["made", "computed", "augmented"],
+)  # fmt: skip
+def test_rows_that_are_made_when_they_are_asked_for_are_no_memory(change: Any, tmp_path: Path) -> None:
+    for turn in range(3):  # where a tensor lies in memory is a matter of luck
+        fit(tmp_path / str(turn), made(), data(Fresh(change)), max_steps=1)
+
+
+@dataclass
+class Row:
+    x: Tensor
+    tags: frozenset[str]
+
+
+def test_equal_rows_of_any_kind_have_one_content_and_others_another_one() -> None:
+    row = Row(torch.ones(3), frozenset({"a", "bb"}))
+    word = "abc"
+    assert content_of(row) == content_of(Row(torch.ones(6)[::2], frozenset({"bb", "a"})))
+    assert content_of((word, word)) == content_of((word, "".join(["a", "bc"])))
+    others = [row, Row(torch.zeros(3), row.tags), Row(torch.ones(3).double(), row.tags), Row(row.x, frozenset()),
+              [[1], 2], [1, [2]], torch.ones(3).bfloat16(), torch.empty(0, 3), torch.empty(0, 4), np.ones(3),
+              "1", 1]  # fmt: skip
+    assert len({content_of(other) for other in others}) == len(others)
+
+
+def test_rows_that_hold_themselves_have_a_content_too() -> None:
+    def ring(value: float) -> list[Any]:
+        found: list[Any] = [torch.tensor([value])]
+        found.append(found)
+        return found
+
+    assert content_of(ring(1.0)) == content_of(ring(1.0)) != content_of(ring(2.0))
+    assert content_of(torch.tensor([1j]).conj()) != content_of(torch.tensor([1j]))
+
+
+def test_names_of_more_rows_than_a_subset_has_are_refused() -> None:
+    users = [f"u{row // 10}" for row in range(60)]
+    part = Subset(rows(), range(0, 60, 2))
+    with pytest.raises(DataError, match="unit_of"):
+        data(part, unit_of=users.__getitem__)
+    assert data(part, unit_of=lambda row: users[part.indices[row]]).n_units == 6
+
+
+def test_two_users_who_clicked_the_same_passage_for_the_same_query_are_two_units(tmp_path: Path) -> None:
+    x, _ = rows().tensors
+    clicks = [{"query_id": "q", "passage_id": "p", "x": x[row], "y": row % 3} for row in range(60)]
+
+    def collate(chosen: list[Any]) -> Any:
+        return torch.stack([row["x"] for row in chosen]), torch.tensor([row["y"] for row in chosen])
+
+    fit(tmp_path, made(collate_fn=collate), data(clicks, unit_of=lambda row: f"u{row}"), max_steps=2)
+    assert card_in(tmp_path)["claim"]["epsilon"] is not None
+
+
+# -- what units are called -------------------------------------------------------------------------------------
+
+
+def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_change_that(tmp_path: Path) -> None:
+    users = [f"u{row // 2}" for row in range(60)]
+    fit(tmp_path, made(), grouped("user"), max_steps=1)
+    card = card_in(tmp_path)
+    claim = card["claim"]
+    assert claim["unit"] == "record" and claim["unit_name"] == "user" and claim["unit_plural"] == "users"
+    assert "unit = user, " in privacy_line(card) and "one user was clipped" in claim["statement"]
+    assert not re.search(r"\brecords?\b", " ".join(card["not_covered"]))
+    assert claim["user_level_epsilon"] == claim["epsilon"]  # all rows of a user are one unit
+    assert any("unit_of" in str(taken) for taken in card["assumptions"])
+    schema = Path(cards.__file__).with_name("privacy_card.schema.json").read_text(encoding="utf-8")
+    Draft202012Validator(json.loads(schema)).validate(card)
+    assert not verify_chain(tmp_path).failed
+    copy = Path(shutil.copytree(tmp_path, tmp_path.with_name("copy")))
+    write_card(card | {"claim": claim | {"unit_name": "team"}}, copy)
+    assert verify_chain(copy).failed
+    other = data(unit_of=users.__getitem__, unit_name="team", expected_batch_size=10)
+    with pytest.raises(ResumeError, match="unit_name"):
+        fit(tmp_path, made(), other, max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"unit_name": "user"}, *({"unit_of": str, "unit_name": name} for name in ("A user (public)", "query", "pair"))],
+)
+def test_a_name_of_units_that_are_rows_or_that_is_no_word_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="unit_name"):
+        data(**settings)
+
+
+def test_a_bound_on_the_units_of_a_user_contradicts_units_that_are_users(tmp_path: Path) -> None:
+    users = data(unit_of=lambda row: row // 2, unit_name="user", expected_batch_size=10)
+    with pytest.raises(ConfigurationError, match="max_units_per_user"):
+        fit(tmp_path, made(max_units_per_user=3), users, max_steps=1)
+
+
+def grouped(by: str | None) -> UnitDataModule:
+    """Return 60 rows of 30 users: each a unit of its own, or all rows of a user one, with that name or unnamed."""
+    if by is None:
+        return data(expected_batch_size=10)
+    return data(unit_of=lambda row: f"u{row // 2}", unit_name=by or None, expected_batch_size=10)
+
+
+@pytest.mark.parametrize("by", ["user", None])
+def test_a_chain_of_runs_is_about_users_if_every_run_declares_them(by: str | None, tmp_path: Path) -> None:
+    module, before = Classifier(), {}
+    for run in range(3):
+        callbacks = [PrivacyAccountant(**before)]
+        fit(tmp_path / str(run), made(module, delta=1e-3), grouped(by), max_steps=1, callbacks=callbacks)
+        before = {"init_from": tmp_path / str(run)}
+    card = card_in(tmp_path / "2")
+    claim, told = card["claim"], by or "record"
+    assert f"unit = {told}, " in privacy_line(card) and claim["unit_plural"] == f"{told}s"
+    assert claim["user_level_epsilon"] == (claim["epsilon"] if by else None)
+    assert not re.search(r"\ban (user|record)\b", json.dumps(card))
+    assert any("at most one" in str(taken) for taken in card["assumptions"])
+    assert not verify_chain(tmp_path / "2").failed
+
+
+OTHER_UNITS = [(None, "user"), ("user", None), ("user", "team"), ("user", ""), ("", "user"), ("", None), ("", "")]
+
+
+@pytest.mark.parametrize(("first", "then"), OTHER_UNITS)
+def test_a_run_does_not_start_from_a_run_whose_units_may_be_parts_of_its_own(
+    first: str | None, then: str | None, tmp_path: Path
+) -> None:
+    module = Classifier()
+    fit(tmp_path / "1", made(module, delta=1e-3), grouped(first), max_steps=1)
+    with pytest.raises(ConfigurationError, match="unit_name"):
+        before = PrivacyAccountant(init_from=tmp_path / "1")
+        fit(tmp_path / "2", made(module, delta=1e-3), grouped(then), max_steps=1, callbacks=[before])
+    assert not (tmp_path / "2" / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, "user"), ("user", "team"), ("user", "")])
+def test_a_ledger_of_a_data_set_adds_up_no_runs_whose_units_may_be_parts_of_others(
+    first: str | None, then: str | None, tmp_path: Path
+) -> None:
+    ledger = {"dataset_ledger": tmp_path / "spent.jsonl", "total_eps": 20.0, "delta": 1e-3}
+    for run in "12":
+        fit(tmp_path / run, made(**ledger), grouped(first), max_steps=1)
+    spent = (tmp_path / "spent.jsonl").read_bytes()
+    with pytest.raises(ConfigurationError, match="unit_name"):
+        fit(tmp_path / "3", made(**ledger), grouped(then), max_steps=1)
+    assert (tmp_path / "spent.jsonl").read_bytes() == spent
+
+
+def test_a_ledger_of_a_data_set_is_not_begun_by_a_run_whose_units_nobody_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="unit_name"):
+        fit(tmp_path / "1", made(dataset_ledger=tmp_path / "spent.jsonl", total_eps=9.0), grouped(""), max_steps=1)
+    assert not (tmp_path / "spent.jsonl").exists()
+
+
+def test_a_name_that_was_set_past_the_constructor_makes_no_claim_about_it(tmp_path: Path) -> None:
+    rows_alone = data()
+    rows_alone.unit_name = "user"
+    fit(tmp_path, made(), rows_alone, max_steps=1)
+    claim = card_in(tmp_path)["claim"]
+    assert "unit_name" not in claim and claim["user_level_epsilon"] is None
