@@ -122,6 +122,7 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
                 domain = file.optional_id(last, record, "domain")
             except DataError as error:
                 file.complain_of(
+                    last,
                     error,
                     partial(file.id, last, record, *_ID),
                     partial(file.text, last, record, "title", optional=True),
@@ -195,6 +196,7 @@ def read_queries(
         except DataError as error:
             ids = map(record.get, _ID)
             file.complain_of(
+                number,
                 error,
                 partial(file.id, number, record, *_ID),
                 partial(query_text, file, number, record, "text", next(filter(None, map(as_id, ids)), "")),
@@ -258,6 +260,7 @@ def read_qrels(
                 again.append((number, query_id, passage_id, grade))
         except DataError as error:
             file.complain_of(
+                number,
                 error,
                 partial(known_query, number, record),
                 partial(known_passage, number, record),

@@ -126,7 +126,7 @@ class PairReader:
             try:
                 self._take(records, number, record, split or "train")
             except DataError as error:
-                records.complain_of(error, *self._parts(records, number, record))
+                records.complain_of(number, error, *self._parts(records, number, record))
         return count
 
     def _parts(self, records: Records, number: int, record: Mapping[str, Any]) -> list[Callable[[], object]]:

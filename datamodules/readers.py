@@ -58,7 +58,7 @@ def refuse(problem: DataError) -> None:
 
 @dataclass(kw_only=True)
 class Problems:
-    """Problems by kind: their number, and the messages of the first few.
+    """Problems by kind: their number, and the messages of the first few; and these few in the order of the data.
 
     Example:
         >>> problems = Problems(examples=1)
@@ -71,12 +71,14 @@ class Problems:
     examples: int = 5  # how many messages to keep of each kind
     counts: dict[str, int] = field(default_factory=dict)
     shown: dict[str, list[str]] = field(default_factory=dict)
+    found: list[DataError] = field(default_factory=list, repr=False)
 
     def __call__(self, problem: DataError) -> None:
         self.counts[problem.kind] = self.counts.get(problem.kind, 0) + 1
         shown = self.shown.setdefault(problem.kind, [])
         if len(shown) < self.examples:
             shown.append(str(problem))
+            self.found.append(problem)
 
     @property
     def total(self) -> int:
@@ -112,8 +114,8 @@ class Records:
         """Return ``line 3``, or ``row 3``; 0 means an unknown place."""
         return f"{self.row_word} {number}" if number else "an earlier one"
 
-    def complain_of(self, problem: DataError, *reads: Callable[[], object]) -> None:
-        """Complain of every fault of a record: those that ``reads`` raise, each once, and then ``problem``."""
+    def complain_of(self, number: int, problem: DataError, *reads: Callable[[], object]) -> None:
+        """Complain of every fault of record ``number``: those that ``reads`` raise, each once, and then ``problem``."""
         faults: dict[str, DataError] = {}
         for read in reads:
             try:
@@ -122,6 +124,7 @@ class Records:
                 faults.setdefault(str(error), error)
         faults.setdefault(str(problem), problem)
         for fault in faults.values():
+            fault.record = self.source, number
             self.complain(fault)
 
     def columns(self) -> tuple[str, ...]:
@@ -268,7 +271,8 @@ class RecordFile(Records):
         return 0
 
     @contextmanager
-    def _open(self) -> Iterator[IO[bytes]]:
+    def opened(self) -> Iterator[IO[bytes]]:
+        """Open the file, unpacked."""
         try:
             if self._compression == ".gz":
                 with gzip.open(self.path, "rb") as unzipped:
@@ -289,7 +293,7 @@ class RecordFile(Records):
             raise _unreadable(f"{self.path} cannot be read ({error.strerror or error}).") from error
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        with self._open() as stream:
+        with self.opened() as stream:
             for number, line in enumerate(stream, start=1):
                 if number == 1 and line[:2] == b"\x1f\x8b":
                     raise _unreadable(f"{self.path} is compressed with gzip; rename it to {self.path.name}.gz.")
@@ -300,13 +304,15 @@ class RecordFile(Records):
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    self._note(number, f"not UTF-8 text (byte {error.start + 1})", "not UTF-8", error)
+                    # A record of CSV may reach over lines, and without one of them it reads as another record.
+                    record = number if self.format != ".csv" else None
+                    self._note(number, f"not UTF-8 text (byte {error.start + 1})", "not UTF-8", error, record)
                     continue
                 yield number, text
 
-    def _note(self, number: int, message: str, kind: str, cause: Exception | None = None) -> None:
+    def _note(self, number: int, message: str, kind: str, cause: Exception | None, record: int | None) -> None:
         error = DataError(f"{self.where(number)}: {message}.", kind=kind)
-        error.__cause__ = cause
+        error.record, error.__cause__ = None if record is None else (self.source, record), cause
         self.complain(error)
 
     def _jsonl(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -320,7 +326,7 @@ class RecordFile(Records):
                 reason = _what_json_says(error) if isinstance(error, json.JSONDecodeError) else reason
                 if number == 1 and line.strip() in ("[", "{"):
                     reason = "indented, where JSONL holds one object a line"
-                self._note(number, f"malformed JSON ({reason})", "malformed JSON", error)
+                self._note(number, f"malformed JSON ({reason})", "malformed JSON", error, number)
                 continue
             if isinstance(record, dict):
                 yield number, record
@@ -329,6 +335,8 @@ class RecordFile(Records):
                     number,
                     f"a JSON object in braces is expected, not {kind_of(record)}; JSONL holds one object a line",
                     "malformed JSON",
+                    None,
+                    number,
                 )
 
     def _table(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -374,6 +382,8 @@ class RecordFile(Records):
                     f"{len(values)} columns, but the header on the first line has "
                     f"{len(header)} ({', '.join(shown_columns(header))})",
                     "wrong number of columns",
+                    None,
+                    start,
                 )
             else:
                 yield start, dict(zip(header, values, strict=True))
@@ -390,6 +400,8 @@ class RecordFile(Records):
                     f"{len(values)} columns, but {len(header)} are expected "
                     f"({', '.join(header)}; tabs between them, no header)",
                     "wrong number of columns",
+                    None,
+                    number,
                 )
 
     def _parquet(self) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -126,7 +126,12 @@ class DataError(LitDpretError, ValueError):
         args: The sentence; it may name files, lines, ids and columns, and never a text.
         kind: What sort of problem it is, in words; reports count problems by it.
         trap: As for `LitDpretError`.
+
+    Attributes:
+        record: The file and the number of the record that is left out for it; None where it is of no single record.
     """
+
+    record: tuple[str, int] | None = None
 
     def __init__(self, *args: object, kind: str = "malformed data", trap: str | None = None) -> None:
         super().__init__(*args, trap=trap)

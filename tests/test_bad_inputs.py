@@ -194,6 +194,14 @@ CASES: dict[str, Case] = {
     "a file for a folder to write": Case(
         ("check_data", *LOG[:1], "datamodule.pairs=log.jsonl", "task.write_split=a_file"), r"task\.write_split=a_file"
     ),
+    "a clean log in the place of another": Case(
+        ("check_data", "datamodule=pairs", "datamodule.pairs=broken.jsonl", "task.write_clean=one.jsonl"),
+        r"task\.write_clean=one\.jsonl exists",
+    ),
+    "a clean log of what no line mends": Case(
+        ("check_data", "datamodule=pairs", "datamodule.pairs=quote.csv", "task.write_clean=new.csv"),
+        r"task\.write_clean=new\.csv .*quote\.csv line 2",
+    ),
     "a file for a cache": Case(("evaluate", *LOG[:2], "task.cache_dir=a_file"), r"task\.cache_dir=a_file"),
     "a file for a cache of the model": log(
         "model=frozen_dual_encoder", "model.cache_dir=a_file", named=r"model\.cache_dir=a_file"

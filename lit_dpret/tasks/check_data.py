@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lit_dpret.cards.file import refuse_another_claim
+from lit_dpret.datamodules.cleaning import check_clean, refused_records, write_clean
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import Problems
+from lit_dpret.datamodules.readers import Problems, RecordFile
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, divides_by, split_collection, write_split
 from lit_dpret.datamodules.survey import (
     count_invisible,
@@ -27,7 +28,7 @@ from lit_dpret.datamodules.survey import (
     measure_lengths,
 )
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
-from lit_dpret.files import OutputFolder, write_whole
+from lit_dpret.files import OutputFile, OutputFolder, write_whole
 from lit_dpret.privacy.budget import LARGE_DELTA, large_delta
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import render
@@ -143,6 +144,7 @@ class CheckData:
 
     examples: int = 5
     max_texts: int = MAX_TEXTS
+    write_clean: OutputFile | None = None
     write_split: OutputFolder | None = None
     fractions: Mapping[str, float] = field(default_factory=lambda: _FRACTIONS)
     split_by: SplitBy = "auto"
@@ -153,14 +155,16 @@ class CheckData:
         require_whole("task", self, 0, "examples", "split_seed")
         require_whole("task", self, 1, "max_texts")
         require_choice("task.split_by", self.split_by, get_args(SplitBy))
+        self.write_clean = None if self.write_clean is None else Path(self.write_clean).expanduser()
         self.write_split = None if self.write_split is None else Path(self.write_split)
         self.fractions = checked_fractions(_FRACTIONS if self.fractions is None else self.fractions)
 
     def run(self, parts: Parts, *, show: bool = True) -> dict[str, float]:
-        """Write and ``show`` the report; write the split if requested; return the number of problems.
+        """Write and ``show`` the report; write the clean log and the split if requested; return the number of problems.
 
         Raises:
-            DataError: There are problems; the exit status of the command line is then not 0.
+            DataError: There are problems, and no clean log was written; the exit status of the command line is then
+                not 0.
             ConfigurationError: The datamodule has no texts, or the split cannot be written.
         """
         check_run_dir(parts.run_dir, min_free_mb=1)
@@ -174,6 +178,7 @@ class CheckData:
             )
         if self.write_split is not None:
             refuse_another_claim(data, "a split that is written anew would leave the card behind")
+        log = self._log_to_clean(data)
         problems = Problems(examples=sys.maxsize)
         facts: dict[str, Any] = {"schema": SCHEMA, "private": _PRIVATE, "source": _source(data)}
         collection = self._read(data, problems, facts)
@@ -184,20 +189,59 @@ class CheckData:
             once = {message.rpartition(": no ")[2]: message for message in reversed(everywhere)}  # by column
             everywhere[:] = [f"{message} So it is in every record.{knob}" for message in reversed(once.values())]
         facts["problems"] = {"total": problems.total, "counts": problems.counts, "messages": problems.shown}
-        not_written = self.write_split is not None and problems.total > 0
+        if log is not None and collection is not None and problems.total:
+            data, collection = self._clean(parts, data, collection, log, problems, facts)
+        elif type(data) is PairsDataModule and data.pairs and collection is not None:
+            facts["can_be_cleaned"] = bool(refused_records(problems.found, data.pairs))
+        usable = not problems.total or "left_out" in facts
+        not_written = self.write_split is not None and not usable
         facts["split_not_written"] = str(self.write_split) if not_written else None
-        if collection is not None and not problems.total:
+        if collection is not None and usable:
             self._offer_split(parts, data, collection, facts)
         page = render("data_check.md", facts | {"examples": self.examples})
         for name, text in ((REPORT, json.dumps(facts, indent=2, ensure_ascii=False) + "\n"), (PAGE, page)):
             write_whole(parts.run_dir / name, text, owner_only=True)
+        if log is not None and not problems.total:
+            say(f"task.write_clean={self.write_clean} was not written: there is nothing to leave out.")
         if show:
             say(page.removesuffix("\n"))
-        if problems.total:
+        if not usable:
             kinds = ", ".join(problems.counts)  # how many would be a number of the private data
             split = f" task.write_split={self.write_split} was not written." if not_written else ""
             raise DataError(f"{facts['source']} has problems: {kinds}.{split} See {parts.run_dir / PAGE}.")
-        return {"problems": 0.0}
+        return {"problems": float(problems.total)}
+
+    def _clean(
+        self, parts: Parts, data: Any, readable: Collection, log: RecordFile, problems: Problems, facts: dict[str, Any]
+    ) -> tuple[Any, Collection]:
+        """Write the log without the refused lines; return the DataModule and the collection of what is left."""
+        refused = refused_records(problems.found, log.path)
+        if refused is None:
+            other = next(one for one in problems.found if one.record is None or one.record[0] != str(log.path))
+            raise DataError(
+                f"task.write_clean={self.write_clean} was not written: leaving records out of {log.path} does not mend "
+                f"all of its problems. {other}"
+            )
+        facts["left_out"] = write_clean(
+            log, Path(str(self.write_clean)), refused=refused, readable=readable, columns=data.pair_columns,
+            read=lambda path, complain: parts.make_datamodule(pairs=str(path)).read_collection(complain),
+        )  # fmt: skip
+        clean: Any = parts.make_datamodule(pairs=str(self.write_clean))
+        collection = clean.read_collection()
+        self._examine(parts, clean, collection, problems, facts)  # the report is about what is left
+        return clean, collection
+
+    def _log_to_clean(self, data: Any) -> RecordFile | None:
+        """Return the log that ``write_clean`` copies; None without it."""
+        if self.write_clean is None:
+            return None
+        if type(data) is not PairsDataModule or not data.pairs:
+            raise ConfigurationError(
+                f"task.write_clean={self.write_clean} leaves lines out of one log, datamodule.pairs=FILE with "
+                "datamodule=pairs. Mend other data where they come from."
+            )
+        refuse_another_claim(data, "a copy of them would leave the card behind")
+        return check_clean(data.pairs, self.write_clean)
 
     def _read(self, data: TextData, problems: Problems, facts: dict[str, Any]) -> Collection | None:
         """Everything readable, and every problem; None where there is nothing to examine.
@@ -243,7 +287,8 @@ class CheckData:
         chosen = {"datamodule.max_rows_per_unit": str(cap), "callbacks.card.tuning_data": "private"}
         unit = {"privacy.unit": "user", **chosen} if cap else {}
         is_split = set(collection.qrels) != {"train"}
-        facts["command"] = _command(parts.command, {}, _fitting(data, collection, facts) | unit)
+        clean = {"datamodule.pairs": str(self.write_clean)} if "left_out" in facts else {}
+        facts["command"] = _command(parts.command, {}, clean | _fitting(data, collection, facts) | unit)
         facts["cautions"] = _cautions(collection, facts)
         if is_split and self.write_split is None:
             return

@@ -1,0 +1,139 @@
+"""Copy a log of pairs without the records that training refuses.
+
+Which records these are, the reader of the training says. To leave one out is a decision about the data that their owner
+makes before any guarantee begins: no epsilon covers it, nor the numbers that `write_clean` returns. Most kinds of
+problems are those of one record alone; whether a record contradicts or repeats another depends on that one, and the
+guarantee then compares logs without such records.
+
+Guarantees:
+    - Records that are kept are copied byte for byte, in their order.
+    - The copy has the queries, texts, users, splits and pairs that could be read of the log; otherwise none is written.
+    - Where records have no query id they are called by their line (``row-3``), and keep that name: an empty line stands
+      for each line that is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.pair_file import PairColumns
+from lit_dpret.datamodules.readers import Complain, RecordFile, as_id, refuse
+from lit_dpret.datamodules.splitting import division_of
+from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import write_whole
+
+_KNOB = "task.write_clean"
+
+
+def check_clean(log: str | Path, out: Path) -> RecordFile:
+    """Return the reader of ``log``; refuse a copy ``out`` that could not be written or would be of other units.
+
+    Raises:
+        ConfigurationError: It exists, or is of another format than the log; the log is a table of parquet, or a note
+            beside it says what its units are.
+        DataError: The log is missing, or of an unknown format.
+    """
+    file = RecordFile(log, knob="datamodule.pairs")
+    if out.exists():
+        raise ConfigurationError(f"{_KNOB}={out} exists, and nothing is overwritten. Name a new file.")
+    if file.format == ".parquet":
+        raise ConfigurationError(f"{_KNOB}={out}: lines are left out of .jsonl, .tsv and .csv, and not of {log}.")
+    if out.suffix.lower() != file.format:
+        raise ConfigurationError(f"{_KNOB}={out} is not named as {log} is read: end its name in {file.format}.")
+    if division_of(Path(log)):
+        raise ConfigurationError(
+            f"{_KNOB}={out}: {log} is a written split, and a note beside it says what its units are. Leave lines out "
+            "of the log that it was made from, and split that."
+        )
+    return file
+
+
+def refused_records(problems: Sequence[DataError], log: str | Path) -> dict[int, str] | None:
+    """Return the kind of the first problem of each record; None where a problem is not of one record of the log."""
+    kinds: dict[int, str] = {}
+    for problem in problems:
+        if problem.record is None or problem.record[0] != str(log):
+            return None
+        kinds.setdefault(problem.record[1], problem.kind)
+    return kinds
+
+
+def write_clean(
+    file: RecordFile,
+    out: Path,
+    *,
+    refused: dict[int, str],
+    readable: Collection,
+    read: Callable[[Path, Complain], Collection],
+    columns: PairColumns,
+) -> dict[str, Any]:
+    """Write ``out``, which only its owner can read, without the ``refused`` records; see the module's text.
+
+    Args:
+        file: The log.
+        out: A new file of the same format, not compressed.
+        refused: The kind of problem by the number of the record.
+        readable: What was read of the log while its problems were collected.
+        read: Reads a log of pairs by the settings of the training.
+        columns: What the columns are called.
+
+    Returns:
+        How many records were left out by kind, and what that did to the units. Private numbers.
+
+    Raises:
+        DataError: What is left has problems of its own, or is not what could be read of the log.
+        StorageError: The file cannot be written.
+    """
+    quiet = RecordFile(file.path, complain=lambda problem: None)
+    records = {number: record for number, record in quiet if number in refused}
+    starts = sorted({*refused, *(number for number, _ in quiet)})
+    blanks = readable.query_ids != "all"
+    lines = 0
+
+    def kept() -> Iterator[bytes]:
+        """Yield the lines of records that are kept; a record reaches to the line on which the next one begins."""
+        nonlocal lines
+        with file.opened() as stream:
+            for number, line in enumerate(stream, start=1):
+                place = bisect_right(starts, number) - 1
+                if place < 0 or starts[place] not in refused:  # a header stands before the first record
+                    yield line
+                else:
+                    lines += bool(line.strip())
+                    yield b"\n" * blanks
+
+    draft = out.with_name(f".{uuid.uuid4().hex[:8]}{file.format}")
+    try:
+        write_whole(draft, kept(), owner_only=True)
+        clean = read(draft, refuse)
+        parts = [(one.queries, one.users, one.domains, one.qrels) for one in (clean, readable)]
+        if parts[0] != parts[1] or any(readable.passages[name] != text for name, text in clean.passages.items()):
+            raise DataError(f"what is left of {file.path} reads differently without the refused lines. Mend them.")
+        os.replace(draft, out)
+    except DataError as error:
+        raise DataError(f"{_KNOB}={out} was not written: {error.sentence.replace(str(draft), str(out))}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    less = {as_id(record.get(columns.query_id)) for record in records.values()} & set(clean.queries)
+    left = set(clean.users.values())
+    gone = {as_id(record.get(columns.user)) for record in records.values()} - left - {None}
+    return {
+        "written": str(out),
+        "records": len(refused),
+        "lines": lines,
+        "of": len(starts),
+        "kinds": dict(Counter(refused.values())),
+        "compared": any(re.search("two|repeated", kind) for kind in refused.values()),  # with other records
+        "empty_lines": blanks,
+        "queries_with_fewer_records": len(less),
+        "users_without_records": len(gone),
+        "query_ids": [readable.query_ids, clean.query_ids],
+    }
