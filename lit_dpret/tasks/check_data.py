@@ -189,7 +189,7 @@ class CheckData:
             once = {message.rpartition(": no ")[2]: message for message in reversed(everywhere)}  # by column
             everywhere[:] = [f"{message} So it is in every record.{knob}" for message in reversed(once.values())]
         facts["problems"] = {"total": problems.total, "counts": problems.counts, "messages": problems.shown}
-        if log is not None and collection is not None and problems.total:
+        if log is not None and problems.total:
             data, collection = self._clean(parts, data, collection, log, problems, facts)
         elif type(data) is PairsDataModule and data.pairs and collection is not None:
             facts["can_be_cleaned"] = bool(refused_records(problems.found, data.pairs))
@@ -212,11 +212,17 @@ class CheckData:
         return {"problems": float(problems.total)}
 
     def _clean(
-        self, parts: Parts, data: Any, readable: Collection, log: RecordFile, problems: Problems, facts: dict[str, Any]
+        self,
+        parts: Parts,
+        data: Any,
+        readable: Collection | None,
+        log: RecordFile,
+        problems: Problems,
+        facts: dict[str, Any],
     ) -> tuple[Any, Collection]:
         """Write the log without the refused lines; return the DataModule and the collection of what is left."""
         refused = refused_records(problems.found, log.path)
-        if refused is None:
+        if refused is None or readable is None:
             other = next(one for one in problems.found if one.record is None or one.record[0] != str(log.path))
             raise DataError(
                 f"task.write_clean={self.write_clean} was not written: leaving records out of {log.path} does not mend "
