@@ -50,7 +50,7 @@ from lit_dpret.callbacks.updates import UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, told
-from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon
+from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon, show_delta
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
@@ -218,6 +218,13 @@ class PrivacyAccountant(Callback):
             rank_zero_warn(told(large_epsilon(self.plan.budget.eps)))
         if self.plan is not None and self.plan.budget.delta > LARGE_DELTA:
             rank_zero_info(told(f"note: {large_delta(self.plan.budget.delta, self.plan.n_public)}"))
+        if self.plan is not None:  # the length may be Lightning's own default
+            budget = self.plan.budget
+            rank_zero_info(
+                f"{self.planned_steps} steps with noise multiplier {self.plan.noise_multiplier:.4g} are planned, "
+                f"within epsilon = {budget.eps:g}, delta = {show_delta(budget.delta)}, unit = {budget.unit_name}, "
+                f"neighbours = {budget.neighbours}"
+            )
         if trainer.max_epochs == -1 and takes_whole_epochs(trainer):  # as a progress bar shows, beside max_steps
             trainer.fit_loop.max_epochs = math.ceil(planned.steps / planned.steps_per_epoch)
             self._counts_epochs = True

@@ -424,7 +424,7 @@ def _tells_no_times(run: Candidate) -> None:
             knob = "trainer.max_time" if isinstance(callback, Timer) else f"callbacks: {name}"
             raise ConfigurationError(
                 f"{knob} writes down, or ends the run by, times, memory or losses of private steps, which depend on "
-                "the texts in them. Remove it, and fix the length by trainer.max_steps; callbacks=with_throughput "
+                "the data in them. Remove it, and fix the length by trainer.max_steps; callbacks=with_throughput "
                 "shows the speed on the terminal only.",
                 trap="T35",
             )
@@ -442,7 +442,7 @@ def _tells_no_times(run: Candidate) -> None:
         if kept.get("console") != "off" or kept.get("x_disable_stats") is not True:
             raise ConfigurationError(
                 "W&B would record terminal output and system metrics with times, which reveal the duration of private "
-                "steps. Use lit_dpret.callbacks.PublicWandbLogger (logger=wandb), or give the "
+                "steps. Use logger=wandb, or give the "
                 'WandbLogger settings=wandb.Settings(console="off", x_disable_stats=True).',
                 trap="T35",
             )

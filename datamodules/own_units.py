@@ -14,7 +14,7 @@ from lit_dpret.datamodules.readers import as_id
 from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.budget import EACH_ROW, UNNAMED, Unit
+from lit_dpret.privacy.budget import ALL_OF_ONE, EACH_ROW, UNNAMED, Unit
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import naming_arguments
@@ -134,8 +134,9 @@ class UnitDataModule(SampledDataModule):
         """
         if unit != OwnUnits.unit:
             raise ConfigurationError(
-                f"privacy.unit={unit}: the units of a UnitDataModule are those that unit_of names. Set privacy.unit="
-                f"{OwnUnits.unit}, and give a unit_of that names each row's {unit} and unit_name={unit}."
+                f"privacy.unit={unit}: the units of a UnitDataModule are those that unit_of names. Leave privacy.unit "
+                f"at {OwnUnits.unit}, and give UnitDataModule a unit_of that names each row's {unit}, and "
+                f"unit_name={unit!r}."
             )
 
     @property
@@ -143,7 +144,7 @@ class UnitDataModule(SampledDataModule):
         """What rows make one unit (`PrivacyBudget.unit_by`)."""
         if self.unit_of is None:
             return EACH_ROW
-        return UNNAMED if self.unit_name is None else f"all rows of one {self.unit_name}"
+        return UNNAMED if self.unit_name is None else f"{ALL_OF_ONE}{self.unit_name}"
 
     def assumptions(self) -> list[str]:
         """Return, for the card, the trusted assumption behind a unit name."""

@@ -188,9 +188,9 @@ class SampledDataModule(LightningDataModule):
         """
         if self._batch_sampler is None:
             raise ConfigurationError(
-                f"{type(self).__name__} has no sampler: training batches are drawn by the privacy plan, which "
-                "attaches itself before fit. Choose a privacy mode (privacy=dp_sgd, or privacy=none for no "
-                f"guarantee); {self._without_a_plan()}."
+                f"{type(self).__name__} has no sampler: training batches are drawn by the plan of a private module, "
+                "which attaches itself before fit. Give trainer.fit the result of make_private(module, ...), or a "
+                f"PrivateModule (with privacy=none for no guarantee); {self._without_a_plan()}."
             )
         return DataLoader(
             self._train_items(),

@@ -32,7 +32,7 @@ _CHOICES = {
         "bm25": "BM25Negatives", "dynamic": "DynamicNegatives", "gold": "GoldNegatives",
         "labelled": "LabelledNegatives",
     },
-    "logger": {"wandb": "PublicWandbLogger"},
+    "logger": {"wandb": "lit_dpret.callbacks.PublicWandbLogger"},
     "callbacks": {"with_throughput": "Throughput"},
     "trainer": {
         "cpu": "accelerator='cpu'", "tpu": "accelerator='tpu'", "ddp": "strategy='ddp'",
@@ -50,7 +50,8 @@ _WORDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"\bhydra\.run\.dir\b", lambda found: "default_root_dir of the Trainer"),
     # Arguments of what is in the user's hand, and no names of files.
     (
-        r"(?<![\w./])(?:privacy|model)\.(?=[a-z])(?!(?:safetensors|json|jsonl|md|html|pt|ckpt|yaml|gguf)\b)",
+        r"(?<![\w./])(?:privacy|model|datamodule)\.(?=[a-z])"
+        r"(?!(?:safetensors|json|jsonl|md|html|pt|py|ckpt|yaml|gguf)\b)",
         lambda found: "",
     ),
     (
@@ -64,9 +65,9 @@ _WORDS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"(?<!lit-dpret )(?<![\w.])task=(?=[a-z])", lambda found: "lit-dpret task="),
     (
         r"(?<![\w.(])(init_from|init_from_is_public|trial_of)=([^\s,;]*[^\s,;.:)])",
-        lambda found: f"PrivacyAccountant({found[1]}={found[2]})",
+        lambda found: f"PrivacyAccountant({found[1]}={_quoted(found[2])})",
     ),
-    (r"(=|\bto )(true|false|null)\b", lambda found: found[1] + _VALUES[found[2]]),
+    (r"(=|\bto |\bor |\bleave it )(true|false|null)\b", lambda found: found[1] + _VALUES[found[2]]),
 )
 
 
@@ -75,12 +76,17 @@ def _choice(group: str, name: str) -> str:
     return f"privacy={_CHOICES[group][name]}" if group == "privacy" else _CHOICES[group][name]
 
 
+def _quoted(value: str) -> str:
+    """Return a text as Python writes it; what is no text, or quoted already, unchanged."""
+    return value if value in (*_VALUES, *_VALUES.values()) or value[0] in "'\"" else repr(value)
+
+
 def in_python(sentence: str) -> str:
     """Return an error message in the terms of the Python API.
 
     Example:
         >>> in_python("Say resume=true, raise privacy.eps=3, or set datamodule.cap to null.")
-        'Say PrivacyAccountant(resume=True), raise eps=3, or set datamodule.cap to None.'
+        'Say PrivacyAccountant(resume=True), raise eps=3, or set cap to None.'
         >>> in_python("Set callbacks.evaluation.card_entry=true, or choose privacy=none (task=plan tells more).")
         'Set RetrievalEvaluation(card_entry=True), or choose privacy=NoPrivacy (lit-dpret task=plan tells more).'
     """

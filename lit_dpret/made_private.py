@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import lightning as L
@@ -15,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, first_line
 from lit_dpret.modules import OptimizerSpec, PrivateModule
 from lit_dpret.modules.private_module import save_weights
 from lit_dpret.privacy.ledger.gate import undeclared_metric
@@ -38,8 +42,27 @@ _ELSEWHERE = {
     "lr": "give optimizer=OptimizerSpec(name=..., lr=...)",
     "steps": "give the Trainer max_steps",
     "epochs": "give the Trainer max_steps",
+    **dict.fromkeys(
+        ("dataset", "data_loader", "dataloader", "datamodule"),
+        "give trainer.fit datamodule=UnitDataModule(dataset, expected_batch_size=...)",
+    ),
+    **dict.fromkeys(
+        ("expected_batch_size", "physical_batch_size", "sampling", "sample_rate", "unit_of", "unit_name"),
+        "it belongs to UnitDataModule",
+    ),
+    "max_steps": "it belongs to the Trainer",
+    "max_epochs": "it belongs to the Trainer",
+    "privacy": "the mode is DPSGD, and takes its arguments from make_private; derive from PrivateModule for another",
     "log_private_loss": "derive from PrivateModule, which has it",
 }
+#: What other libraries, or other tongues, call an argument of `make_private`.
+_MEANT = {
+    "epsilon": "eps", "target_epsilon": "eps", "target_eps": "eps", "target_delta": "delta",
+    "neighbors": "neighbours", "neighboring": "neighbours", "sigma": "noise_multiplier",
+    "max_norm": "max_grad_norm", "clip_norm": "max_grad_norm", "l2_norm_clip": "max_grad_norm",
+    "clipping": "clip", "grad_sample_mode": "engine", "secure_mode": "secure_rng",
+    "loss": "per_row_loss", "loss_fn": "per_row_loss", "criterion": "per_row_loss", "model": "module",
+}  # fmt: skip
 #: What Lightning would call, and a wrapper around the module does not.
 _HOOKS = {
     *vars(ModelHooks), *vars(DataHooks), *vars(CheckpointHooks), "optimizer_step", "optimizer_zero_grad",
@@ -70,7 +93,15 @@ class MadePrivate(PrivateModule):
         self._read_by_loss = _modules_read(per_row_loss)
 
     def collate_rows(self, rows: list[Any]) -> Any:
-        features = _as_dicts(self._collate_fn(rows))
+        try:
+            features = _as_dicts(self._collate_fn(rows))
+        except (RuntimeError, TypeError) as error:
+            if self._collate_fn is not default_collate:
+                raise
+            raise DataError(
+                f"collate_fn: torch's default_collate makes no batch of these rows ({first_line(error).rstrip('.')}). "
+                "Pass make_private a collate_fn that does, for example one that pads to one length."
+            ) from error
         _refuse_other_features(features, len(rows))
         return features if isinstance(features, dict) else {_LONE: features}
 
@@ -78,7 +109,17 @@ class MadePrivate(PrivateModule):
         try:
             return self._loss_of_rows(self.module, _as_collated(rows))
         except MisconfigurationException as error:  # of Lightning, whose module logs nothing outside of its own hooks
-            raise undeclared_metric("What per_row_loss computes", self.privacy) from error
+            name = _logged_in(error.__traceback__)
+            what = "What per_row_loss computes" if name is None else f"{name!r} of per_row_loss"
+            raise undeclared_metric(what, self.privacy) from error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if get_spawning_popen() is not None:  # its class has the name of the inner one, and cannot be found by it
+            raise ConfigurationError(
+                "The result of make_private cannot be sent to a spawned process. For several processes set "
+                "strategy='ddp' of the Trainer; for a loader that starts its workers by spawn, num_workers=0."
+            )
+        return super().__reduce_ex__(protocol)
 
     def configure_optimizers(self) -> Any:
         module: Any = self.module
@@ -157,6 +198,11 @@ def make_private(
         name = getattr(per_row_loss, "__name__", repr(per_row_loss))
         raise ConfigurationError(f"per_row_loss={name} must take two arguments, the module and a batch.")
     _refuse_unknown(privacy)
+    if isinstance(eps, int | float) and not (math.isfinite(eps) and eps > 0):
+        raise ConfigurationError(
+            f"eps={eps!r} is not a positive, finite number. To train without a guarantee give trainer.fit the module "
+            "itself, with a DataLoader."
+        )
     name = type(module).__name__
     if isinstance(module, PrivateModule):
         raise UnsupportedModelError(f"{name} is a PrivateModule already: give it to trainer.fit itself.")
@@ -176,6 +222,15 @@ def make_private(
     return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer)
 
 
+def _logged_in(trace: TracebackType | None) -> str | None:
+    """Return the name of what Lightning's ``log`` was refused with, in an error's traceback."""
+    while trace is not None:
+        if trace.tb_frame.f_code is L.LightningModule.log.__code__:
+            return str(trace.tb_frame.f_locals.get("name"))
+        trace = trace.tb_next
+    return None
+
+
 def _takes(function: Callable[..., Any], arguments: int) -> bool:
     """Return whether a function can be called with so many arguments; true where Python cannot tell."""
     try:
@@ -191,9 +246,13 @@ def _refuse_unknown(names: Iterable[str]) -> None:
     """Refuse arguments that `DPSGD` has not, and say who has them."""
     known = {*inspect.signature(DPSGD).parameters}
     for name in sorted({*names} - known):
+        if name in _ELSEWHERE:
+            raise ConfigurationError(f"make_private takes no {name}: {_ELSEWHERE[name]}.")
+        own = {*inspect.signature(make_private).parameters} - {"privacy"}
+        near = [_MEANT[name]] if name in _MEANT else get_close_matches(name, own | known, n=1)
         raise ConfigurationError(
-            f"make_private takes no {name}: {_ELSEWHERE.get(name, 'see its docstring')}. Beside its own arguments it "
-            f"takes those of DPSGD: {', '.join(sorted(known - {'eps', 'unit'}))}."
+            f"make_private takes no {name}{f': it is called {near[0]}' if near else ''}. Its arguments are "
+            f"{', '.join(sorted(own))}, and those of DPSGD: {', '.join(sorted(known - own))}."
         )
 
 

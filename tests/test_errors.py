@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REACHED = ("callbacks", "datamodules", *(f"lit_dpret/{room}" for room in (
     "privacy", "modules", "distributed", "encoders", "losses", "negatives", "made_private.py")))  # fmt: skip
 OF_THE_COMMAND_LINE = re.compile(
-    r"hydra\.|(?<!lit-dpret )\btask=\w|(?<![\w./])(?:callbacks|privacy|model)\.[a-z]|"
+    r"hydra\.|(?<!lit-dpret )\btask=\w|(?<![\w./])(?:callbacks|privacy|model|datamodule)\.[a-z]|"
     + "|".join(rf"(?<![\w.]){group}=(?:{'|'.join(names(group))})\b" for group in groups() if group != "task")
 )
 
@@ -51,7 +51,9 @@ def test_no_error_that_python_reaches_speaks_of_the_command_line() -> None:
 def test_a_choice_is_called_by_the_class_that_it_makes(group: str) -> None:
     for name, said in errors._CHOICES[group].items():
         file = ROOT / "configs" / group / f"{name}.yaml"
-        assert re.search(rf"^ *_target_: [\w.]+\.{said}$", file.read_text(encoding="utf-8"), flags=re.MULTILINE), name
+        assert re.search(
+            rf"^ *_target_: ([\w.]+\.)?{re.escape(said)}$", file.read_text(encoding="utf-8"), flags=re.MULTILINE
+        ), name
 
 
 def test_an_error_speaks_the_language_in_which_the_setting_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +67,12 @@ def test_names_of_files_keep_their_stems() -> None:
     for name in ("model.safetensors", "privacy.md", "model.pt"):
         assert in_python(f"{name} cannot be read") == f"{name} cannot be read"
     assert in_python("model.few_shot and privacy.eps=3") == "few_shot and eps=3"
+
+
+def test_a_value_is_written_as_python_writes_it() -> None:
+    for said, meant in (
+        ("init_from=runs/first", "PrivacyAccountant(init_from='runs/first')"),
+        ("init_from_is_public=true", "PrivacyAccountant(init_from_is_public=True)"),
+        ("datamodule.cap=0 must be at least 1, or null", "cap=0 must be at least 1, or None"),
+    ):
+        assert in_python(said) == meant

@@ -123,6 +123,22 @@ def test_a_large_delta_is_cautioned_of_before_the_first_step_and_on_the_card(
         assert cautions[0] in (tmp_path / "privacy_card.md").read_text(encoding="utf-8")
 
 
+def test_the_length_and_the_noise_of_a_run_are_told_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("lit_dpret.callbacks.privacy_accountant.rank_zero_info", told.append)
+    names = [f"u{row // 2}" for row in range(60)]
+    fit(
+        tmp_path,
+        made(delta=1e-5),
+        data(unit_of=names.__getitem__, unit_name="user", expected_batch_size=5),
+        max_steps=2,
+    )
+    words = " ".join(told)
+    assert "2 steps" in words and "noise multiplier 1 " in words and "user" in words and "1e-05" in words
+
+
 @pytest.mark.parametrize("eps", [3, 21])
 def test_a_large_epsilon_is_warned_of_before_the_first_step(
     eps: float, tmp_path: Path, recwarn: pytest.WarningsRecorder
@@ -320,8 +336,9 @@ def test_a_contrastive_loss_is_private_with_negatives_of_the_row_and_refused_wit
 ) -> None:
     dataset = TensorDataset(torch.randn(60, 4), torch.randn(60, 3, 4))
     fit(tmp_path / "own", made(per_row_loss=of_own_negatives), data(dataset), max_steps=1)
-    with pytest.raises(UnsupportedModelError):
+    with pytest.raises(UnsupportedModelError, match="DualEncoder") as found:
         fit(tmp_path / "batch", made(per_row_loss=of_in_batch_negatives), data(dataset), max_steps=1)
+    assert not re.search(r"axis of (\d+) is not the batch of \1 ", str(found.value))
     assert '"intent"' not in (tmp_path / "batch" / "privacy_ledger.jsonl").read_text()
 
 
@@ -342,7 +359,11 @@ def test_callbacks_that_the_trainer_has_are_not_added_again(tmp_path: Path) -> N
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "OptimizerSpec"),
         ({"batch_size": 32}, "expected_batch_size"),
         ({"resume": True}, "PrivacyAccountant"),
-        ({"epsilon": 3}, "delta"),
+        ({"epsilon": 3}, r"\beps\b"),
+        ({"neighbors": "zero_out"}, "neighbours"),
+        ({"max_grad_nrom": 1.0}, "max_grad_norm"),
+        ({"unit_of": len}, "UnitDataModule"),
+        ({"eps": 0}, "eps=0 .*DataLoader"),
         ({"per_row_loss": None}, "per_row_loss"),
         ({"collate_fn": None}, "collate_fn"),
         ({"module": Classifier}, "module"),
@@ -407,9 +428,21 @@ def test_a_loss_that_logs_itself_is_refused_as_a_release(tmp_path: Path) -> None
         model.log("train_loss", losses.mean())
         return losses
 
-    with pytest.raises(ConfigurationError, match="per_row_loss") as found:
+    with pytest.raises(ConfigurationError, match=r"'train_loss'.*per_row_loss") as found:
         fit(tmp_path, made(per_row_loss=logging))
     assert found.value.trap == "T25"
+
+
+def test_a_spawned_process_is_refused_before_anything_is_sent_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="strategy='ddp'"):
+        fit(tmp_path, made(), strategy="ddp_spawn", devices=2)
+    assert not (tmp_path / "privacy_ledger.jsonl").exists()
+    assert type(copy.deepcopy(made())).__name__ == type(made()).__name__
+
+
+def test_a_data_module_of_units_is_refused_to_a_module_that_is_not_private(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="make_private"):
+        fit(tmp_path, Classifier())
 
 
 @pytest.mark.parametrize("asked", ["validate", "test", "predict"])
@@ -468,6 +501,12 @@ def test_values_that_are_no_tensors_of_rows_are_refused_by_the_collation(tmp_pat
     texts = [{"text": f"t{i}", "label": i % 3} for i in range(60)]
     with pytest.raises(UnsupportedModelError, match="collate_fn"):
         fit(tmp_path, made(), data(texts))
+
+
+@pytest.mark.parametrize("row", [lambda number: torch.zeros(number % 3 + 1), lambda number: object()])
+def test_rows_that_torch_cannot_collate_are_refused_by_the_setting_that_can(row: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="collate_fn"):
+        fit(tmp_path, made(), data([(row(number), 0) for number in range(60)]))
 
 
 def loaded(net: Any) -> Classifier:

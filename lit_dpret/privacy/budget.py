@@ -36,6 +36,9 @@ EACH_ROW = "each row"
 PARTLY_NAMED = "each row without an id, and all rows of each id"
 """`PrivacyBudget.unit_by` of a log in which some records have ids: which ones have may be another matter elsewhere."""
 
+ALL_OF_ONE = "all rows of one "
+"""Begins `PrivacyBudget.unit_by` of rows grouped by a function of the user's; the name of the unit follows."""
+
 UNNAMED = "what unit_of names"
 """`PrivacyBudget.unit_by` of rows grouped by a function of the user's, of which nobody said what it names."""
 
@@ -181,6 +184,12 @@ class PrivacyBudget:
                 f"{knob}=null: nothing says that {UNNAMED} is the same unit in this run and wherever {where} units, "
                 "and the epsilons of different units do not add up. Set unit_name, such as user, in every run."
             )
+
+    @property
+    def unit_name(self) -> str:
+        """What cards and messages call the unit: a record by the name that the owner of the data gave it."""
+        named = (self.unit_by or "").removeprefix(ALL_OF_ONE)
+        return named if self.unit == "record" and named not in ("", self.unit_by) else self.unit
 
     def describe_unit(self, *, whole: bool) -> str:
         """Return unit and neighbours for a table or a message, with ``whole`` also what makes rows one unit."""

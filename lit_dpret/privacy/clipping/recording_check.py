@@ -299,7 +299,9 @@ class RecordingCheck:
                 f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: its "
                 f"first axis{axis} is not the batch{order} (put the batch first, or expand shared tensors to the "
                 "batch), or the loss of one unit depends on another unit (in-batch negatives, batch statistics), which "
-                f"clipping cannot bound. ({len(wrong)} of {len(uses)} recorded calls are concerned.)",
+                "clipping cannot bound. Compute each row's loss from that row alone, or choose a mode for coupled losses, "
+                "as lit_dpret.modules.DualEncoder has them (docs/modes.md). "
+                f"({len(wrong)} of {len(uses)} recorded calls are concerned.)",
                 trap="T10",
             )
         for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):

@@ -88,14 +88,15 @@ def refuse_other_sums(trainer: Any) -> None:
     """
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} divides by a number of batches and "
-            "would noise each of them. A logical batch is cut to fit by datamodule.physical_batch_size instead.",
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} would add noise to each of the "
+            "batches that it accumulates. Leave it at 1: a step has datamodule.expected_batch_size units, computed "
+            "datamodule.physical_batch_size at a time.",
             trap="T12",
         )
     if trainer.gradient_clip_val:
         raise ConfigurationError(
             f"trainer.gradient_clip_val={trainer.gradient_clip_val:g} clips the sum over the batch, which bounds "
-            "nothing that one unit does. Set privacy.max_grad_norm, and leave this null.",
+            "nothing that one unit does. Set privacy.max_grad_norm, and leave it null.",
             trap="T16",
         )
 
@@ -366,7 +367,7 @@ class ReleaseGate:
             )
         raise BudgetExceededError(
             f"The next step would bring epsilon to {after:.4g} at delta={show_delta(budget.delta)} "
-            f"(unit={budget.unit}, neighbours={budget.neighbours}), over the budget privacy.eps={budget.eps:g} "
+            f"(unit={budget.unit_name}, neighbours={budget.neighbours}), over the budget privacy.eps={budget.eps:g} "
             f"(already spent: {self.epsilon():.4g} in {made}). The run ends here.{self._way_to_finish()} In a new run "
             "raise privacy.noise_multiplier, plan fewer steps, or pay in advance with "
             "callbacks.accountant.resume_reserve."
