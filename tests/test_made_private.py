@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from lit_dpret import (
 )  # fmt: skip
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 
