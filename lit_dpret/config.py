@@ -1,14 +1,16 @@
 """Read the files of `configs/` for ``list``, ``--help`` and the documentation: choices, settings, comments.
 
-``lit-dpret list`` prints it, and `configuration_page` writes it as a page of the documentation, so that neither can
+``lit-dpret list`` prints them (`listed`), and `configuration_page` writes it as a page of the documentation, so that neither can
 fall behind the files.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -58,9 +60,16 @@ class Key:
     def text(self) -> str:
         """The constructor's documentation of the key; empty if no constructor of ours has it.
 
-        It imports that class. ``--help`` and ``list`` never ask, since all classes together load torch and more.
+        It imports that class. ``--help`` and the lists of choices never ask, since all classes together load torch and
+        more.
         """
         return "" if self.argument is None else arguments_of(self.argument[0]).get(self.argument[1], "")
+
+    @property
+    def explanation(self) -> str:
+        """What it does and which values it takes: the constructor's documentation, else the file's comment."""
+        told = self.text or self.comment
+        return f"{told} ({self.comment})" if self.text and "|" in self.comment else told
 
 
 @dataclass(frozen=True)
@@ -120,22 +129,96 @@ def top_level() -> Choice:
     return _read("", "train", files(CONFIG_MODULE).joinpath("train.yaml").read_text(encoding="utf-8"))
 
 
-def format_choices(group: str | None) -> str:
-    """Return the groups with their choices, or the choices of one with a sentence each, for a terminal."""
-    if group is None:
-        lines = ["Chosen by group=name; lit-dpret list GROUP describes each choice.", ""]
+def listed(word: str | None = None) -> str:
+    """Return what ``lit-dpret list`` prints, for a terminal.
+
+    Args:
+        word: Nothing: the groups with their choices. A group: its choices, with a sentence each. ``group=choice``: the
+            settings of that choice. Any other word: the choices and settings that have it in their name, or else in
+            what the files say of them.
+
+    Raises:
+        ConfigurationError: The group has no such choice, or nothing has that word.
+    """
+    if word is None:
         width = max(map(len, groups()))
-        lines += [f"{name:{width}}  {', '.join(names(name))}" for name in groups()]
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                "Chosen by group=name. lit-dpret list GROUP describes the choices of a group, lit-dpret list GROUP=CHOICE",
+                "the settings of one, and lit-dpret list WORD finds settings by name, as lit-dpret list accountant.",
+                "",
+                *(f"{name:{width}}  {', '.join(names(name))}" for name in groups()),
+            ]
+        )
+    if word in groups():
+        return format_choices(word)
+    group, equals, name = word.partition("=")
+    if not equals:
+        return _found(word)
+    for choice in choices(group):
+        if choice.name == name:
+            return "\n".join([choice.summary, "", *_settings(choice.keys, {})]).strip()
+    raise ConfigurationError(f"{group} has no choice {name!r}. There are: {', '.join(names(group))}.")
+
+
+def _found(word: str) -> str:
+    """The choices and settings that have ``word`` in their name; without any, those described by it or named alike."""
+    wanted = word.lower()
+    every = [top_level(), *(choice for group in groups() for choice in choices(group))]
+    # An experiment sets keys of other groups, which are described there.
+    own = [(one, key) for one in every for key in one.keys if not one.group or key.argument or key.comment]
+    alike = difflib.get_close_matches(wanted, {_last(key) for _, key in own}, n=3, cutoff=0.6)
+
+    def search(in_name: bool) -> list[str]:
+        lines = [
+            f"{one.group}={one.name}\n    {one.summary}".rstrip()
+            for one in every
+            if one.group and wanted in (one.name if in_name else one.summary).lower()
+        ]
+        where: dict[str, list[str]] = {}
+        keys: dict[str, Key] = {}
+        for one, key in own:
+            if wanted in key.name.lower() if in_name else wanted in key.comment.lower() or _last(key) in alike:
+                keys.setdefault(key.name, key)
+                where.setdefault(key.name, []).extend([f"{one.group}={one.name}"] if one.group else [])
+        nearest_first = sorted(keys.values(), key=lambda key: (wanted != _last(key), wanted not in _last(key)))
+        return [*lines, *_settings(nearest_first, where)]
+
+    lines = search(in_name=True) or search(in_name=False)
+    if not lines:
+        raise ConfigurationError(
+            f"{word!r} is no group of settings, and no choice or setting has it in its name. There are these groups: "
+            f"{', '.join(groups())}."
+        )
+    return "\n".join(lines)
+
+
+def _last(key: Key) -> str:
+    return key.name.rsplit(".", 1)[-1].lower()
+
+
+def _settings(keys: Iterable[Key], where: dict[str, list[str]]) -> list[str]:
+    """The lines of each setting: name and default, what it does, and by name the choices that have it."""
+    lines = []
+    for key in keys:
+        lines.append(f"{key.name} = {key.default}")
+        having = where.get(key.name, [])
+        for text in (key.explanation, f"A setting of {', '.join(having)}." if having else ""):
+            lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return lines
+
+
+def format_choices(group: str) -> str:
+    """Return the choices of a group with a sentence each, for a terminal."""
     summaries = {choice.name: choice.summary for choice in choices(group)}
     width = max(map(len, summaries))
 
-    def listed(shown: Iterable[str]) -> list[str]:
+    def lines(shown: Iterable[str]) -> list[str]:
         return [f"{name:{width}}  {summaries[name]}".rstrip() for name in shown]
 
-    if group != "task":
-        return "\n".join(listed(summaries))
-    return "\n\n".join("\n".join([f"{kind}:", *listed(tasks)]) for kind, tasks in tasks_by_kind().items())
+    parts = tasks_by_kind().items() if group == "task" else {"": [*summaries]}.items()
+    blocks = ["\n".join([*([f"{kind}:"] if kind else []), *lines(shown)]) for kind, shown in parts]
+    return "\n\n".join([*blocks, f"The settings of one: lit-dpret list {group}={next(iter(summaries))}"])
 
 
 def tasks_by_kind() -> dict[str, list[str]]:
@@ -166,7 +249,8 @@ def format_help(program: str) -> str:
             f"Groups of settings: {', '.join(name for name in groups() if name != 'task')}",
             "",
             "  lit-dpret list task       what each task does",
-            "  lit-dpret list GROUP      what each choice of a group is",
+            "  lit-dpret list GROUP      what each choice of a group is; GROUP=CHOICE: its settings",
+            "  lit-dpret list WORD       the settings that have the word in their name, as accountant",
             f"  {program} ... --cfg job   the settings of a command, without running it",
             f"  {program} -m ...          one run for each of several values, as privacy.eps=1,3,8",
             f"  {program} --hydra-help    options of Hydra",
@@ -180,7 +264,8 @@ def configuration_page() -> str:
         "# Every setting",
         "",
         "Written from the files of `configs/` and the docstrings of what they construct, when this site is built.",
-        "`group=name` chooses a file, `group.key=value` sets a key of it, `lit-dpret list` prints the choices.",
+        "`group=name` chooses a file, `group.key=value` sets a key of it, `lit-dpret list GROUP=CHOICE` prints",
+        "a section of this page.",
         "",
         "## Of every run",
         "",
@@ -201,10 +286,7 @@ def _table(choice: Choice) -> list[str]:
         return []
     rows = ["| key | default | |", "|---|---|---|"]
     for key in choice.keys:
-        told = key.text or key.comment
-        if key.text and "|" in key.comment:
-            told += f" ({key.comment})"
-        rows.append(f"| `{key.name}` | `{_cell(key.default)}` | {_cell(told)} |")
+        rows.append(f"| `{key.name}` | `{_cell(key.default)}` | {_cell(key.explanation)} |")
     return [*rows, ""]
 
 
@@ -286,8 +368,27 @@ def _keys(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterato
                 default = _block(value)
         line = lines[value.end_mark.line] if value.end_mark.line < len(lines) else ""
         behind = line[value.end_mark.column :] if isinstance(value, yaml.ScalarNode) or value.flow_style else ""
-        comment = behind.split("#", 1)[1].strip() if "#" in behind else ""
-        yield Key(name, default or "''", comment)
+        comment = _continued(behind, lines, value.end_mark.line) if "#" in behind else ""
+        yield Key(name, default or "''", comment or _above(lines, key.start_mark.line, key.start_mark.column))
+
+
+def _continued(behind: str, lines: list[str], row: int) -> str:
+    """The comment behind a value in line ``row``, with the lines below that go on in its column."""
+    column = lines[row].index("#", len(lines[row]) - len(behind))
+    told = [lines[row][column:]]
+    for line in lines[row + 1 :]:
+        if line[:column].strip() or not line[column:].startswith("#"):
+            break
+        told.append(line[column:])
+    return " ".join(line.lstrip("#").strip() for line in told)
+
+
+def _above(lines: list[str], row: int, column: int) -> str:
+    """The comment in the lines right above a key, in its column; not the one that the file begins with."""
+    first = row
+    while first and lines[first - 1][column:].startswith("#") and not lines[first - 1][:column].strip():
+        first -= 1
+    return " ".join(line.lstrip("# ").strip() for line in lines[first:row]) if first else ""
 
 
 def _block(value: Any) -> str:

@@ -72,10 +72,48 @@ def test_help_shows_every_task_once_under_a_heading(
     assert "_pairs" not in shown and "_pairs" not in cli.listing([])
 
 
-def test_an_unknown_group_is_named_with_those_that_exist() -> None:
-    with pytest.raises(ConfigurationError, match=r"'privacies' is no group of settings\. There are: .*privacy"):
-        cli.listing(["privacies"])
-    with pytest.raises(ConfigurationError, match="one group"):
+def test_the_settings_of_a_choice_are_listed_with_their_defaults_and_values() -> None:
+    shown = cli.listing(["privacy=dp_sgd"])
+    (choice,) = [choice for choice in choices("privacy") if choice.name == "dp_sgd"]
+    assert all(f"{key.name} = {key.default}\n" in shown for key in choice.keys)
+    assert "prv" in shown, "what the accountant takes"
+    assert "opacus | loop" in " ".join(shown.split()), "a comment that goes on in the next line"
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("accountant", "privacy.accountant"),
+        ("privacy.accountant", "privacy.accountant"),
+        ("sampling", "datamodule.sampling"),
+        ("acountant", "privacy.accountant"),
+        ("clipping", "privacy.clip"),
+        ("opacus", "privacy.engine"),
+        ("resume", "resume"),
+    ],
+)
+def test_a_word_finds_the_settings_that_are_called_or_described_so(word: str, name: str) -> None:
+    found = cli.listing([word]).splitlines()
+    assert any(line.startswith(f"{name} = ") for line in found)
+
+
+def test_a_setting_that_is_called_as_the_word_comes_first() -> None:
+    settings = [line for line in cli.listing(["accountant"]).splitlines() if not line.startswith(" ")]
+    assert settings[0].split(" = ")[0].endswith(".accountant")
+
+
+def test_a_word_finds_a_choice() -> None:
+    assert "filter=round_trip" in cli.listing(["round_trip"]).splitlines()
+
+
+def test_what_no_group_choice_or_setting_is_called_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigurationError, match="'xyzzy'.* privacy"):
+        cli.listing(["xyzzy"])
+    with pytest.raises(ConfigurationError, match="'dpsgd'.* dp_sgd"):
+        cli.listing(["privacy=dpsgd"])
+    with pytest.raises(ConfigurationError, match="'privacies'.* privacy"):
+        cli.listing(["privacies=dp_sgd"])
+    with pytest.raises(ConfigurationError, match="privacy loss"):
         cli.listing(["privacy", "loss"])
 
 

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from lit_dpret.config import format_choices, groups, names, top_level
+from lit_dpret.config import groups, listed, names, top_level
 from lit_dpret.errors import ConfigurationError
 
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
@@ -28,14 +28,17 @@ _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 
 
 def listing(arguments: list[str]) -> str:
-    """Run ``lit-dpret list`` and ``lit-dpret list GROUP``, which show the choices.
+    """Run ``lit-dpret list``, ``list GROUP``, ``list GROUP=CHOICE`` and ``list WORD``; `listed` says what each shows.
 
     Raises:
-        ConfigurationError: There is no such group, or more than one was named.
+        ConfigurationError: There is nothing of that name, or more than one was named.
     """
     if len(arguments) > 1:
-        raise ConfigurationError(f"list takes one group of settings at most, not {' '.join(arguments)}.")
-    return format_choices(arguments[0] if arguments else None)
+        raise ConfigurationError(
+            f"list takes one group, group=choice or word at most, not {' '.join(arguments)}: for example "
+            "lit-dpret list privacy=dp_sgd, or lit-dpret list accountant."
+        )
+    return listed(*arguments)
 
 
 def with_task(arguments: list[str]) -> list[str]:
