@@ -1,7 +1,7 @@
 """Read the files of `configs/` for ``list``, ``--help`` and the documentation: choices, settings, comments.
 
-``lit-dpret list`` prints them (`listed`), and `configuration_page` writes it as a page of the documentation, so that neither can
-fall behind the files.
+``lit-dpret list`` prints them (`listed`), and `configuration_page` writes them as a page of the documentation, so that
+neither can fall behind the files.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def listed(word: str | None = None) -> str:
         width = max(map(len, groups()))
         return "\n".join(
             [
-                "Chosen by group=name. lit-dpret list GROUP describes the choices of a group, lit-dpret list GROUP=CHOICE",
-                "the settings of one, and lit-dpret list WORD finds settings by name, as lit-dpret list accountant.",
+                "Chosen by group=name. lit-dpret list GROUP describes the choices of a group, lit-dpret list",
+                "GROUP=CHOICE the settings of one; lit-dpret list WORD finds settings, as lit-dpret list accountant.",
                 "",
                 *(f"{name:{width}}  {', '.join(names(name))}" for name in groups()),
             ]

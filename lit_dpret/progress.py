@@ -38,6 +38,7 @@ class ProgressLine:
         self._label = label
         self._start = time.monotonic()
         self._first = begun
+        self._anchor: tuple[float, int] | None = None  # when the first unit was done, and how many were by then
         self._ended = False
         self._terminal = sys.stderr.isatty()
         self._every = 0.2 if self._terminal else every
@@ -48,13 +49,14 @@ class ProgressLine:
         now = time.monotonic()
         if self._first is None:
             self._first = done
+        if self._anchor is None and done > self._first:
+            self._anchor = now, done
         ended, self._ended = self._ended, done >= total
         if _muted.get() or (ended and self._ended) or (done < total and now < self._next):
             return
         self._next = now + self._every
         elapsed = now - self._start
-        rate = (done - self._first) / elapsed if elapsed > 0 else 0.0
-        left = f"ETA {_clock((total - done) / rate)}" if rate > 0 and done < total else ""
+        left = self._left(now, done, total)
         share = f"{100 * done / total:3.0f}%" if total else "  0%"
         text = f"{self._label}: {share} {done}/{total}  {_clock(elapsed)} {left} {extra}".rstrip()
         if self._terminal:
@@ -64,6 +66,13 @@ class ProgressLine:
         else:
             sys.stderr.write(text + "\n")
         sys.stderr.flush()
+
+    def _left(self, now: float, done: int, total: int) -> str:
+        """The remaining time at the pace since the first unit, which often holds checks and loading."""
+        if self._anchor is None or done >= total:
+            return ""
+        then, before = self._anchor
+        return f"ETA {_clock((total - done) * (now - then) / (done - before))}" if done > before and now > then else ""
 
     def __enter__(self) -> ProgressLine:
         return self

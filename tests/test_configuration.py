@@ -107,11 +107,11 @@ def test_a_word_finds_a_choice() -> None:
 
 
 def test_what_no_group_choice_or_setting_is_called_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ConfigurationError, match="'xyzzy'.* privacy"):
+    with pytest.raises(ConfigurationError, match=r"'xyzzy'.* privacy"):
         cli.listing(["xyzzy"])
-    with pytest.raises(ConfigurationError, match="'dpsgd'.* dp_sgd"):
+    with pytest.raises(ConfigurationError, match=r"'dpsgd'.* dp_sgd"):
         cli.listing(["privacy=dpsgd"])
-    with pytest.raises(ConfigurationError, match="'privacies'.* privacy"):
+    with pytest.raises(ConfigurationError, match=r"'privacies'.* privacy"):
         cli.listing(["privacies=dp_sgd"])
     with pytest.raises(ConfigurationError, match="privacy loss"):
         cli.listing(["privacy", "loss"])

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.file import card_of_data
+from lit_dpret.cards.file import card_of_data, read_card
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.tasks.index_folder import Encoding, encode_folder
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
 from lit_dpret.tasks.uncovered import refuse_training_data
 
 EMBEDDINGS = "embeddings"
@@ -21,6 +21,7 @@ class Encode(Encoding):
     """Embed the datamodule's texts with the settings of `Encoding`; the same command resumes after an interruption."""
 
     takes_ranks: ClassVar[bool] = True
+    derives_from: ClassVar[tuple[str, ...]] = ("task.encoder",)
 
     encoder: str = "minilm"
     split: str = "test"
@@ -54,4 +55,6 @@ class Encode(Encoding):
             )  # fmt: skip
         if job.is_first:
             say(f"embeddings: {made.folder} ({made.manifest.count} x {made.manifest.dim})\n{made.promise}")
+            if made.manifest.card:
+                say_unaccounted(read_card(made.folder))
         return {"texts": float(made.manifest.count)}

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -27,6 +27,7 @@ from lit_dpret.cards.lineage import copy_lineage
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
+from lit_dpret.cards.tuning import TuningData
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
@@ -36,12 +37,12 @@ from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.page import render
-from lit_dpret.settings import require_switch
+from lit_dpret.settings import require_choice, require_switch
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
 from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME
 from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.hub_repository import HubRepository
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
 from lit_dpret.tasks.ranking import fingerprints
 
 OURS = "lit_dpret.modules."
@@ -72,8 +73,11 @@ class Export:
     push_to_hub: str | None = None
     push_private: bool = True
     push_without_guarantee: bool = False
+    tuning_data: str = "unknown"
+    derives_from: ClassVar[tuple[str, ...]] = ("task.checkpoint",)
 
     def __post_init__(self) -> None:
+        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
         stated_languages(self.language)
         check_license(self.license)
         check_repositories("task.base_model", [] if self.base_model is None else [self.base_model])
@@ -86,10 +90,11 @@ class Export:
                 "set."
             )
         own = {name: getattr(self, name) for name in ("evaluation", "base_model", "license", "language", "datasets")}
+        own["tuning_data"] = "" if self.tuning_data == "unknown" else self.tuning_data
         if self.data is not None and (told := [name for name, value in own.items() if value]):
             raise ConfigurationError(
-                f"task.{told[0]}={own[told[0]]} is for the card of a model. State licence and language of a set when "
-                "it is made (task=synthesize, task=filter)."
+                f"task.{told[0]}={own[told[0]]} is for the card of a model. State licence, language and tuning_data of "
+                "a set when it is made (task=synthesize, task=filter)."
             )
         self.checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
         self.data = None if self.data is None else Path(self.data)
@@ -133,6 +138,7 @@ class Export:
                 CardFacts(
                     mechanism={name: done[name] for name in ("started_from",) if name in done} | averaging,
                     environment=environment_facts(device="cpu", precision=_precision(module)),
+                    tuning={"data": self.tuning_data},
                 ),
                 description=f"writing the checkpoint {path.name} out as a model folder",
             )
@@ -289,6 +295,8 @@ def _handed_on(what: str, folder: Path, hub: HubRepository | None) -> dict[str, 
     """Say where a finished folder lies, send it where it is to be sent; returns the number of its bytes."""
     shown = [f"{what}: {folder}"] + ([f"privacy card: {folder / CARD_NAME}"] if (folder / CARD_NAME).is_file() else [])
     say(*shown)
+    if (folder / CARD_NAME).is_file():
+        say_unaccounted(read_card(folder))
     if hub is not None:
         say(f"pushed to: {hub.send(folder)}")
     return {"bytes": float(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))}

@@ -10,6 +10,7 @@ from typing import ClassVar, get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Grid
+from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules.identity import data_facts
@@ -17,7 +18,7 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.settings import require_choice, require_whole
 from lit_dpret.synthesis.filters import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.synthesis.filters.selection import Applied, check_is_new
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
 
 _SHOWN_WORDS = 25
 FILTERED = "filtered"
@@ -76,6 +77,8 @@ class Filter:
         for one in applied:
             say(f"{_line(one)}")
         say(f"kept {len(kept)} of {len(released)} queries: {folder}\nexamples: {parts.run_dir / 'examples.md'}")
+        if (folder / CARD_NAME).is_file():
+            say_unaccounted(read_card(folder))
         return {"kept": float(len(kept)), "kept_share": len(kept) / len(released)}
 
 

@@ -35,7 +35,7 @@ from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.private_run import require_run
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,7 @@ def _tell_where(folder: Path, first: str = "") -> None:
     if not (folder / CARD_NAME).exists():
         return
     card = read_card(folder)
-    if card["claim"]["epsilon"] is not None and not card["tuning"]["accounted"]:
-        sys.stderr.write(f"on the card: {card['tuning']['text']} (callbacks.card.tuning_data)\n")
+    say_unaccounted(card, "callbacks.card.tuning_data")
     for caution in card["cautions"]:
         if caution != card["tuning"]["text"]:
             sys.stderr.write(f"on the card: {caution}\n")

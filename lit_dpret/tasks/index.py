@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, get_args
 
+from lit_dpret.cards.file import read_card
+from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import job_here
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import shortened
 from lit_dpret.retrieval.search import MISSING
-from lit_dpret.settings import picked, require_whole
+from lit_dpret.settings import picked, require_choice, require_whole
 from lit_dpret.tasks.index_folder import IndexFolder, index_folder
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
 
 _SHOWN = 200  # characters of a passage
 INDEX = "index"
@@ -25,8 +28,11 @@ class Index:
     search: str = "exact"
     private: bool = False
     device: str = "cpu"
+    tuning_data: str = "unknown"
+    derives_from: ClassVar[tuple[str, ...]] = ("task.embeddings",)
 
     def __post_init__(self) -> None:
+        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
         self.embeddings = Path(self.embeddings)
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -36,9 +42,11 @@ class Index:
 
     def _run(self, parts: Parts) -> dict[str, float]:
         check_run_dir(parts.run_dir, min_free_mb=50)
-        how = picked(self, "search", "private", "device")
+        how = picked(self, "search", "private", "device", "tuning_data")
         made = index_folder(self.embeddings, parts.run_dir / INDEX, seed=parts.seed, **how)
         say(f"index: {made.folder} ({self.search}, {made.manifest.count} texts)\n{made.promise}")
+        if made.manifest.card:
+            say_unaccounted(read_card(made.folder))
         return {"texts": float(made.manifest.count)}
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card, subject_of, write_card
 from lit_dpret.cards.file import card_names, check_artefact, check_dataset_card, names_behind, read_card
 from lit_dpret.cards.provenance import environment_facts
+from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
@@ -233,8 +234,10 @@ class Encoding:
     batch_size: int = 64  # texts per forward pass
     max_length: int | None = None  # tokens of a text that are read; null for what the encoder's folder says
     device: str | None = None  # ``cpu``, ``cuda`` and so on
+    tuning_data: str = "unknown"  # what the settings above, and the encoder, were chosen on, for the card
 
     def __post_init__(self) -> None:
+        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
         require_choice("task.side", self.side, get_args(Side))
         require_choice("task.storage", self.storage, tuple(STORAGES))
         require_whole("task", self, 1, "batch_size")
@@ -325,6 +328,7 @@ def encode_folder(
     key = content_hash(["texts", how.storage], {}, (part for pair in texts.items() for part in pair))
     claimed = parent is not None and not private
     begun = {"encoder": tower.fingerprint(), "side": side, "texts": key, "private": private, "claimed": claimed}
+    declared = {"tuning_data": how.tuning_data}  # only the card depends on it
     where = None if how.device is None else str(job.place(torch.device(how.device)))
 
     def prepare() -> bool:
@@ -332,9 +336,9 @@ def encode_folder(
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
         if private:
             folder.chmod(0o700)
-        if finished := _is_finished(folder, begun):
+        if finished := _is_finished(folder, begun | declared):
             return not finished
-        _refuse_another(folder, begun)
+        _refuse_another(folder, begun | declared)
         return True
 
     def seal() -> None:
@@ -344,9 +348,9 @@ def encode_folder(
         if parent is not None and parent == claim:
             what = f"embedding these queries with {shown(encoder)}"
         made_on = environment_facts(device=where or next(tower.parameters()).device, precision=how.dtype)
-        facts = CardFacts(environment=made_on, assumptions=trusts)
+        facts = CardFacts(environment=made_on, assumptions=trusts, tuning={"data": how.tuning_data})
         names = (EMBEDDINGS, TEXTS, OFFSETS)
-        _seal(folder, manifest, names, None if private else parent, what, begun, facts)
+        _seal(folder, manifest, names, None if private else parent, what, begun | declared, facts)
 
     try:
         if job.share(prepare):
@@ -373,6 +377,7 @@ def index_folder(
     private: bool = False,
     device: str = "cpu",
     seed: int = 0,
+    tuning_data: str = "unknown",
 ) -> IndexFolder:
     """Build a search index over the embeddings of a folder, in a new folder.
 
@@ -385,6 +390,7 @@ def index_folder(
         private: Whether an index of private queries is wanted; without it one is refused.
         device: ``cpu``, or ``cuda`` to build faiss's structure on GPUs.
         seed: Of the sample that faiss trains on.
+        tuning_data: What ``search`` was chosen on, for the card.
 
     Raises:
         ConfigurationError: The search is unknown or not installed, or the texts are private and that was not said.
@@ -434,7 +440,8 @@ def index_folder(
     parent = given.folder / CARD_NAME if given.manifest.card else None
     what = f"building a search structure ({search}) over it"
     made_on = environment_facts(device=device, precision="float32")
-    return _seal(folder, manifest, names, parent, what, {}, CardFacts(environment=made_on))
+    facts = CardFacts(environment=made_on, tuning={"data": tuning_data})
+    return _seal(folder, manifest, names, parent, what, {}, facts)
 
 
 def _promised(index: IndexFolder) -> tuple[bool, bool]:

@@ -6,7 +6,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -130,6 +131,12 @@ def say(*lines: str) -> None:
     """Print lines unchanged; rich would interpret brackets, as in a path or a setting, as markup."""
     for line in lines:
         print(line, flush=True)
+
+
+def say_unaccounted(card: Mapping[str, Any], knob: str = "task.tuning_data") -> None:
+    """Tell on stderr where a card with an epsilon says that it does not cover how settings were chosen."""
+    if card["claim"]["epsilon"] is not None and not card["tuning"]["accounted"]:
+        sys.stderr.write(f"on the card: {card['tuning']['text']} ({knob})\n")
 
 
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:

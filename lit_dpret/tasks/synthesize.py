@@ -13,7 +13,7 @@ from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.settings import picked, require_choice, require_whole
 from lit_dpret.synthesis.writer import synthesize
-from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, say_unaccounted
 from lit_dpret.texts import refuse_quoted
 
 SYNTHETIC = "synthetic"
@@ -112,6 +112,7 @@ class Synthesize(SetDrawing):
             )
         if job.is_first:
             say(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}")
+            say_unaccounted(read_card(folder))
         return {"passages": float(len(passages))}
 
 

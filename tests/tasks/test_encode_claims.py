@@ -14,10 +14,12 @@ from tiny_tasks import retriever, write_beir
 
 from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.cards.file import card_of_data
+from lit_dpret.cards.tuning import tuning_facts
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
-from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.tasks.encode import Encode
+from lit_dpret.tasks.index import Index
 from lit_dpret.tasks.index_folder import index_folder
 
 
@@ -54,6 +56,25 @@ def test_a_public_encoder_hands_on_the_claim_of_the_queries(chain: Chain, tmp_pa
     assert read_card(made)["parents"][0]["sha256"] == card_sha256(chain.synthetic)
     assert json.loads((made / "index.json").read_text())["card"] == card_sha256(made)
     assert claim(index_folder(made, tmp_path / "index").folder) == claim(chain.synthetic)
+
+
+def test_embeddings_and_an_index_of_them_say_what_was_declared_of_their_settings(chain: Chain, tmp_path: Path) -> None:
+    data = SyntheticDataModule(folder=chain.synthetic, expected_batch_size=8)
+    parts = SimpleNamespace(run_dir=tmp_path, make_datamodule=lambda: data)
+    task = Encode(
+        side="query", queries="public", split="train", encoder=str(chain.encoder / "model"), tuning_data="none"
+    )
+    task.run(parts)  # type: ignore[arg-type]
+    index_folder(tmp_path / "embeddings", tmp_path / "index", tuning_data="none")
+    index_folder(tmp_path / "embeddings", tmp_path / "unsaid")
+    words = tuning_facts({"data": "none"})["text"]
+    assert read_card(tmp_path / "embeddings")["tuning"]["text"].startswith(words)
+    assert read_card(tmp_path / "index")["tuning"]["text"].startswith(words)
+    assert not read_card(tmp_path / "unsaid")["tuning"]["text"].startswith(words)
+    with pytest.raises(ResumeError, match="tuning_data"):  # the card that lies there says otherwise
+        encode(chain, chain.encoder / "model", tmp_path)
+    with pytest.raises(ConfigurationError, match=r"task\.tuning_data"):
+        Index(embeddings=tmp_path, tuning_data="nobody")
 
 
 def test_a_card_names_the_declaration_that_embedded_queries_are_public(chain: Chain, tmp_path: Path) -> None:

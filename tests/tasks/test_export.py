@@ -59,14 +59,20 @@ def base(folder: Path) -> str:
 
 
 def trained(
-    folder: Path, mode: PrivacyMode, *, precision: str = "32-true", average: Sequence[Callback] = (), **settings: Any
+    folder: Path,
+    mode: PrivacyMode,
+    *,
+    precision: str = "32-true",
+    average: Sequence[Callback] = (),
+    tuning_data: str = "unknown",
+    **settings: Any,
 ) -> DualEncoder:
     module = DualEncoder(
         privacy=mode, optimizer=OptimizerSpec(lr=0.05), encoder=base(folder), temperature=1.0, max_query_length=6,
         max_passage_length=8, **settings,
     )  # fmt: skip
     data = data_module(folder / "data", **SAMPLING)
-    extra = [*average, PrivacyCard(), KeepTheSecondStep()]
+    extra = [*average, PrivacyCard(tuning_data=tuning_data), KeepTheSecondStep()]
     fit(folder / "run", module, data, steps=4, extra=extra, precision=precision)
     return module
 
@@ -135,6 +141,25 @@ def test_the_newest_checkpoint_of_a_private_run_becomes_a_folder_with_its_claim(
     readme = (tmp_path / "out" / "model" / "README.md").read_text()
     assert f"epsilon = {parent['claim']['epsilon']:.3f}" in readme
     assert readme.startswith("---\nlibrary_name: sentence-transformers\n")
+
+
+def test_what_was_declared_of_the_settings_of_run_and_export_is_on_the_card_and_the_rest_is_told(
+    private_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, private(tmp_path), tuning_data="none")
+    accounted = {}
+    for name, source, own in (("both", tmp_path / "run", "none"), ("of_run", tmp_path / "run", "unknown"),
+                              ("of_export", private_run, "none")):  # fmt: skip
+        Export(checkpoint=source, tuning_data=own).run(no_parts(tmp_path / name))
+        card = read_card(tmp_path / name / "model")
+        accounted[name] = card["tuning"]["accounted"]
+        assert ("task.tuning_data" in capsys.readouterr().err) is not accounted[name]
+        assert not verify_chain(tmp_path / name / "model").failed
+    assert accounted == {"both": True, "of_run": False, "of_export": False}
+    with pytest.raises(ConfigurationError, match=r"task\.tuning_data"):
+        Export(checkpoint=private_run, tuning_data="nobody")
+    with pytest.raises(ConfigurationError, match=r"task\.tuning_data"):
+        Export(data=tmp_path, tuning_data="none")
 
 
 def test_an_earlier_checkpoint_can_be_named_and_gives_other_weights(tmp_path: Path) -> None:
