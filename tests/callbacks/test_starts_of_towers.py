@@ -23,7 +23,7 @@ from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import StaticNegatives
-from lit_dpret.privacy.ledger import passed, trained
+from lit_dpret.privacy.ledger import trained
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages
 
 
@@ -98,19 +98,17 @@ def test_a_frozen_encoder_that_was_trained_on_private_data_is_refused(
 @pytest.mark.parametrize("way", IN_ANOTHER_PROCESS, ids=lambda way: way.__name__)
 def test_files_tell_another_process_of_a_frozen_encoder(
     way: Callable[[Path, DualEncoder], Any], run: tuple[Path, DualEncoder], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    another_process: Callable[[], None],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(trained, "_values", {})
-    monkeypatch.setattr(passed, "_noted", [])
+    another_process()
     refused(tmp_path, private(tmp_path, way(*run)))
 
 
 @pytest.mark.parametrize("kept", ["encoder", "module"])
 def test_a_teacher_from_a_folder_with_a_card_is_refused(
-    kept: str, run: tuple[Path, DualEncoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: str, run: tuple[Path, DualEncoder], tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr(trained, "_values", {})
-    monkeypatch.setattr(passed, "_noted", [])
+    another_process()
     module, folder = private(tmp_path, tower()), run[0] / "model"
     whole = kept == "module"
     lengths = {"max_query_length": 8, "max_passage_length": 10}
@@ -141,15 +139,14 @@ MAKERS = [its_adapters_merged, two_towers, a_head_folded_in, one_net]
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_a_folder_that_a_trained_module_wrote_tells_another_process_of_it_without_a_card(
-    make: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Any], tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
     module = make()
     written = module.save_model(tmp_path / "written")
     train(tmp_path / "before", private(tmp_path, load_towers(written).passage_encoder))
     train(tmp_path / "first", module)
     assert module.save_model(tmp_path / "written") == written
-    monkeypatch.setattr(trained, "_values", {})
-    monkeypatch.setattr(passed, "_noted", [])
+    another_process()
     for encoder in load_towers(written):
         refused(tmp_path, private(tmp_path, encoder))
     (written / trained.NOTE_NAME).write_text("[]")
@@ -249,13 +246,12 @@ def test_a_frozen_encoder_of_the_run_that_is_named_as_the_start_is_counted(ready
 
 
 def test_a_folder_that_is_declared_public_is_believed_whichever_run_wrote_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
     module = one_net()
     train(tmp_path / "first", module)
     written = module.save_model(tmp_path / "written")
-    monkeypatch.setattr(trained, "_values", {})
-    monkeypatch.setattr(passed, "_noted", [])
+    another_process()
     settings = {"init_from": written, "init_from_is_public": True, "eps_log_points": 1}
     counting = PrivacyAccountant(run_dir=tmp_path / "second", **settings)
     train(tmp_path / "second", private(tmp_path, written), accountant=counting)
@@ -263,14 +259,13 @@ def test_a_folder_that_is_declared_public_is_believed_whichever_run_wrote_it(
 
 @pytest.mark.parametrize("named", [True, False], ids=["init_from", "model.encoder"])
 def test_the_folder_of_a_run_without_privacy_names_the_private_run_that_it_began_with(
-    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: bool, tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
     """Or taking its weights alone, without card and ledger, would make a public start of what was private."""
     mode = PublicPassages(eps=8.0, noise_multiplier=2.0, pool_size=8, secret_file=tmp_path / "secret")
     first = train(tmp_path / "first", DualEncoder(privacy=mode, optimizer=OptimizerSpec(lr=1e-2), encoder=tower()))
     for number in (2, 3):  # over several generations
-        monkeypatch.setattr(trained, "_values", {})
-        monkeypatch.setattr(passed, "_noted", [])
+        another_process()
         module = DualEncoder(
             privacy=NoPrivacy(), optimizer=OptimizerSpec(lr=1e-2), encoder=str(first / "model"), max_query_length=8,
             max_passage_length=10,

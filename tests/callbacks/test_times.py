@@ -33,7 +33,7 @@ from lit_dpret.privacy.batches import UnitBatch
 
 Sleep = Callable[[float], None]
 STEPS, LONG, SHORT = 60, 120, 6
-SECONDS_PER_TOKEN = 2e-3
+SECONDS_PER_TOKEN = 1e-3
 
 
 class Timed(Regression):

@@ -62,28 +62,6 @@ def test_the_total_is_one_composition_of_all_runs_and_below_the_sum_of_their_eps
     assert (total.runs, total.running, total.delta, total.total_eps, total.accountant) == (3, 3, DELTA, 10.0, "pld")
 
 
-def test_a_run_that_would_pass_the_limit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    one = trained()
-    book = ledger(tmp_path, 1.2 * cost(one))
-    reserve(book, "a", one)
-    before = (tmp_path / "data.jsonl").read_bytes()
-    with pytest.raises(BudgetExceededError) as refusal:
-        reserve(book, "b", one)
-    message = str(refusal.value)
-    for part in (
-        "privacy.total_eps=",
-        "privacy.dataset_ledger=",
-        "runs/a",
-        f"{cost(one):.4g}",
-        f"{cost(one, one):.4g}",
-    ):
-        assert part in message
-    assert (tmp_path / "data.jsonl").read_bytes() == before
-    with pytest.raises(BudgetExceededError):
-        book.require(one)
-    assert (tmp_path / "data.jsonl").read_bytes() == before
-
-
 def test_the_limit_itself_is_within_it(tmp_path: Path) -> None:
     one = trained()
     assert reserve(ledger(tmp_path, cost(one)), "a", one).epsilon == cost(one)
@@ -111,16 +89,6 @@ def test_settling_charges_what_was_spent_even_past_the_limit(tmp_path: Path) -> 
     assert settle(book, "a", trained(noise=0.5)).epsilon == cost(trained(noise=0.5)) > book.total().total_eps
     with pytest.raises(BudgetExceededError):
         reserve(book, "b", trained(noise=50.0, count=1))
-
-
-def test_a_killed_run_is_charged_its_reservation_until_its_resume_takes_it_over(tmp_path: Path) -> None:
-    one, done = trained(count=100), trained(count=30)
-    book = ledger(tmp_path, 1.2 * cost(one))
-    reserve(book, "a", one)  # killed after 30 steps: it never settles
-    assert book.total().epsilon == cost(one)
-    total = reserve(book, "a", trained(count=105), spent=done, heads=["h0", "h1"])  # five steps are repeated
-    assert (total.epsilon, total.runs) == (cost(trained(count=105)), 1)
-    assert settle(book, "a", trained(count=105), heads=["h0", "h1", "h2"]).running == 0
 
 
 def test_a_resume_that_is_refused_settles_to_what_the_run_had_spent(tmp_path: Path) -> None:

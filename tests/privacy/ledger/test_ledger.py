@@ -415,14 +415,6 @@ def test_a_file_touched_by_somebody_else_during_the_run_is_noticed(
 # --- what is charged --------------------------------------------------------------------------
 
 
-def test_every_intent_is_charged_once_confirmed_or_not(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        for step in range(3):
-            take_step(ledger, step)
-        ledger.append("intent", attempt=0, step=3, release=STEP.to_dict())  # killed before its release
-        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=1.0, law=LAW, count=4)]
-
-
 def test_a_replay_charges_nothing(path: Path) -> None:
     with PrivacyLedger.open(path) as ledger:
         take_step(ledger, 0, update_hash="u")
@@ -480,14 +472,6 @@ def test_a_release_without_privacy_stays_one_whatever_is_stated_later(path: Path
     with PrivacyLedger.open(path) as ledger:
         take_step(ledger, 0, release=NonPrivateRelease(label="train"), noise_std=9.0)
         assert charged_releases(ledger.records) == [NonPrivateRelease(label="train")]
-
-
-def test_the_law_that_ran_is_charged_not_the_law_that_was_planned(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0, law=LAW.to_dict())
-        take_step(ledger, 1, law=FullBatch().to_dict())
-        laws = [release.law for release in charged_releases(ledger.records)]  # type: ignore[union-attr]
-    assert laws == [LAW, FullBatch()]
 
 
 def shuffled(steps: list[tuple[int, int]], law: SamplingLaw, path: Path) -> int:
