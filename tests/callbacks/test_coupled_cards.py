@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,3 @@ def test_a_declared_leak_leaves_no_epsilon_on_the_card(name: str, leak: str, tmp
     card = card_of(tmp_path, module)
     assert card["claim"]["guarantee"] == "not_proved"
     assert card["claim"]["epsilon"] is None
-
-
-def test_the_refuted_constant_of_the_paper_leaves_no_epsilon_on_the_card(tmp_path: Path) -> None:
-    module = Pairs(privacy=MODES["logit_dp"](secret_file=tmp_path / "secret", sensitivity="paper"), temperature=1.0)
-    card = card_of(tmp_path, module)
-    assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
-    assert card["mechanism"]["coupling"]["claim"] == "refuted"
-    assert "refuted" in json.dumps(card["assumptions"])

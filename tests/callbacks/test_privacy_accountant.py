@@ -221,11 +221,14 @@ def test_a_resume_with_another_mechanism_is_refused(tmp_path: Path, change: dict
         fit(folder, seeded(tmp_path, **change), resume=True)
 
 
+CALIBRATED_QUICKLY: dict[str, Any] = {"noise_multiplier": None, "accountant": "rdp"}
+
+
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A killed run whose noise was calibrated, and its secret."""
     folder = tmp_path_factory.mktemp("calibrated")
-    killed_run(folder, 3, noise_multiplier=None)
+    killed_run(folder, 3, Numbers(sampling="poisson"), **CALIBRATED_QUICKLY)
     return folder
 
 
@@ -244,7 +247,8 @@ def test_a_resume_names_the_setting_that_was_changed_and_not_the_noise_that_foll
 ) -> None:
     folder = shutil.copytree(calibrated, tmp_path, dirs_exist_ok=True) / "run"
     with pytest.raises(ResumeError, match=named) as found:
-        fit(folder, seeded(tmp_path, noise_multiplier=None, **module), Numbers(**data), resume=True, **trainer)
+        mode = seeded(tmp_path, **CALIBRATED_QUICKLY, **module)
+        fit(folder, mode, Numbers(sampling="poisson", **data), resume=True, **trainer)
     assert "noise_multiplier" not in str(found.value)
 
 

@@ -145,7 +145,8 @@ def numbers_called(found: Any, word: str, path: str = "") -> list[str]:
 def test_no_epsilon_is_stated_anywhere_for_the_constant_of_the_paper(tmp_path: Path) -> None:
     mode = logit_dp(sensitivity="paper", noise_multiplier=5.0, eps=8.0, secret_file=tmp_path / "secret")
     card = trained(tmp_path / "run", mode)
-    assert card["claim"]["guarantee"] == "not_proved"
+    assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
+    assert card["mechanism"]["coupling"]["claim"] == "refuted" and "refuted" in json.dumps(card["assumptions"])
     assert not numbers_called(card, "epsilon") and not numbers_called(card, "ceilings")
     logged = (tmp_path / "run" / "metrics.jsonl").read_text()
     spent = [json.loads(line).get("privacy/eps_spent") for line in logged.splitlines()]
