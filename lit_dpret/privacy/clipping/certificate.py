@@ -33,13 +33,18 @@ three may cancel.
 :math:`c\,a_t` rounded (or c g_t, whichever is shorter), by a relative :math:`\omega`: 2^-24 in float32, 2^-11 for TF32,
 and 2^-17 for bfloat16, where it is written as a sum of two (the first leaves at most half a unit in its last place, the
 second 2^-9 of that). So :math:`|V - cG| \le c\,\omega S`, and its own additions are off by
-:math:`c\,(1 + 2^{-6}) \gamma S` more. What is clipped is therefore not |G| but
+:math:`c\,(1 + 2^{-6}) \gamma S` more. What must stay within the bound is therefore not c |G| but c U with
 
 .. math:: U = \sqrt{\sum_p |G_p|^2} + \sqrt{\sum_p (\kappa_p S_p)^2},\quad \kappa = \omega + (1 + 2^{-6})\gamma,
 
-over the parameters p (Minkowski): c U is at most the bound, hence so is what the unit adds. Nothing beside
-``max_grad_norm`` is charged. How the rounding of the running total over *all* units depends on one of them is not
-covered (`base.room_for_rounding`).
+over the parameters p (Minkowski): if c U is at most the bound, so is what the unit adds. Nothing beside
+``max_grad_norm`` is charged.
+
+**What is clipped.** Not U itself: :math:`\gamma` grows with how far the batch is padded, so one long text would move
+the factors of all other units. The factor is made from the norm as it was computed, which follows from the unit alone
+up to rounding, with a fixed room (`base.LOOSE`) for what U may be larger. Where that room is too small for U, the norm
+and the unit's part of the sum are computed in float64. What one unit does to the last digits of the others' norms, and
+of the running total over all units, is not covered (`base.room_for_rounding`).
 """
 
 from __future__ import annotations
@@ -88,6 +93,8 @@ class Certified:
     moved: Tensor  # the squared norm by which norm and sum may be off besides, over the factor, from above
     sizes: Tensor  # of terms, from above, by which absolute errors are bounded
     least: float  # the absolute error of an operation, the largest of all formats in use
+    relative: float = 0.0  # what share of the estimate, and ...
+    absolute: float = 0.0  # ... what beside it the rounding of lengths may have lost
     pairs: float = 0.0  # what is to be added to that where products were added up in pairs ...
     positions: float = 0.0  # ... and for sums
 
@@ -98,8 +105,9 @@ class Certified:
         return cls(estimate, error, moved, sizes, least)
 
     def norms(self) -> Tensor:
-        """What is clipped: the norm from above, and what a sum may miss of factor times gradient, over the factor."""
-        squares = self.estimate + self.error + 4 * self.least * (self.sizes + self.pairs).square()
+        """Bound the norm, and add what a sum may miss of factor times gradient, over the factor."""
+        tiny = 4 * self.least * (self.sizes + self.pairs).square() + self.absolute
+        squares = self.estimate * (1 + self.relative) + self.error + tiny
         return squares.clamp(min=0).sqrt() + self.moved.sqrt()
 
     def tiny(self) -> Tensor:
@@ -116,7 +124,16 @@ class Certified:
         Args:
             norms: Of these gradients, and of those that are written out.
         """
-        return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions)
+        return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions) + 2 * math.sqrt(self.absolute)
+
+    def note_lengths(self, form: Format, up: float, floor: float) -> None:
+        """Note that (n + floor) times ``up`` bounds a norm whose computed value n goes into the estimate.
+
+        The estimate itself is left as it was computed, so that ways to compute it differ by rounding alone.
+        """
+        # (a + b)^2 is at most (1 + e) a^2 + (1 + 1/e) b^2.
+        self.relative = max(self.relative, up**2 * (1 + form.unit) - 1)
+        self.absolute += up**2 * floor**2 * (1 + 1 / form.unit)
 
     def note_terms(self, terms: int, width: int, *, in_pairs: bool) -> None:
         """Note what absolute errors are bounded by beside `sizes`.
@@ -211,12 +228,13 @@ class Bounds:
             share = self._add_pairs(a, gs, alpha, beta, up=up, folds=folds)
             self._add(into.error, spread, up_spread**2 * share, folds=folds)
         else:
-            square, share = _written_out(a, gs, form)
+            square, share, *rounding = _written_out(a, gs, form)
             self._add(into.estimate, square, folds=folds)
             if tied:
-                self._add_as_square(square, spread, share * up_spread)
+                self._add_as_square(square, spread, share * up_spread, *rounding)
             else:
                 missed += share
+                into.note_lengths(form, rounding[0], rounding[1] * folds**0.5)
         self._add(into.moved, spread, (missed * up_spread) ** 2, folds=folds)
         self._add(into.sizes, of_terms.sum((1, 2), dtype=torch.float64), up_spread * len(gs) * (width + out) ** 0.5,
                   folds=folds)  # fmt: skip
@@ -241,13 +259,16 @@ class Bounds:
             sizes = torch.zeros(len(keys), dtype=torch.float64, device=g.device)
             sizes.index_add_(0, place.flatten(), beta.flatten())
             both = torch.zeros(n, 2, dtype=torch.float64, device=g.device)
-            both.index_add_(0, keys // entries, torch.stack([lengths(summed, form), sizes], 1).square())
+            both.index_add_(0, keys // entries, torch.stack([_raw_lengths(summed, form), sizes], 1).square())
             square, spread = both.unbind(1)
-            self._add(into.estimate, square, 1 + _FEW)
+            self._add(into.estimate, square)
+            up, floor = _rounding_of_lengths(width, form)
+            rounding = up * (1 + _FEW), floor * positions**0.5
             if tied:
-                self._add_as_square(square, spread, form.gamma(positions))
+                self._add_as_square(square, spread, form.gamma(positions), *rounding)
             else:
                 missed += form.gamma(positions)
+                into.note_lengths(form, *rounding)
         self._add(into.moved, spread, missed**2 * (1 + _FEW))
         self._add(into.sizes, beta.sum(1), (1 + _FEW) * width**0.5)
         into.note_terms(positions, width, in_pairs=True)
@@ -269,7 +290,8 @@ class Bounds:
     def of_written(self, uses: Sequence[Contribution], shape: torch.Size) -> None:
         """Bound gradients that are written out; those of biases and norms are sums of what their rows contribute."""
         form, into, group = self.form, self.into, self.group
-        norms = norms_from_above(unit_gradients(uses, shape, group, form.sums), form)
+        computed, up, floor = norms_of_each(unit_gradients(uses, shape, group, form.sums), form)
+        norms = (computed + floor) * up
         terms = sum((1 if isinstance(use, Dense) else use.g.shape[1]) * group.rows.shape[1] for use in uses)
         if terms == 1 and isinstance(uses[0], Dense):  # nothing was added to anything
             spread, sizes, missed = norms, norms, _missed(form, 1)
@@ -278,7 +300,8 @@ class Bounds:
             spread, sizes = (functools.reduce(torch.add, each) for each in of_uses)
             missed = _missed(form, terms) + form.gamma(terms)
         width = max(1, shape.numel())
-        group.add_squares_to(into.estimate, norms)
+        group.add_squares_to(into.estimate, computed)
+        into.note_lengths(form, up, floor)
         group.add_squares_to(into.moved, spread, missed**2)
         group.add_to(into.sizes, sizes, width**0.5)
         into.note_terms(terms, width, in_pairs=False)
@@ -314,10 +337,13 @@ class Bounds:
     def _add(self, slots: Tensor, values: Tensor, scale: float = 1.0, *, folds: int = 1) -> None:
         self.group.add_to(slots, values if folds == 1 else values.view(-1, folds).sum(1), scale)
 
-    def _add_as_square(self, square: Tensor, spread: Tensor, share: float) -> None:
-        """Add to the error of squared norms what a norm may be off by, a share of the root of ``spread``."""
-        off = spread.sqrt() * (share * (1 + _FEW))
-        self._add(self.into.error, off * (2 * square.sqrt() + off))
+    def _add_as_square(self, square: Tensor, spread: Tensor, share: float, up: float, floor: float) -> None:
+        """Add to the error of squared norms what a norm may be off by, a share of the root of ``spread``.
+
+        Its computed value is bounded as in `Certified.note_lengths`.
+        """
+        above = (square.sqrt() + floor) * up + spread.sqrt() * share
+        self._add(self.into.error, above.square() * (1 + _FEW) - square)
 
 
 def _rounding_of_lengths(width: int, form: Format) -> tuple[float, float]:
@@ -339,13 +365,11 @@ def lengths(values: Tensor, form: Format) -> Tensor:
     return _raw_lengths(values, form).add_(floor).mul_(up)
 
 
-def norms_from_above(values: Tensor, form: Format) -> Tensor:
-    """Upper bounds on the norms over all axes but the first, ``(n,)`` in float64."""
+def norms_of_each(values: Tensor, form: Format) -> tuple[Tensor, float, float]:
+    """Return norms over all axes but the first, ``(n,)`` in float64, and their rounding (`_rounding_of_lengths`)."""
     flat = values.reshape(len(values), -1)
-    found: Tensor
     if flat.shape[1] <= _AT_ONCE:
-        found = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-        return found.mul_(1 + _FEW)
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64), 1 + _FEW, 0.0
     size = flat.shape[1] // _ROW * _ROW
     parts = [
         torch.linalg.vector_norm(flat[:, :size].view(len(flat), -1, _ROW), dim=2, dtype=form.sums),
@@ -353,7 +377,13 @@ def norms_from_above(values: Tensor, form: Format) -> Tensor:
     ]
     up, floor = _rounding_of_lengths(_ROW, form)
     found = torch.linalg.vector_norm(torch.cat(parts, 1), dim=1, dtype=torch.float64)
-    return found.add_(floor * (flat.shape[1] / _ROW + 1) ** 0.5).mul_(up)
+    return found, up, floor * (flat.shape[1] / _ROW + 1) ** 0.5
+
+
+def norms_from_above(values: Tensor, form: Format) -> Tensor:
+    """Upper bounds on the norms over all axes but the first, ``(n,)`` in float64."""
+    found, up, floor = norms_of_each(values, form)
+    return (found + floor) * up
 
 
 def _spread_of(use: Contribution, group: RowGroup) -> tuple[Tensor, Tensor]:
@@ -379,8 +409,8 @@ def _missed(form: Format, terms: int) -> float:
     return (form.omega + (1 + 2.0**-6) * form.gamma(form.parts * terms)) * (1 + _FEW)
 
 
-def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[Tensor, float]:
-    """Return the squared norm, and by what share of the spread the norm may be off."""
+def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[Tensor, float, float, float]:
+    """Return the squared norm, by what share of the spread the norm may be off, and the rounding of its lengths."""
     squares = list[Tensor]()
     positions, width = a.shape[1:]
     parts = -(-positions // DEPTH)
@@ -389,10 +419,11 @@ def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[Tensor,
         total = functools.reduce(torch.add, (arithmetic.product(part.mT, into, form) for part, into in pairs))
         # Short sums, put together in float64: one long sum of squares would drift.
         norms = torch.linalg.vector_norm(torch.linalg.vector_norm(total, dim=2), dim=1, dtype=torch.float64)
-        up, floor = _rounding_of_lengths(width, form)
-        up *= 1 + g.shape[2] * 2.0**-52  # of the sum in float64
-        squares.append(norms.add_(floor * g.shape[2] ** 0.5).mul_(up).square_())
-    return functools.reduce(torch.add, squares), form.gamma(min(positions, DEPTH) + parts)
+        squares.append(norms.square_())
+    up, floor = _rounding_of_lengths(width, form)
+    rows = sum(g.shape[2] for g in gs)
+    up *= 1 + rows * 2.0**-52  # of the sums in float64
+    return functools.reduce(torch.add, squares), form.gamma(min(positions, DEPTH) + parts), up, floor * rows**0.5
 
 
 def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Tensor, float]]:

@@ -19,6 +19,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.matmul_precision import whole_products
 from lit_dpret.privacy.clipping.arithmetic import FORMATS, Format, FormatName, check_products
 from lit_dpret.privacy.clipping.base import (
+    LOOSE,
     ClippedSum,
     ClipSettings,
     ClipStats,
@@ -27,9 +28,8 @@ from lit_dpret.privacy.clipping.base import (
     broken_units,
     check_losses,
     refuse_batch_mixing,
-    room_for_rounding,
 )
-from lit_dpret.privacy.clipping.certificate import Bounds, Certified, certified, norms_from_above
+from lit_dpret.privacy.clipping.certificate import Bounds, Certified, certified, norms_from_above, norms_of_each
 from lit_dpret.privacy.clipping.contributions import (
     Contribution,
     Written,
@@ -79,9 +79,9 @@ class GhostClipping(ClippedSum):
     Guarantees, beyond those of ``ClippedSum``:
         - Norms and sums come from the same inputs and output gradients, so passes in bf16 leave a contribution as
           near to the bound as passes in fp32.
-        - A unit's clip factor is at most what the exact norm of its gradient would give, and what is added for it is
-          within the bound with the rounding of its own terms, if the device adds up products as `arithmetic` assumes;
-          the proof heads `certificate`.
+        - What is added for a unit is within the bound, the rounding of its own terms included, if the device adds up
+          products as `arithmetic` assumes; the proof heads `certificate`. Its factor follows from the unit alone, but
+          for the last digits of its norm.
         - A loss that couples units, a tensor whose first axis is not the batch, and a parameter
           used outside its module are refused. The first batch and every later change of the
           pattern of calls go through ``RecordingCheck``; the last of the three is noticed in every batch.
@@ -100,8 +100,6 @@ class GhostClipping(ClippedSum):
 
     #: The formats of products, apart from float64.
     forms: ClassVar[tuple[Format, ...]] = (FORMATS["float32"],)
-    #: By how much of its estimate a unit's bound may be larger before the unit is computed in float64.
-    loose: ClassVar[float] = 0.1
 
     def __init__(
         self, module: nn.Module, *, verify: bool = False, fixed_shapes: bool = False, **clipping: Unpack[ClipSettings]
@@ -109,6 +107,7 @@ class GhostClipping(ClippedSum):
         super().__init__(module, **clipping)
         self.fixed_shapes = fixed_shapes
         self._plan()
+        self.loose = max(LOOSE[accumulator_dtype(parameter)] for parameter in self.parameters.values())
         self.forget()
         self._recording_check = RecordingCheck(always=verify)
         self._probed: set[tuple[torch.device, FormatName]] = set()
@@ -127,6 +126,8 @@ class GhostClipping(ClippedSum):
 
     def norms(self, row_loss: RowLoss, rows: int) -> Tensor:
         """Return the gradient norm of every row separately, ``(rows,)`` in float64, without clipping or summing.
+
+        The norm is at most larger by a share of `loose`.
 
         A row whose loss or gradient is not finite has a norm that is not. Audited as in ``add``.
         """
@@ -348,33 +349,35 @@ class GhostClipping(ClippedSum):
     def _norms(
         self, contributions: Contributions, written: Mapping[str, list[Written]], losses: Tensor, batch: UnitRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Each unit's norm in each group, from above and with what its sum may miss.
+        """Each unit's norm in each group, which with what its sum may miss is larger by at most a share of `loose`.
 
-        Returns beside it which are summed in float64: units whose bound is much above its estimate, as where terms
+        Returns beside it which are summed in float64: units whose bound is not within that share, as where terms
         cancel. Their norm is read off their gradient written out in float64. In a batch of fixed shape they are clipped
         by the bound. And which have a gradient at all: a bound on that of a unit without one is above zero.
         """
         shape = len(self.groups), batch.units
         norms = torch.zeros(shape, dtype=torch.float64, device=batch.real.device)
         vague, present = torch.zeros(2, *shape, dtype=torch.bool, device=batch.real.device)
-        room = room_for_rounding(self.bound, self.parameters.values())
         parts = [{name: contributions[name] for name in names if name in contributions} for names in self.groups]
         kept = [{name: written[name] for name in names if name in written} for names in self.groups]
         broken = broken_units(losses, batch)
         for group, part in enumerate(parts):
             found = self._certified(part, kept[group], batch)
-            norms[group] = found.norms()
-            present[group] = found.present(norms[group])
-            about = found.estimate.clamp(min=0).sqrt()
+            above = found.norms()
+            present[group] = found.present(above)
+            # The norm as it was computed, which follows from the unit alone up to rounding. Its bound also follows from
+            # how far the batch is padded, so one unit could move the factors of all others by it.
+            norms[group] = found.estimate.clamp(min=0).sqrt()
             # NaN is vague too, and infinity, for float64 may still tell the norm.
-            close = norms[group] <= (1 + self.loose) * about + NEGLIGIBLE * self.bound
-            vague[group] = ~(close & norms[group].isfinite())
+            close = above <= (1 + self.loose) * norms[group] + NEGLIGIBLE * self.bound
+            vague[group] = ~(close & above.isfinite())
             if self.clip == "abadi":  # what is not clipped in any case needs no closer look
-                vague[group] &= ~(norms[group] <= room)
+                vague[group] &= ~(above <= self.target)
             too_large = ~(found.tiny() <= NEGLIGIBLE * self.bound)
             vague[group] |= too_large
-            if batch.fixed:  # no second look by values, which XLA would compile anew
-                norms[group] = torch.where(too_large, torch.inf, norms[group])
+            if batch.fixed:  # no second look by values, which XLA would compile anew, and one length for all
+                bound = torch.maximum(norms[group], above / (1 + self.loose))
+                norms[group] = torch.where(too_large, torch.inf, bound)
         norms = torch.where(broken, torch.nan, norms)
         if batch.fixed:
             return norms, torch.zeros_like(vague), present
@@ -392,7 +395,10 @@ class GhostClipping(ClippedSum):
     ) -> Certified:
         found = Certified.zeros(batch.units, batch.real.device)
         for name, gradients in ((name, each) for name, of_name in written.items() for each in of_name):
-            gradients.group.add_squares_to(found.estimate, norms_from_above(gradients.value, self._form(name, ())))
+            form = self._form(name, ())
+            norms, *rounding = norms_of_each(gradients.value, form)
+            gradients.group.add_squares_to(found.estimate, norms)
+            found.note_lengths(form, *rounding)
             found.note_terms(1, self.parameters[name].numel(), in_pairs=False)
         by_form: dict[Format, dict[str, Sequence[Contribution]]] = {}
         for name, uses in part.items():

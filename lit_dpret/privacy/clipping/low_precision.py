@@ -7,8 +7,9 @@ gradient *is* that of the rounded values, for the norm and for the sum, so this 
 autocast or weights it changes next to nothing. TF32 is rounded here and not by the device, which may round or cut.
 What else low-precision products may change is bounded for each unit as for all others (`certificate`).
 
-**What stays in float32**: embeddings and weights tied to them, convolutions, biases, norms, and gradients that are
-written out because they are small. None of this was measured on a GPU.
+**What stays in float32**: embeddings and weights tied to them, convolutions, biases and norms. No gradient of these
+products is written out because it is small: how far a batch is padded decides that, and one unit would then change how
+all others are rounded. None of this was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from lit_dpret.privacy.clipping import arithmetic
 from lit_dpret.privacy.clipping.arithmetic import FORMATS, Format
 from lit_dpret.privacy.clipping.base import ClipSettings, RowLoss, accumulator_dtype
-from lit_dpret.privacy.clipping.contributions import Contribution, Outer, _kept, add_weighted
+from lit_dpret.privacy.clipping.contributions import Contribution, Outer, Written, _kept, add_weighted
 from lit_dpret.privacy.clipping.ghost import Contributions, GhostClipping
 from lit_dpret.privacy.clipping.units import UnitRows
 
@@ -65,10 +66,24 @@ class LowPrecisionGhostClipping(GhostClipping):
     """
 
     low: ClassVar[Format]
-    loose: ClassVar[float] = 0.25
+    looser: ClassVar[float]
 
     def __init__(self, module: nn.Module, *, verify: bool = False, **clipping: Unpack[ClipSettings]) -> None:
         super().__init__(module, verify=verify, **clipping)
+        self._rounds = any(accumulator_dtype(p) == torch.float32 for p in self.parameters.values())
+        self.loose = self.looser if self._rounds else self.loose
+
+    @property
+    def target(self) -> float:
+        return super().target / (1 + self.looser) if self._rounds else super().target
+
+    def factors(self, norms: Tensor) -> Tensor:
+        """Return factors of 12 binary digits, so that rounding elsewhere changes no digit of what they scale."""
+        found = super().factors(norms)
+        if not self._rounds:
+            return found
+        mantissa, exponent = found.frexp()
+        return torch.ldexp((mantissa * 4096).floor_() / 4096, exponent)
 
     def _recorded(self, row_loss: RowLoss, batch: UnitRows) -> tuple[Tensor, Contributions]:
         """The losses and contributions, after any check, with the factors of outer products rounded to the format."""
@@ -90,6 +105,14 @@ class LowPrecisionGhostClipping(GhostClipping):
             rounded[place] = values, self.low.rounded(values)
         return rounded[place][1]
 
+    def _write_out(self, contributions: Contributions, batch: UnitRows) -> dict[str, list[Written]]:
+        low = {name: uses for name, uses in contributions.items() if self._form(name, uses) is self.low}
+        for name in low:
+            del contributions[name]
+        written = super()._write_out(contributions, batch)
+        contributions |= low
+        return written
+
     def _form(self, name: str, uses: Sequence[Contribution]) -> Format:
         of_linear = bool(uses) and all(isinstance(use, Outer) for use in uses)
         is_low = of_linear and accumulator_dtype(self.parameters[name]) == torch.float32
@@ -108,12 +131,12 @@ class LowPrecisionGhostClipping(GhostClipping):
 class Tf32GhostClipping(LowPrecisionGhostClipping):
     """`LowPrecisionGhostClipping` with TF32 inputs; ``privacy.engine=ghost_tf32``."""
 
-    low = FORMATS["tf32"]
+    low, looser = FORMATS["tf32"], 2.0**-6
     forms = (FORMATS["float32"], low)
 
 
 class Bf16GhostClipping(LowPrecisionGhostClipping):
     """`LowPrecisionGhostClipping` with bfloat16 inputs; ``privacy.engine=ghost_bf16``."""
 
-    low = FORMATS["bf16"]
+    low, looser = FORMATS["bf16"], 2.0**-7
     forms = (FORMATS["float32"], low)

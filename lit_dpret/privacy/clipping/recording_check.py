@@ -294,7 +294,7 @@ class RecordingCheck:
         if wrong:
             use = wrong[-1]  # the first in the forward pass may only hand on what the last one did
             axis = "" if use.axis == batch.rows else f" of {use.axis}"
-            order = " in its order" if use.axis == batch.rows else f" of {batch.rows} rows"
+            order = " with its rows in order" if use.axis == batch.rows else f" of {batch.rows} rows"
             raise UnsupportedModelError(
                 f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: its "
                 f"first axis{axis} is not the batch{order} (put the batch first, or expand shared tensors to the "

@@ -78,9 +78,9 @@ def norm_of(gradient: dict[str, Tensor]) -> Tensor:
 
 
 def lowered(bound: float, tensors: Iterable[Tensor] | None = None) -> float:
-    """What a unit is clipped to: less than the bound by 1e-9 of it in float64, else by 1e-3."""
+    """What a unit is clipped to: less than the bound by 1e-9 of it in float64, else by 5e-3."""
     wide = tensors is not None and all(tensor.dtype == torch.float64 for tensor in tensors)
-    return bound / (1 + (1e-9 if wide else 1e-3))
+    return bound / (1 + (1e-9 if wide else 5e-3))
 
 
 def clipped_sum(

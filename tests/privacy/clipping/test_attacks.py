@@ -330,3 +330,27 @@ def test_records_that_share_a_column_far_larger_than_the_others_stay_within_the_
         clipping.add(loss, torch.zeros(2, dtype=torch.long), torch.ones(1, dtype=torch.bool))
         (found,) = clipping.take().values()
         assert 0 < torch.linalg.vector_norm(found.double()) <= 1.0
+
+
+@pytest.mark.parametrize("engine", ["ghost", "ghost_tf32", "ghost_bf16"])
+@pytest.mark.parametrize("kind", ["embedding", "linear"])
+def test_a_long_text_in_the_batch_changes_no_factor_of_the_short_ones(
+    kind: str, engine: str, lib: SimpleNamespace
+) -> None:
+    """The bound on rounding grows with the padded length, which one unit decides for all."""
+    ids = torch.randint(1, 50, (8, 4096))
+    ids[:, 32:] = 0
+    layer = nn.Embedding(50, 8) if kind == "embedding" else nn.Linear(128, 256, bias=False)
+    words = torch.randn(50, 128)
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        given = batch["ids"] if kind == "embedding" else words[batch["ids"]]
+        return (layer(given) * (batch["ids"] != 0)[:, :, None]).sum((1, 2)).sin() * 100
+
+    sums = []
+    for length in (4096, 64):
+        clipping = make_engine(engine, layer, max_grad_norm=1.0)
+        lib.Case(layer, losses, {"ids": ids[:, :length]}).run(clipping)
+        sums.append(clipping.take())
+    moved = lib.norm_of({name: sums[0][name] - sums[1][name] for name in sums[0]})
+    assert float(moved) < 8 * 1e-6

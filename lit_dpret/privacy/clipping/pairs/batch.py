@@ -28,8 +28,9 @@ Embed = Callable[[Any], Tensor]
 #: What one row may give in two passes, relative to its length 1: the rounding of two kernels.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 5e-2
-#: Room for what rounding adds to a pair's gradient, as a share of it. No proof: its norm is that of another pass.
-PAIR_ROUNDING = {torch.float64: 1e-9, torch.float32: 2.1e-3}
+#: Room for what rounding adds to a pair's gradient, as a share of it: what its norm may be too small by (`base.LOOSE`),
+#: and 2.1e-3 in float32. No proof: the norm is that of another pass.
+PAIR_ROUNDING = {torch.float64: 1e-9, torch.float32: 6.1e-3}
 
 
 @dataclass(frozen=True)
