@@ -112,7 +112,7 @@ class HuggingFaceDataModule(PairsDataModule):
         self._refuse_what_is_no_name()
         super().__post_init__()
         ids = (self.query_id_column, self.passage_id_column, self.user_column, self.split_column)
-        self.pair_columns = PairColumns(
+        self._pair_columns = PairColumns(
             query=self.query_column, passage=self.passage_column, query_id=ids[0] or "", passage_id=ids[1] or "",
             user=ids[2] or "", domain="", split=ids[3] or "", required=tuple(filter(None, ids)),
         )  # fmt: skip
@@ -183,7 +183,7 @@ class HuggingFaceDataModule(PairsDataModule):
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """Read all rows of all splits, or the first ``max_rows`` of each."""
         passages = open_corpus(self.corpus, self._corpus_settings(), complain=complain) if self.corpus else None
-        reader = PairReader(corpus=passages, columns=self.pair_columns)
+        reader = PairReader(corpus=passages, columns=self._pair_columns)
         settings = {getattr(self, setting): setting for setting in reversed(_COLUMNS)}
 
         def naming_the_setting(problem: DataError) -> None:
@@ -203,7 +203,7 @@ class HuggingFaceDataModule(PairsDataModule):
     def _rows(self, complain: Complain) -> dict[str, list[Records]]:
         if not self.is_local:
             return self._hub_rows(complain)
-        files = _local_files(Path(self.path), self.splits, named=not self.pair_columns.split)
+        files = _local_files(Path(self.path), self.splits, named=not self._pair_columns.split)
         return {
             split: [RecordFile(path, knob="datamodule.path", complain=complain) for path in paths]
             for split, paths in files.items()

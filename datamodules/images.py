@@ -122,10 +122,10 @@ class ImagesDataModule(SampledDataModule):
     physical_batch_size: PhysicalBatchSize = 256
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._check_choices(source=SourceName, labels=Labels)
         require_whole("datamodule", self, 1, "image_size", "max_images", "max_test_images", null=True)
         self.folder = self._folder(self.folder)
+        super().__post_init__()
         self._splits: dict[ImageSplit, _Split] = {}
         self._unit: str | None = None
 

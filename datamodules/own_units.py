@@ -138,6 +138,7 @@ class UnitDataModule(SampledDataModule):
                 f"at {OwnUnits.unit}, and give UnitDataModule a unit_of that names each row's {unit}, and "
                 f"unit_name={unit!r}."
             )
+        self._units = None  # names and rows that `unit_of` looks up may have changed since another run
 
     @property
     def unit_by(self) -> str:

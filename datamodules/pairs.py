@@ -104,7 +104,7 @@ class PairsDataModule(SampledDataModule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.pair_columns = PairColumns() if self.columns is None else PairColumns.renamed(self.columns)
+        self._pair_columns = PairColumns() if self.columns is None else PairColumns.renamed(self.columns)
         if self.columns is not None and self.pairs is None:
             raise ConfigurationError(
                 f"datamodule.columns={dict(self.columns)} names columns of datamodule.pairs, which is not set."
@@ -197,7 +197,7 @@ class PairsDataModule(SampledDataModule):
         found, how = self._sources(), self._corpus_settings()
         if self.pairs:
             return read_pairs(
-                found["pairs"], corpus=found.get("corpus"), columns=self.pair_columns, how=how, complain=complain
+                found["pairs"], corpus=found.get("corpus"), columns=self._pair_columns, how=how, complain=complain
             )
         repeated, left_out = self.repeated_judgements, self._left_out
         if left_out is not None and how.holds(found["corpus"]):  # a store on disk is one for training too
@@ -215,6 +215,11 @@ class PairsDataModule(SampledDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Read, check and prepare the data, once; every process gets the same result."""
         _ = self.collection
+
+    @property
+    def pair_columns(self) -> PairColumns:
+        """What the columns of ``pairs`` are called."""
+        return self._pair_columns
 
     @property
     def collection(self) -> Collection:

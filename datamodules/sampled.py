@@ -24,6 +24,11 @@ from lit_dpret.settings import require_choice, require_whole
 
 PhysicalBatchSize = int | Literal["auto"]
 
+#: What every plan reads anew. All else was used up when the data were read, once.
+_READ_BY_EACH_PLAN = frozenset(
+    {"sampling", "expected_batch_size", "sample_rate", "physical_batch_size", "cap", "rows_per_unit", "num_workers"}
+)
+
 #: The default, which also stands for ``physical_batch_size=auto`` until a fit finds it, before its first release.
 UNTIL_FOUND = 32
 
@@ -64,6 +69,8 @@ class SampledDataModule(LightningDataModule):
     Guarantees:
         - There is no train loader before a sampler is attached.
         - Iterating the loader draws nothing from torch's global random state.
+        - A setting that says which data these are is that of the data that are read: it cannot be set later, in this
+          object or in a copy. `dataclasses.replace` makes a DataModule that reads anew.
 
     Args:
         sampling: How the plan should draw units.
@@ -91,6 +98,7 @@ class SampledDataModule(LightningDataModule):
     num_workers: int = 0
 
     def __post_init__(self) -> None:
+        settings = {name: value for name, value in vars(self).items() if name not in _READ_BY_EACH_PLAN}
         super().__init__()
         self.finds_physical_batch_size = self.physical_batch_size == "auto"
         if self.finds_physical_batch_size:
@@ -99,6 +107,25 @@ class SampledDataModule(LightningDataModule):
         self._collate_fn: Callable[[list[Any]], Any] | None = None
         self._planted: Planted | None = None
         self._check_sampling()
+        self._dicts = {name: dict(value) for name, value in settings.items() if isinstance(value, dict)}
+        self._settled = frozenset(settings)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_settled", ()):
+            raise _set_later(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self).get("_settled", ()):
+            raise _set_later(name)
+        super().__delattr__(name)
+
+    def _require_as_built(self) -> None:
+        """Refuse settings that are dicts and were changed in place."""
+        for name, before in self._dicts.items():
+            now = getattr(self, name)
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in before):
+                raise _set_later(name)
 
     def _check_sampling(self) -> None:
         self._check_choices(sampling=SamplingName, rows_per_unit=RowsPerUnit)
@@ -169,6 +196,7 @@ class SampledDataModule(LightningDataModule):
     @property
     def n_units(self) -> int:
         """The number of train units; private under ``add_or_remove``."""
+        self._require_as_built()
         return len(self.train_units())
 
     def attach(self, batch_sampler: Iterable[list[Any]], collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -203,3 +231,11 @@ class SampledDataModule(LightningDataModule):
     def _without_a_plan(self) -> str:
         """Name the plain data for a loop without a privacy plan, as a part of a sentence."""
         return "for a loop of your own read train_units()"
+
+
+def _set_later(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"datamodule.{name} cannot change any more: it may be about other data than those that were read, and plan and "
+        f"card would be about the new ones. Build a new DataModule, as dataclasses.replace(data, {name}=...) does; a "
+        "subclass sets it before super().__post_init__()."
+    )

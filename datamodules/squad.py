@@ -47,9 +47,9 @@ class SquadDataModule(PairsDataModule):
     unanswerable: Unanswerable = "drop"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._check_choices(unanswerable=Unanswerable)
         self.drop_queries_without_passage = self.drop_queries_without_passage or self.unanswerable == "drop"
+        super().__post_init__()
 
     @property
     def evaluation_split(self) -> str:

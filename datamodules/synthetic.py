@@ -18,7 +18,7 @@ from lit_dpret.datamodules.layouts import Passages, folder_parts, open_corpus, r
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Complain, parse_json_file, refuse
 from lit_dpret.errors import ConfigurationError, DataError, schema_problem
-from lit_dpret.files import CARD_NAME, SUMMARY_NAME, SYNTHETIC_SCHEMA
+from lit_dpret.files import CARD_NAME, SUMMARY_NAME, SYNTHETIC_SCHEMA, file_sha256
 from lit_dpret.privacy.budget import SamplingName
 
 
@@ -60,13 +60,15 @@ class SyntheticDataModule(PairsDataModule):
                 "datamodule.drop_overlap=false; where the evaluation queries are public, datamodule.keep can list the "
                 "queries to train on."
             )
+        self._card_at_reading: str | None = None
 
     @property
     def privacy_card_path(self) -> Path | None:
         """The card whose claim all training on this folder inherits; None without a required card.
 
         Raises:
-            DataError: A card is required and missing, or the file is not a JSON object.
+            DataError: A card is required and missing, the file is not a JSON object, or it is not the one of the
+                queries that were read.
         """
         path = Path(str(self.folder)) / CARD_NAME
         if not path.is_file():
@@ -79,6 +81,11 @@ class SyntheticDataModule(PairsDataModule):
         card = parse_json_file(path)
         if not isinstance(card, dict) or not card:
             raise DataError(f"{path} is not a readable privacy card: a JSON object is expected.")
+        if self._card_at_reading not in (None, file_sha256(path)):
+            raise DataError(
+                f"{path} is another card than the one that lay there when the queries were read. Build a new "
+                "DataModule to train on the new ones."
+            )
         return path
 
     def assumptions(self) -> list[str]:
@@ -104,6 +111,8 @@ class SyntheticDataModule(PairsDataModule):
 
     def _whole_collection(self, complain: Complain) -> Collection:
         found = self._sources()
+        if (card := self.privacy_card_path) is not None:
+            self._card_at_reading = file_sha256(card)
         passages = Passages()
         if found["corpus"]:
             passages = open_corpus(found["corpus"], self._corpus_settings(), complain=complain)

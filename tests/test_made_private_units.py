@@ -357,7 +357,7 @@ def test_a_ledger_of_a_data_set_is_not_begun_by_a_run_whose_units_nobody_named(t
 
 def test_a_name_that_was_set_past_the_constructor_makes_no_claim_about_it(tmp_path: Path) -> None:
     rows_alone = data()
-    rows_alone.unit_name = "user"
+    vars(rows_alone)["unit_name"] = "user"
     fit(tmp_path, made(), rows_alone, max_steps=1)
     claim = card_in(tmp_path)["claim"]
     assert "unit_name" not in claim and claim["user_level_epsilon"] is None
