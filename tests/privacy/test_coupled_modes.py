@@ -7,34 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from pair_cases import LOSSES
 from pair_stand_ins import Pairs, batch_clip, batch_of, clipped_sum, duplicated, logit_dp, plan_of, records, without
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.losses import (
-    KernelPairLoss,
-    NullMassSoftmaxPairLoss,
-    PairwiseLoss,
-    SigmoidPairLoss,
-    SoftmaxPairLoss,
-    SpreadoutPairLoss,
-    SymmetricSoftmaxPairLoss,
-)
+from lit_dpret.losses import PairwiseLoss, SigmoidPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.clipping.pairs import BruteForce
 from lit_dpret.privacy.modes import BatchClip, LogitDP
 from lit_dpret.privacy.modes.per_example_duplicated import duplicated_sensitivity
-
-LOSSES: list[PairwiseLoss] = [
-    SoftmaxPairLoss(temperature=1.0),
-    SoftmaxPairLoss(temperature=0.1),
-    SymmetricSoftmaxPairLoss(temperature=0.5),
-    SpreadoutPairLoss(),
-    SigmoidPairLoss(temperature=0.2),
-    KernelPairLoss(temperature=0.3),
-    NullMassSoftmaxPairLoss(temperature=0.2),
-    SoftmaxPairLoss(temperature=1.0, similarity="dot", radius=0.8),
-    SigmoidPairLoss(temperature=1.0, similarity="dot"),
-]
 
 #: What 0.02 is lowered to in float64, for what rounding may add.
 LOWERED = 0.02 / (1 + 1e-9)
@@ -44,7 +25,7 @@ LOWERED = 0.02 / (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("norms", "separate"), [("brute_force", False), ("pair_ghost", True), ("jacobian", False)])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_logit_dp_adds_up_the_clipped_gradients_of_all_pairs(loss: PairwiseLoss, norms: str, separate: bool) -> None:
     """Algorithm 1 of the paper, written out."""
     module = Pairs(privacy=logit_dp(norms=norms), loss=loss, separate=separate)
@@ -167,7 +148,7 @@ def test_a_constructed_batch_moves_a_clipped_batch_gradient_by_twice_its_bound()
 # -- the plan --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_the_sensitivity_of_the_plan_is_the_loss_times_the_bound(loss: PairwiseLoss) -> None:
     module = Pairs(privacy=logit_dp(), loss=loss)
     plan = plan_of(module.privacy, module, n_max=8)

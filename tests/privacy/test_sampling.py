@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
+from stand_ins import Line
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
@@ -116,17 +115,8 @@ def test_a_physical_batch_size_below_one_is_refused() -> None:
         sampler(Poisson(sample_rate=0.1), physical=0)
 
 
-@dataclass(frozen=True)
-class Line:
-    query_id: str
-    query: str
-    passage_id: str
-    passage: str
-    positives: frozenset[str] = frozenset()
-
-
 def items() -> list[tuple[Draw, list[Line]]]:
-    rows = [Line("q", "query", f"p{i}", "passage") for i in range(3)]
+    rows = [Line("q", "query", f"p{i}", "passage", frozenset()) for i in range(3)]
     return [
         (Draw(7, 2, 1, True, pick=4), rows),
         (Draw(PADDING, 2, 1, True), []),
