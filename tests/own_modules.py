@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lit_dpret import (
-    UnitDataModule,
-    make_private,
-)  # fmt: skip
+from lit_dpret import UnitDataModule, make_private
 
 
 class Classifier(L.LightningModule):

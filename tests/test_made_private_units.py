@@ -17,11 +17,7 @@ from own_modules import Classifier, card_in, data, fit, made, rows
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from lit_dpret import (
-    PrivacyAccountant,
-    UnitDataModule,
-    cards,
-)  # fmt: skip
+from lit_dpret import PrivacyAccountant, UnitDataModule, cards
 from lit_dpret.cards.card import write_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.verification import verify_chain

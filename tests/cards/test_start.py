@@ -259,37 +259,24 @@ def test_an_accountant_that_cannot_judge_the_start_is_refused(tmp_path: Path) ->
         read_start(tmp_path / "parent", public=False).check(DPSGD(eps=8.0, neighbours="replace_one"))
 
 
-def change_model(folder: Path) -> None:
-    (folder / "model" / "weights").write_text("others", encoding="utf-8")
+def change_ledger(folder: Path, change: Callable[[str], str]) -> None:
+    path = folder / LEDGER_NAME
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def add_to_model(folder: Path) -> None:
-    (folder / "model" / "more_weights").write_text("others", encoding="utf-8")
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "other weights": lambda folder: (folder / "model" / "weights").write_text("others", encoding="utf-8"),
+    "more weights": lambda folder: (folder / "model" / "more_weights").write_text("others", encoding="utf-8"),
+    "ledger edited": lambda folder: change_ledger(folder, lambda text: text.replace('"step":3', '"step":30', 1)),
+    "ledger cut": lambda folder: change_ledger(folder, lambda text: "".join(text.splitlines(keepends=True)[:-4])),
+    "ledger lost": lambda folder: (folder / LEDGER_NAME).unlink(),
+    "claim forged": lambda folder: write_card(forge(read_card(folder), epsilon=0.01), folder),
+}
 
 
-def change_ledger(folder: Path) -> None:
-    path = folder / "privacy_ledger.jsonl"
-    path.write_text(path.read_text(encoding="utf-8").replace('"step":3', '"step":30', 1), encoding="utf-8")
-
-
-def cut_ledger(folder: Path) -> None:
-    path = folder / "privacy_ledger.jsonl"
-    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-4]), encoding="utf-8")
-
-
-def lose_ledger(folder: Path) -> None:
-    (folder / "privacy_ledger.jsonl").unlink()
-
-
-def forge_claim(folder: Path) -> None:
-    write_card(forge(read_card(folder), epsilon=0.01), folder)
-
-
-@pytest.mark.parametrize("damage", [change_model, add_to_model, change_ledger, cut_ledger, lose_ledger, forge_claim])
-def test_a_start_whose_card_does_not_agree_with_what_lies_there_is_refused(
-    damage: Callable[[Path], None], parent: Path
-) -> None:
-    damage(parent)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_start_whose_card_does_not_agree_with_what_lies_there_is_refused(damage: str, parent: Path) -> None:
+    DAMAGES[damage](parent)
     with pytest.raises(DataError, match="its card does not"):
         read_start(parent, public=False)
 
