@@ -320,7 +320,7 @@ class RecordFile(Records):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.rstrip())  # an error at its end is not in the next line
             except (ValueError, RecursionError) as error:
                 reason = "a number is too long" if isinstance(error, ValueError) else "nested too deeply"
                 reason = _what_json_says(error) if isinstance(error, json.JSONDecodeError) else reason

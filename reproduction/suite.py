@@ -86,8 +86,13 @@ class Suite(Study):
         for key, given in self.data.items():  # said first: at the end of the others nobody still waits
             needing = [name for name in self.chosen if key in self.parts[name].needs and not self._stages.is_done(name)]
             if given is None and needing and not self.report_only:
-                say(f"task.data.{key}=null: without it these parts are left out: {', '.join(needing)}")
+                say(f"task.data.{key} is not set: these parts are left out: {', '.join(needing)}")
         runs = {name: self._composed(parts, name) for name in todo}
+        if not (self.report_only or todo or any(self._told(name).results for name in self.parts)):
+            lacking = dict.fromkeys(self._why_not(name, planned=True) for name in self.chosen)
+            raise ConfigurationError(
+                f"No part of {self.paper} can be run: {' '.join(lacking)} docs/reproduce.md says where to get the data."
+            )
         if self.report_only and not any(self._told(name).results for name in self.parts):
             raise ConfigurationError(f"task.report_only=true: no part in {parts.run_dir} is finished.")
 
@@ -121,7 +126,7 @@ class Suite(Study):
             return "task.only leaves it out."
         for key in part.needs:
             if self.data[key] is None:
-                return f"task.data.{key}=null: nobody said where that is."
+                return f"task.data.{key} is not set."
         for package in part.packages:
             if importlib.util.find_spec(package) is None:
                 return f"the package {package} is not installed."

@@ -474,7 +474,7 @@ def _accounting_blocks(card: Card) -> list[Block]:
         reason = accounting["not_computed"].get(key, "not computed")
         rows.append((label, show_epsilon(value) if value is not None else reason))
     if (total := accounting.get("dataset_total")) is not None:
-        rows.append(("all runs on this data set", _total(total)))
+        rows.append(("all runs on this data set", total_of_runs(total)))
     blocks: list[Block] = [Facts(rows)]
     composition = [
         (part["text"], part["count"], "" if part["epsilon_alone"] is None else show_epsilon(part["epsilon_alone"]))
@@ -510,7 +510,8 @@ def _group(group: Mapping[str, Any]) -> str:
     )
 
 
-def _total(total: Mapping[str, Any]) -> str:
+def total_of_runs(total: Mapping[str, Any]) -> str:
+    """Return what all runs that name one data-set ledger cost together, in words."""
     running = f", {total['running']} of them still running or interrupted" if total["running"] else ""
     return (
         f"epsilon = {show_epsilon(total['epsilon'])} at delta = {show_delta(total['delta'])} when this run ended, of a "

@@ -93,6 +93,8 @@ class Compare:
         about = {called[name]: found for name, found in measured_on.items()}
         files = write_comparison(comparison, parts.run_dir, about)
         Console().print(_console(comparison))
+        if note := _uncovered(about):
+            say(note)
         alone = [f"{n} ({w})" for runs, w in ((first, "a only"), (second, "b only")) for n in runs if n not in shared]
         if alone:
             say(f"not compared: {', '.join(alone)}")
@@ -121,7 +123,7 @@ def _measured_on(run: Path) -> dict[str, str]:
     """Return what the evaluation beside a run says of its data; the file's name where there is none."""
     try:
         facts = json.loads((run.parent / SUMMARY).read_text(encoding="utf-8"))
-        return {name: str(facts[name]) for name in ("data", "data_sha256") if name in facts}
+        return {name: str(facts[name] or "") for name in ("data", "data_sha256", "whose") if name in facts}
     except (OSError, ValueError, TypeError):
         return {"data": run.stem}
 
@@ -163,6 +165,8 @@ def write_comparison(comparison: Comparison, folder: Path, about: Mapping[str, A
         Paragraph(_caption(comparison)),
         Bullets([f"{metric.shown}: {metric.definition}." for metric in metrics]),
     ]
+    if note := _uncovered(about or {}):
+        blocks.insert(0, Paragraph(note))
     facts = {**comparison.to_dict(), "data": dict(about or {})}  # by data set: of a, and of b
     texts = {
         "comparison.json": json.dumps(facts, indent=2, allow_nan=False) + "\n",
@@ -170,6 +174,18 @@ def write_comparison(comparison: Comparison, folder: Path, about: Mapping[str, A
     }
     machine, reader = (write_whole(folder / name, text, owner_only=True) for name, text in texts.items())
     return machine, reader
+
+
+def _uncovered(about: Mapping[str, Any]) -> str:
+    """The caution about data whose evaluations do not declare the queries public; empty if there are none."""
+    said = {name: {one["whose"] for one in runs if "whose" in one} - {"public"} for name, runs in about.items()}
+    if not (names := [name for name, owners in said.items() if owners]):
+        return ""
+    declared = {owner or "of nobody (task.whose)" for name in names for owner in said[name]}
+    return (
+        f"{', '.join(names)}: queries declared {' or '.join(sorted(declared))}. No epsilon covers these numbers: keep "
+        "them with the queries."
+    )
 
 
 def _title(comparison: Comparison) -> str:

@@ -27,6 +27,7 @@ from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.start import MODEL_FOLDER, Start
+from lit_dpret.cards.text import total_of_runs
 from lit_dpret.distributed import rank_watch
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError, UnplannedError
@@ -245,6 +246,8 @@ def _tell_where(folder: Path, first: str = "") -> None:
     if not (folder / CARD_NAME).exists():
         return
     card = read_card(folder)
+    if (total := (card["accounting"] or {}).get("dataset_total")) is not None:
+        say(f"all runs on this data set: {total_of_runs(total)}")
     say_unaccounted(card, "callbacks.card.tuning_data")
     for caution in card["cautions"]:
         if caution != card["tuning"]["text"]:

@@ -44,6 +44,11 @@ class Verify:
             raise ConfigurationError(
                 f"task.card={self.card} does not exist: name a folder that holds a card, or its file."
             )
+        if _is_dataset_ledger(self.card):
+            raise ConfigurationError(
+                f"task.card={self.card} is the ledger of a data set, and no card. The card of a run that names it "
+                "states what all runs cost together ('all runs on this data set')."
+            )
         asked = (
             "parents", "allow_missing_parents", "allow_missing_ledger", "public_key", "protocols", "self_contained"
         )  # fmt: skip
@@ -68,3 +73,12 @@ class Verify:
         for path in signed:
             say(f"signed: {path}")
         return {name: float(count) for name, count in found.to_dict()["counts"].items()}
+
+
+def _is_dataset_ledger(path: Path) -> bool:
+    """Return whether a file begins as a ledger of a data set does."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return path.is_file() and json.loads(file.readline()).get("kind") == "dataset"
+    except (OSError, ValueError, AttributeError):
+        return False

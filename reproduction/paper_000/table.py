@@ -188,7 +188,9 @@ def figure_of(table: PaperTable) -> Any:
     for axis, (name, title) in zip(axes, table.columns.items(), strict=True):
         _panel(axis, table, name)
         axis.set_xlabel(title)
-    axes[0].set_yticks(range(len(table.rows)), [_label(row) for row in table.rows])
+    axes[0].set_yticks(
+        range(len(table.rows)), [_label(row, empty=not (row.paper or _measured(row))) for row in table.rows]
+    )
     axes[0].set_ylim(len(table.rows) - 0.5, -0.5)
     figure.suptitle(table.title, x=0.01, ha="left", fontsize=11)
     figure.legend(handles=_legend(table), loc="outside lower left", ncols=3, frameon=False, fontsize=9)
@@ -211,8 +213,13 @@ def _panel(axis: Any, table: PaperTable, name: str) -> None:
     axis.margins(x=0.08)
 
 
-def _label(row: PaperRow) -> str:
+def _measured(row: PaperRow) -> bool:
+    return any(math.isfinite(interval.mean) for interval in row.metrics.values())
+
+
+def _label(row: PaperRow, *, empty: bool = False) -> str:
     name = f"{row.group}: {row.system}" if row.group else row.system
+    name += " (not run)" if empty else ""
     if row.epsilon in ("", PUBLIC_ONLY):
         return ", ".join(part for part in (name, row.epsilon) if part)
     return f"{name}, ε = {row.epsilon}"
@@ -221,7 +228,9 @@ def _label(row: PaperRow) -> str:
 def _legend(table: PaperTable) -> list[Any]:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=_OURS, marker="o", linestyle="", label="ours, with its interval")]
+    intervals = any(not math.isnan(interval.low) for row in table.rows for interval in row.metrics.values())
+    label = "ours, with its interval" if intervals else "ours"
+    handles = [Line2D([], [], color=_OURS, marker="o", linestyle="", label=label)]
     if any(row.epsilon == PUBLIC_ONLY for row in table.rows):
         handles.append(Line2D([], [], color=_PUBLIC, marker="s", linestyle="", label="ours, no private data"))
     if any(row.paper for row in table.rows):

@@ -85,6 +85,11 @@ def test_malformed_jsonl_is_refused_with_its_line_and_without_its_text(write: Wr
     assert "secret" not in str(error.value)
 
 
+def test_a_line_that_ends_early_is_told_with_the_column_of_its_end(write: Write) -> None:
+    with pytest.raises(DataError, match="column 6"):
+        list(RecordFile(write("x.jsonl", '{"a": \n{"a": 1}\n')))
+
+
 def test_a_gzip_file_under_a_plain_name_is_recognised(write: Write) -> None:
     with pytest.raises(DataError, match=r"compressed with gzip; rename it to x\.jsonl\.gz"):
         list(RecordFile(write("x.jsonl", gzip.compress(b'{"a": 1}\n'))))

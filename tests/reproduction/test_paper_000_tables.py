@@ -7,12 +7,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
 from lit_dpret.retrieval.statistics import Interval
 from reproduction.paper_000.retrieval import Order
-from reproduction.paper_000.table import PaperRow, PaperTable
+from reproduction.paper_000.table import PaperRow, PaperTable, figure_of
 
 NAN = float("nan")
 TABLE = PaperTable(
@@ -57,3 +58,19 @@ def test_an_order_is_called_shown_only_where_the_intervals_are_apart(
 ) -> None:
     told = Order(better, worse).told("ndcg", "nDCG@10")
     assert told is not None and said in told and told.startswith("ours at ε = 3 above ours at ε = 3, in nDCG@10")
+
+
+def test_a_picture_says_which_rows_were_not_run_and_promises_no_interval_where_there_is_none() -> None:
+    bare = PaperRow(system="alone", epsilon="3", metrics={"ndcg": Interval(0.4, NAN, NAN)})
+    table = PaperTable(
+        name="table", title="A table", columns={"ndcg": "nDCG@10"},
+        rows=[bare, PaperRow(system="missing", epsilon="8", metrics={})], caption="Something.", notes=[],
+    )  # fmt: skip
+    drawn = figure_of(table)
+    assert [label.get_text() for label in drawn.axes[0].get_yticklabels()] == [
+        "alone, ε = 3",
+        "missing (not run), ε = 8",
+    ]
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["ours"]
+    whole = figure_of(replace(table, rows=[row(0.5, 0.1)]))
+    assert "interval" in whole.legends[0].get_texts()[0].get_text()

@@ -121,15 +121,22 @@ def test_every_part_is_run_in_its_folder_and_what_lacks_its_data_is_left_out_wit
     assert found["items"][0]["blocks"][0] == {"header": ["ours", "theirs"], "rows": [[1, 0.5]]}
     assert (tmp_path / "run" / "report" / "table_1.csv").read_text(encoding="utf-8").split() == ["ours,theirs", "1,0.5"]
     told = (tmp_path / "run" / "report" / "paper_x.md").read_text(encoding="utf-8")
-    for words in ("task.data.images=null: nobody said where", "Not reproduced. It shows the method.", "is tiny. Three",
+    for words in ("task.data.images is not set", "Not reproduced. It shows the method.", "is tiny. Three",
                   "python train.py a=1 hydra.run.dir=", "Nothing is promised."):  # fmt: skip
         assert words in told, words
     assert "resume=true" not in told  # the command gives the same, not the rest of it
     html = (tmp_path / "run" / "report" / "paper_x.html").read_text(encoding="utf-8")
-    assert "Table 1" in html and "task.data.images=null" in html
+    assert "Table 1" in html and "task.data.images is not set" in html
     out = capsys.readouterr().out
-    assert "Table 2: shown" in out and "part better left out: task.data.images=null: nobody said where" in out
-    assert out.startswith("task.data.images=null: ") and "left out: better" in out.splitlines()[0]
+    assert "Table 2: shown" in out and "part better left out: task.data.images is not set" in out
+    assert out.startswith("task.data.images is not set: ") and "left out: better" in out.splitlines()[0]
+
+
+def test_a_suite_of_which_no_part_can_be_run_is_refused_and_leaves_no_page(tmp_path: Path, ran: list[str]) -> None:
+    lonely = suite(parts={name: part for name, part in suite().parts.items() if name == "better"})
+    with pytest.raises(ConfigurationError, match=r"task\.data\.images"):
+        lonely.run(parts(tmp_path, ran))
+    assert not ran and not (tmp_path / "report").exists()
 
 
 def test_an_interrupted_suite_goes_on_where_it_was_and_its_page_was_there_in_between(
@@ -175,9 +182,9 @@ def test_a_part_that_fails_is_named_and_those_before_it_are_kept(tmp_path: Path,
 
 
 def test_what_goes_on_from_a_part_that_is_not_there_is_left_out(tmp_path: Path, ran: list[str]) -> None:
-    suite(only=["second"]).run(parts(tmp_path, ran))
+    with pytest.raises(ConfigurationError, match=r"first.* task\.only"):
+        suite(only=["second"]).run(parts(tmp_path, ran))
     assert ran == []
-    assert "it goes on from first, which is not there: task.only leaves it out." in page(tmp_path)["items"][1]["reason"]
     suite(only=["first"]).run(parts(tmp_path, ran, resume=True))
     suite(only=["second"]).run(parts(tmp_path, ran, resume=True))  # the first is there by now
     assert ran == ["seed=3 a=1", "seed=3 c=1"]
@@ -189,7 +196,8 @@ def test_what_goes_on_from_a_part_that_is_not_there_is_left_out(tmp_path: Path, 
 def test_a_part_without_its_package_or_with_results_that_lack_something_is_left_out_and_says_so(
     change: dict[str, Any], why: str, tmp_path: Path, ran: list[str]
 ) -> None:
-    suite(parts=changed("first", **change)).run(parts(tmp_path, ran))
+    alone = SuitePart(**{**vars(suite().parts["second"]), "after": []})
+    suite(parts={**changed("first", **change), "second": alone}).run(parts(tmp_path, ran))
     item = page(tmp_path)["items"][0]
     assert item["state"] == "left out" and why in item["reason"] and item["blocks"] == []
 

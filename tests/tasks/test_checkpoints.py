@@ -14,17 +14,18 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from planned_sweeps import STEPS, trial_parts
 from stand_ins import Numbers, Regression, StopAfter, dp
+from tiny_tasks import no_parts
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, checkpoint_files
 from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints, newest_checkpoint
 from lit_dpret.cards.card import read_card, verify_card
-from lit_dpret.errors import LedgerError, ResumeError, StorageError
+from lit_dpret.errors import ConfigurationError, LedgerError, ResumeError, StorageError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.chain import ChainedFile
 from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, check_no_key_reuse, noise_keys
-from lit_dpret.tasks import Fit
+from lit_dpret.tasks import Fit, Verify
 from lit_dpret.tasks.fit import Training, train, warn_of_crowded_cores
 
 
@@ -176,6 +177,20 @@ def test_a_resume_tells_as_free_only_what_its_own_attempt_began(
     run(folder, resume=True, noise=2.0, eps=50.0)
     assert "steps 5-5 are repeated with the same noise" in capsys.readouterr().err
     assert noise_keys(records(folder))[-2:] == [(1, 4), (1, 5)], "the sixth was charged again"
+
+
+def test_a_run_that_names_the_ledger_of_its_data_set_prints_what_all_runs_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = tmp_path / "all.jsonl"
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        Fit(min_free_mb=1).run(trial_parts(tmp_path, folder, settings={"dataset_ledger": ledger, "total_eps": 40.0}))
+        total = read_card(folder)["accounting"]["dataset_total"]["epsilon"]
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "all runs on this data set" in line]
+        assert f"epsilon = {total:.3f}" in line
+    with pytest.raises(ConfigurationError, match=r"task\.card"):  # no card, and a card has the number
+        Verify(card=ledger).run(no_parts(tmp_path / "check"))
 
 
 def test_the_empty_ledger_of_a_finished_run_is_refused_by_its_name(tmp_path: Path) -> None:

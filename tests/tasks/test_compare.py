@@ -61,6 +61,20 @@ def test_evaluations_are_compared_under_the_name_of_their_data(
     assert shown in capsys.readouterr().out and f"| {shown} " in (tmp_path / "out" / "comparison.md").read_text()
 
 
+@pytest.mark.parametrize(("owners", "cautioned"), [(("private", "private"), True), (("public", None), True),
+                                                  (("public", "public"), False)])  # fmt: skip
+def test_a_comparison_on_queries_that_are_not_public_says_that_no_epsilon_covers_it(
+    owners: tuple[str | None, str | None], cautioned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = system(tmp_path / "a", GOOD), system(tmp_path / "b", BAD)
+    for folder, owner in zip((a, b), owners, strict=True):
+        facts = {"data": "log", "data_sha256": "1" * 64, "whose": owner}
+        (folder / "evaluation.json").write_text(json.dumps(facts))
+    Compare(run_a=a, run_b=b, metrics=["mrr@10"], resamples=10).run(no_parts(tmp_path / "out"))
+    written = (tmp_path / "out" / "comparison.md").read_text()
+    assert ["No epsilon" in text for text in (capsys.readouterr().out, written)] == [cautioned] * 2
+
+
 def test_runs_that_were_judged_differently_are_refused(tmp_path: Path) -> None:
     a, b = system(tmp_path / "a", GOOD), system(tmp_path / "b", BAD)
     (b / "qrels.trec").write_text(QRELS.replace("q0 0 a 1", "q0 0 a 2"))
