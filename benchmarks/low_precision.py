@@ -1,11 +1,11 @@
-"""How much signal the bound on rounding costs under ``privacy.engine=ghost``, ``ghost_tf32`` and ``ghost_bf16``.
+"""How loose the bound on rounding is under ``privacy.engine=ghost``, ``ghost_tf32`` and ``ghost_bf16``.
 
     python benchmarks/low_precision.py [--quick] [--threads 2]
 
-For each model, in float32 and, where it is trained, under bfloat16 autocast as well: the norm by which a unit is
-clipped over the exact norm (float64) of the gradient that is added for it; how many units the bound says nothing of,
+For each model, in float32 and, where it is trained, under bfloat16 autocast as well: the bound on what is added for a
+unit, over the exact norm (float64) of its gradient; how many units have a bound beyond the room that is left for it,
 which are computed in float64; and how far the clipped sum is from that of ``ghost`` (L2, relative), where every unit is
-clipped. A clip factor is smaller by as much as the norm is larger, so the signal of a clipped unit is as well.
+clipped.
 T5-small, MiniLM and SmolLM2 have random weights and ids (`benchmarks/clipping.py`); the others are trained, on
 questions and answers of InsuranceQA.
 
@@ -96,8 +96,8 @@ def measured(model: Any, losses: Callable[[], Any], rows: int) -> dict[str, Any]
                 for one in (one for group in batch.groups for one in group.split(1)):
                     gradient = unit_gradients(uses, engine.parameters[parameter].shape, one, torch.float64)
                     one.add_to(exact, gradient.square().sum()[None])
-            norms, vague, _ = engine._norms(contributions, {}, seen, batch)
-        shares = (norms[0] / exact.sqrt()).tolist()
+            _, vague, _ = engine._norms(contributions, {}, seen, batch)
+            shares = (engine._certified(contributions, {}, batch).norms() / exact.sqrt()).tolist()
         engine.add(losses, units, real)
         sums = engine.take()
         if name == "ghost":
