@@ -38,6 +38,8 @@ from lit_dpret.callbacks.origins import OwnWeights
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.recording_check import RecordingCheck
 from lit_dpret.privacy.state_watch import StateWatch
 from lit_dpret.privacy.ledger.noise_check import NoiseCheck
 
@@ -55,6 +57,8 @@ def timed(owner, name, label):
 
 for name in ("prepare", "look", "compare_collations"):
     timed(CouplingCheck, name, "rows that depend on each other")
+timed(RecordingCheck, "may_be_due", "gradients that are charged to other units")
+timed(GhostClipping, "_audited", "gradients that are charged to other units")
 for name in ("note", "compare", "compare_last"):
     timed(HookWatch, name, "writes of hooks")
 for name in ("before", "after"):

@@ -47,6 +47,8 @@ _PICKS = re.compile(
     r"|Flip|Embedding|Mm|Bmm)"
 )
 _SAID = ("start", "end", "step", "index", "mask", "split_size", "split_sizes", "batch_sizes", "shifts", "dims")
+#: Whether nodes of a name pick rows; a graph has few names, and many nodes.
+_READ: dict[str, bool] = {}
 _LEAF = "torch::autograd::AccumulateGrad"
 #: What may stand between a parameter and its use.
 _SAME_WEIGHT = re.compile(
@@ -69,18 +71,20 @@ def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...] | None:
         UnsupportedModelError: A part of the graph is hidden.
     """
     found: list[object] = []
-    form, hidden = 0, False
-    numbers: dict[Node, int] = {}
+    names: list[str] = []
+    outputs: list[tuple[int, int, int]] = []
     for node in _walk(loss):
         name = node.name()
-        _refuse_hidden(name)
+        names.append(name)
         # Which of several outputs goes where tells rows apart that a list has put in another order.
-        edges = [(numbers.setdefault(each, len(numbers)), nr) for each, nr in node.next_functions if each is not None]
-        form = hash((form, name, *edges))
-        hidden |= name == "torch::autograd::CopySlices"
-        if _PICKS.match(name):
+        outputs += [(len(names), place, nr) for place, (_, nr) in enumerate(node.next_functions) if nr]
+        picks = _READ.get(name)
+        if picks is None:
+            _refuse_hidden(name)
+            picks = _READ[name] = _PICKS.match(name) is not None
+        if picks:
             found += _picked(node, name, rows)
-    return None if hidden else (form, *found)
+    return None if "torch::autograd::CopySlices" in names else (hash((*names, *outputs)), *found)
 
 
 def refuse_hidden_calls(loss: Tensor) -> None:
