@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
     from lit_dpret.callbacks.privacy_card import PrivacyCard
     from lit_dpret.callbacks.progress import ProgressLine, StepProgress, Throughput
+    from lit_dpret.callbacks.public_validation import PublicValidation
     from lit_dpret.callbacks.retrieval_evaluation import RetrievalEvaluation
 else:
     __getattr__ = lazy_names(
@@ -29,6 +30,7 @@ else:
             "ProgressLine": "progress",
             "PublicMlflowLogger": "loggers",
             "PublicTensorBoardLogger": "loggers",
+            "PublicValidation": "public_validation",
             "PublicWandbLogger": "loggers",
             "RetrievalEvaluation": "retrieval_evaluation",
             "StepProgress": "progress",
@@ -47,6 +49,7 @@ __all__ = [
     "ProgressLine",
     "PublicMlflowLogger",
     "PublicTensorBoardLogger",
+    "PublicValidation",
     "PublicWandbLogger",
     "RetrievalEvaluation",
     "StepProgress",

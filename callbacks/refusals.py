@@ -264,9 +264,8 @@ def _chooses_by_public_metrics(run: Candidate) -> None:
             raise ConfigurationError(
                 f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by private data: that is a release "
                 "nobody counts. Fix trainer.max_steps beforehand and keep the last checkpoint, or monitor a metric "
-                "that a callback computes on public data and lists in its public_metrics, as RetrievalEvaluation "
-                "does, or what is known beforehand: "
-                f"{', '.join(sorted(_DECIDED_BEFORE))}.",
+                "that a callback computes on public data and lists in its public_metrics, as PublicValidation and "
+                f"RetrievalEvaluation do, or what is known beforehand: {', '.join(sorted(_DECIDED_BEFORE))}.",
                 trap="T25",
             )
 
@@ -297,7 +296,8 @@ def _validates_nothing(run: Candidate) -> None:
         raise ConfigurationError(
             f"{type(run.module).__name__}.validation_step computes metrics inside a private run: on private rows each "
             "of them is a release nobody counts. On public rows, compute them in a callback that lists their names in "
-            "its public_metrics (docs/howto/lightning.md, public validation data); or evaluate after the run.",
+            "its public_metrics, or by make_private and PublicValidation (docs/howto/lightning.md, public validation "
+            "data); or evaluate after the run.",
             trap="T25",
         )
 

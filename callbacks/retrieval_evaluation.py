@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.averages import averaged
 from lit_dpret.callbacks.log_gate import tell
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
+from lit_dpret.callbacks.public_validation import ask_stoppers, stop_by
 from lit_dpret.cards.file import card_of_data, check_dataset_card
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
@@ -51,6 +52,7 @@ class RetrievalEvaluation(Callback):
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
         - On several ranks, rank 0 evaluates, and all learn the means.
         - Where a callback averages the weights, the average is evaluated.
+        - An `EarlyStopping` that monitors one of the metrics is asked after each evaluation.
 
     Args:
         data: Whose the evaluated queries are: ``public``, ``synthetic`` or ``private``. Null is for
@@ -210,6 +212,7 @@ class RetrievalEvaluation(Callback):
         return queries, qrels, passages
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stop_by(trainer, self.public_metrics)
         if self.data in ("public", "synthetic"):
             Ranks.here().share(lambda: self._declare(trainer))
 
@@ -232,6 +235,7 @@ class RetrievalEvaluation(Callback):
                 self.last = Ranks.here().share(lambda: self._evaluate(trainer, pl_module, done))
             found = {f"{self.prefix}/{name}": mean for name, mean in self.last.means.items()}
             tell(trainer, found, done)
+            ask_stoppers(trainer, pl_module, self.public_metrics)
 
     def _evaluate(self, trainer: L.Trainer, module: Any, step: int) -> EvaluationResult:
         if self.data == "private" and (ledger := ledger_of(trainer)) is not None:

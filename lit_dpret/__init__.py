@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lit_dpret.audit.testing import assert_private
-    from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+    from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, PublicValidation
     from lit_dpret.datamodules import PairsDataModule, UnitDataModule
     from lit_dpret.made_private import make_private
     from lit_dpret.modules import OptimizerSpec, PrivateModule
@@ -24,6 +24,7 @@ else:
             "PrivacyAccountant": "callbacks",
             "PrivacyCard": "callbacks",
             "PrivateModule": "modules",
+            "PublicValidation": "callbacks",
             "UnitDataModule": "datamodules",
             "assert_private": "audit.testing",
             "make_private": "made_private",
@@ -38,6 +39,7 @@ __all__ = [
     "PrivacyAccountant",
     "PrivacyCard",
     "PrivateModule",
+    "PublicValidation",
     "UnitDataModule",
     "__version__",
     "assert_private",

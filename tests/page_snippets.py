@@ -59,6 +59,9 @@ class Classifier(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
+
 
 def log(folder: Path) -> dict[str, Any]:
     """A log of queries, and what a Lightning user has already."""

@@ -431,7 +431,7 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
         )
     trusted = dict.fromkeys(text for r in records if r["kind"] == "plan" for text in r.get("assumptions") or [])
     unnamed = dict.fromkeys(e["unit"] for e in events if e.get("name") == UNITS_UNNAMED)
-    declared = {(e["data"], e["split"]) for e in events if e.get("name") == DECLARED_EVENT}
+    declared = {(e["data"], e["split"], e.get("of", "queries")) for e in events if e.get("name") == DECLARED_EVENT}
     return [
         *(Assumption(text, "refuted") for text in found),
         *(Assumption(text, "unverified") for text in trusted),
@@ -445,9 +445,9 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
         ),
         *(
             Assumption(
-                f"The {split} queries that were evaluated on during training are {data}, as declared.", "unverified"
+                f"The {split} {rows} that were evaluated on during training are {data}, as declared.", "unverified"
             )
-            for data, split in sorted(declared)
+            for data, split, rows in sorted(declared)
         ),
     ]
 

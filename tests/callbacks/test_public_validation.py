@@ -1,0 +1,134 @@
+"""A module's own validation step on public data, within a private run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lit_dpret import OptimizerSpec, PrivacyAccountant, PublicValidation
+from lit_dpret.errors import ConfigurationError
+
+NAMES = ("val_loss", "val_acc", "val_f1", "last_acc")
+OWN, SGD = rows(), OptimizerSpec(name="sgd", lr=0.1)
+
+
+class Measured(Classifier):
+    """Validates by the means that Lightning's users have: numbers, a metric, and a collection."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Dropout(0.5))
+        collection = {"acc": MulticlassAccuracy(3, average="micro"), "f1": MulticlassF1Score(3)}
+        self.collection, self.last = MetricCollection(collection, prefix="val_"), MulticlassAccuracy(3, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", row_loss(self, batch).mean(), prog_bar=True)
+        self.collection.update(self(x), y)
+        self.last(self(x), y)
+        self.log("last_acc", self.last)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.collection.compute())
+        self.collection.reset()
+
+
+def public() -> DataLoader[Any]:
+    x, y = rows(50).tensors
+    return DataLoader(TensorDataset(x[20:] + 0.1, y[20:]), 8, shuffle=True)  # batches of 8, 8, 8 and 6 rows
+
+
+def validation(**settings: Any) -> PublicValidation:
+    return PublicValidation(public(), **{"metrics": NAMES, "every_n_steps": 2} | settings)
+
+
+def test_the_numbers_are_those_of_the_trainers_own_validation(tmp_path: Path) -> None:
+    module, callback = Measured(), validation()
+    trainer = fit(tmp_path, made(module), callbacks=[callback], max_steps=4)
+    module.net.train()
+    (found,) = L.Trainer(logger=False, accelerator="cpu").validate(module, public(), verbose=False)
+    assert callback.last == pytest.approx(found, rel=1e-5) and set(found) == set(NAMES)
+    assert {name: trainer.callback_metrics[name].item() for name in NAMES} == pytest.approx(found, rel=1e-5)
+    card = card_in(tmp_path)
+    (said,) = [each for each in card["assumptions"] if "validation rows" in each["text"]]
+    assert said["holds"] == "unverified" and card["claim"]["guarantee"] == "dp"
+
+
+def test_a_run_is_the_same_with_and_without_it(tmp_path: Path) -> None:
+    found = []
+    for name, callbacks in (("with", [validation()]), ("without", [])):
+        torch.manual_seed(3)
+        module = Measured()
+        module.net[1].eval()  # as somebody froze it
+        fit(tmp_path / name, made(module, noise_seed=1), callbacks=callbacks)
+        found.append((module.state_dict(), [each.training for each in module.modules()], torch.rand(1)))
+        assert "log" not in vars(module) and all(metric.sync_on_compute for metric in (module.last,))
+    (weights, modes, coin), (others, other_modes, other_coin) = found
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert modes == other_modes and torch.equal(coin, other_coin)
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_the_patience_of_early_stopping_counts_validations(patience: int, tmp_path: Path) -> None:
+    """With so large a threshold nothing is an improvement after the first."""
+    stop = EarlyStopping("val_loss", min_delta=100.0, patience=patience)
+    fit(tmp_path, made(Measured(), noise_multiplier=3.0), callbacks=[stop, validation(every_n_steps=1)], max_steps=9)
+    assert card_in(tmp_path)["mechanism"]["steps_done"] == 1 + patience
+
+
+def test_a_checkpoint_is_chosen_by_it_and_resumed_from(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", every_n_train_steps=2, save_top_k=-1)
+    fit(tmp_path / "run", made(Measured()), callbacks=[validation(), kept])
+    assert len(kept.best_k_models) == 3 and kept.best_model_score == min(kept.best_k_models.values())
+    (path,) = (tmp_path / "kept").glob("*step=4.ckpt")
+    resumed = [validation(), PrivacyAccountant(resume=True)]
+    fit(tmp_path / "run", made(Measured()), callbacks=resumed, ckpt_path=path)
+    assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 6
+
+
+def test_an_average_of_the_weights_is_what_is_measured(tmp_path: Path) -> None:
+    module, callback, average = Measured(), validation(every_n_steps=6), EMAWeightAveraging(decay=0.9)
+    fit(tmp_path, made(module), callbacks=[average, callback])  # which puts the average into the module at the end
+    (found,) = L.Trainer(logger=False, accelerator="cpu").validate(module, public(), verbose=False)
+    assert callback.last["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "named"),
+    [
+        (Measured, lambda: validation(metrics=NAMES[:-1]), "last_acc"),
+        (Measured, lambda: validation(metrics=(*NAMES, "val_auc")), "val_auc"),
+        (nn.Linear, validation, "validation_step"),
+        (Measured, lambda: PublicValidation(DataLoader(OWN, 8), metrics=NAMES), "data set of the training"),
+        (
+            Measured,
+            lambda: PublicValidation(DataLoader(Subset(OWN, [0]), 8), metrics=NAMES),
+            "data set of the training",
+        ),
+    ],
+    ids=["unnamed", "never", "plain", "own", "held-out"],
+)
+def test_what_cannot_be_public_or_is_not_said_is_refused_before_the_first_release(
+    module: Any, callback: Any, named: str, tmp_path: Path
+) -> None:
+    one = module(4, 3) if module is nn.Linear else module()
+    settings = {"optimizer": SGD} if module is nn.Linear else {}
+    with pytest.raises(ConfigurationError, match=named):
+        fit(tmp_path, made(one, noise_multiplier=3.0, **settings), data(Subset(OWN, range(40))), callbacks=[callback()])
+    ledger = tmp_path / "privacy_ledger.jsonl"
+    assert not ledger.exists() or '"intent"' not in ledger.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("settings", [{"every_n_steps": 0}, {"metrics": ()}])
+def test_a_setting_out_of_range_is_named(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(settings))):
+        validation(**settings)
