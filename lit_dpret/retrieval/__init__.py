@@ -3,5 +3,5 @@
 `search` stands on `topk`, `products` and `rows`; `backends` lends other libraries' searches, and `bm25` is lexical.
 `runs` has `evaluate`, by `metrics`, which `torch_metric` lends to torchmetrics; `statistics` and `comparison` say how
 sure a number is.
-The room is larger than planned because search is exact to the last tie, in bfloat16 and from files, as no library is.
+Search is exact to the last tie, also in bfloat16 and from files, which no library does; hence the size of the package.
 """

@@ -41,7 +41,7 @@ _SHOWN = {
 }  # fmt: skip
 _DEFINITIONS = {
     "ndcg": "discounted gain (grade / log2(rank + 1)) of the first {k} over that of the best possible {k}",
-    "recall": "share of all relevant passages that are among the first {k}; as in the papers' numbers",
+    "recall": "share of all relevant passages that are among the first {k}",
     "success": "share of queries with a relevant passage among the first {k}; what the papers describe as recall",
     "mrr": "one over the rank of the first relevant passage, 0 when it comes after rank {k}",
     "map": "precision at the rank of each relevant passage among the first {k}, summed, over all relevant passages",

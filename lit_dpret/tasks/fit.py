@@ -27,7 +27,7 @@ from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.start import MODEL_FOLDER, Start
-from lit_dpret.cards.text import total_of_runs
+from lit_dpret.cards.text import privacy_line, total_of_runs
 from lit_dpret.distributed import rank_watch
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError, UnplannedError
@@ -240,6 +240,8 @@ def _logged(folder: Path) -> dict[str, float]:
 @rank_zero_only
 def _tell_where(folder: Path, first: str = "") -> None:
     sys.stdout.write(first)
+    if (folder / CARD_NAME).exists():
+        say(f"privacy: {privacy_line(read_card(folder))}")
     for what, place in (("model", folder / "model"), ("privacy card", folder / CARD_NAME)):
         if place.exists():
             say(f"{what}: {place}")

@@ -69,7 +69,10 @@ class HubRepository:
         try:
             return self._asked(sent)
         except ConfigurationError as error:
-            raise StorageError(f"{error} The {self.kind} is whole in {folder}.") from error
+            raise StorageError(
+                f"{error} The {self.kind} is whole in {folder}; to send it later: hf upload {self.name} {folder} "
+                f"--repo-type {self.kind}{' --private' if self.private else ''}."
+            ) from error
 
     def _asked(self, ask: Callable[[Any], T]) -> T:
         from huggingface_hub import HfApi
@@ -78,4 +81,12 @@ class HubRepository:
         try:
             return ask(HfApi())
         except (OSError, ValueError, HfHubHTTPError) as error:
-            raise ConfigurationError(f"task.push_to_hub={self.name}: the hub refuses. {first_line(error)}") from error
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            way = (
+                " Log in by hf auth login, or set HF_TOKEN, with a token that may write there."
+                if status in (401, 403)
+                else ""
+            )
+            raise ConfigurationError(
+                f"task.push_to_hub={self.name}: the hub refuses: {first_line(error).rstrip('.')}.{way}"
+            ) from error

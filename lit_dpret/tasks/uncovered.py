@@ -99,8 +99,9 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
         plans = [r for r in _records(path) if r.get("kind") == "plan" and r.get("mode") not in ("none", "synthetic")]
         if any(_is_data_of(plan, data) for plan in plans):
             raise ConfigurationError(
-                f"{knob}=public, but these are the data that {path.parent.name} was trained on privately, according to "
-                f"its ledger. Set {knob}=private, or use other queries."
+                f"{knob}=public, but this is the data set that {path.parent.name} was trained on privately, according "
+                f"to its ledger, and its other splits are of the same log. Set {knob}=private, or use a data set that "
+                "holds public queries alone."
             )
 
 

@@ -385,7 +385,7 @@ def test_what_is_refused_is_refused_before_anything_is_written_or_sent(
     refused(run, out, r"task\.push_private")
     hub.private.clear()
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
-    refused(run, out, r"task\.push_to_hub=org/model")
+    refused(run, out, r"task\.push_to_hub=org/model.*HF_TOKEN")
     monkeypatch.delenv("HF_TOKEN")
     refused(run, out, "HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN", TOKEN)

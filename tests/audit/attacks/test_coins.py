@@ -14,6 +14,8 @@ from tiny_tasks import parts, write_log
 
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.modes import DPSGD
@@ -104,7 +106,11 @@ def test_a_run_with_coins_trains_on_heads_alone_and_says_where_its_model_lies(
     coins = Coins.read(run)
     assert seen == [len(coins.trained_on)] and len(coins.heads) == 56
     told = capsys.readouterr()
-    assert told.out == f"model: {run / 'model'}\nprivacy card: {run / 'privacy_card.json'}\n"
+    assert told.out.splitlines() == [
+        f"privacy: {privacy_line(read_card(run))}",
+        f"model: {run / 'model'}",
+        f"privacy card: {run / 'privacy_card.json'}",
+    ]
     assert "callbacks.card.tuning_data" in told.err, "the card says that the choice of settings is not accounted"
 
 
