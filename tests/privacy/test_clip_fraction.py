@@ -179,8 +179,8 @@ def test_the_sum_of_a_module_with_its_count_keeps_the_bound(clip_groups: Any) ->
     rows = {"token": torch.arange(6) % 5, "target": targets}
     report = assert_private(Words(clip_fraction_budget=SHARE, clip_groups=clip_groups), rows, 1.0, 1e-5, trials=60)
     # Without its bit the loudest unit would move the sum by sqrt(0.9) = 0.949 of the bound at most.
-    # In float32 it is clipped to 1 / 1.0021 of it, so that rounding stays within.
-    assert clip_groups == "per_layer" or report.sensitivity > 0.998
+    # In float32 it is clipped to 1 / 1.005 of it, so that rounding stays within.
+    assert clip_groups == "per_layer" or report.sensitivity > 0.995
 
 
 def test_a_count_that_is_too_large_for_its_noise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
