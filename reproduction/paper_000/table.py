@@ -189,7 +189,8 @@ def figure_of(table: PaperTable) -> Any:
         _panel(axis, table, name)
         axis.set_xlabel(title)
     axes[0].set_yticks(
-        range(len(table.rows)), [_label(row, empty=not (row.paper or _measured(row))) for row in table.rows]
+        range(len(table.rows)),
+        [_label(row) + ("" if row.paper or _measured(row) else " (not run)") for row in table.rows],
     )
     axes[0].set_ylim(len(table.rows) - 0.5, -0.5)
     figure.suptitle(table.title, x=0.01, ha="left", fontsize=11)
@@ -217,9 +218,8 @@ def _measured(row: PaperRow) -> bool:
     return any(math.isfinite(interval.mean) for interval in row.metrics.values())
 
 
-def _label(row: PaperRow, *, empty: bool = False) -> str:
+def _label(row: PaperRow) -> str:
     name = f"{row.group}: {row.system}" if row.group else row.system
-    name += " (not run)" if empty else ""
     if row.epsilon in ("", PUBLIC_ONLY):
         return ", ".join(part for part in (name, row.epsilon) if part)
     return f"{name}, ε = {row.epsilon}"

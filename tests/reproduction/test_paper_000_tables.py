@@ -69,7 +69,7 @@ def test_a_picture_says_which_rows_were_not_run_and_promises_no_interval_where_t
     drawn = figure_of(table)
     assert [label.get_text() for label in drawn.axes[0].get_yticklabels()] == [
         "alone, ε = 3",
-        "missing (not run), ε = 8",
+        "missing, ε = 8 (not run)",
     ]
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["ours"]
     whole = figure_of(replace(table, rows=[row(0.5, 0.1)]))
