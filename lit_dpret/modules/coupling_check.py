@@ -51,8 +51,8 @@ class CouplingCheck:
           or the gradient of some rows differs when the other rows of the batch are others or are not there, when
           rows are collated without company or stand in other places, or when other rows came in the batch before,
           the very first one included; or in which the loss reads a metric of torchmetrics. Under a mode that bounds
-          coupled rows itself (`PrivacyMode.candidates` is neither ``rows`` nor ``pool``) only the batch before and
-          metrics are asked.
+          coupled rows itself (`PrivacyMode.candidates` is neither ``rows`` nor ``pool``) the embeddings of pairs are
+          compared with those of rows collated alone, and losses only after other batches and without metrics.
         - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
 
     What stays unseen: a dependence that none of the batches looked at shows, as one below the tolerances, one that
@@ -126,6 +126,8 @@ class CouplingCheck:
                 passes.compare_histories(rows, previous)
             elif module.privacy.candidates not in ("rows", "pool"):
                 passes.compare_histories(rows)
+                if hasattr(module, "pair_batch") and not is_lazy(module.device):
+                    passes.compare_embeddings(rows.first(2 * ALONE))
             elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
                 passes.compare_company(rows, (first,))
             else:
@@ -361,6 +363,19 @@ class _Passes:
         if _differ(found[0], found[1]):
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
+
+    def compare_embeddings(self, rows: _Rows) -> None:
+        """Compare the embeddings of the kept rows in their batch with those of the same rows collated without it."""
+        found = []
+        for features in (rows.as_they_are(), rows.alone()):
+            self._kept_state.reset()
+            seed_everywhere(self._seed)
+            pairs = self.module.pair_batch(features)
+            wide = torch.autocast(self.module.device.type, enabled=False)
+            with torch.no_grad(), wide, _FixedCoins():  # type: ignore[no-untyped-call]
+                found.append(torch.cat([side.embedded(slice(0, side.count)) for side in pairs.sides], 1))
+        if _differ(found[0][rows.kept], found[1], floor=FLOOR):
+            self._refuse(rows, "the embedding of a row is different when it is collated with other rows")
 
     def collated(self, rows: list[Any], before: list[Any]) -> _Collated:
         """Collate ``rows`` by a copy of the module, after others if there are some."""

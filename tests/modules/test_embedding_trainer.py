@@ -64,6 +64,49 @@ def texts(folder: Path) -> PairsDataModule:
     return PairsDataModule(pairs=path, expected_batch_size=6, physical_batch_size=12, sampling="poisson")
 
 
+class MeanOfWords(nn.Module):
+    """The mean over a text; ``padded`` also over what fills it up to the longest of the batch."""
+
+    dim = 4
+
+    def __init__(self, *, padded: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.padded = nn.Embedding(len(WORDS) + 1, 4), padded
+
+    def forward(self, ids: Tensor) -> Tensor:
+        counts = torch.ones_like(ids) if self.padded else (ids > 0).long()
+        return (self.words(ids) * counts[:, :, None]).sum(1) / counts.sum(1, keepdim=True)
+
+
+def padded_views(rows: list[Any]) -> dict[str, Tensor]:
+    def side(texts: list[str]) -> Tensor:
+        ids = [torch.tensor([1 + WORDS.index(word) for word in text.split()]) for text in texts]
+        return nn.utils.rnn.pad_sequence(ids, batch_first=True)
+
+    return {"query": side([row.query for row in rows]), "passage": side([row.passage for row in rows])}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mode", ["batch_clip", "per_example_duplicated", "logit_dp"])
+def test_an_embedding_that_depends_on_how_far_a_text_is_filled_up_is_refused(
+    mode: str, padded: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "pairs.tsv"
+    lines = [f"{' '.join(WORDS[: 1 + i % 5])}\t{' '.join(WORDS[i % 3 : 9])}" for i in range(12)]
+    path.write_text("query\tpassage\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    data = PairsDataModule(pairs=path, expected_batch_size=10, physical_batch_size=12, sampling="poisson")
+    module = EmbeddingTrainer(
+        privacy=MODES[mode](), optimizer=OptimizerSpec(lr=0.01), net=MeanOfWords(padded=padded), views=padded_views
+    )
+    if not padded:
+        fit(tmp_path / "run", module, data, steps=2)
+        return
+    with pytest.raises(UnsupportedModelError, match="embedding") as raised:
+        fit(tmp_path / "run", module, data, steps=2)
+    assert raised.value.trap == "T11"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_images_train_under_every_mode_and_the_card_says_which_promise_was_made(mode: str, tmp_path: Path) -> None:
     module = of_images(privacy=MODES[mode]())
