@@ -26,6 +26,7 @@ from lit_dpret.callbacks.checkpoints import (
     count_by_steps,
     hide_batches,
 )
+from lit_dpret.callbacks.endings import ends_by_rows
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
@@ -57,7 +58,7 @@ from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
 from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_metric
 from lit_dpret.privacy.ledger.judgement import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun, state_hash
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity
+from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.ledger.trained import TrainedIn, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
@@ -149,7 +150,7 @@ class PrivacyAccountant(Callback):
         self._checkpoint_gate: CheckpointGate | None = None
         self._weights: OwnWeights | None = None
         self._noted: set[str] = set()
-        self._begun = self._ended = self._in_batch = self._counts_epochs = False
+        self._begun = self._ended = self._in_batch = self._with_rows = self._counts_epochs = False
         self._strange: str | None = None
         self._updates.reset()
         for name in ("_run", "_gate", "_between", "_identity"):  # a missing one says that setup did not come so far
@@ -394,10 +395,12 @@ class PrivacyAccountant(Callback):
 
     def _examine_data(self, trainer: L.Trainer, module: Any) -> None:
         loader: Any = trainer.train_dataloader
+        self._with_rows = True
         if not refuse_other_units(loader, self.sampler) and self._ranks.is_first:
             self.ledger.append("event", name=UNITS_UNNAMED, unit=module.privacy.unit)
         if module.privacy.guarantee == "dp":
             refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
+        self._with_rows = False
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Settle where to go on, and reserve the steps, before the first coin is tossed.
@@ -596,10 +599,11 @@ class PrivacyAccountant(Callback):
             if late and self._gate.steps_done:
                 self._gate.forfeit()
             if begun and hasattr(self, "_run"):  # this rank holds the ledger
-                if isinstance(exception, OSError):  # nothing more may fit on the disk; an end can be written on resume
-                    self._gate.take_forfeits()
+                failed = self.plan is not None and ends_by_rows(exception, at_hand=self._in_batch or self._with_rows)
+                if isinstance(exception, OSError) and not failed:
+                    self._gate.take_forfeits()  # nothing more may fit on the disk; an end can be written on resume
                 else:
-                    self._finish(type(exception).__name__)
+                    self._finish(FAILED if failed else type(exception).__name__)
         finally:
             self._count_no_epochs(trainer)
             if hasattr(self, "_run"):

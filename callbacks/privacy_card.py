@@ -195,7 +195,8 @@ class PrivacyCard(Callback):
         if self._written or not self._fits:  # what failed is no training: the card of the finished model stays
             return
         ledger = ledger_of(trainer)
-        if ledger is not None and ledger.records and not isinstance(exception, OSError):
+        unwritten = isinstance(exception, OSError) and (not ledger or ledger.records[-1]["kind"] != "end")
+        if ledger is not None and ledger.records and not unwritten:
             self._write(trainer, pl_module, finished=False)
 
     def _write(self, trainer: L.Trainer, module: Any, *, finished: bool) -> None:

@@ -23,6 +23,15 @@ def without_progress() -> Iterator[None]:
         _muted.reset(token)
 
 
+def tell_here(text: str) -> None:
+    """Print a line that may depend on private rows, to the terminal alone.
+
+    A logger may have a file that is handed on; of the terminal nothing is kept.
+    """
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 class ProgressLine:
     """One line, rewritten on a terminal and printed at intervals in a log file.
 

@@ -301,6 +301,8 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
                 "charged": "The epsilon on this card takes that into account.",
                 "no_amplification": "The epsilon on this card therefore charges every unit for every step.",
                 "no_guarantee": "Nothing is proved without it.",
+                "no_claim": "Nothing is claimed for what the run left.",
+                "weights_alone": "Epsilon is about the weights alone: publish neither the ledger nor this card.",
             }[assumption["consequence"]]
             banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
     if claim["guarantee"] == "dp":

@@ -256,13 +256,13 @@ def _mechanism_sentence(card: Card) -> str:
         return (
             f"{facts['generator']}, a public model, wrote candidate queries, and {done} noised "
             f"histogram{'' if done == 1 else 's'} of votes for them {'was' if done == 1 else 'were'} released{size}."
-            f"{_ended_early(mechanism)} In each, one {_unit(card['claim'])} gave {mechanism['rows_per_unit']}, to the "
+            f"{_ended_early(card)} In each, one {_unit(card['claim'])} gave {mechanism['rows_per_unit']}, to the "
             f"candidates nearest to its queries under {facts['encoder']}, a public encoder, and Gaussian noise of "
             f"standard deviation {_n(mechanism['noise_std'])} (noise multiplier {_n(mechanism['noise_multiplier'])})"
             f"{_on_grid(mechanism)} was added to each count once. No model was trained."
         )
     return (
-        f"Training made {done} noisy step{'' if done == 1 else 's'}{size}.{_ended_early(mechanism)} Batches were drawn "
+        f"Training made {done} noisy step{'' if done == 1 else 's'}{size}.{_ended_early(card)} Batches were drawn "
         f"so: {mechanism['law_text']}. {_bounded(card)}, and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
         f"{_n(mechanism['noise_multiplier'])}){_on_grid(mechanism)} was added to the sum once.{_counted(mechanism)}"
@@ -274,12 +274,16 @@ def _averaged(mechanism: Mapping[str, Any]) -> str:
     return f" Averaging of the weights: {mechanism['averaging']}." if "averaging" in mechanism else ""
 
 
-def _ended_early(mechanism: Mapping[str, Any]) -> str:
+def _ended_early(card: Mapping[str, Any]) -> str:
+    mechanism = card["mechanism"]
     if not (counted := mechanism.get("steps_counted")):
         return ""
+    ended = f" It ended before the {mechanism['steps_planned']} steps that were planned"
+    if any(a["holds"] is False and a["consequence"] == "no_claim" for a in card["assumptions"]):
+        return f"{ended}, and when it ended may depend on a private row, which nothing covers."
     return (
-        f" It ended before the {mechanism['steps_planned']} steps that were planned, and when it ended may depend on "
-        f"what it had released by then, so the claim is that of {counted} steps."
+        f"{ended}, and when it ended may depend on what it had released by then, so the claim is that of {counted} "
+        "steps."
     )
 
 

@@ -8,28 +8,29 @@ drawn, and the ledger, which is asked for a permit after the last batch, never h
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from lit_dpret.errors import DeviceMemoryError
 from lit_dpret.memory import give_back_memory, is_out_of_memory
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows
+from lit_dpret.progress import tell_here
 
-_log = logging.getLogger(__name__)
+Drops = Literal["none", "memory", "all"]
 
 
 class PhysicalBatches:
     """Contribute the physical batches of a step, and restart the step in smaller ones if needed.
 
     Guarantees:
-        - Each unit of the step contributes exactly once to the sum that is released, however often the step began; with
-          ``drops`` one that fails alone does not.
+        - Each unit of the step contributes exactly once to the sum that is released, however often the step began; one
+          that fails alone, and may be dropped, does not.
         - The size that fits into memory is found once and stays. What is cut smaller because a unit failed is cut so in
           its step alone.
-        - A failure other than for want of memory is raised as it is, but with ``drops``.
+        - A failure other than for want of memory is raised as it is, unless all failing units are dropped.
 
     Args:
         contribute: Adds one physical batch; the number is the place of its first unit in the batch of the loader.
@@ -43,38 +44,52 @@ class PhysicalBatches:
         self.limit: int | None = None
         self._contribute, self._forget = contribute, forget
         self._step: list[UnitBatch] = []
+        self._lone = False  # whether a unit of this step fits nowhere
+        self._lowered_from: int | None = None  # the limit before this step
+        self._fitted = False  # whether any unit ever did
         # Of this step, by the part of a batch in which a unit failed: the slots that do not fail, as they are cut.
         self._sound: dict[int, list[slice]] = {}
 
     def begin(self) -> None:
         """Discard the batches of an interrupted step; keep the size that fits."""
-        self._step, self._sound = [], {}
+        if self._lone:  # a unit that fits nowhere lowered it, and not the others
+            self.limit = self._lowered_from
+        self._step, self._sound, self._lone, self._lowered_from = [], {}, False, self.limit
 
-    def add(self, batch: UnitBatch, *, may_split: bool, advice: str, drops: bool = False) -> None:
+    def add(self, batch: UnitBatch, *, may_split: bool, advice: str, drops: Drops = "none") -> None:
         """Contribute ``batch``, the next one of its step.
 
         Args:
             batch: As the loader handed it out.
             may_split: Whether its units may be taken apart; not where they see each other.
             advice: What to do where a single unit, or a batch that may not be split, does not fit.
-            drops: Where units may be taken apart: leave out one that fails alone, for whatever reason, and say so in
-                the log alone. Then no failure tells anybody of private rows, and each unit still adds what follows from
-                itself, or nothing. It is found by bisection, which takes time.
+            drops: Where units may be taken apart, leave out one that fails alone: for want of ``memory``, or for
+                whatever reason (``all``); say so on the terminal alone. Then no such failure tells anybody of private
+                rows, and each unit still adds what follows from itself, or nothing. With ``all`` it is found by
+                bisection, which takes time.
 
         Raises:
-            DeviceMemoryError: It does not fit, however small.
+            DeviceMemoryError: It does not fit, however small; of units that may be dropped, none of a step fits, or
+                none ever did.
         """
         if self._step and (batch.attempt, batch.step) != (self._step[0].attempt, self._step[0].step):
             self.begin()  # after a step that was never finished
         if may_split:
             self._step.append(_copy(batch))
         due = [batch]
-        while (failed := self._tried(due, drops=drops and may_split)) is not None:
+        drops = drops if may_split else "none"
+        while (failed := self._tried(due, drops=drops == "all")) is not None:
             at, slots, lacks_memory = failed
             if lacks_memory:
                 give_back_memory()
             self._forget()
-            if drops and may_split:
+            if drops == "all" or (drops == "memory" and self.limit == 1):
+                if drops == "memory":
+                    self._lone = True
+                    tell_here(
+                        f"Kept on this machine: a unit of step {batch.step} does not fit into memory and counts as "
+                        f"zero there. {advice}"
+                    )
                 self._set_aside(next(each for each in self._step if each.part == at), slots, lacks_memory)
             elif not may_split or self.limit == 1:
                 what = "a single unit" if may_split else f"a physical batch of {slots.stop - slots.start} units"
@@ -86,12 +101,25 @@ class PhysicalBatches:
                 self._lower_limit(max(1, (slots.stop - slots.start) // 2))
             due = [_copy(each) for each in self._step]
         if batch.last:
+            if self._lone:
+                self._refuse_where_none_fits(batch.step, advice)
             self.begin()
+
+    def _refuse_where_none_fits(self, step: int, advice: str) -> None:
+        """Refuse a step of several units of which none fits, and any before the first that does: nothing is trained."""
+        units = sum(int(batch.mask.sum()) for batch in self._step)
+        kept = sum(int(batch.mask[slots].sum()) for batch in self._step for slots in self._slots(batch))
+        if kept == 0 and (units > 1 or not self._fitted):
+            self._forget()
+            raise DeviceMemoryError(
+                f"Memory ran out on every unit of step {step}, before the step was noised or charged. {advice} "
+                "Then go on with resume=true."
+            )
 
     def _lower_limit(self, most: int) -> None:
         self.limit = most
-        # Not a logger of metrics, nor the ledger: that memory ran out here says something about private lengths.
-        _log.warning("Memory ran out; a step begins again with at most %d units at once.", self.limit)
+        # No logger, which may have a file, nor the ledger: that memory ran out here tells of private lengths.
+        tell_here(f"Memory ran out; a step begins again with at most {self.limit} units at once.")
 
     def _slots(self, batch: UnitBatch) -> list[slice]:
         """Return how a batch is cut in this step."""
@@ -114,12 +142,13 @@ class PhysicalBatches:
         """Contribute some slots of a batch; return None, or where that failed whether for want of memory."""
         try:
             self._contribute(piece_of(batch, slots), slots.start)
+            self._fitted = self._fitted or batch.rows is not None
         except Exception as error:
             lacks_memory = is_out_of_memory(error)
             if not drops and not lacks_memory:
                 raise
             if drops:
-                _log.error("Kept on this machine: %s: %s", type(error).__name__, error)
+                tell_here(f"Kept on this machine: {type(error).__name__}: {error}")
             # Returned, not handled here: the traceback keeps what the broken pass had allocated alive.
             return lacks_memory
         return None

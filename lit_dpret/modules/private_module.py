@@ -38,7 +38,7 @@ from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.physical_batches import PhysicalBatches, memory_advice
+from lit_dpret.modules.physical_batches import Drops, PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
 from lit_dpret.privacy.ledger.gate import (
     ALWAYS,
@@ -122,8 +122,9 @@ class PrivateModule(Checkpointed):
     #: Names that no private row is behind but through trained weights, which the card takes on trust: of numbers that
     #: the module logs under a guarantee, and of what its hooks write between batches, as a teacher.
     public_metrics: Sequence[str] = ()
-    #: Whether a unit that fails in a step counts for nothing, instead of ending the training: for a fit from weights of
-    #: somebody who must not learn from a failure which rows are private (`PhysicalBatches`).
+    #: Whether a unit that fails in a step for any reason counts for nothing, instead of ending the training: for a fit
+    #: from weights of somebody who must not learn from a failure which rows are private (`PhysicalBatches`). One that
+    #: does not fit into memory counts for nothing under every guarantee.
     drops_failing_units: bool = False
     #: Which functions may not read other rows, and what else can be done, for messages.
     way_out_of_coupling: str = (
@@ -352,7 +353,10 @@ class PrivateModule(Checkpointed):
         if watched:
             self._or_hold_error(lambda: self._hooks.compare(self, batch, self._public() | ALWAYS))
         with self._handover.clipping():
-            split, drops = self.may_split, self.drops_failing_units
+            split = self.may_split
+            # That a unit fits nowhere follows from its rows alone: an end of the run would tell of them.
+            of_memory: Drops = "memory" if self.privacy.guarantee == "dp" else "none"
+            drops: Drops = "all" if self.drops_failing_units else of_memory
             advice = memory_advice(split)
             self._or_hold_error(lambda: self._physical.add(batch, may_split=split, advice=advice, drops=drops))
         if batch.last:

@@ -223,6 +223,20 @@ def test_the_log_of_a_command_has_no_times() -> None:
     assert formats and not any("asctime" in one or "relativeCreated" in one for one in formats)
 
 
+def test_no_warning_of_a_command_is_written_into_its_folder() -> None:
+    """A warning may depend on private rows, and the folder is handed on."""
+    with initialize_config_module(config_module=CONFIG_MODULE, version_base="1.3"):
+        settings = compose("train", return_hydra_config=True).hydra.job_logging
+    attached = [
+        *settings.root.handlers,
+        *(name for one in settings.get("loggers", {}).values() for name in one.handlers),
+    ]
+    kinds = {settings.handlers[name]["class"] for name in attached}
+    assert kinds == {"logging.StreamHandler"}
+    opened = {name for name, one in settings.handlers.items() if "filename" in one and not one.get("delay")}
+    assert opened == set()
+
+
 # -- what W&B collects by itself -----------------------------------------------------------------------
 
 

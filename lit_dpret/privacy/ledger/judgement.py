@@ -33,7 +33,9 @@ from lit_dpret.privacy.accounting.releases import (
 )
 from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
 from lit_dpret.privacy.ledger.run_ledger import (
+    FAILED,
     FLOAT_SLACK,
+    NOISE_KINDS,
     SAMPLING_DEPARTURE,
     attempts_with,
     charged_releases,
@@ -46,7 +48,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PrivacyPlan
 
 Record = Mapping[str, Any]
-Consequence = Literal["charged", "no_amplification", "no_guarantee"]
+Consequence = Literal["charged", "no_amplification", "no_guarantee", "no_claim", "weights_alone"]
 Standing = Literal["holds", "refuted", "unverified"]
 
 # As a card stores it under "holds".
@@ -64,7 +66,8 @@ class Assumption:
     # Whether the ledger shows that it ``holds``, or that it does not (``refuted``), or neither (``unverified``).
     standing: Standing
     # What becomes of the claim where it is refuted: ``charged`` (epsilon already counts it), ``no_amplification``
-    # (every unit is charged for every step), or ``no_guarantee`` (no number is printed: not proved).
+    # (every unit is charged for every step), ``no_guarantee`` (no number is printed: not proved), ``no_claim`` (nor is
+    # one, but a total over runs has its releases), or ``weights_alone`` (epsilon is theirs, not that of the ledger).
     consequence: Consequence = "no_guarantee"
 
     @property
@@ -135,6 +138,7 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
     if silent:
         text = f"{silent} announced steps were never confirmed, because the run was interrupted; they are charged."
         found.append(Assumption(text, "unverified", "charged"))
+    found += _ended_by_rows(records)
     if again := len(intents) - announced:
         text = (
             f"Nobody went back to an earlier checkpoint by what the run had released: {again} steps were made again "
@@ -143,6 +147,27 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
         )
         found.append(Assumption(text, "unverified"))
     return found
+
+
+def _ended_by_rows(records: Sequence[Record]) -> list[Assumption]:
+    """What follows from ends that a private row may have caused: that they happened, and when, is in no release."""
+    ends = [(place, r["steps"]) for place, r in enumerate(records) if r.get("kind") == "end"
+            and r.get("reason") == FAILED]  # fmt: skip
+    if not ends:
+        return []
+    went_on = any(r.get("kind") in (*NOISE_KINDS, "end") for r in records[ends[-1][0] + 1 :])
+    where = ", ".join(f"after step {steps}" for _, steps in ends)
+    if not went_on:
+        text = (
+            "The run ended for no private row: it ended with a failure while private rows were read or computed "
+            f"({where}), and no noise covers that it did, or when."
+        )
+        return [Assumption(text, "refuted", "no_claim")]
+    text = (
+        "The run was interrupted for no private row: failures while private rows were read or computed interrupted it "
+        f"({where}), and no noise covers that they did, or when."
+    )
+    return [Assumption(text, "refuted", "weights_alone")]
 
 
 def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan: PrivacyPlan) -> Assumption:
@@ -309,7 +334,7 @@ def judge(
             amplified = False
             text = f"The {plan.accountant} accountant can judge the sampling that ran. It cannot: {error.sentence}"
             assumptions = [*assumptions, Assumption(text, "refuted", "no_amplification")]
-    if "no_guarantee" in broken or (not amplified and plan.budget.neighbours == "add_or_remove"):
+    if broken & {"no_guarantee", "no_claim"} or (not amplified and plan.budget.neighbours == "add_or_remove"):
         return Verdict("not_proved", None, "nothing"), assumptions
     if not amplified:
         value = epsilon_by("pld", every_unit_in_every_step(releases), plan)

@@ -49,6 +49,9 @@ WRONG_UNITS_SEEN = "units_unknown"
 SAMPLING_DEPARTURE = "sampling_departure"
 """The event of an attempt whose loader was seen to draw more units than the law allows."""
 
+FAILED = "failed"
+"""The reason of an end that may follow from a private row: the same for every failure, so that it tells no more."""
+
 # A realised noise multiplier is a quotient of two floats; a difference of this size is rounding.
 FLOAT_SLACK = 1e-9
 

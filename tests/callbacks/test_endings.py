@@ -1,0 +1,142 @@
+"""A run that a private row may have ended: no noise covers that it ended, or when."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from stand_ins import Numbers, Regression, StopAfter, dp, fit, records
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import DataError
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.ledger.judgement import owed_releases
+
+STEPS = 6
+
+
+class Fragile(Regression):
+    """Fails from the third step on."""
+
+    where = ""
+    error: BaseException = RuntimeError("row 7")
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        if self.where == "collate" and self._trainer is not None and self.trainer.global_step >= 2:
+            raise self.error
+        return super().collate_rows(rows)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if self.where == "loss" and self.trainer.global_step >= 2 and torch.is_grad_enabled():
+            raise self.error
+        return super().per_row_loss(rows)
+
+
+class _Items:
+    def __init__(self, items: Any, error: BaseException, module: Any) -> None:
+        self.items, self.error, self.module = items, error, module
+
+    def __getitem__(self, draw: Any) -> Any:
+        if self.module.trainer.global_step >= 2:
+            raise self.error
+        return self.items[draw]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class Unreadable(Numbers):
+    """Rows that cannot be read later on."""
+
+    module: Any
+    error: BaseException
+
+    def train_dataloader(self) -> Any:
+        loader = super().train_dataloader()
+        items = _Items(loader.dataset, self.error, self.module)
+        return DataLoader(items, batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)
+
+
+def card(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "privacy_card.json").read_text(encoding="utf-8")))
+
+
+def ended(folder: Path, where: str, error: BaseException, *, extra: Any = ()) -> None:
+    module = Fragile(privacy=dp(folder.parent))
+    module.where, module.error, data = where, error, Numbers()
+    if where == "dataset":
+        data = Unreadable()
+        data.module, data.error = module, error
+    with pytest.raises(type(error)):
+        fit(folder, module, data, steps=STEPS, extra=[PrivacyCard(), *extra])
+
+
+BY_A_ROW = [
+    ("loss", RuntimeError("row 7")),
+    ("loss", MemoryError()),
+    ("collate", DataError("row 7 has no text")),
+    ("dataset", OSError(errno.ENOENT, "7.png")),
+    ("dataset", OSError("cannot identify image file 7.png")),
+]
+
+
+@pytest.mark.parametrize(("where", "error"), BY_A_ROW)
+def test_an_end_that_a_private_row_may_have_caused_is_one_word_and_claims_nothing(
+    where: str, error: BaseException, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    ended(folder, where, error)
+    end = records(folder)[-1]
+    assert (end["kind"], end["reason"]) == ("end", "failed")
+    written = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.json*"))
+    assert type(error).__name__ not in written and "row 7" not in written and "7.png" not in written
+    found = card(folder)
+    assert found["claim"]["guarantee"] == "not_proved" and found["claim"]["epsilon"] is None
+    assert "may depend on what it had released" not in found["claim"]["statement"]
+    assert not verify_chain(folder).failed
+
+    fit(folder, Fragile(privacy=dp(tmp_path)), Numbers(), steps=STEPS, resume=True, extra=[PrivacyCard()])
+    found = card(folder)
+    assert found["claim"]["guarantee"] == "dp" and found["claim"]["epsilon"] > 0
+    broken = [one for one in found["assumptions"] if one["holds"] is False]
+    assert [one["consequence"] for one in broken] == ["weights_alone"]
+    assert any("the ledger" in banner for banner in found["banners"])
+    assert not verify_chain(folder).failed
+
+
+@pytest.mark.parametrize("kind", ["person", "callback", "disk"])
+def test_an_end_for_another_reason_keeps_the_claim_of_all_planned_steps(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    if kind == "callback":
+        with pytest.raises(RuntimeError, match="stop"):
+            fit(folder, Regression(privacy=dp(tmp_path)), steps=STEPS, extra=[PrivacyCard(), StopAfter(2)])
+    elif kind == "person":
+
+        def interrupt(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if batch.last and batch.step == 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            fit(folder, Regression(privacy=dp(tmp_path)), steps=STEPS,
+                extra=[PrivacyCard(), LambdaCallback(on_train_batch_end=interrupt)])  # fmt: skip
+    else:
+        ended(folder, "dataset", OSError(errno.ENOSPC, "full"))
+        assert records(folder)[-1]["kind"] != "end"
+        return
+    assert records(folder)[-1]["reason"] != "failed"
+    claim = card(folder)["claim"]
+    assert claim["guarantee"] == "dp" and "may depend on what it had released" in claim["statement"]
+
+
+def test_the_releases_of_such_a_run_are_counted_as_any_others(tmp_path: Path) -> None:
+    ended(tmp_path / "run", "loss", RuntimeError("row 7"))
+    owed = owed_releases(records(tmp_path / "run"))
+    assert owed and not any(isinstance(one, NonPrivateRelease) for one in owed)
