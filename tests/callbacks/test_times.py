@@ -246,7 +246,7 @@ def test_a_wandb_logger_that_keeps_the_terminal_or_measures_the_machine_is_refus
     settings = {} if quiet is None else {"settings": wandb.Settings(**quiet)}
     logger = WandbLogger(save_dir=tmp_path, offline=True, **settings)
     found = Case(tmp_path, trainer={"logger": logger}).examined()
-    assert [finding.trap for finding in found.refused] == ["T35"] and "PublicWandbLogger" in found.refused[0].text
+    assert [finding.trap for finding in found.refused] == ["T35"] and "logger=wandb" in found.refused[0].text
 
 
 def test_a_wandb_logger_that_does_neither_is_taken(tmp_path: Path) -> None:
