@@ -21,7 +21,7 @@ from lit_dpret.callbacks.fixed_shapes import attach_batches
 from lit_dpret.callbacks.log_gate import rehearsed
 from lit_dpret.callbacks.own_code import refuse_other_units, refuse_remembering_collation, refuse_replaced_sampler
 from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
-from lit_dpret.callbacks.refusals import complaints, refuse_protected_queries
+from lit_dpret.callbacks.refusals import complaints, refuse_endless_losses, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.cards.forecast import cautions
 from lit_dpret.errors import LitDpretError
@@ -195,6 +195,8 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
     planned: PlannedRun | None = None
     with look.at("settings"):
         refuse_protected_queries(trainer, module, data)
+        if mode.guarantee == "dp":
+            refuse_endless_losses(module)
     with look.at("plan"):
         reserve, start = getattr(accountant, "resume_reserve", 0), None if accountant is None else accountant.start()
         planned = plan_run(trainer, mode, data, module=module, reserve=reserve, start=start)

@@ -38,7 +38,12 @@ from lit_dpret.callbacks.own_code import (
 )
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, require_agreement
-from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_protected_queries, takes_whole_epochs
+from lit_dpret.callbacks.refusals import (
+    refuse_broken_claims,
+    refuse_endless_losses,
+    refuse_protected_queries,
+    takes_whole_epochs,
+)
 from lit_dpret.callbacks.resuming import refuse_checkpoint_of_other_run, refuse_other_positions, tell_repeated
 from lit_dpret.callbacks.strategies import (
     keep_the_sampler,
@@ -272,6 +277,8 @@ class PrivacyAccountant(Callback):
         if self._ranks.is_first:
             refuse_protected_queries(trainer, module, data)
             self._secret(module.privacy)  # a bad secret file is refused before a long calibration
+            if module.privacy.guarantee == "dp":
+                refuse_endless_losses(module)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units
                 callback.plant_canaries(trainer, module, data)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import lightning as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -59,8 +61,10 @@ from lit_dpret.cards.file import (
 )
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
 from lit_dpret.privacy.sampling import not_offered
+from lit_dpret.privacy.user_generators import kept_generators
 from lit_dpret.texts import refuse_quoted
 
 Check: TypeAlias = Callable[["Candidate"], None]
@@ -163,6 +167,38 @@ def _is_built(run: Candidate) -> None:
                 f"{name} of {type(run.module).__name__} has no shape before the first batch (a lazy layer), and the "
                 "run is planned before it. Send a public batch through the layer before trainer.fit, or give its sizes."
             )
+
+
+def _starts_from_numbers(run: Candidate) -> None:
+    """Refuse weights that are no numbers: no unit would add anything, and the steps would be paid for noise alone."""
+    for name, parameter in run.module.named_parameters():
+        if not parameter.is_meta and not bool(parameter.detach().isfinite().all()):
+            raise ConfigurationError(
+                f"{name} of {type(run.module).__name__} holds NaN or infinity before the first step, so every loss "
+                "would, and a unit without a finite loss adds nothing: the budget would be spent on noise alone. Load "
+                "other weights (model.pretrained, model.encoder or init_from)."
+            )
+
+
+def refuse_endless_losses(module: Any) -> None:
+    """Refuse a loss that is not finite on rows that are no data (`PrivateModule.probe_losses`), at no privacy cost.
+
+    Raises:
+        ConfigurationError: No unit would add anything to the steps, which would be paid for noise alone.
+    """
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return
+    try:
+        with evaluation_mode(module), torch.no_grad(), kept_generators():
+            losses = module.probe_losses() if hasattr(module, "probe_losses") else None
+    except MisconfigurationException:  # a loss that logs, which Lightning takes from a step alone
+        return
+    if losses is not None and not bool(losses.isfinite().any()):
+        raise ConfigurationError(
+            f"The loss of {type(module).__name__} is {losses.flatten()[0].item()} on rows of random tokens or words, "
+            "which are no data. A unit without a finite loss adds nothing: the budget would be spent on noise alone. "
+            "Mend per_row_loss, the loss or its temperature."
+        )
 
 
 def _is_not_compiled(run: Candidate) -> None:
@@ -505,6 +541,7 @@ _DP: tuple[Check, ...] = (
     lambda run: refuse_another_claim(run.data),
     _shows_nothing_beside_a_total, _chooses_by_public_metrics, _tunes_nothing, _validates_nothing, _tells_no_times,
     _ends_for_no_private_row, _keeps_its_parameters, _whole_batches, _known_precision, _no_accumulation,
+    _starts_from_numbers,
     lambda run: refuse_changing_rows(run.trainer, run.module),
     lambda run: refuse_changed_batches(run.module, run.data),
     lambda run: refuse_saved_data(run.module, run.data),

@@ -465,6 +465,16 @@ def test_a_loader_of_ones_own_is_refused_for_a_data_module(tmp_path: Path) -> No
     assert found.value.trap == "T1"
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [(UnitDataModule, r"datamodule=UnitDataModule\(\.\.\.\)"), (rows(), "unit_of"), (rows, "unit_of")],
+)
+def test_a_class_or_a_data_set_in_the_place_of_a_data_module_is_refused(given: Any, named: str, tmp_path: Path) -> None:
+    trainer = L.Trainer(default_root_dir=tmp_path, max_steps=1, logger=False, accelerator="cpu")
+    with pytest.raises(ConfigurationError, match=named):
+        trainer.fit(made(), datamodule=given)
+
+
 def test_hooks_that_nobody_would_call_are_refused_by_name() -> None:
     class Hooked(Classifier):
         def on_train_epoch_end(self) -> None: ...

@@ -288,6 +288,9 @@ class DualEncoder(PairModule):
         found: Tensor = tower(features)
         return found
 
+    def probe_features(self, side: Side) -> Any:
+        return self.tower(side).tokenize(["one text", "another text"], side)
+
     def pair_shape(self) -> dict[str, Any]:
         contract = self.encoder.contract
         return {

@@ -137,6 +137,9 @@ class EmbeddingTrainer(PairModule):
     def text_encoder(self, side: Side) -> TextEncoder | None:
         return self.net if isinstance(self.net, TextEncoder) else None
 
+    def probe_features(self, side: Side) -> Any | None:
+        return self.net.tokenize(["one text", "another text"], side) if isinstance(self.net, TextEncoder) else None
+
     def represent(self, features: Any, side: Side) -> Tensor:
         """Return the net's output for one side's features, ``(rows, dim)``; both sides share the net."""
         found: Tensor = self.net(features)

@@ -309,6 +309,9 @@ class FrozenDualEncoder(PairModule):
         """Like `PrivateModule.place_rows`."""
         return copied_rows(features, places, rows)
 
+    def probe_features(self, side: Side) -> Tensor:
+        return torch.eye(2, self.encoder.dim)
+
     def represent(self, features: Any, side: Side) -> Tensor:
         """Return the embeddings of one side after its head, if it has one, ``(rows, dim)``."""
         head, found = self._head_of(side), features

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lit_dpret.encoders import Contract, Side, TextEncoder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.evaluation_mode import evaluation_mode
-from lit_dpret.losses import InBatchSoftmaxLoss, PairwiseLoss, SoftmaxPairLoss
+from lit_dpret.losses import InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, PublicPoolSoftmaxLoss, SoftmaxPairLoss
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.negatives import RowNegatives
@@ -72,6 +72,22 @@ class PairModule(PrivateModule):
         """Return the loss of every row with in-batch negatives, ``(rows,)``."""
         queries, passages = self.embed(rows["query"], "query"), self.embed(rows["passage"], "passage")
         return self.table_losses(queries, passages, rows.get("answers"))
+
+    def probe_features(self, side: Side) -> Any | None:
+        """Return features of two rows that are no data; None if the module has none."""
+        return None
+
+    def probe_losses(self) -> Tensor | None:
+        queries, passages = self.probe_features("query"), self.probe_features("passage")
+        if queries is None or passages is None:
+            return None
+        tables = self.embed(queries, "query"), self.embed(passages, "passage")
+        if isinstance(self.loss, MarginMSELoss):  # of labels, which only data have
+            return (tables[0] * tables[1]).sum(dim=1)
+        if isinstance(self.loss, PublicPoolSoftmaxLoss):
+            losses: Tensor = self.loss(*tables, positive_index=torch.arange(len(tables[0]), device=self.device))
+            return losses
+        return self.table_losses(*tables, None)
 
     def table_losses(self, queries: Tensor, passages: Tensor, answers: Tensor | None) -> Tensor:
         """Return the row losses of a matrix of similarities, ``(rows,)``; row i's own passage is passage i."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -233,6 +234,15 @@ class PrivateModule(Checkpointed):
         """Return the loss of each row, shape ``(rows,)``; random numbers of a row come from torch."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
 
+    def probe_losses(self) -> Tensor | None:
+        """Return the losses of some rows that are no data, such as random tokens; None if the module has none.
+
+        A private run is refused, before its ledger opens, where all of them are NaN or infinite. Called in evaluation
+        mode and without gradients.
+        """
+        made: Any = getattr(self, "longest_rows", None)
+        return None if made is None else self.per_row_loss(made(1))
+
     def save_model(self, folder: str | Path) -> Path:
         """Write the trained state dict into ``folder``, which also gets a copy of the card."""
         return save_weights(self.state_dict(), folder)
@@ -340,9 +350,28 @@ class PrivateModule(Checkpointed):
     def configure_callbacks(self) -> Sequence[Callback] | Callback:
         """Return none; refuse settings that need Lightning's optimization, and name the replacement."""
         training = self._trainer is not None and self._trainer.state.fn == "fit"
+        if training:
+            self._refuse_other_data()
         if training and self.privacy.guarantee == "dp":
             refuse_other_sums(self._trainer)
         return []
+
+    def _refuse_other_data(self) -> None:
+        """Refuse what is no DataModule in its place, before Lightning asks it for what only those have."""
+        trainer = self.trainer
+        data: Any = getattr(trainer, "datamodule", None)
+        if data is None or isinstance(data, LightningDataModule):
+            return
+        trainer.datamodule = None  # type: ignore[attr-defined]  # Lightning would tell it of the error
+        if isinstance(data, type):
+            raise ConfigurationError(
+                f"trainer.fit(datamodule={data.__name__}) is a class, and one of its objects is needed: "
+                f"datamodule={data.__name__}(...)."
+            )
+        raise ConfigurationError(
+            f"trainer.fit(datamodule=...) is a {type(data).__name__} and no LightningDataModule. A data set goes into "
+            "UnitDataModule(dataset, unit_of=...), which names the unit of each row."
+        )
 
     def on_fit_start(self) -> None:  # before the loader is asked for batches, which it has from the accountant
         _ = self._counted_by
