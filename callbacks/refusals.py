@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import lightning as L
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -61,10 +60,8 @@ from lit_dpret.cards.file import (
 )
 from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
 from lit_dpret.privacy.sampling import not_offered
-from lit_dpret.privacy.user_generators import kept_generators
 from lit_dpret.texts import refuse_quoted
 
 Check: TypeAlias = Callable[["Candidate"], None]
@@ -189,8 +186,7 @@ def refuse_endless_losses(module: Any) -> None:
     if any(parameter.is_meta for parameter in module.parameters()):
         return
     try:
-        with evaluation_mode(module), torch.no_grad(), kept_generators():
-            losses = module.probe_losses() if hasattr(module, "probe_losses") else None
+        losses = module.probe() if hasattr(module, "probe") else None
     except MisconfigurationException:  # a loss that logs, which Lightning takes from a step alone
         return
     if losses is not None and not bool(losses.isfinite().any()):

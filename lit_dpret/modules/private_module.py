@@ -234,6 +234,11 @@ class PrivateModule(Checkpointed):
         """Return the loss of each row, shape ``(rows,)``; random numbers of a row come from torch."""
         raise UnsupportedModelError(f"{type(self).__name__} does not implement per_row_loss(rows).")
 
+    def probe(self) -> Tensor | None:
+        """Return `probe_losses` in evaluation mode, without gradients; random streams and the mode stay as they are."""
+        with evaluation_mode(self), torch.no_grad(), kept_generators():
+            return self.probe_losses()
+
     def probe_losses(self) -> Tensor | None:
         """Return the losses of some rows that are no data, such as random tokens; None if the module has none.
 
