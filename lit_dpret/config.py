@@ -162,12 +162,11 @@ def listed(word: str | None = None) -> str:
 
 
 def _found(word: str) -> str:
-    """The choices and settings that have ``word`` in their name; without any, those described by it or named alike."""
+    """The choices and settings that have ``word`` in their name; without any, those described by it."""
     wanted = word.lower()
     every = [top_level(), *(choice for group in groups() for choice in choices(group))]
     # An experiment sets keys of other groups, which are described there.
     own = [(one, key) for one in every for key in one.keys if not one.group or key.argument or key.comment]
-    alike = difflib.get_close_matches(wanted, {_last(key) for _, key in own}, n=3, cutoff=0.6)
 
     def search(in_name: bool) -> list[str]:
         lines = [
@@ -178,7 +177,7 @@ def _found(word: str) -> str:
         where: dict[str, list[str]] = {}
         keys: dict[str, Key] = {}
         for one, key in own:
-            if wanted in key.name.lower() if in_name else wanted in key.comment.lower() or _last(key) in alike:
+            if wanted in (key.name if in_name else key.comment).lower():
                 keys.setdefault(key.name, key)
                 where.setdefault(key.name, []).extend([f"{one.group}={one.name}"] if one.group else [])
         nearest_first = sorted(keys.values(), key=lambda key: (wanted != _last(key), wanted not in _last(key)))
@@ -186,9 +185,11 @@ def _found(word: str) -> str:
 
     lines = search(in_name=True) or search(in_name=False)
     if not lines:
+        alike = difflib.get_close_matches(wanted, {*groups(), *(_last(key) for _, key in own)}, n=3)
+        meant = f"Did you mean {' or '.join(alike)}? " if alike else ""
         raise ConfigurationError(
-            f"{word!r} is no group of settings, and no choice or setting has it in its name. There are these groups: "
-            f"{', '.join(groups())}."
+            f"{word!r} is no group of settings, and no choice or setting has it in its name. {meant}There are these "
+            f"groups: {', '.join(groups())}."
         )
     return "\n".join(lines)
 

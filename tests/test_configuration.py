@@ -86,7 +86,6 @@ def test_the_settings_of_a_choice_are_listed_with_their_defaults_and_values() ->
         ("accountant", "privacy.accountant"),
         ("privacy.accountant", "privacy.accountant"),
         ("sampling", "datamodule.sampling"),
-        ("acountant", "privacy.accountant"),
         ("clipping", "privacy.clip"),
         ("opacus", "privacy.engine"),
         ("resume", "resume"),
@@ -109,6 +108,8 @@ def test_a_word_finds_a_choice() -> None:
 def test_what_no_group_choice_or_setting_is_called_is_refused_with_what_there_is() -> None:
     with pytest.raises(ConfigurationError, match=r"'xyzzy'.* privacy"):
         cli.listing(["xyzzy"])
+    with pytest.raises(ConfigurationError, match="accountant"):
+        cli.listing(["acountant"])
     with pytest.raises(ConfigurationError, match=r"'dpsgd'.* dp_sgd"):
         cli.listing(["privacy=dpsgd"])
     with pytest.raises(ConfigurationError, match=r"'privacies'.* privacy"):

@@ -135,8 +135,7 @@ def products_of(work: Work, *, again: bool, size: int = 2, engine: str = "ghost"
     """Return the operations of a private row: of passes, of products in the engine's low precision, and in float32.
 
     The first are forward and to the inputs, and may be half precision. The others are each unit's norm, from pairs or
-    written out, whichever the engine takes, and the weighted sum; what is tied to an embedding, or small enough to be
-    written out for both, is in float32 always.
+    written out, whichever the engine takes, and the weighted sum; what is tied to an embedding is in float32 always.
     ``again``: the forward pass is made twice (gradient checkpointing); ``size``: bytes of a value of the passes.
     """
     sums = low = full = 0
@@ -144,9 +143,11 @@ def products_of(work: Work, *, again: bool, size: int = 2, engine: str = "ghost"
         if not product.trained:
             continue
         apart = engine in _PARTS and not product.tied
-        norm = norm_multiplications(product.tokens, product.outputs, product.inputs, size=size, half=not apart)
+        norm = norm_multiplications(
+            product.tokens, product.outputs, product.inputs, size=None if apart else size, half=not apart
+        )
         sums += 2 * count * product.size
-        if apart and norm:
+        if apart:
             low += 2 * count * (_PARTS[engine] * product.size + norm)
         else:
             full += 2 * count * (product.size + norm)

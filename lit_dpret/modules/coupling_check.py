@@ -64,6 +64,7 @@ class CouplingCheck:
         self._collated: tuple[list[Any], list[Any]] | None = None
         self._differentiates = False
         self._modes: list[bool] | None = None
+        self._as_collated, self._collated_step = False, -1
         self.begin()
 
     def begin(self) -> None:
@@ -84,8 +85,12 @@ class CouplingCheck:
             single = self._single
             self.begin()
             self._single, self._modes = single, modes
-        due = self._looks[_of_one_unit(batch)].due(seed)
-        self._before = KeptState(module) if due else None
+        alone = _of_one_unit(batch)
+        due = self._looks[alone].due(seed)
+        # Rows of some steps were collated alone as well, one batch of each of which is compared with them.
+        self._as_collated = not (due or alone or batch.alone is None or batch.step == self._collated_step)
+        self._collated_step = batch.step if self._as_collated else self._collated_step
+        self._before = KeptState(module) if due or self._as_collated else None
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Check a physical batch that the module just contributed, if `prepare` chose it.
@@ -107,7 +112,8 @@ class CouplingCheck:
             return
         rows, looks = _Rows.of(module, batch), self._looks[alone]
         if not alone and len(rows.slots) < 2:
-            looks.again()
+            if not self._as_collated:
+                looks.again()
             return
         compare = partial(self._compare, rows, previous, looks.made, module=module, before=before, seed=seed)
         try:
@@ -122,19 +128,20 @@ class CouplingCheck:
         """Make the comparisons that are due in look ``number``, or with the ``previous`` batch of one unit."""
         module, first, turn = rows.module, number == 1, number % 3
         with _Passes(**given, differentiates=self._differentiates) as passes:
-            if previous is not None:  # nobody to depend on but who came before
+            if self._as_collated:
+                passes.compare_alone(rows.first(3), of_pairs=module.privacy.candidates not in ("rows", "pool"))
+            elif previous is not None:  # nobody to depend on but who came before
                 passes.compare_histories(rows, previous)
             elif module.privacy.candidates not in ("rows", "pool"):
                 passes.compare_histories(rows)
-                if hasattr(module, "pair_batch") and not is_lazy(module.device):
-                    passes.compare_embeddings(rows.first(2 * ALONE))
+                passes.compare_alone(rows.first(3), of_pairs=True)
             elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
                 passes.compare_company(rows, (first,))
             else:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
                     self._collated = None
-                # Each row costs time: later one is kept, and two are replaced by equal ones or by one of them.
+                # Each row costs time: later one is replaced, and as many are kept as were also collated alone.
                 units = 2 if module.privacy.candidates == "pool" else 2 * ALONE if first else 3
                 part = rows.first(units)
                 if first or turn != 1:  # later in turn, which costs a third
@@ -195,7 +202,7 @@ class _Rows:
 
     def __init__(self, module: Any, batch: UnitBatch, slots: list[int], *, last: bool = False) -> None:
         self.batch, self.slots, self.module = batch, slots, module
-        half = len(slots) // 2
+        half = (len(slots) + 1) // 2
         kept = torch.tensor(slots[half:] if last else slots[:half], device=batch.unit_ids.device)
         self.kept = torch.isin(batch.unit_ids, kept)
         self._others = (~self.kept).nonzero().flatten()
@@ -364,18 +371,26 @@ class _Passes:
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
-    def compare_embeddings(self, rows: _Rows) -> None:
-        """Compare the embeddings of the kept rows in their batch with those of the same rows collated without it."""
+    def compare_alone(self, rows: _Rows, *, of_pairs: bool) -> None:
+        """Compare the losses of the kept rows, or their embeddings, with those of the same rows collated alone."""
+        if is_lazy(self.module.device) or (of_pairs and not hasattr(self.module, "pair_batch")):
+            return
+        of_rows = self._embeddings if of_pairs else partial(self._losses, fixed_coins=True)
         found = []
         for features in (rows.as_they_are(), rows.alone()):
             self._kept_state.reset()
-            seed_everywhere(self._seed)
-            pairs = self.module.pair_batch(features)
-            wide = torch.autocast(self.module.device.type, enabled=False)
-            with torch.no_grad(), wide, _FixedCoins():  # type: ignore[no-untyped-call]
-                found.append(torch.cat([side.embedded(slice(0, side.count)) for side in pairs.sides], 1))
+            found.append(of_rows(features))
         if _differ(found[0][rows.kept], found[1], floor=FLOOR):
-            self._refuse(rows, "the embedding of a row is different when it is collated with other rows")
+            what = "the embedding of a row is different when it is collated with other rows"
+            self._refuse(rows, what if of_pairs else _DEPENDS)
+
+    def _embeddings(self, features: Any) -> Tensor:
+        """Return both embeddings of each pair, ``(rows, 2 dim)``."""
+        seed_everywhere(self._seed)
+        wide = torch.autocast(self.module.device.type, enabled=False)
+        with torch.no_grad(), wide, _FixedCoins():  # type: ignore[no-untyped-call]
+            sides = self.module.pair_batch(features).sides
+            return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
 
     def collated(self, rows: list[Any], before: list[Any]) -> _Collated:
         """Collate ``rows`` by a copy of the module, after others if there are some."""

@@ -230,7 +230,7 @@ def test_pairs_are_no_unit_where_settings_take_rows_out_by_what_they_say(harbour
 def test_without_a_privacy_plan_there_is_no_train_loader(harbour: Path) -> None:
     datamodule = PairsDataModule(folder=harbour)
     datamodule.use_unit("query")
-    with pytest.raises(ConfigurationError, match=r"privacy=dp_sgd, or privacy=none.*pair_rows"):
+    with pytest.raises(ConfigurationError, match="pair_rows"):
         datamodule.train_dataloader()
 
 

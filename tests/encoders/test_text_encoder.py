@@ -267,7 +267,7 @@ def test_a_name_that_cannot_be_found_is_refused_with_the_way_out(
         raise FileNotFoundError("no network\nand a second line")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(ConfigurationError, match=r"encoder='t5-small' .*\(no network\)\. Set a local folder"):
+    with pytest.raises(ConfigurationError, match=r"encoder='t5-small' .*Set a local folder"):
         TextEncoder.from_pretrained("t5-small")
     for path in (tmp_path / "absent", "./absent", "a/b/c", "~/absent"):
         with pytest.raises(ConfigurationError, match="is not a folder on this machine"):

@@ -394,6 +394,26 @@ def test_a_coupling_with_a_rhythm_meets_a_batch_that_is_looked_at(tmp_path: Path
             fit(tmp_path / f"{seed}", module, steps=24)
 
 
+class FilledUpLater(Plain):
+    """From the second step on fills rows up to the longest of the batch, and the loss shows it."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = super().collate_rows(rows)
+        if self._trainer is not None and self.trainer.global_step > 0:
+            found["filling"] = torch.ones(len(rows), 1 + max(int(row.query) for row in rows) // 10)
+        return found
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = super().per_row_loss(rows)
+        return found * rows["filling"].sum(1) if "filling" in rows else found
+
+
+def test_a_collation_that_couples_rows_from_the_second_step_on_is_refused(tmp_path: Path) -> None:
+    module = FilledUpLater(privacy=dp(tmp_path, noise_seed=1, noise_multiplier=2.0))
+    with pytest.raises(UnsupportedModelError, match="other rows"):
+        fit(tmp_path / "run", module, steps=24)
+
+
 def test_the_first_batch_is_looked_at_and_then_about_one_in_every_doubling() -> None:
     missed = {place: 0 for place in range(4)}
     for run in range(200):

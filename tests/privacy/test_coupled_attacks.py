@@ -112,10 +112,19 @@ class Centred(Pairs):
         return found - found.mean(0, keepdim=True).detach()
 
 
+class OverRowsAsOverTime(Pairs):
+    """Each embedding with those before it, as a recurrent net that takes the rows for a sequence."""
+
+    def represent(self, features: Tensor, side: str) -> Tensor:
+        found: Tensor = self.net(features)
+        return found + found.detach().cumsum(0)
+
+
+@pytest.mark.parametrize("net", [Centred, OverRowsAsOverTime])
 @pytest.mark.parametrize("norms", ["brute_force", "pair_ghost", "jacobian", "k_blocks"])
 @pytest.mark.parametrize("n", [2, 5])
-def test_embeddings_that_depend_on_other_rows_are_refused(norms: str, n: int) -> None:
-    module = attached(Centred(privacy=logit_dp(norms=norms)), n_max=n)
+def test_embeddings_that_depend_on_other_rows_are_refused(norms: str, n: int, net: type[Pairs]) -> None:
+    module = attached(net(privacy=logit_dp(norms=norms)), n_max=n)
     with pytest.raises(UnsupportedModelError, match=r"when other rows are in the batch|differently in two passes"):
         summed(module, batch_of(records(n)))
 

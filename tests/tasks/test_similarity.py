@@ -356,7 +356,7 @@ def test_the_private_log_of_the_training_itself_cannot_be_declared_public(
     fit(run if synthetic.parent == run else synthetic.parent / "generator", Texts(privacy=mode), data, steps=1)
     shutil.copytree(made, synthetic)
     task = Similarity(synthetic=synthetic, reference="public", measures=["overlap"])
-    with pytest.raises(ConfigurationError, match=r"task\.reference=public, but these are the data that .* trained on"):
+    with pytest.raises(ConfigurationError, match=r"task\.reference=public"):
         task.run(parts(tmp_path / "found", pairs(original)))
     assert list((tmp_path / "found").iterdir()) == []
     others = beir(tmp_path / "others", {"train": dict(list(ORIGINAL.items())[5:])}, TEXTS)

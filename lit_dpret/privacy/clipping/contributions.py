@@ -325,13 +325,13 @@ def _block(positions: int) -> int:
     return min(positions, max(64, -(-positions // 4)))
 
 
-def norm_multiplications(positions: int, out: int, into: int, *, size: int, half: bool = True) -> int:
+def norm_multiplications(positions: int, out: int, into: int, *, size: int | None, half: bool = True) -> int:
     """Return the multiplications for one unit's squared norm of a linear weight, beyond those of its sum.
 
     ``size`` are the bytes of a value of inputs and output gradients. A gradient that is small enough to be written out
-    (`are_small`) is read off for both. ``half``: only a triangle of a Gram matrix is computed.
+    (`are_small`) is read off for both; with None none is. ``half``: only a triangle of a Gram matrix is computed.
     """
-    if 4 * out * into <= ROOM * size * positions * (out + into):
+    if size is not None and 4 * out * into <= ROOM * size * positions * (out + into):
         return 0
     if _prefers_gram(positions, out, into):
         return positions * (positions + (_block(positions) if half else positions)) // 2 * (into + out)

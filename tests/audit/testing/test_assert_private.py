@@ -30,10 +30,12 @@ def regression(**settings: Any) -> Regression:
     return Regression(privacy=DPSGD(**{"eps": 3.0, "max_grad_norm": 0.5} | settings))
 
 
-@pytest.mark.parametrize("engine", ["ghost", "ghost_tf32", "ghost_bf16", "loop"])
-def test_a_private_module_passes_with_its_own_rows(engine: str) -> None:
+@pytest.mark.parametrize(  # with the room that each leaves for rounding
+    ("engine", "least"), [("ghost", 0.99), ("ghost_tf32", 0.975), ("ghost_bf16", 0.985), ("loop", 0.99)]
+)
+def test_a_private_module_passes_with_its_own_rows(engine: str, least: float) -> None:
     report = assert_private(regression(engine=engine), lines(), 1.0, DELTA, trials=FEW)
-    assert 0.99 < report.sensitivity <= 1.001, "a loud unit must reach the bound, or clipping was not tested"
+    assert least < report.sensitivity <= 1.001, "a loud unit must reach the bound, or clipping was not tested"
     assert report.noise == pytest.approx(1.0, abs=0.06)  # 64 draws of 49 coordinates: four standard errors
     assert report.eps_lower_bound <= 1.0
 
