@@ -88,7 +88,8 @@ class CouplingCheck:
         alone = _of_one_unit(batch)
         due = self._looks[alone].due(seed)
         # Rows of some steps were collated alone as well, one batch of each of which is compared with them.
-        self._as_collated = not (due or alone or batch.alone is None or batch.step == self._collated_step)
+        collated = batch.alone is not None and not is_lazy(module.device)
+        self._as_collated = collated and not (due or alone or batch.step == self._collated_step)
         self._collated_step = batch.step if self._as_collated else self._collated_step
         self._before = KeptState(module) if due or self._as_collated else None
 
@@ -128,7 +129,9 @@ class CouplingCheck:
         """Make the comparisons that are due in look ``number``, or with the ``previous`` batch of one unit."""
         module, first, turn = rows.module, number == 1, number % 3
         with _Passes(**given, differentiates=self._differentiates) as passes:
-            if self._as_collated:
+            if self._as_collated and rows.batch.data_rows is not None:
+                passes.compare_placed(rows)
+            elif self._as_collated:
                 passes.compare_alone(rows.first(3), of_pairs=module.privacy.candidates not in ("rows", "pool"))
             elif previous is not None:  # nobody to depend on but who came before
                 passes.compare_histories(rows, previous)
