@@ -244,6 +244,11 @@ class PromptedEmbedding(nn.Module):
         self.prompt = nn.Embedding(len(start), start.shape[1], _weight=start)
 
     @property
+    def num_embeddings(self) -> int:
+        """The number of words; the ids of virtual tokens come after theirs."""
+        return self.words.num_embeddings
+
+    @property
     def ids(self) -> tuple[int, ...]:
         """The ids of the virtual tokens."""
         first = self.words.num_embeddings
