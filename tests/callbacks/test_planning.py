@@ -71,7 +71,7 @@ def test_the_data_of_a_run_with_labels_are_known_as_its_data(tmp_path: Path, mon
     fit(tmp_path / "run", module, private_data(tmp_path), steps=1)
     data = private_data(tmp_path)
     data.setup("fit")
-    with pytest.raises(ConfigurationError, match="these are the data that run was trained on privately"):
+    with pytest.raises(ConfigurationError, match=r"task\.reference=public"):
         refuse_training_data(data, tmp_path / "run", knob="task.reference")
 
 
