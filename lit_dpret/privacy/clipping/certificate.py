@@ -107,7 +107,8 @@ class Certified:
     def norms(self) -> Tensor:
         """Bound the norm, and add what a sum may miss of factor times gradient, over the factor."""
         tiny = 4 * self.least * (self.sizes + self.pairs).square() + self.absolute
-        squares = self.estimate * (1 + self.relative) + self.error + tiny
+        # Both times the share: with the error of a tied weight, whose estimate may be below zero, no part is negative.
+        squares = (self.estimate + self.error) * (1 + self.relative) + tiny
         return squares.clamp(min=0).sqrt() + self.moved.sqrt()
 
     def tiny(self) -> Tensor:

@@ -200,6 +200,10 @@ def roundoff_of(tensors: Iterable[Tensor]) -> float:
     return max((torch.finfo(t.dtype).eps for t in tensors), default=0.0)
 
 
+#: How many times as many batches go by until the next one is verified whatever its pattern is.
+_SELDOM = 8
+
+
 class RowPatterns:
     """Name the row pattern of each batch, and choose batches to verify whatever theirs is: 8, 64, 512 and so on."""
 
@@ -218,9 +222,6 @@ class RowPatterns:
             return pattern
         self._next *= _SELDOM
         return None
-
-
-_SELDOM = 8
 
 
 class RecordingCheck:
