@@ -310,10 +310,16 @@ def uncovered(
                 f"user-level epsilon {known}."
             )
     what = {"image": "image", "record": "row"}.get(unit, "text")
-    gaps.append(
-        f"The same {what} recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent {what}s "
-        f"are protected less{_copies(groups)}."
-    )
+    if claim["duplicates"] == "merge":
+        gaps.append(
+            f"The same request in other words: {_PLURAL[unit]} are one unit where they are equal (casefolded, "
+            f"whitespace collapsed), and several that differ are protected less{_copies(groups, 'of them')}."
+        )
+    else:
+        gaps.append(
+            f"The same {what} recorded as several {_PLURAL[unit]}: each copy is a unit of its own, and frequent "
+            f"{what}s are protected less{_copies(groups, 'copies')}."
+        )
     if unit in _WITHOUT_PASSAGES:
         gaps += [] if neighbours == "add_or_remove" else [f"The number of {_PLURAL[unit]}, which is public."]
     elif neighbours == "add_or_remove":
@@ -343,13 +349,13 @@ def uncovered(
     return gaps if (name := claim.get("unit_name")) is None else _named(gaps, name)
 
 
-def _copies(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Say how much less copies are protected, as the end of a sentence."""
+def _copies(groups: Sequence[Mapping[str, Any]], what: str) -> str:
+    """Say how much less several units are protected, as the end of a sentence."""
     if not groups:
         return ""
     if all(group["epsilon"] is None and group["why"] != "infinite" for group in groups):
         return ", by how much is not proved for this sampling and these neighbours"
-    return f": epsilon is {', '.join(map(_worth, groups))} copies"
+    return f": epsilon is {', '.join(map(_worth, groups))} {what}"
 
 
 def _worth(group: Mapping[str, Any]) -> str:

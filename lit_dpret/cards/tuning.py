@@ -267,9 +267,8 @@ def _as_told(chosen: Mapping[str, Any], sweep: Mapping[str, Any]) -> dict[str, A
 
 
 def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
-    text = (
-        f"This run is one of the {sweep['trials']} trials of sweep {sweep['id']} (varied: {', '.join(sweep['varied'])})"
-    )
+    varied = ", ".join(sweep["varied"]) or "nothing"
+    text = f"This run is one of the {sweep['trials']} trials of sweep {sweep['id']} (varied: {varied})"
     planned = sweep.get("planned")
     if one_release(sweep):
         return f"{text}, all of which train on one release. Its claim covers all of them together."

@@ -162,6 +162,16 @@ class SweepFolder:
             sweep=self.id if trial else None,
         )
 
+    @property
+    def parameters(self) -> dict[str, set[str]]:
+        """The settings that the file names for its trials, with their values in the plan."""
+        found: dict[str, set[str]] = {}
+        for trial in self.facts["trials"]:
+            for setting in trial["settings"]:
+                name, _, value = setting.partition("=")
+                found.setdefault(name, set()).add(value)
+        return found
+
     def describe(self) -> dict[str, Any]:
         """Return the facts of the sweep for a trial's own ledger and card; public ones only."""
         facts = self.facts
@@ -171,7 +181,7 @@ class SweepFolder:
             "private_runs": len(facts["places"]),
             "without_privacy": facts["without_privacy"],
             "releases": facts.get("releases"),
-            "varied": sorted({setting.partition("=")[0] for one in facts["trials"] for setting in one["settings"]}),
+            "varied": sorted(name for name, values in self.parameters.items() if len(values) > 1),
             "metric": facts["metric"].get("name"),
             "metric_data": facts["metric_data"],
             "planned": facts["planned"],

@@ -51,7 +51,7 @@ def write_report(sweep: SweepFolder) -> Report:
     write_whole(sweep.folder / REPORT, json.dumps(_finite(facts), indent=2) + "\n", owner_only=True)
     metric = sweep.facts["metric"].get("name")
     varied = _varied(rows)
-    if metric is not None and varied and can_draw() and any(metric in row["metrics"] for row in rows):
+    if metric is not None and len(rows) > 1 and varied and can_draw() and any(metric in row["metrics"] for row in rows):
         draw_sweep([row | row["settings"] for row in rows], metric=metric, varied=varied, path=sweep.folder / FIGURE)
     return Report(rows, epsilon, best, text)
 
@@ -102,16 +102,16 @@ def _best(sweep: SweepFolder, rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _varied(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings in which the trials differ, in the order of the file."""
+    """Return the settings in which the trials differ, in the order of the file; all of them where there is one row."""
     names = dict.fromkeys(name for row in rows for name in row["settings"])
-    return [name for name in names if len({row["settings"].get(name) for row in rows}) > 1]
+    return [name for name in names if len(rows) == 1 or len({row["settings"].get(name) for row in rows}) > 1]
 
 
 def _told(
     sweep: SweepFolder, rows: Sequence[Mapping[str, Any]], epsilon: float | None, how: str | None, best: str | None
 ) -> str:
     metric, facts = sweep.facts["metric"].get("name"), sweep.facts
-    names = [*dict.fromkeys(name for row in rows for name in row["settings"]), "epsilon", *([metric] if metric else [])]
+    names = [*_varied(rows), "epsilon", *([metric] if metric else [])]
     cells = [
         [f"{row['trial']}{' (best)' if row['trial'] == best else ''}", *(_cell(row, name) for name in names)]
         for row in rows

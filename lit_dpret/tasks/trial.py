@@ -63,8 +63,8 @@ class TrialOf:
         """
         if getattr(rank_zero_only, "rank", 0):
             return
-        varied = set(self.sweep.describe()["varied"])
-        settings = [override for override in overrides if override.partition("=")[0] in varied]
+        named = self.sweep.parameters
+        settings = [override for override in overrides if override.partition("=")[0] in named]
         found = result if isinstance(result, Mapping) else {}
         kept = {name: value for name, value in found.items() if name not in self._left_out}
         write_result(self.run_dir, settings, kept)

@@ -10,7 +10,7 @@ import pytest
 from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
 
 from lit_dpret import errors
-from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, write_card
+from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, verify_card, write_card
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -64,6 +64,18 @@ def test_every_card_says_what_copies_of_a_text_cost(tmp_path: Path) -> None:
     (gap,) = [text for text in card["not_covered"] if "same text" in text]
     for text in (gap, card_markdown(card), card_html(card)):
         assert all(show_epsilon(of(units)) in text for units in (2, 5, 10))
+
+
+@pytest.mark.parametrize("unit", ["query", "pair"])
+def test_copies_that_are_one_unit_are_called_no_units_of_their_own(unit: Any, tmp_path: Path) -> None:
+    plan = make_plan(unit=unit)
+    merged = Run(tmp_path / "run", replace(plan, budget=replace(plan.budget, duplicates="merge"))).train()
+    card = merged.card()
+    assert "erasing every copy of a" in card["claim"]["duplicates_policy"]
+    assert not any("each copy is a unit of its own" in gap for gap in card["not_covered"])
+    (gap,) = [text for text in card["not_covered"] if "in other words" in text]
+    assert all(show_epsilon(of(units)) in gap for units in (2, 5, 10)) and "copies" not in gap
+    assert verify_card(card, merged.path) == []
 
 
 def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tmp_path: Path) -> None:

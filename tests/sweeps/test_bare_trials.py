@@ -95,5 +95,20 @@ def test_the_limit_of_a_ledger_is_stated_at_no_smaller_delta_than_its_own_and_by
     assert "3.5" not in tuning_facts(None, None, told, None)["text"], "a run that claims nothing is within no total"
 
 
+def test_a_card_names_as_varied_what_varies_and_no_setting_that_all_trials_share(tmp_path: Path) -> None:
+    content = {"parameters": {"seed": {"value": 7}, "point": {"values": ["eps3", "eps_inf"]}, "task": {"value": "fit"}}}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    file = SweepFile.read(tmp_path / "sweep.yaml")
+    made = SweepFolder.plan(tmp_path / "s", file, file.trials(), [], SweepTerms(budget=None, metric_data="public"))
+    assert made.describe()["varied"] == ["point"]
+    assert "(varied: point)" in tuning_facts(None, None, made.describe(), None)["text"]
+    for trial in file.trials():
+        made.trial_folder(trial.id).mkdir(parents=True)
+        write_result(made.trial_folder(trial.id), trial.overrides, {"loss": 1.0})
+    found = write_report(made)
+    assert {row["settings"]["seed"] for row in found.rows} == {"7"}, "the file of results keeps all"
+    assert "seed" not in found.text and "point" in found.text
+
+
 def sweep_of(folder: Path) -> Any:
     return SweepFolder.read(folder / "s")
