@@ -18,6 +18,9 @@ from pathlib import Path
 from common import options, say, write
 
 RUNS = {
+    "generator, steps of 1024 as in the paper, in physical batches of 32": [
+        "model=generator", "datamodule.expected_batch_size=1024",
+    ],
     "generator, steps of 256 in physical batches of 32": ["model=generator", "datamodule.expected_batch_size=256"],
     "the same on texts cut to 16 tokens": [
         "model=generator", "model.max_passage_length=16", "model.max_query_length=16",

@@ -58,11 +58,11 @@ _SAME_WEIGHT = re.compile(
 
 def ancestors(loss: Tensor) -> set[Node]:
     """Return all nodes of the graph below ``loss``."""
-    return set(_walk(loss))
+    return {node for node, _ in _walk(loss)}
 
 
-def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...] | None:
-    """Return the form of the graph of ``loss`` and how it selects rows; equal for batches treated alike.
+def row_pattern(loss: Tensor, rows: int) -> int | None:
+    """Return a hash of the form of the graph of ``loss`` and of how it selects rows; equal for batches treated alike.
 
     Operations that select on another axis than the batch's are left out. None where rows are written into places that
     no one can read (``out[i] = row``), which is equal to no other batch.
@@ -73,18 +73,19 @@ def row_pattern(loss: Tensor, rows: int) -> tuple[object, ...] | None:
     found: list[object] = []
     names: list[str] = []
     outputs: list[tuple[int, int, int]] = []
-    for node in _walk(loss):
+    for node, inputs in _walk(loss):
         name = node.name()
         names.append(name)
-        # Which of several outputs goes where tells rows apart that a list has put in another order.
-        outputs += [(len(names), place, nr) for place, (_, nr) in enumerate(node.next_functions) if nr]
+        for place, (_, nr) in enumerate(inputs):
+            if nr:  # which of several outputs goes where tells rows apart that a list has put in another order
+                outputs.append((len(names), place, nr))
         picks = _READ.get(name)
         if picks is None:
             _refuse_hidden(name)
             picks = _READ[name] = _PICKS.match(name) is not None
         if picks:
             found += _picked(node, name, rows)
-    return None if "torch::autograd::CopySlices" in names else (hash((*names, *outputs)), *found)
+    return None if "torch::autograd::CopySlices" in names else hash((*names, *outputs, *found))
 
 
 def refuse_hidden_calls(loss: Tensor) -> None:
@@ -93,7 +94,7 @@ def refuse_hidden_calls(loss: Tensor) -> None:
     Raises:
         UnsupportedModelError: Saying what to use instead.
     """
-    for node in _walk(loss):
+    for node, _ in _walk(loss):
         _refuse_hidden(node.name())
 
 
@@ -106,16 +107,17 @@ def _refuse_hidden(name: str) -> None:
         )
 
 
-def _walk(loss: Tensor) -> Iterator[Node]:
+def _walk(loss: Tensor) -> Iterator[tuple[Node, tuple[tuple[Node | None, int], ...]]]:
     # A loop and no recursion: graphs of deep models pass Python's limit.
     seen: set[Node] = set()
-    queue = [] if loss.grad_fn is None else [loss.grad_fn]
+    queue = [loss.grad_fn]
     while queue:
         node = queue.pop()
-        if node not in seen:
+        if node is not None and node not in seen:
             seen.add(node)
-            yield node
-            queue.extend(parent for parent, _ in node.next_functions if parent is not None)
+            inputs = node.next_functions
+            yield node, inputs
+            queue += [parent for parent, _ in inputs]
 
 
 def _picked(node: Node, name: str, rows: int) -> list[object]:
@@ -210,7 +212,7 @@ class RowPatterns:
     def __init__(self) -> None:
         self._batches, self._next = 0, _SELDOM
 
-    def of(self, loss: Tensor, batch: UnitRows) -> tuple[object, ...] | None:
+    def of(self, loss: Tensor, batch: UnitRows) -> int | None:
         """Return the `row_pattern` of a batch; None where it has to be verified in any case.
 
         Raises:
@@ -235,7 +237,7 @@ class RecordingCheck:
         self.always = always
         self._layouts: dict[object, Layout] = {}
         self._patterns = RowPatterns()
-        self._pattern: tuple[object, ...] | None = None
+        self._pattern: int | None = None
         self._parameters_checked = False
 
     @property
