@@ -9,38 +9,18 @@ compared.
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
-from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
+from lit_dpret.modules.coupling_passes import Passes, Rows, refuse_memory, refuse_own_coins, same_features
 from lit_dpret.modules.module_state import KeptState, Looks
-from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
-from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
-from lit_dpret.privacy.state_watch import same_values
-from lit_dpret.privacy.user_generators import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
-
-#: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
-#: autocast, whose rounding would hide more.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-LOW_PRECISION = 3e-2
-#: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
-FLOOR = 1e-4
-#: More objects than these are not searched for generators.
-_OBJECTS = 50_000
-_DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
+from lit_dpret.privacy.batches import ALONE, UnitBatch, take_rows
 
 
 class CouplingCheck:
@@ -111,7 +91,7 @@ class CouplingCheck:
         before, self._before = self._before, None
         if before is None or (alone and previous is None):
             return
-        rows, looks = _Rows.of(module, batch), self._looks[alone]
+        rows, looks = Rows.of(module, batch), self._looks[alone]
         if not alone and len(rows.slots) < 2:
             if not self._as_collated:
                 looks.again()
@@ -125,10 +105,10 @@ class CouplingCheck:
             self._differentiates = True  # a loss may take gradients itself, which passes without them forbid
             compare()
 
-    def _compare(self, rows: _Rows, previous: Any, number: int, **given: Any) -> None:
+    def _compare(self, rows: Rows, previous: Any, number: int, **given: Any) -> None:
         """Make the comparisons that are due in look ``number``, or with the ``previous`` batch of one unit."""
         module, first, turn = rows.module, number == 1, number % 3
-        with _Passes(**given, differentiates=self._differentiates) as passes:
+        with Passes(**given, differentiates=self._differentiates) as passes:
             if self._as_collated and rows.batch.data_rows is not None:
                 passes.compare_placed(rows)
             elif self._as_collated:
@@ -169,12 +149,12 @@ class CouplingCheck:
                 for each unit.
         """
         self._collated = None
-        with _Passes(module, KeptState(module), seed=0) as passes:
+        with Passes(module, KeptState(module), seed=0) as passes:
             alone, again, after = (passes.collated(rows, before) for before in ([], [], others))
-            repeats = _equal(_leaves(alone.features), _leaves(again.features))
+            repeats = same_features(alone, again)
             if not repeats or alone.own_generators != after.own_generators:  # the latter shows where coins are few, too
                 refuse_own_coins(module)
-            if not _equal(_leaves(alone.features), _leaves(after.features)):
+            if not same_features(alone, after):
                 refuse_memory(module)
             if not alone.draws_beside_torch:  # other coins cannot be held; those rows meet in no call of collate_rows
                 self._collated = rows, others
@@ -193,437 +173,3 @@ def _modes(module: nn.Module) -> list[bool]:
     for part in parts:  # grows meanwhile
         parts += [each for each in part._modules.values() if each is not None]
     return [part.training for part in parts]
-
-
-class _Rows:
-    """Rows of a batch: some are kept, the others replaced.
-
-    Attributes:
-        slots: The units that have rows.
-        kept: Which rows belong to the first half of these units, or to the ``last``, ``(rows,)`` booleans.
-    """
-
-    def __init__(self, module: Any, batch: UnitBatch, slots: list[int], *, last: bool = False) -> None:
-        self.batch, self.slots, self.module = batch, slots, module
-        half = (len(slots) + 1) // 2
-        kept = torch.tensor(slots[half:] if last else slots[:half], device=batch.unit_ids.device)
-        self.kept = torch.isin(batch.unit_ids, kept)
-        self._others = (~self.kept).nonzero().flatten()
-
-    @classmethod
-    def of(cls, module: Any, batch: UnitBatch) -> _Rows:
-        leaves = _leaves(batch.rows) if isinstance(batch.rows, dict) else []
-        if not leaves or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(leaves[0]) for v in leaves):
-            raise UnsupportedModelError(
-                f"{type(module).__name__}.collate_rows must return a dict of tensors (dicts may be nested; dict(...) "
-                "of a tokenizer's BatchEncoding is one) whose first axis is the rows, so that it can be checked that "
-                "no row changes the loss of another one.",
-                trap="T11",
-            )
-        data = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]
-        return cls(module, batch, sorted(set(data.tolist())))
-
-    def first(self, units: int) -> _Rows:
-        """Return the rows of the first units alone."""
-        slots = self.slots[:units]
-        inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
-        data = None if self.batch.data_rows is None else self.batch.data_rows[inside]
-        part = replace(
-            self.batch,
-            rows=take_rows(self.batch.rows, inside),
-            unit_ids=self.batch.unit_ids[inside],
-            data_rows=data,
-        )
-        return _Rows(self.module, part, slots)
-
-    def keeping_the_last(self) -> _Rows:
-        """Return the same rows, of which the second half of the units is kept."""
-        return _Rows(self.module, self.batch, self.slots, last=True)
-
-    def as_they_are(self) -> Any:
-        """Nested dicts of their own, since a module may write into them."""
-        return take_rows(self.batch.rows, slice(None))
-
-    def with_other_company(self, *, from_kept: bool) -> Any:
-        """Every row that is not kept replaced by a copy of one row: a kept one, or the last of the others."""
-        source = self.kept.nonzero()[0] if from_kept or len(self._others) < 2 else self._others[-1:]
-        index = torch.arange(len(self.kept), device=self.kept.device)
-        index[self._others] = source
-        return take_rows(self.batch.rows, index)
-
-    def others_alone(self) -> tuple[Any, Tensor]:
-        """Return the replaced rows and their places; without the first, so that even and odd places change."""
-        places = self._others[len(self._others) > 1 :]
-        return take_rows(self.batch.rows, places), places
-
-    def alone(self) -> Any:
-        """Return the kept rows without the others, collated without them where the loader did so."""
-        collated = self.batch.alone if self.batch.data_rows is None else None
-        if collated is None or len(_leaves(collated)[0]) != int(self.kept.sum()):
-            return take_rows(self.batch.rows, self.kept.nonzero().flatten())
-        units = self.batch.unit_ids[self.kept]
-        mask = torch.zeros_like(self.batch.mask).index_fill_(0, units, True)
-        own = replace(self.batch, rows=take_rows(collated, slice(None)), unit_ids=units, mask=mask, alone=None)
-        self.module.before_batch(own)
-        return own.rows
-
-
-class _Seen(NamedTuple):
-    """Losses of rows, their gradient by parameter, and their losses in the batch after."""
-
-    losses: Tensor
-    gradient: dict[str, Tensor]
-    later: Tensor
-
-
-class _Collated(NamedTuple):
-    """What ``collate_rows`` made of some rows, and how it left the module's own generators.
-
-    ``draws_beside_torch`` says whether it drew from the global generators of ``random`` and numpy.
-    """
-
-    features: Any
-    own_generators: tuple[bytes | str, ...]
-    draws_beside_torch: bool
-
-
-class _Passes:
-    """Runs the loss repeatedly from the same state, and restores that state at the end."""
-
-    def __init__(self, module: Any, before: KeptState, seed: int, *, differentiates: bool = False) -> None:
-        self.module, self._kept_state, self._seed = module, before, seed
-        self._differentiates = differentiates
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-    def __enter__(self) -> _Passes:
-        self._kept_state.begin()
-        self._generators = kept_generators()
-        self._generators.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._generators.__exit__(None, None, None)
-        self._kept_state.put_back()
-
-    def compare_company(
-        self, rows: _Rows, from_kept: Sequence[bool], *, gradients: bool = False, later: bool = False
-    ) -> None:
-        """Compare the losses of the kept rows in this and in other company, their gradients, and a ``later`` batch."""
-        first = self._in_company(rows, rows.as_they_are(), gradients=gradients, later=later)
-        tolerance = TOLERANCE.get(first.losses.dtype, LOW_PRECISION)
-        for source in from_kept:
-            features = rows.with_other_company(from_kept=source)
-            other = self._in_company(rows, features, gradients=gradients, later=later)
-            if _differ(first.losses, other.losses):
-                self._refuse(rows)
-            if _far(first.gradient, other.gradient, min(10 * tolerance, 0.1)):
-                self._refuse(rows, "the gradient of a row's loss is different when other rows are in the batch")
-            if _differ(first.later, other.later):
-                self._refuse_memory()
-        self._kept_state.refuse_writes(self._refuse_memory)
-
-    def _in_company(self, rows: _Rows, features: Any, *, gradients: bool, later: bool) -> _Seen:
-        """Return what becomes of the kept rows among ``features``, and of the same rows in the batch after."""
-        self._kept_state.reset()
-        losses = self._losses(features, gradients=gradients)
-        gradient = self._gradient(losses, rows.kept) if gradients else {}
-        losses = losses.detach()[rows.kept]
-        return _Seen(losses, gradient, self._losses(rows.alone(), fixed_coins=True) if later else losses[:0])
-
-    def compare_sizes(self, rows: _Rows) -> None:
-        """Compare the losses of the kept rows with and without the others, and what either batch leaves for later."""
-        (features, places), found, drawn, after, counted = rows.others_alone(), [], [], [], []
-        for batch in (rows.as_they_are(), rows.alone(), features):
-            self._kept_state.reset()
-            found.append(self._losses(batch, fixed_coins=True))
-            drawn.append(python_and_numpy_now())
-            if batch is not features:
-                once = self._kept_state.numbers()
-                after.append(self._losses(rows.alone(), fixed_coins=True))
-                counted.append((once, self._kept_state.numbers()))
-        if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
-            self._refuse_other_coins()
-        together, alone, others = found
-        if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
-            self._refuse(rows)
-        (whole, _), (once, twice) = counted
-        counts = any(_is_other(whole, once, name) and _is_other(once, twice, name) for name in once)
-        if counts or _differ(after[0], after[1], floor=FLOOR):
-            self._refuse_memory()
-
-    def compare_metrics(self, rows: _Rows, metrics: Sequence[Metric]) -> None:
-        """Compare the losses of the batch with those that it has where no metric has seen anything."""
-        found = []
-        for forgets in (False, True):
-            self._kept_state.reset()
-            for metric in metrics if forgets else ():
-                metric.reset()
-            found.append(self._losses(rows.as_they_are()))
-        if _differ(found[0], found[1]):
-            self._refuse_memory()
-
-    def compare_histories(self, rows: _Rows, other: Any = None) -> None:
-        """Compare the losses of the batch after itself and after another one, or one of other rows."""
-        found = []
-        other = rows.with_other_company(from_kept=True) if other is None else other
-        for before in (rows.as_they_are(), other):
-            self._kept_state.reset()
-            self._losses(before)
-            found.append(self._losses(rows.as_they_are()))
-        if _differ(found[0], found[1]):
-            self._refuse_memory()
-        self._kept_state.refuse_writes(self._refuse_memory)
-
-    def compare_alone(self, rows: _Rows, *, of_pairs: bool) -> None:
-        """Compare the losses of the kept rows, or their embeddings, with those of the same rows collated alone."""
-        if is_lazy(self.module.device) or (of_pairs and not hasattr(self.module, "pair_batch")):
-            return
-        of_rows = self._embeddings if of_pairs else partial(self._losses, fixed_coins=True)
-        found = []
-        for features in (rows.as_they_are(), rows.alone()):
-            self._kept_state.reset()
-            found.append(of_rows(features))
-        if _differ(found[0][rows.kept], found[1], floor=FLOOR):
-            what = "the embedding of a row is different when it is collated with other rows"
-            self._refuse(rows, what if of_pairs else _DEPENDS)
-
-    def _embeddings(self, features: Any) -> Tensor:
-        """Return both embeddings of each pair, ``(rows, 2 dim)``."""
-        seed_everywhere(self._seed)
-        wide = torch.autocast(self.module.device.type, enabled=False)
-        with torch.no_grad(), wide, _FixedCoins():  # type: ignore[no-untyped-call]
-            sides = self.module.pair_batch(features).sides
-            return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
-
-    def collated(self, rows: list[Any], before: list[Any]) -> _Collated:
-        """Collate ``rows`` by a copy of the module, after others if there are some."""
-        module = _copy_without_weights(self.module)
-        if module is self.module:
-            self._kept_state.reset()
-        with _FixedCoins():  # type: ignore[no-untyped-call]
-            if before:
-                module.collate_rows(before)
-            seed_everywhere(self._seed)
-            coins = python_and_numpy_now()
-            found = module.collate_rows(rows)
-            draws = coins != python_and_numpy_now()
-        return _Collated(found, own_generators(islice(objects_in(module), _OBJECTS)), draws)
-
-    def compare_collated(self, rows: _Rows, own: list[Any], others: list[Any]) -> None:
-        """Compare the losses of rows that were collated alone with those of the same rows before and after others."""
-        if rows.batch.data_rows is not None:  # as many as have a slot
-            slots = len(rows.batch.mask)
-            own = own[: max(1, slots // 2)]
-            others = others[: slots - len(own)]
-        alone = self.collated(own, []).features
-        for together, first in (([*own, *others], 0), ([*others, *own], len(others))):
-            found, drawn = [], []
-            for features, at in ((alone, first), (self.collated(together, []).features, 0)):
-                batch, places = self._batch_like(rows.batch, features, at)
-                self.module.before_batch(batch)
-                self._kept_state.reset()
-                kept = places[first - at :][: len(own)]
-                found.append(self._losses(batch.rows, fixed_coins=True)[kept])
-                drawn.append(python_and_numpy_now())
-            if drawn[0] != drawn[1]:
-                self._refuse_other_coins()
-            if _differ(found[0], found[1], floor=FLOOR):
-                self._refuse(rows)
-
-    def compare_placed(self, rows: _Rows) -> None:
-        """Compare the losses of the first units of a batch of fixed shape with those that they have alone in it."""
-        slots = torch.tensor(rows.slots[:ALONE], device=rows.kept.device)
-        data_rows: Any = rows.batch.data_rows
-        kept = torch.isin(rows.batch.unit_ids, slots) & data_rows
-        mask = torch.zeros_like(rows.batch.mask).index_fill_(0, slots, True)
-        features = take_rows(rows.batch.alone, slice(None))
-        alone = replace(rows.batch, rows=features, data_rows=kept, mask=mask, alone=None)
-        self.module.before_batch(alone)
-        found = []
-        for features in (rows.as_they_are(), alone.rows):
-            self._kept_state.reset()
-            found.append(self._losses(features, fixed_coins=True)[kept])
-        if _differ(found[0], found[1]):
-            self._refuse(rows)
-
-    def _batch_like(self, batch: UnitBatch, features: Any, first: int) -> tuple[UnitBatch, Tensor]:
-        """Return a batch of collated rows, each a unit, and the places of these rows.
-
-        In low precision another shape is another result, so where ``batch`` has a fixed one they are placed in the same
-        one, in the slots from ``first`` on.
-        """
-        count, device = len(_leaves(features)[0]), self.module.device
-        if batch.data_rows is None:
-            ids = torch.arange(count, device=device)
-            mask, data_rows, places = torch.ones_like(ids, dtype=torch.bool), None, ids
-        else:
-            place_rows = self.module.place_rows if self.module.fills_up else copied_rows
-            shape = FixedShape(len(batch.mask), len(batch.unit_ids) // len(batch.mask), place_rows)
-            slots = range(first, first + count)
-            features, data_rows = shape.filled(features, slots)
-            ids, data_rows = batch.unit_ids, data_rows.to(device)
-            mask = torch.zeros_like(batch.mask).index_fill_(0, torch.tensor(slots, device=device), True)
-            places = data_rows.nonzero().flatten()
-        moved = _moved_like(batch.rows, features)
-        found = replace(batch, rows=moved, unit_ids=ids, mask=mask, data_rows=data_rows, alone=None)
-        return found, places
-
-    def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
-        """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
-        seed_everywhere(self._seed)
-        wide = torch.autocast(self.module.device.type, enabled=False)
-        coins: Any = _FixedCoins() if fixed_coins else nullcontext()  # type: ignore[no-untyped-call]
-        with torch.set_grad_enabled(gradients or self._differentiates), coins, wide:
-            losses: Tensor = self.module.per_row_loss(features)
-        return losses if gradients else losses.detach()
-
-    def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
-        """Of the kept rows' losses, with alternating signs and powers of two so that no two rows weigh the same."""
-        count = int(kept.sum())
-        weights = torch.tensor([(-1.0) ** i * 2.0 ** (i % 5 // 2) for i in range(count)], device=losses.device)
-        loss = (losses[kept] * weights.to(losses.dtype)).sum()
-        if not loss.requires_grad:
-            return {}
-        found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
-        dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
-        return {name: g for name, g in zip(self._parameters, dense, strict=True) if g is not None}
-
-    def _refuse(self, rows: _Rows, what: str = _DEPENDS) -> NoReturn:
-        """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""
-        again = []
-        for _ in range(2):
-            self._kept_state.reset()
-            again.append(self._losses(rows.as_they_are()))
-        name, mode = type(self.module).__name__, self.module.privacy.name
-        if _differ(again[0], again[1]):
-            raise UnsupportedModelError(
-                f"privacy={mode} cannot train {name}: the same rows have another loss each time, so a dependence "
-                "between rows cannot be detected. Draw random numbers in per_row_loss from torch.",
-                trap="T11",
-            )
-        raise UnsupportedModelError(
-            f"privacy={mode} cannot train {name}: {what}, so clipping each example bounds nothing. "
-            "Make each row's loss from that row alone: normalise inside the row, and take statistics of the batch, "
-            f"mixed inputs and the number of rows out of {self.module.way_out_of_coupling}.",
-            trap="T11",
-        )
-
-    def _refuse_other_coins(self) -> NoReturn:
-        """Refuse numbers of ``random`` and numpy that rows share: only torch's can be held equal (`_FixedCoins`)."""
-        raise UnsupportedModelError(
-            f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: how many numbers "
-            "per_row_loss draws from random or numpy depends on the rows of the batch, so a dependence between rows "
-            "cannot be detected. Draw them from torch; or in collate_rows or dataset[draw], from any global "
-            "generator.",
-            trap="T11",
-        )
-
-    def _refuse_memory(self) -> NoReturn:
-        refuse_memory(self.module)
-
-
-def refuse_own_coins(module: Any) -> NoReturn:
-    """Refuse a ``collate_rows`` whose random draws are not seeded for each unit."""
-    raise UnsupportedModelError(
-        f"privacy={module.privacy.name} cannot train {type(module).__name__}: collate_rows draws random numbers from a "
-        "generator of its own, which rows share, so one unit changes the numbers of others, and anyone who knows the "
-        "seed can detect it. Draw from the global generators (torch.rand(...), random.random(), "
-        "numpy.random.rand()): they are seeded from the run's secret for every unit and step.",
-        trap="T11",
-    )
-
-
-def refuse_memory(module: Any) -> NoReturn:
-    """Refuse a module in which something of one batch changes the loss of the next."""
-    raise UnsupportedModelError(
-        f"privacy={module.privacy.name} cannot train {type(module).__name__}: what it keeps of one batch "
-        "(an attribute, a closure or a global) changes the loss of the rows of the next one, so one unit affects "
-        "steps that it is not part of, which no noise covers. Keep nothing of private rows between batches.",
-        trap="T11",
-    )
-
-
-class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every random number is the same, so that a row gets it in a batch of any size; dropout drops nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if "dropout" in name and "attention" not in name:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if "attention" in name:
-            places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p"]
-            args = tuple(0.0 if i in places else value for i, value in enumerate(args))
-            return func(*args, **(kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})))
-        found = func(*args, **kwargs)
-        for tensor in found if isinstance(found, (tuple, list)) else [found]:
-            if name.startswith("randperm"):
-                tensor.copy_(torch.arange(len(tensor), device=tensor.device).roll(1))
-            elif isinstance(tensor, Tensor):
-                tensor.fill_(1 if name.startswith("bernoulli") else 0.5 if tensor.is_floating_point() else 0)
-        return found
-
-
-def _copy_without_weights(module: Any) -> Any:
-    """Return a copy of all that a module keeps, but for the tensors; the module itself where it cannot be copied."""
-    kept = {id(each): each for each in modules_and_tensors_in(module) if isinstance(each, Tensor)} | {
-        id(module._trainer): module._trainer
-    }
-    try:
-        return copy.deepcopy(module, kept)
-    except Exception:  # objects of the user's own may refuse to be copied in any way
-        return module
-
-
-def _moved_like(example: Any, rows: Any) -> Any:
-    """Rows where those of ``example`` are, and cast as they were."""
-    if isinstance(rows, dict):
-        return type(rows)({key: _moved_like(example.get(key), value) for key, value in rows.items()})
-    return rows.to(example.device, example.dtype) if isinstance(example, Tensor) else rows
-
-
-def _leaves(rows: Any) -> list[Any]:
-    """Return the leaves of nested dicts."""
-    return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
-
-
-def _equal(a: list[Any], b: list[Any]) -> bool:
-    """Return whether two lists hold equal tensors; leaves of other kinds are not compared."""
-    pairs = zip(a, b, strict=False)
-    return len(a) == len(b) and all(same_values(x, y) for x, y in pairs if isinstance(x, Tensor))
-
-
-def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
-    """Return whether two losses of a row are further apart than rounding explains; broken rows say nothing."""
-    tolerance = max(TOLERANCE.get(each.dtype, LOW_PRECISION) for each in (a, b))
-    a, b = a.detach().double(), b.detach().double()
-    finite = a.isfinite() & b.isfinite()
-    if not bool((a.isfinite() == b.isfinite()).all()):
-        return True
-    a, b = a[finite], b[finite]
-    if not len(a):
-        return False
-    return bool(((a - b).abs() > tolerance * a.abs().max() + floor).any())
-
-
-def _is_other(a: dict[str, Any], b: dict[str, Any], name: str) -> bool:
-    """Return whether a number or tensor of ``a`` is another one in ``b``, where it stands in both."""
-    if name not in a or name not in b:
-        return False
-    one, two = (torch.as_tensor(each) for each in (a[name], b[name]))
-    return one.shape == two.shape and not torch.equal(one, two)
-
-
-def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
-    """Return whether two gradients of all parameters are further apart than rounding explains."""
-    if a.keys() != b.keys():
-        return True
-    whole, gap = _norm(list(a.values())), _norm([a[name] - b[name] for name in a])
-    return math.isfinite(whole) and not gap <= tolerance * whole
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-    return float(torch.stack(norms).norm()) if norms else 0.0

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules import coupling_check
-from lit_dpret.modules.coupling_check import CouplingCheck, _Passes
+from lit_dpret.modules import coupling_passes
+from lit_dpret.modules.coupling_check import CouplingCheck
+from lit_dpret.modules.coupling_passes import Passes
 from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.batches import copied_rows
@@ -237,7 +238,7 @@ def test_a_row_that_depends_on_rows_before_it_in_the_same_collation_is_refused(
     module: type[Any], units: int, precision: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     for other in ("compare_company", "compare_sizes", "compare_histories"):  # which may meet it by luck, or not
-        monkeypatch.setattr(_Passes, other, lambda *_, **__: None)
+        monkeypatch.setattr(Passes, other, lambda *_, **__: None)
     with pytest.raises(UnsupportedModelError) as refusal:
         train(tmp_path, module, data=Numbers(physical_batch_size=units), precision=precision, steps=1)
     assert refusal.value.trap == "T11"
@@ -263,13 +264,13 @@ def test_a_coupling_that_begins_later_is_found_in_a_later_batch_and_leaves_no_cl
 
 def test_a_resumed_run_is_looked_at_again(tmp_path: Path, monkeypatch: Patch) -> None:
     looked: list[int] = []
-    company = _Passes.compare_company
+    company = Passes.compare_company
 
     def seen(self: Any, *rest: Any, **settings: Any) -> None:
         looked.append(self.module.trainer.global_step)
         company(self, *rest, **settings)
 
-    monkeypatch.setattr(_Passes, "compare_company", seen)
+    monkeypatch.setattr(Passes, "compare_company", seen)
     with pytest.raises(Killed):
         train(tmp_path, Plain, extra=[KillAt(3)])
     looked.clear()
@@ -357,7 +358,7 @@ def test_fixed_coins_give_a_row_the_same_in_a_batch_of_any_size() -> None:
         heads = nn.functional.scaled_dot_product_attention(one, one, one, dropout_p=0.5)
         return torch.cat([*parts, heads.flatten(1)], dim=1)
 
-    with coupling_check._FixedCoins():
+    with coupling_passes._FixedCoins():
         few, many = drawn(2), drawn(7)
     assert torch.equal(few, many[:2])
 
@@ -487,7 +488,7 @@ def test_what_an_object_remembers_is_found_in_copies_of_the_module(tmp_path: Pat
     with pytest.raises(UnsupportedModelError) as refusal:
         train(tmp_path / "found", GrowsAnObject)
     assert refusal.value.trap == "T11"
-    monkeypatch.setattr(coupling_check, "_copy_without_weights", lambda module: module)
+    monkeypatch.setattr(coupling_passes, "_copy_without_weights", lambda module: module)
     train(tmp_path / "not", GrowsAnObject)
 
 
