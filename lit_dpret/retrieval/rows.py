@@ -127,7 +127,7 @@ def as_rows(embeddings: Tensor | NDArray[Any] | Rows) -> Rows:
 
 
 _CHUNK = 16_384  # passages that are read at a time
-_FEW_PAIRS = 4096  # threads begin later than one has scored so many
+_FEW_PAIRS = 2**14  # threads begin later than one has scored so many
 _PLACE = 2**32 - 1
 _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 
@@ -179,7 +179,7 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        if len(flat) > _FEW_PAIRS:
+        if edges[-1] - edges[0] > _FEW_PAIRS:  # fillers stand before them
             rows_in_parallel(score, len(starts), 1)
         else:
             for number in range(len(starts)):

@@ -56,7 +56,7 @@ __all__ = [
 QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # of a matrix product
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
 _FEW_QUERIES = 256  # up to so many, threads share out the passages: each is read once, and products are not too flat
-_AT_ONCE = 2**22  # scores that are held whole: for fewer, chunks and threads cost more than they save
+_AT_ONCE = 2**23  # scores that are held whole: for fewer, chunks and threads cost more than they save
 _FLAT = 32  # up to so many queries, passages times queries is the faster order of a product
 _BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched together
 
@@ -193,7 +193,9 @@ class SearchStream:
 
     def _search_at_once(self, rows: Rows) -> None:
         """Search a piece by all scores that few queries have in it."""
-        queries, width, longest = self._products.queries, self._width(rows), 0.0
+        # A 64th of the passages and no more are found by a partial sort, which takes half the time.
+        width = min(self._width(rows), max(self.k + 16, len(rows) // 64), len(rows))
+        queries, longest = self._products.queries, 0.0
         asking = queries.repeat(2, 1) if len(queries) == 1 else queries  # a product with a vector runs on one thread
         scores = queries.new_empty(len(queries), len(rows))
         for some in _slices(len(rows)):
@@ -371,7 +373,7 @@ class SearchStream:
                 proven[part] = unpacked(keys[:, -1])[0] > reach[part]
             self._best[of[proven[part]]] = keys[proven[part]]
 
-        rows_in_parallel(keep, len(chosen), _share(len(chosen), 256))
+        rows_in_parallel(keep, len(chosen), max(128, _share(len(chosen), 256)))  # fewer are done before a thread starts
         return proven
 
     def _kth(self) -> Tensor:
