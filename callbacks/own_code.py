@@ -149,6 +149,9 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
     """List the claim's trusted assumptions about code outside this package and Lightning, for the card."""
     mode = type(module.privacy)
     own = dict.fromkeys(_own_code([module, data, trainer], apart=mode))
+    if module.privacy.guarantee == "inherited":
+        text = "this code reads no private data, which the claim of the data set that was trained on does not cover."
+        return [f"{', '.join(own)}: {text}"] if own else []
     bound = [] if mode.__module__.startswith(_KNOWN) else [
         f"{mode.__name__} is a privacy mode from outside lit-dpret: that one unit moves the sum of a step by no more "
         "than this card says rests on its code. Its noise was measured in every step."

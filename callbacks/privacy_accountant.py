@@ -309,7 +309,7 @@ class PrivacyAccountant(Callback):
                     *getattr(data, "assumptions", list)(),
                     *precision_assumptions(trainer, module),
                     *declared_weights(module, self),
-                    *(trusted_code(trainer, module, data) if mode.guarantee == "dp" else ()),
+                    *(trusted_code(trainer, module, data) if mode.guarantee != "none" else ()),
                 ],
                 "planted": planted,
                 **({"mode_facts": facts} if (facts := mode.recorded_facts()) else {}),

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from stand_ins import Numbers, Regression, Texts, Units, dp, fit
 from tiny_tasks import write_log, write_synthetic
 from torch import Tensor, nn
@@ -532,3 +533,17 @@ def test_a_list_of_the_synthetic_queries_to_train_on_stands_on_the_card(tmp_path
         fit(run, Texts(privacy=SyntheticData()), data, steps=1, extra=[PrivacyCard(run_dir=run)])
         told = [each["holds"] for each in read_card(run)["assumptions"] if "datamodule.keep" in each["text"]]
         assert told == ([] if keep is None else ["unverified"])
+
+
+class ReadsTheLog(Callback):
+    """Could log something of private rows, and end the training by them."""
+
+
+def test_a_card_of_training_on_synthetic_queries_names_own_code_which_could_read_the_log(tmp_path: Path) -> None:
+    folder = write_synthetic(tmp_path / "synthetic", PairsDataModule(folder=write_log(tmp_path / "log")))
+    for number, own in enumerate(([], [ReadsTheLog()])):
+        run = tmp_path / str(number)
+        data = SyntheticDataModule(folder=folder, expected_batch_size=4)
+        fit(run, Texts(privacy=SyntheticData()), data, steps=1, extra=[PrivacyCard(run_dir=run), *own])
+        named = [a["text"].partition(":")[0] for a in read_card(run)["assumptions"] if a["holds"] == "unverified"]
+        assert ["Texts", "Texts, ReadsTheLog"][number] in named
