@@ -64,6 +64,7 @@ from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_me
 from lit_dpret.privacy.ledger.judgement import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger, ledger_identity
+from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
 from lit_dpret.privacy.ledger.trained import TrainedIn, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
@@ -137,6 +138,7 @@ class PrivacyAccountant(Callback):
         self.eps_log_points = eps_log_points
         self.init_from, self.init_from_is_public = init_from, init_from_is_public
         self.sweep = None if trial_of is None else SweepFolder.read(trial_of)
+        self._siblings = siblings_now()
         self.plan: PrivacyPlan | None = None
         self._start: Start | None = None
         self._dataset: DatasetLedger | None = None
@@ -324,6 +326,8 @@ class PrivacyAccountant(Callback):
         )
         note_start(self._run.ledger, self.start())
         note_sweep(self._run.ledger, None if self.sweep is None else self.sweep.describe())
+        if self.sweep is None and self.plan is not None:
+            note_siblings(self._run.ledger, self._siblings)
         return self._run.run_id
 
     def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:

@@ -50,6 +50,7 @@ from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
 from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, plan_of
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
+from lit_dpret.privacy.ledger.siblings import siblings_of
 
 __all__ = [
     "CARD_NAME",
@@ -220,7 +221,7 @@ def inherit_card(
         accounting, ceilings = without_numbers(accounting), None
         pretraining.pop("start", None)
     delta = claim["delta"] if claim["guarantee"] == "dp" else None
-    tuned = tuning_facts(facts.tuning, None, sweep_of(ledger_records), delta)
+    tuned = tuning_facts(facts.tuning, None, sweep_of(ledger_records), delta, siblings_of(ledger_records))
     planted = parent["empirical"].get("planted")
     whole = with_earlier_tuning(
         tuned, parent["tuning"], str(parent["subject"]["name"]), composed=False, proved=claim["guarantee"] == "dp"
@@ -306,7 +307,8 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
             }[assumption["consequence"]]
             banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
     if claim["guarantee"] == "dp":
-        if card["tuning"]["data"] in ("private", "unknown", "synthetic"):  # the claim is without the choice
+        # The claim is without the choice.
+        if card["tuning"]["data"] in ("private", "unknown", "synthetic") or not card["tuning"]["accounted"]:
             cautions.append(card["tuning"]["text"])
         start = (card["accounting"] or {}).get("init_from") or {}
         for n, whose in ((card["mechanism"].get("n_public"), ""), (start.get("n_public"), " of the run before it")):

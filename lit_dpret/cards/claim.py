@@ -265,7 +265,19 @@ def unprotected_quantities(unit: Unit, neighbours: Neighbours, n: int | None) ->
 
 
 def tuning_gaps(tuning: Mapping[str, Any]) -> list[str]:
-    """List the gaps left by the choice of hyper-parameters."""
+    """List the gaps left by the choice of hyper-parameters, and by that of a run."""
+    return [*_settings_gaps(tuning), *_siblings_gaps(tuning.get("siblings"))]
+
+
+def _siblings_gaps(siblings: Mapping[str, Any] | None) -> list[str]:
+    if siblings is None:
+        return []
+    planned, number = siblings.get("planned"), siblings["runs"] or "several"
+    known = "is not computed" if planned is None else f"is {show_epsilon(planned['epsilon'])}, as planned"
+    return [f"A choice among the {number} runs that one command started, by whatever score: with it, epsilon {known}."]
+
+
+def _settings_gaps(tuning: Mapping[str, Any]) -> list[str]:
     if tuning["data"] == "private" and tuning["accounted"]:
         public = (tuning.get("sweep") or {}).get("metric_data") in ("public", "none")
         scored = "" if public else ", and the records on which the runs were scored are not covered at all"

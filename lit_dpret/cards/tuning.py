@@ -15,6 +15,7 @@ from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_ledger import one_release, sweep_limit, sweep_of
 from lit_dpret.privacy.ledger.judgement import Judged
 from lit_dpret.privacy.ledger.run_ledger import recorded_start
+from lit_dpret.privacy.ledger.siblings import siblings_of
 from lit_dpret.settings import require_choice
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
@@ -35,6 +36,8 @@ _ON_ONE_RELEASE = (
 )
 
 _CHOSEN = {
+    "none": "its run is one of several",
+    "public": "its run is one of several",
     "private": "hyper-parameters were chosen on private data",
     "unknown": "it was not stated on which data the hyper-parameters were chosen",
     "synthetic": "hyper-parameters were chosen on DP synthetic data",
@@ -55,6 +58,7 @@ def tuning_facts(
     cost: SearchCost | None = None,
     sweep: Mapping[str, Any] | None = None,
     delta: float | None = None,
+    siblings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the tuning block of a card: the facts given, a sentence, and whether an epsilon covers the choice.
 
@@ -67,12 +71,15 @@ def tuning_facts(
           is the limit of the ledger that holds them. Where a trial had no privacy, where the limit holds at a larger
           delta than the claim's, where the run claims nothing, or where the trials were scored on synthetic data,
           whose own epsilon is in no such sum, none is stated.
+        - A choice among several runs of one command that nothing was reserved for is not accounted, also where these
+          differ in their seed alone: what they cost together is stated as planned.
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
         cost: What a search costs, from `search_cost`; None where the artefact has no releases of its own.
         sweep: The sweep that the run is a trial of, from its ledger.
         delta: Of the claim; None where nothing is claimed.
+        siblings: The runs of its command, from its ledger.
 
     Raises:
         ConfigurationError: ``data`` or ``method`` is no known word, several trials are declared where nothing was
@@ -90,6 +97,8 @@ def tuning_facts(
         text += f" Number of trials: {chosen['n_trials']}."
     if (stopping := declared_search(chosen)) is not None:
         value, why = (None, "this artefact makes no releases of its own") if cost is None else cost(stopping)
+        if siblings is not None:
+            value, why = None, "its proof needs a secret number of runs, and their command tells it"
         accounted = value is not None
         text = _priced(stopping, value) if value is not None else f"{text} The cost of the declared search: {why}."
         chosen |= {"epsilon": value}
@@ -100,6 +109,9 @@ def tuning_facts(
         if chosen["data"] == "private" and sweep["metric_data"] in _COVERED and limit is not None:
             accounted, chosen = True, chosen | {"epsilon": limit}
             text = _summed(sweep, limit)
+    if siblings is not None and sweep is None:
+        accounted, chosen = False, chosen | {"siblings": dict(siblings)}
+        text = f"{text} {_beside(siblings, claims=delta is not None)}"
     if chosen["note"]:
         text += f" {chosen['note']}"
     return {**chosen, "text": text, "accounted": accounted}
@@ -114,7 +126,7 @@ def with_earlier_tuning(
     from it without private data keeps that epsilon; a claim ``composed`` of both runs has none that is proved, and
     neither has an artefact of which nothing is ``proved``.
     """
-    if earlier is None or earlier["data"] not in _OPEN:
+    if earlier is None or not _is_open(earlier):
         return dict(own)
     if not own["accounted"] and own["data"] == earlier["data"] and str(earlier["text"]) in str(own["text"]):
         return dict(own)
@@ -122,23 +134,30 @@ def with_earlier_tuning(
         lost = f"NOT ACCOUNTED: {_CHOSEN[earlier['data']]}, and of what is made here nothing is claimed."
         earlier = {**earlier, "epsilon": None, "accounted": False, "text": lost}
     text = f"{own['text']} Of {name}: {earlier['text']}"
-    if not composed and own["data"] not in _OPEN:
+    if not composed and not _is_open(own):
         return {**earlier, "text": text}
     if earlier["accounted"]:
         text += " NOT ACCOUNTED: the epsilon of this card does not cover that choice."
-    data = next(one for one in _OPEN if one in (own["data"], earlier["data"]))
+    data = next((one for one in _OPEN if one in (own["data"], earlier["data"])), own["data"])
     return {**own, "data": data, "accounted": False, "text": text}
 
 
 def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, composed: bool) -> bool:
     """Return whether a tuning block omits what `with_earlier_tuning` adds to it from another card."""
-    if earlier["data"] not in _OPEN:
+    if not _is_open(earlier):
         return False
     told = str(earlier["text"]) in str(own["text"])
     if not composed and told and {**earlier, "text": own["text"]} == own:
         return False
+    if earlier["data"] not in _OPEN:
+        return bool(own["accounted"]) or not told
     graver = own["data"] in _OPEN[: _OPEN.index(earlier["data"]) + 1]
     return bool(own["accounted"]) or not graver or not (told or own["data"] == earlier["data"])
+
+
+def _is_open(tuning: Mapping[str, Any]) -> bool:
+    """Return whether a choice behind an artefact tells of private data, or may."""
+    return tuning["data"] in _OPEN or not tuning["accounted"]
 
 
 def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: SearchCost | None = None) -> dict[str, Any]:
@@ -148,7 +167,8 @@ def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: Search
     """
     start = recorded_start(judged.records) or {}
     delta = None if judged.claimed_plan is None else judged.claimed_plan.budget.delta
-    own = tuning_facts(tuning, cost or search_cost(judged), sweep_of(judged.records), delta)
+    sweep, siblings = sweep_of(judged.records), siblings_of(judged.records)
+    own = tuning_facts(tuning, cost or search_cost(judged), sweep, delta, siblings)
     return with_earlier_tuning(own, start.get("tuning"), str(start.get("name")), composed=True)
 
 
@@ -283,6 +303,29 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
         f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "
         f"at delta = {show_delta(planned['delta'])}. Whoever sees several of the models, or one that was chosen "
         "among them, has that, not the epsilon of one."
+    )
+
+
+def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
+    """Say what the runs of one command cost together, of which nobody reserved anything."""
+    runs, planned, bare = siblings["runs"], siblings.get("planned"), siblings.get("without_privacy")
+    varied = ", ".join(siblings["varied"]) or "nothing"
+    text = f"This run is one of {runs or 'several'} that one command started (varied: {varied})"
+    if not claims:
+        return f"{text}. It claims nothing by itself, so no epsilon covers a choice that looked at it."
+    text += f", {bare} of them without privacy, which no epsilon bounds." if bare else "."
+    if planned is None:
+        text += (
+            " What they cost together was not computed: no more than their epsilons added up, at their deltas added up."
+        )
+    else:
+        text += (
+            f" As planned, the {siblings['private_runs']} private ones together are within epsilon = "
+            f"{show_epsilon(planned['epsilon'])} at delta = {show_delta(planned['delta'])}."
+        )
+    return (
+        f"{text} That, and not the epsilon of this card, is the epsilon of several of them, and of one that was chosen "
+        "among them, such as the seed with the best score, on whatever data it is scored."
     )
 
 

@@ -171,25 +171,35 @@ def _runs_here(known: Any) -> bool:
     return kinds == ("BasicSweeper", "BasicLauncher")
 
 
+def _together(cfg: DictConfig, *, first: bool) -> tuple[str, Any]:
+    """Return what all runs of a multirun cost, for a reader and for their ledgers; the ``first`` prints it."""
+    from lit_dpret.tasks.multirun import cost_of_all, siblings_facts, tell_cost
+
+    varied, runs = swept()
+    if not rank_watch.is_first():
+        return "", None
+    if runs is None:
+        return "", siblings_facts(None, varied)
+    try:
+        found = (tell_cost if first else cost_of_all)([composed_run(cfg, run) for run in runs], varied)
+    except Exception as error:  # else the first run would pay for what is wrong with another one
+        raise _NoneBegins from error
+    return (found.text if first else ""), found.siblings
+
+
 def _one_of_many(cfg: DictConfig) -> Any:
     """Run one job of a multirun: before the first, tell what all cost; none begins where one of them cannot be made."""
-    from lit_dpret.tasks.multirun import Outcomes, tell_cost
+    from lit_dpret.tasks.multirun import Outcomes
     from lit_dpret.tasks.trial import unprivate_results
 
     _quieten()  # the import has let Lightning speak again
     known: Any = HydraConfig.get()
     result: Any = None
-    together = ""
     try:
-        varied, runs = swept()
-        if known.job.num == 0 and rank_watch.is_first() and runs is not None:
-            try:
-                together = tell_cost([composed_run(cfg, run) for run in runs], varied)
-            except Exception as error:  # else the first run would pay for what is wrong with another one
-                raise _NoneBegins from error
         if not _outcomes:
-            _outcomes.append(Outcomes(Path(known.sweep.dir), together))
-        result = run(cfg)
+            _outcomes.append(Outcomes(Path(known.sweep.dir), *_together(cfg, first=known.job.num == 0)))
+        with _outcomes[0].known(planned=cfg.trial_of is not None):
+            result = run(cfg)
         told = _objective(cfg, result)
         if isinstance(result, dict):  # a table invites to choose, and no epsilon covers a choice by these
             hidden = unprivate_results(checked_task(cfg), build_parts(cfg).make_privacy())

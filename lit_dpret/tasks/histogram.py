@@ -30,6 +30,7 @@ from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import Assumption, leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
@@ -236,7 +237,7 @@ def counting_run(
 ) -> PrivateRun:
     """Open the ledger of a task that releases counts under a plan without training; ``described`` adds facts."""
     seed = private.noise_seed
-    return PrivateRun.open(
+    run = PrivateRun.open(
         parts.run_dir / LEDGER_NAME,
         resume=parts.resume,
         secret=load_secret(private.secret_file, run_dir=parts.run_dir) if seed is None else published_secret(seed),
@@ -252,6 +253,8 @@ def counting_run(
         run_id=None if seed is None else "seeded",
         dataset=dataset,
     )
+    note_siblings(run.ledger, siblings_now())
+    return run
 
 
 def contributed(units: Any, bins: Bins) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from lit_dpret.errors import LitDpretError, UnplannedError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, composed
+from lit_dpret.privacy.ledger.siblings import among_siblings
 from lit_dpret.report.table import Table, plain
 from lit_dpret.sweeps.report import claimed_epsilon
 from lit_dpret.tasks.fit import Fit, PlannedFit
@@ -47,7 +48,15 @@ def cost_together(plans: Sequence[PlannedFit]) -> tuple[float, str]:
     return value, str(how)
 
 
-def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> str:
+@dataclass(frozen=True)
+class Together:
+    """What the runs of one command are together, and cost."""
+
+    text: str  # for a reader
+    siblings: Mapping[str, Any] | None  # for the ledger of each, as `siblings_now` has it; None for a single run
+
+
+def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Together:
     """Print and return the number of runs, their total cost, and their duration, if known.
 
     ``varied`` are the settings in which they differ.
@@ -55,24 +64,33 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> str:
     Raises:
         LitDpretError: One of them cannot be made, or its card would tell of another choice, so that none begins.
     """
+    found = cost_of_all(runs, varied)
+    say(found.text)
+    return found
+
+
+def cost_of_all(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Together:
+    """Return what `tell_cost` prints."""
     made = [run.make() for run in runs]
     modes = [parts.make_privacy() for _, parts in made]
     releases = [release_behind(mode, parts) for mode, (_, parts) in zip(modes, made, strict=True)]
     for task, parts in made:
         refuse_other_choice(task, parts, None, varied, releases=[one for one in releases if one is not None])
+    private, bare = (sum(mode.guarantee == kind for mode in modes) for kind in ("dp", "none"))
+    beside = siblings_facts(len(runs), varied, private_runs=private, without_privacy=bare)
     plans: list[PlannedFit] = []
     known: dict[str, list[PlannedFit]] = {}
     seconds = 0.0
     try:
         for run, (task, parts), mode in zip(runs, made, modes, strict=True):
             if not hasattr(task, "planned_fits"):
-                return _said(f"{len(runs)} runs. What they cost together is not known beforehand for this task.")
+                text = f"{len(runs)} runs. What they cost together is not known beforehand for this task."
+                return Together(text, beside)
             found = planned_once(run, task, parts, known) if mode.guarantee == "dp" else []
             plans += found
             seconds += _seconds(task, parts, mode, found)
     except UnplannedError as error:
-        return _said(f"{len(runs)} runs. What they cost together is not known beforehand: {error}")
-    bare = sum(mode.guarantee == "none" for mode in modes)
+        return Together(f"{len(runs)} runs. What they cost together is not known beforehand: {error}", beside)
     words = [f"{len(runs)} runs, {len(plans)} private trainings" + (f", {bare} runs without privacy" if bare else "")]
     budgets = [one.plan.budget for one in plans]
     kinds = {(budget.unit, budget.neighbours, budget.duplicates, budget.unit_by) for budget in budgets}
@@ -81,19 +99,33 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> str:
         words.append(f"Their epsilons are of different units and do not add up: {', '.join(units)}")
     elif plans:
         epsilon, how = cost_together(plans)
-        delta = show_delta(min(one.plan.budget.delta for one in plans))
+        budget = min(budgets, key=lambda budget: budget.delta)
         words.append(
-            f"Together epsilon {epsilon:.4g} at delta {delta} for one {units[0]}, composed by {how}: whoever sees "
-            "several of the models, or one that was chosen among them, has this and not the epsilon of one card"
+            f"Together epsilon {epsilon:.4g} at delta {show_delta(budget.delta)} for one {units[0]}, composed by "
+            f"{how}: whoever sees several of the models, or one that was chosen among them, has this and not the "
+            "epsilon of one card"
         )
+        if beside is not None:
+            planned = {"epsilon": epsilon, "delta": budget.delta, "unit": budget.unit,
+                       "neighbours": budget.neighbours, "accountant": how}  # fmt: skip
+            beside |= {"private_runs": len(plans), "planned": planned}
     if math.isfinite(seconds):
         words.append(f"Training takes {duration(seconds)} here, give or take a factor of {FACTOR:g}")
-    return _said(". ".join(words) + ".")
+    return Together(". ".join(words) + ".", beside)
 
 
-def _said(text: str) -> str:
-    say(text)
-    return text
+def siblings_facts(
+    runs: int | None, varied: Sequence[str], *, private_runs: int | None = None, without_privacy: int | None = None
+) -> dict[str, Any] | None:
+    """Return what the ledger of each run of a command tells of all; None for a single run.
+
+    ``runs`` is None where a sweeper decides how many there are.
+    """
+    if runs is not None and runs < 2:
+        return None
+    names = [name.lstrip("+") for name in varied]
+    return {"runs": runs, "varied": names, "private_runs": private_runs, "without_privacy": without_privacy,
+            "planned": None}  # fmt: skip
 
 
 def _seconds(task: Any, parts: Parts, mode: Any, found: Sequence[PlannedFit]) -> float:
@@ -115,7 +147,12 @@ class Outcomes:
 
     folder: Path
     together: str = ""
+    siblings: Mapping[str, Any] | None = None  # for the ledger of each
     rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def known(self, *, planned: bool) -> AbstractContextManager[None]:
+        """Let a run that begins within this context know of the others; a ``planned`` sweep knows its own trials."""
+        return among_siblings(None if planned else self.siblings)
 
     def add(self, run_dir: Path, settings: Sequence[str], result: Any) -> None:
         """Record the result of a run, or the error that ended it."""

@@ -12,10 +12,12 @@ from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, verify_card, write_card
 from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
+from lit_dpret.cards.tuning import hides_earlier_tuning, tuning_facts, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, GaussianRelease, SamplingLaw, TruncatedPoisson
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
 from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_of
 
 SEARCH: dict[str, Any] = {"data": "private", "method": "random_stopping", "mean_runs": 10, "runs_law": "geometric"}
 
@@ -124,6 +126,53 @@ def test_what_is_made_from_a_trial_tells_of_the_choice_among_trials(scored: str,
     assert bounded or "NOT ACCOUNTED" in child["tuning"]["text"]
     assert any("hyper-parameters" in gap for gap in child["not_covered"])
     assert verify_card(child, run.path) == []
+
+
+SIBLINGS: dict[str, Any] = {
+    "runs": 3, "varied": ["seed"], "private_runs": 3, "without_privacy": 0,
+    "planned": {"epsilon": 61.0, "delta": DELTA, "unit": "query", "neighbours": "zero_out", "accountant": "pld"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("declared", ["none", "public", "unknown", "private"])
+def test_a_card_of_one_of_several_seeds_states_what_a_choice_among_them_costs(declared: Any, tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    alone = run.card(tuning={"data": declared})
+    note_siblings(run.ledger, SIBLINGS)
+    note_siblings(run.ledger, SIBLINGS)
+    card = run.card(tuning={"data": declared})
+    assert card["tuning"]["accounted"] is False and card["tuning"]["data"] == declared
+    assert card["tuning"]["siblings"] == SIBLINGS and card["claim"]["epsilon"] == alone["claim"]["epsilon"]
+    for text in (card["claim"]["statement"], card["cautions"][0], card_markdown(card), card_html(card)):
+        assert "one of 3 that one command started" in text and "epsilon = 61.00" in text
+    assert any("61.00" in gap for gap in card["not_covered"])
+    assert verify_card(card, run.path) == []
+    hidden = json.loads(json.dumps(card)) | {"tuning": alone["tuning"]}
+    assert verify_card(hidden, run.path), "the ledger knows of the others"
+    child = inherit_card(write_card(card, run.folder), CHILD, CardFacts(tuning={"data": "none"}), description="x")
+    assert child["tuning"]["accounted"] is False and "epsilon = 61.00" in child["claim"]["statement"]
+    assert not hides_earlier_tuning(child["tuning"], card["tuning"], composed=False)
+    if declared in ("none", "public"):
+        assert hides_earlier_tuning(alone["tuning"] | {"accounted": False}, card["tuning"], composed=False)
+    later = with_earlier_tuning(tuning_facts({"data": "none"}), card["tuning"], "the model", composed=True)
+    assert later["accounted"] is False and "epsilon = 61.00" in later["text"]
+
+
+def test_a_run_that_several_commands_went_on_with_is_one_of_the_largest_number(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    assert siblings_of(run.ledger.records) is None
+    for runs in (2, None, 5):
+        note_siblings(run.ledger, SIBLINGS | {"runs": runs, "planned": None})
+    card = run.card(tuning={"data": "none"})
+    assert card["tuning"]["siblings"]["runs"] is None and "one of several" in card["tuning"]["text"]
+    assert "not computed" in card["tuning"]["text"] and verify_card(card, run.path) == []
+
+
+def test_a_search_by_random_stopping_has_no_price_where_the_number_of_runs_is_told(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    note_siblings(run.ledger, SIBLINGS)
+    card = run.card(tuning=SEARCH)
+    assert card["tuning"]["epsilon"] is None and card["tuning"]["accounted"] is False
 
 
 def test_who_tried_several_settings_has_chosen_one(tmp_path: Path) -> None:

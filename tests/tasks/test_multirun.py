@@ -20,14 +20,16 @@ from test_cli import TINY, write_log
 
 from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyCard
-from lit_dpret.cards.text import privacy_line
+from lit_dpret.cards.card import read_card, verify_card
+from lit_dpret.cards.text import privacy_line, show_epsilon
 from lit_dpret.cli import jobs
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.privacy.ledger.siblings import among_siblings
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.synthesis.filters.bins import LengthBins
 from lit_dpret.tasks import Evaluate, Evolve, Fit, Histogram, Synthesize, trial
 from lit_dpret.tasks.fit import plan_fit
-from lit_dpret.tasks.multirun import Outcomes, cost_together, tell_cost
+from lit_dpret.tasks.multirun import Outcomes, cost_together, siblings_facts, tell_cost
 from lit_dpret.tasks.parts import ComposedRun, Parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -108,6 +110,30 @@ def test_private_runs_that_differ_in_a_setting_leave_no_card_that_tells_of_no_ch
         tell("private", varied)
     tell(declared, ["seed"])
     tell(declared, [])
+
+
+def test_each_of_several_seeds_is_carded_with_what_all_of_them_cost(tmp_path: Path) -> None:
+    cards = lambda folder: [PrivacyCard(run_dir=folder, tuning_data="none")]  # noqa: E731
+    runs = [trial_parts(tmp_path, tmp_path / name, callbacks=cards) for name in ("a", "b")]
+    found = tell_cost([composed(one, str(i)) for i, one in enumerate(runs)], ["seed"])
+    assert found.siblings is not None and found.siblings["planned"]["epsilon"] == epsilon_of(runs)
+    with among_siblings(found.siblings):
+        Fit(min_free_mb=1).run(runs[0])
+    card = read_card(tmp_path / "a")
+    assert card["tuning"]["siblings"] == found.siblings and card["tuning"]["accounted"] is False
+    assert show_epsilon(epsilon_of(runs)) in card["claim"]["statement"]
+    assert card["claim"]["epsilon"] == epsilon_of(runs[:1]), "of the run itself"
+    assert verify_card(card, tmp_path / "a" / "privacy_ledger.jsonl") == []
+    Fit(min_free_mb=1).run(runs[1])
+    assert read_card(tmp_path / "b")["tuning"]["accounted"] is True, "one that its command started alone"
+    assert tell_cost([composed(runs[0])]).siblings is None
+
+
+def test_several_runs_of_a_task_whose_cost_is_not_known_beforehand_know_of_each_other(tmp_path: Path) -> None:
+    made = trial_parts(tmp_path, tmp_path / "run")
+    found = tell_cost([composed(made, task=votes("none"))] * 2, ["seed"]).siblings
+    assert found is not None and found["runs"] == 2 and found["planned"] is None
+    assert siblings_facts(None, ["+seed"]) == found | {"runs": None, "private_runs": None, "without_privacy": None}
 
 
 def votes(data: str) -> Evolve:
@@ -229,3 +255,9 @@ def test_a_multirun_tells_the_cost_first_then_a_table_and_refuses_a_setting_befo
     cost, table = done.stdout.index("Together epsilon"), done.stdout.index("| run | privacy.eps |")
     assert cost < done.stdout.index("privacy card: ") < table
     assert {path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()} == {"0-eps_3", "1-eps_8"}
+    seeds = call("seed=1,2", "callbacks.card.tuning_data=none", f"hydra.sweep.dir={tmp_path / 'seeds'}")
+    assert seeds.returncode == 0, seeds.stderr
+    for name in ("0-seed_1", "1-seed_2"):
+        told = read_card(tmp_path / "seeds" / name)["tuning"]
+        assert told["data"] == "none" and told["accounted"] is False and told["siblings"]["runs"] == 2
+        assert f"Together epsilon {told['siblings']['planned']['epsilon']:.4g}" in seeds.stdout
