@@ -204,8 +204,10 @@ class Collection:
 class TextData(Protocol):
     """The DataModule interface for `task=check_data`: queries and passages.
 
-    It may also have ``columns`` and the switches ``allow_empty_passages``, ``drop_queries_without_passage`` and
-    ``has_public_passages`` of `lit_dpret.datamodules.pairs.PairsDataModule`.
+    It may also have, as `lit_dpret.datamodules.pairs.PairsDataModule` has them: ``file_columns()`` and
+    ``pair_columns``; ``folder``, ``pairs``, ``queries`` or ``file``, the source that the report names;
+    ``expected_batch_size``; and the switches ``allow_empty_passages``, ``drop_queries_without_passage`` and
+    ``has_public_passages``.
     """
 
     def read_collection(self, complain: Callable[[DataError], None] = ...) -> Collection:

@@ -268,7 +268,7 @@ def checked_task(cfg: DictConfig) -> Any:
     _check_types(cfg.task, "task")
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):
-        raise ConfigurationError("canaries are planted by task=fit; task=canaries has its own, task.canaries.")
+        raise ConfigurationError("canaries are planted by task=fit alone. Leave canaries out, or set task=fit.")
     if cfg.get("federated") is not None and not getattr(task, "takes_federation", False):
         raise ConfigurationError("federated= describes a federation, and this task trains none. Add task=federated.")
     if cfg.get("federated") is not None and (ledger := cfg.privacy.get("dataset_ledger")) is not None:
@@ -304,7 +304,7 @@ def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:
 
 
 def check_top_level(cfg: DictConfig) -> None:
-    """Refuse settings that no task reads: unknown ones added with ``+``, and an invalid seed."""
+    """Refuse unknown settings added with ``+``, and an invalid seed, resume or init_from_is_public."""
     known = {key.name for key in top_level().keys} | set(groups())
     text = OmegaConf.to_yaml(cfg, resolve=False)
     added = {o.lstrip("+").split("=")[0].split(".")[0] for o in own_overrides() if o.startswith("+")}

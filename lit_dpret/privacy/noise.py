@@ -372,7 +372,7 @@ class GridNoise:
 
 
 def noise_source(noise: NoiseName, stream: KeyedStream, *, noise_multiplier: float, coordinates: int) -> NoiseSource:
-    """Return the noise source called ``name``, with a grid for ``coordinates`` coordinates in total.
+    """Return the source of ``noise``; a grid is made for ``coordinates`` coordinates in total.
 
     Raises:
         ConfigurationError: As `grid_bits` does.

@@ -1,10 +1,20 @@
 """A privacy mode turns batches into one update and states its privacy cost.
 
-A mode has three abstract methods, so the training loop, the accountant, the ledger and the card do not know which one
-they drive: ``attach`` (refuse what cannot be honoured), ``add`` (one physical batch), ``privatize`` (the update, with
-what was done to it). The loop also calls ``contribute`` (`add`, from a module and a batch), ``take`` (the sums of the
-logical step), ``extra_sums`` and ``forget``, which have an implementation here. Training without privacy is a mode too,
-never a flag.
+The training loop, the accountant, the ledger and the card do not know which mode they drive. Every mode defines:
+
+* ``name``: the mode on the command line, in the ledger and on the card;
+* ``guarantee``: ``dp``, ``inherited`` or ``none``;
+* ``attach``: prepare to train a module, or refuse what cannot be honoured; sets ``_sums``;
+* ``add``: add one physical batch;
+* ``privatize``: return the update, with what was done to it.
+
+Everything else has a default here. An undeclared capability (an attribute of `PrivacyMode`, such as ``strategies``) is
+refused. A mode that adds noise derives from `GaussianMode`, which defines the last four and asks for ``plan``: the bound
+on how far one unit moves the sum. A subclass of `DPSGD` inherits that as well, and its capabilities: narrow
+``strategies`` to what was tested. ``facts`` are recorded with the plan and stand on the card.
+
+The loop also calls ``contribute`` (`add`, from a module and a batch), ``take`` (the sums of the logical step),
+``extra_sums`` and ``forget``. Training without privacy is a mode too, never a flag.
 """
 
 from __future__ import annotations
@@ -213,7 +223,7 @@ class PrivacyMode(ABC):
         The sums stay as they are: the guard subtracts them from the update to see the noise.
 
         Args:
-            sums: By parameter name, over all ranks, with what stands `beside` them.
+            sums: By parameter name, over all ranks, with the further coordinates of `extra_sums`.
             attempt: Keys the noise.
             step: The logical step.
             salt: A tag of what the noise is added to.
