@@ -56,7 +56,7 @@ from lit_dpret.negatives import (
     StaticNegatives,
 )
 from lit_dpret.negatives.base import public_coins
-from lit_dpret.negatives.mining import silenced
+from lit_dpret.negatives.rankings import silenced
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.metrics import Values

@@ -20,7 +20,7 @@ from lit_dpret.encoders.bulk import embed_apart
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.negatives import RowNegatives, TrainTexts
-from lit_dpret.negatives.mining import silenced
+from lit_dpret.negatives.rankings import silenced
 from lit_dpret.negatives.row_negatives import Sources
 from lit_dpret.privacy.batches import UnitBatch, map_rows
 from lit_dpret.privacy.modes import PrivacyMode

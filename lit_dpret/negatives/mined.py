@@ -21,7 +21,7 @@ from lit_dpret.encoders.embedding_cache import content_hash
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import OutputFolder
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts
-from lit_dpret.negatives.mining import (
+from lit_dpret.negatives.rankings import (
     SCHEMA,
     Mined,
     MinedShards,

@@ -13,7 +13,7 @@ from stand_ins import Killed
 
 from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.negatives import BM25Negatives, MinedSource, RowNegatives, StaticNegatives
-from lit_dpret.negatives.mining import Mined, MinedShards
+from lit_dpret.negatives.rankings import Mined, MinedShards
 from lit_dpret.privacy.modes import BatchClip, NoPrivacy, SyntheticData
 from lit_dpret.retrieval.bm25 import BM25
 
@@ -123,7 +123,7 @@ def test_a_shard_of_another_version_is_mined_again(tmp_path: Path, monkeypatch: 
     """A newer version has other entries; one that came under our name is not trusted."""
     whole = mined(BM25Negatives(cache_dir=tmp_path, shard_size=4))
     with monkeypatch.context() as patch:
-        patch.setattr("lit_dpret.negatives.mining.SCHEMA", "lit-dpret/mined-negatives/2")
+        patch.setattr("lit_dpret.negatives.rankings.SCHEMA", "lit-dpret/mined-negatives/2")
         (folder,) = stores(tmp_path)
         store = MinedShards(tmp_path, name="bm25", key=folder.name.rpartition("-")[2], count=8, private=True)
         wrong = Mined(whole.places[:4] * 0, whole.scores[:4], *_answers(whole, 0, 4))
