@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_cli import TINY, write_log
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.cli import run
 from lit_dpret.errors import DataError
+from lit_dpret.privacy.modes import DPSGD, GaussianMode, PrivacyMode, base
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "extending"
 LOG = """question,answer,split
@@ -40,6 +42,14 @@ def test_an_own_mode_trains_masked_sums_and_its_facts_are_verified(tmp_path: Pat
     assert card["mechanism"]["mode"] == "masked"
     assert card["mechanism"]["mode_facts"] == {"masked_share": 0.5, "mask_seed": 3}
     assert not verify_chain(tmp_path / "run").failed
+
+
+def test_the_module_of_the_modes_lists_what_each_mode_defines() -> None:
+    listed = set(re.findall(r"^\* ``(\w+)``", str(base.__doc__), re.MULTILINE))
+    declared = {name for name in PrivacyMode.__annotations__ if not name.startswith("_")}
+    without_default = {name for name in declared if not hasattr(PrivacyMode, name)}
+    assert listed == PrivacyMode.__abstractmethods__ | without_default
+    assert GaussianMode.__abstractmethods__ == {"plan"} and not DPSGD.__abstractmethods__
 
 
 def log(folder: Path, more: str = "") -> str:
