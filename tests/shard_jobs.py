@@ -79,7 +79,8 @@ def generate(
     from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
     from lit_dpret.privacy.ledger import gate, private_run
     from lit_dpret.privacy.modes import DPSGD, NoPrivacy
-    from lit_dpret.tasks.fit import CHECKPOINTS, Training, train
+    from lit_dpret.tasks.fit import Training, train
+    from lit_dpret.tasks.parts import CHECKPOINTS
 
     private_run.random_secrets = gate.random_secrets = SimpleNamespace(token_hex=lambda size: "ab" * size)  # type: ignore[assignment]
     pairs = tiny_generator.copy_pairs(40)

@@ -22,7 +22,7 @@ from lit_dpret.cli import CONFIG_MODULE, build_parts, explain, with_task
 from lit_dpret.cli.arguments import quoted
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.tasks.fit import keep_settings
+from lit_dpret.tasks.resumed_settings import keep_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [

@@ -30,13 +30,9 @@ from lit_dpret.cli.explanations import UNKNOWN_KEY, causes, explain_unknown_key
 from lit_dpret.config import CONFIG_MODULE, STUDIES, choices, groups, top_level
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed, check_output
+from lit_dpret.tasks.resumed_settings import LENGTHS, trained_settings
 
 _LARGEST_SEED = 2**32 - 1
-_MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
-    "physical_batch_size", "num_workers", "gradient_checkpointing", "grad_cache_rows", "cache_dir", "passage_cache_dir",
-    "secret_file", "dataset_ledger", "total_eps", "folder", "root", "pairs", "queries",
-    "corpus", "qrels", "path", "file",
-}  # fmt: skip
 
 
 class _Studies(SearchPathPlugin):
@@ -106,7 +102,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_canaries=lambda: None if cfg.get("canaries") is None else node("canaries"),
         make_federation=lambda: None if cfg.get("federated") is None else node("federated", _convert_="all"),
         make_run=partial(composed_run, cfg),
-        trained_settings=partial(_trained_settings, cfg),
+        trained_settings=lambda: trained_settings(_plain_settings(cfg)),
         trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
         command=" ".join([program(), as_typed(shown_overrides())]).strip(),
     )
@@ -171,22 +167,11 @@ def _kinds(annotation: Any) -> set[str]:
     return set(re.split(r" \| (?![^\[]*\])", annotation))  # those inside of brackets are of the elements
 
 
-def _trained_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return by full name the settings that decide what a fit trains, and not how fast or from which folder."""
-    found: dict[str, Any] = {"seed": cfg.seed}
-
-    def add(node: Any, place: str) -> None:
-        for key, value in node.items():
-            if isinstance(value, dict):
-                add(value, f"{place}.{key}")
-            elif key not in _MAY_CHANGE:
-                moved = key in ("pretrained", "encoder") and isinstance(value, str)  # a folder may lie elsewhere now
-                found[place if key == "_target_" else f"{place}.{key}"] = Path(value).name if moved else value
-
-    for group in ("model", "datamodule", "privacy"):
-        add(OmegaConf.to_container(cfg[group], resolve=True), group)
-    add({name: cfg.trainer[name] for name in ("max_steps", "max_epochs") if name in cfg.trainer}, "trainer")
-    return found
+def _plain_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return the groups that decide what a fit trains, resolved."""
+    plain: dict[str, Any] = {"seed": cfg.seed}
+    plain |= {group: OmegaConf.to_container(cfg[group], resolve=True) for group in ("model", "datamodule", "privacy")}
+    return plain | {"trainer": {name: cfg.trainer[name] for name in LENGTHS if name in cfg.trainer}}
 
 
 def composed_run(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:

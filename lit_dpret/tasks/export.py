@@ -40,9 +40,8 @@ from lit_dpret.report.page import render
 from lit_dpret.settings import require_choice, require_switch
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
 from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME
-from lit_dpret.tasks.fit import CHECKPOINTS
 from lit_dpret.tasks.hub_repository import HubRepository
-from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
+from lit_dpret.tasks.parts import CHECKPOINTS, Parts, check_run_dir, say, say_unaccounted
 from lit_dpret.tasks.ranking import fingerprints
 
 OURS = "lit_dpret.modules."

@@ -28,15 +28,14 @@ from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.start import MODEL_FOLDER, Start
 from lit_dpret.cards.text import privacy_line, total_of_runs
-from lit_dpret.distributed import rank_watch
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError, UnplannedError
-from lit_dpret.files import read_json, write_whole
 from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.private_run import require_run
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
+from lit_dpret.tasks.parts import CHECKPOINTS, Parts, check_run_dir, say, say_unaccounted
+from lit_dpret.tasks.resumed_settings import keep_settings
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,6 @@ def plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
                 "run cannot be planned. Remove it."
             )
         plant_blanks(data, one.planned_units(mode, data))
-
-
-CHECKPOINTS = "checkpoints"
-SETTINGS = "settings.json"
-_SETTINGS_SCHEMA = "lit-dpret/fit-settings/1"
 
 
 @dataclass(kw_only=True)
@@ -181,21 +175,6 @@ class Fit:
                 "one person on both sides. Set privacy.unit=query."
             )
         return partial(_keep_heads, datamodule, folder)
-
-
-def keep_settings(parts: Parts) -> None:
-    """Record what the run trains; refuse to resume with something else, named as the user knows it."""
-    path, now = parts.run_dir / SETTINGS, json.loads(json.dumps(parts.trained_settings(), default=str))
-    if parts.resume:
-        before = read_json(path, _SETTINGS_SCHEMA)["settings"] if path.exists() else now
-        for name in sorted(now.keys() | before.keys()):
-            if now.get(name) != before.get(name):
-                raise ConfigurationError(
-                    f"{name}={now.get(name)} with resume=true, and the run in {parts.run_dir} began with "
-                    f"{before.get(name)}. Set it back, or begin a new run in another hydra.run.dir."
-                )
-    elif rank_watch.is_first() and not any((parts.run_dir / name).exists() for name in (CHECKPOINTS, LEDGER_NAME)):
-        write_whole(path, json.dumps({"schema": _SETTINGS_SCHEMA, "settings": now}, indent=2) + "\n")
 
 
 def _is_finished(folder: Path) -> bool:

@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 
 from lit_dpret.errors import ConfigurationError, StorageError
 
+CHECKPOINTS = "checkpoints"
+"""The folder in a run that holds its checkpoints."""
+
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+")
 
 

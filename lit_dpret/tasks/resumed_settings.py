@@ -1,0 +1,66 @@
+"""The settings of a fit that a resumed run must keep: what decides which model is trained, and neither speed nor place.
+
+They are written into the run folder when the fit begins, and compared under ``resume=true``. What the ledger knows of a
+run is compared by `lit_dpret.privacy.ledger.private_run.PrivateRun.open`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.distributed import rank_watch
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.files import read_json, write_whole
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.tasks.parts import CHECKPOINTS, Parts
+
+SETTINGS = "settings.json"
+_SETTINGS_SCHEMA = "lit-dpret/fit-settings/1"
+
+LENGTHS = ("max_steps", "max_epochs")
+"""The settings of the Trainer that a resumed run must keep."""
+
+_MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
+    "physical_batch_size", "num_workers", "gradient_checkpointing", "grad_cache_rows", "cache_dir", "passage_cache_dir",
+    "secret_file", "dataset_ledger", "total_eps", "folder", "root", "pairs", "queries",
+    "corpus", "qrels", "path", "file",
+}  # fmt: skip
+
+
+def trained_settings(groups: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by full name the settings that decide what a fit trains, and not how fast or from which folder.
+
+    Args:
+        groups: ``seed``, and the settings of ``model``, ``datamodule``, ``privacy`` and ``trainer`` (`LENGTHS` alone).
+    """
+    found: dict[str, Any] = {"seed": groups["seed"]}
+
+    def add(node: Any, place: str) -> None:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                add(value, f"{place}.{key}")
+            elif key not in _MAY_CHANGE:
+                moved = key in ("pretrained", "encoder") and isinstance(value, str)  # a folder may lie elsewhere now
+                found[place if key == "_target_" else f"{place}.{key}"] = Path(value).name if moved else value
+
+    for group in ("model", "datamodule", "privacy", "trainer"):
+        add(groups[group], group)
+    return found
+
+
+def keep_settings(parts: Parts) -> None:
+    """Record what the run trains; refuse to resume with something else, named as the user knows it."""
+    path, now = parts.run_dir / SETTINGS, json.loads(json.dumps(parts.trained_settings(), default=str))
+    if parts.resume:
+        before = read_json(path, _SETTINGS_SCHEMA)["settings"] if path.exists() else now
+        for name in sorted(now.keys() | before.keys()):
+            if now.get(name) != before.get(name):
+                raise ConfigurationError(
+                    f"{name}={now.get(name)} with resume=true, and the run in {parts.run_dir} began with "
+                    f"{before.get(name)}. Set it back, or begin a new run in another hydra.run.dir."
+                )
+    elif rank_watch.is_first() and not any((parts.run_dir / name).exists() for name in (CHECKPOINTS, LEDGER_NAME)):
+        write_whole(path, json.dumps({"schema": _SETTINGS_SCHEMA, "settings": now}, indent=2) + "\n")
