@@ -16,6 +16,7 @@ from lit_dpret.cli import _hydra_main
 from lit_dpret.cli.composition import build_parts
 from lit_dpret.distributed.rank_watch import new_name
 from lit_dpret.federated.data.planted import Planted
+from lit_dpret.negatives import NegativeSource
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -89,6 +90,14 @@ def test_an_option_composes_its_keys_are_arguments_and_what_is_safe_to_make_is_m
     assert wrong_keys(cfg) == []
     if option in SAFE.get(group, ()) and cfg[group] is not None:
         assert instantiate(cfg[group], _convert_="all") is not None
+
+
+def test_a_model_is_given_the_sources_of_negatives_that_were_made(tmp_path: Path) -> None:
+    names = [option for group, option in OPTIONS if group == "negatives"]
+    chosen = [f"negatives=[{','.join(names)}]", "model.negatives.labelled.file=x"]
+    cfg = composed(f"run_dir={tmp_path}", "model=dual_encoder", *chosen, "model._target_=builtins.dict")
+    given = build_parts(cfg).make_module()["negatives"]
+    assert [one.name for one in given.values() if isinstance(one, NegativeSource)] == names
 
 
 @pytest.mark.parametrize("chosen", [option for group, option in OPTIONS if group == "callbacks"])

@@ -50,7 +50,8 @@ def build_parts(cfg: DictConfig) -> Parts:
     """Return factories for every part of a run, each called on demand."""
 
     def node(name: str, **extra: Any) -> Any:
-        # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards.
+        # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards, and
+        # "all" keeps those that it makes itself.
         ready = {
             key: value
             for key, value in extra.items()
@@ -60,8 +61,8 @@ def build_parts(cfg: DictConfig) -> Parts:
         _check_types(cfg[name], name)
         with _plain_refusals():
             if not ready:
-                return instantiate(cfg[name], **rest)
-            made = instantiate(cfg[name], _partial_=True, **rest)
+                return instantiate(cfg[name], **rest, _convert_="all")
+            made = instantiate(cfg[name], _partial_=True, **rest, _convert_="all")
             try:
                 return made(**ready)
             except Exception as error:  # as Hydra says it of what it calls itself
@@ -86,7 +87,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         for key, item in chosen.items():
             if item is not None:
                 _check_types(item, f"{name}.{key}")
-        return [instantiate(item) for item in chosen.values() if item is not None]
+        return [instantiate(item, _convert_="all") for item in chosen.values() if item is not None]
 
     return Parts(
         run_dir=Path(cfg.run_dir),
@@ -96,11 +97,11 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_datamodule=partial(node, "datamodule"),
         make_module=partial(node, "model", **_start(cfg)),
         make_outline=outline,
-        make_trainer=partial(node, "trainer", _convert_="all"),
+        make_trainer=partial(node, "trainer"),
         make_callbacks=partial(listed, "callbacks"),
         make_loggers=partial(listed, "logger"),
         make_canaries=lambda: None if cfg.get("canaries") is None else node("canaries"),
-        make_federation=lambda: None if cfg.get("federated") is None else node("federated", _convert_="all"),
+        make_federation=lambda: None if cfg.get("federated") is None else node("federated"),
         make_run=partial(composed_run, cfg),
         trained_settings=lambda: trained_settings(_plain_settings(cfg)),
         trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
