@@ -298,6 +298,11 @@ class PrivacyAccountant(Callback):
         """Begin the ledger or go on with it, on rank 0; returns the id of the run."""
         mode: PrivacyMode = module.privacy
         self._dataset = self._dataset_ledger(mode)
+        if self.resume and self._ledger_path.exists():  # what is refused leaves the folder as it is
+            records = PrivacyLedger.read(self._ledger_path).records
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if hasattr(callback, "refuse_late_protocols"):
+                    callback.refuse_late_protocols(records)
         planted = getattr(data, "planted_facts", None)
         self._run = PrivateRun.open(
             self._ledger_path,

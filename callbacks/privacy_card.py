@@ -8,7 +8,7 @@ the last act of training, and again, marked as interrupted, when a run ends earl
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +25,7 @@ from lit_dpret.cards.card import CARD_NAME, CardFacts, RunFacts, build_card, inh
 from lit_dpret.cards.provenance import (
     declared_start,
     environment_facts,
+    new_protocols,
     note_protocols,
     overlap_facts,
     protocol_facts,
@@ -121,6 +122,10 @@ class PrivacyCard(Callback):
         if not self.audit_protocols:
             return
         Ranks.here().share(lambda: self._register(trainer, pl_module))
+
+    def refuse_late_protocols(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse protocols that a run's ledger did not register before its first release, while it is still closed."""
+        new_protocols(records, self.audit_protocols)
 
     def refuse_protected(self, module: Any, data: Any) -> None:
         """Refuse an overlap counted on train queries of ``data``, which is set up.

@@ -125,11 +125,20 @@ def test_a_resume_with_other_noise_or_data_is_refused_and_spends_nothing(tmp_pat
     (tmp_path / "run" / "privacy_card.json").unlink()  # with its card it would be finished
     ledger = tmp_path / "run" / "privacy_ledger.jsonl"
     before = ledger.read_text(encoding="utf-8").count('"intent"')
-    changed = [s.replace("5.0", "6.0") for s in settings]
+    changed, left = [s.replace("5.0", "6.0") for s in settings], contents(tmp_path / "run")
+    assert ".hydra/overrides.yaml" in left
     assert "noise_multiplier" in refused(call(*changed, "resume=true", folder=tmp_path))
+    assert "already holds a ledger" in refused(call(*settings, folder=tmp_path))
+    late = f"callbacks.card.audit_protocols=[{log}]"
+    assert "audit_protocols" in refused(call(*settings, late, "resume=true", folder=tmp_path))
     log.write_text(log.read_text(encoding="utf-8").replace("number 7", "number seven"), encoding="utf-8")
     assert "data set" in refused(call(*settings, "resume=true", folder=tmp_path))
     assert ledger.read_text(encoding="utf-8").count('"intent"') == before
+    assert contents(tmp_path / "run") == left, "the settings of the run and all else are as it left them"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow

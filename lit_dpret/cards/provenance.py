@@ -153,17 +153,21 @@ def note_protocols(ledger: PrivacyLedger, files: Sequence[str | Path]) -> None:
         ConfigurationError: A file cannot be read, or is empty.
         ResumeError: A step was announced already, and a file was not registered before it.
     """
-    known = {one["sha256"] for one in registered(ledger.records)}
+    if new := new_protocols(ledger.records, files):
+        ledger.append("event", name=PROTOCOL_EVENT, protocols=new)
+
+
+def new_protocols(records: Sequence[Mapping[str, Any]], files: Sequence[str | Path]) -> list[dict[str, str]]:
+    """Return the facts of the protocols that a ledger does not know yet; raises as `note_protocols` does."""
+    known = {one["sha256"] for one in registered(records)}
     new = [one for one in protocol_facts(files) if one["sha256"] not in known]
-    if not new:
-        return
-    if any(record["kind"] == "intent" for record in ledger.records):
+    if new and any(record["kind"] == "intent" for record in records):
         names = ", ".join(one["name"] for one in new)
         raise ResumeError(
             f"{_KNOB}: {names} was not registered when this run began, or was changed since. A protocol that comes "
             "after the first release is not pre-registered: restore the file, leave it out, or start a new run."
         )
-    ledger.append("event", name=PROTOCOL_EVENT, protocols=new)
+    return new
 
 
 def registered(records: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:

@@ -26,7 +26,15 @@ from lit_dpret import errors
 from lit_dpret.cli.arguments import listing, own_overrides, program, quoted, with_task
 from lit_dpret.cli.composition import build_parts, check_request, check_top_level, checked_task, composed_run
 from lit_dpret.cli.explanations import causes, explain, lost_rank
-from lit_dpret.cli.jobs import begin_what_is_left, close_sweep, job_name, one_job, swept
+from lit_dpret.cli.jobs import (
+    begin_what_is_left,
+    close_sweep,
+    job_name,
+    one_job,
+    refuse_other_proposals,
+    settings_folder,
+    swept,
+)
 from lit_dpret.config import CONFIG_MODULE, format_help
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, WorkerError
@@ -51,6 +59,7 @@ _places: list[tuple[str, Path]] = []  # the setting and the folder of the comman
 _failed: list[Exception] = []  # what ended it
 _outcomes: list[Any] = []  # of a multirun: what its runs in this process have come to
 OmegaConf.register_new_resolver("new_name", rank_watch.new_name, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("settings_folder", settings_folder, replace=True)
 OmegaConf.register_new_resolver("job_name", lambda number: job_name(int(number)), replace=True)
 
 
@@ -178,9 +187,10 @@ def _together(cfg: DictConfig, *, first: bool) -> tuple[str, Any]:
     varied, runs = swept()
     if not rank_watch.is_first():
         return "", None
-    if runs is None:
-        return "", siblings_facts(None, varied)
     try:
+        if runs is None:
+            refuse_other_proposals(cfg)
+            return "", siblings_facts(None, varied)
         found = (tell_cost if first else cost_of_all)([composed_run(cfg, run) for run in runs], varied)
     except Exception as error:  # else the first run would pay for what is wrong with another one
         raise _NoneBegins from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lit_dpret.errors import ResumeError
 from lit_dpret.tasks.stages import holds_a_run
+
+_VARIED = ("params", "search_space")  # the settings of a sweeper that hold those of its jobs
 
 
 def swept() -> tuple[list[str], list[list[str]] | None]:
@@ -27,7 +30,7 @@ def swept() -> tuple[list[str], list[list[str]] | None]:
     found = parser.parse_overrides([*params, *(a for a in sys.argv[1:] if "=" in a and a[:1] != "-")])
     found = [one for one in found if not re.match("hydra[./]", one.key_or_group)]
     runs = None
-    if known.sweeper._target_.endswith(".BasicSweeper"):
+    if is_basic(known):
         runs = BasicSweeper.split_arguments(found, None)[0]
     return [one.get_key_element() for one in found if one.is_sweep_override()], runs
 
@@ -50,6 +53,12 @@ def job_name(number: int) -> str:
     return "-".join([str(number), *words])[:64].rstrip("-.")
 
 
+def settings_folder() -> str | None:
+    """Return where Hydra records the settings of a run; None in a folder that holds one: a refusal changes nothing."""
+    known: Any = HydraConfig.get() if HydraConfig.initialized() else None
+    return None if known is not None and holds_a_run(Path(known.runtime.output_dir)) else ".hydra"
+
+
 def close_sweep() -> None:
     """Make the folder of a multirun private to its owner, before its sweeper can write a score there."""
     known: Any = HydraConfig.get() if HydraConfig.initialized() else None
@@ -67,6 +76,39 @@ def begin_what_is_left(cfg: DictConfig) -> None:
     if holds_a_run(Path(known.sweep.dir)) and not holds_a_run(Path(cfg.run_dir)):
         with read_write(cfg):
             cfg.resume = False
+
+
+def refuse_other_proposals(cfg: DictConfig) -> None:
+    """Refuse to go on with the jobs of a sweeper that would propose other settings for their numbers.
+
+    With a seed a sweeper proposes the same again, job by job, as those that are done return the same results.
+
+    Raises:
+        ResumeError: It has no seed, or remembers the earlier jobs and proposes further ones.
+    """
+    known: Any = HydraConfig.get()
+    if not cfg.resume or is_basic(known) or not holds_a_run(Path(known.sweep.dir)):
+        return
+    sweeper: Any = OmegaConf.to_container(known.sweeper, resolve=True)
+    how = next((f"hydra.sweeper.{name}={value}" for name, value in sweeper.items() if name == "storage" and value), "")
+    if how or not has_seed(sweeper):
+        raise ResumeError(
+            f"resume=true with {how or 'no hydra.sweeper.sampler.seed'}: this sweeper proposes other settings now for "
+            f"the job numbers in {known.sweep.dir}, whose runs were begun with those in their .hydra/overrides.yaml. "
+            "Finish an interrupted one alone, with these and hydra.run.dir, and begin another sweep with a seed and "
+            "without a storage: such a one can go on."
+        )
+
+
+def is_basic(known: Any) -> bool:
+    """Return whether Hydra itself lists the jobs."""
+    return str(known.sweeper._target_).endswith(".BasicSweeper")
+
+
+def has_seed(sweeper: Mapping[str, Any]) -> bool:
+    """Return whether the settings of a sweeper, without those that it varies, name a seed."""
+    inner = [value for name, value in sweeper.items() if isinstance(value, dict) and name not in _VARIED]
+    return sweeper.get("seed") is not None or any(map(has_seed, inner))
 
 
 @contextmanager

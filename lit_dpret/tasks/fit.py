@@ -138,7 +138,8 @@ class Fit:
             after_setup=hold_out,
         )
         _tell_where(parts.run_dir)
-        return logged
+        # A run that was interrupted after its last step logs nothing more, and had its results before.
+        return _logged(parts.run_dir) | logged if parts.resume else logged
 
     def planned_fits(self, parts: Parts) -> list[PlannedFit]:
         """Return the private training that ``run`` would make; reads the data without training."""

@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 from hydra.types import RunMode
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import OmegaConf
 from planned_sweeps import STEPS, trial_parts
-from test_cli import TINY, write_log
+from test_cli import TINY, contents, write_log
 
 from lit_dpret import cli
-from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cards.text import privacy_line, show_epsilon
 from lit_dpret.cli import jobs
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.ledger.siblings import among_siblings
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.synthesis.filters.bins import LengthBins
@@ -231,18 +233,80 @@ def test_the_folder_of_a_job_is_flat_short_and_unique(monkeypatch: pytest.Monkey
     assert runs[0] == job
 
 
+def test_a_run_that_was_interrupted_after_its_last_step_returns_the_results_that_it_had(tmp_path: Path) -> None:
+    made = trial_parts(tmp_path, tmp_path / "run")
+    save = ModelCheckpoint(tmp_path / "run" / "checkpoints", every_n_train_steps=1)
+    results = Fit(min_free_mb=1).run(replace(made, make_callbacks=lambda: [*made.make_callbacks(), save]))
+    (tmp_path / "run" / "privacy_card.json").unlink()
+    accountant = PrivacyAccountant(run_dir=tmp_path / "run", resume=True)
+    again = replace(made, resume=True, make_callbacks=lambda: [accountant, PrivacyCard(run_dir=tmp_path / "run"), save])
+    assert Fit(min_free_mb=1).run(again) == results != {}, "a sweeper that goes on compares it with the others"
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "goes_on"),
+    [
+        ({"sampler": {"seed": 3}, "storage": None}, True),
+        ({"sampler": {"seed": None}, "storage": None}, False),
+        ({"sampler": {"_target_": "GridSampler"}}, False),
+        ({"sampler": {"seed": 3}, "storage": "sqlite:///study.db"}, False),
+        ({"params": {"seed": "choice(1,2)"}, "search_space": {"seed": {"seed": 1}}}, False),
+        ({"optim": {"seed": 5}}, True),
+    ],
+)
+def test_a_sweeper_goes_on_only_if_it_proposes_the_same_settings_again(
+    sweeper: dict[str, Any], goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = OmegaConf.create({"sweeper": {"_target_": "x.OptunaSweeper", **sweeper}, "sweep": {"dir": str(tmp_path)}})
+    monkeypatch.setattr(jobs, "HydraConfig", SimpleNamespace(get=lambda: made))
+    resumed, fresh = (OmegaConf.create({"resume": value}) for value in (True, False))
+    jobs.refuse_other_proposals(resumed)  # nothing was begun there
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "privacy_ledger.jsonl").touch()
+    jobs.refuse_other_proposals(fresh)
+    if goes_on:
+        jobs.refuse_other_proposals(resumed)
+        return
+    with pytest.raises(ResumeError, match=r"resume=true.*hydra\.sweeper\."):
+        jobs.refuse_other_proposals(resumed)
+    made.sweeper._target_ = "hydra.BasicSweeper"
+    jobs.refuse_other_proposals(resumed)
+
+
+def multirun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "CUDA_VISIBLE_DEVICES": ""}
+    log = f"datamodule.pairs={write_log(folder)}"
+    return subprocess.run(
+        [sys.executable, "train.py", "-m", *TINY, log, f"hydra.sweep.dir={folder / 'sweep'}", *words],
+        cwd=ROOT, capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_of_optuna_goes_on_by_its_seed_and_is_refused_without_one(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+
+    sweep = ["debug=tiny", "hydra/sweeper=optuna", "objective=privacy/eps_spent", "hydra.sweeper.n_jobs=1",
+             "model.optimizer.lr=interval(0.0001,0.01)", "hydra.sweep.subdir='${hydra:job.num}'"]  # fmt: skip
+    call = partial(multirun, tmp_path, *sweep)
+    seeded = ["hydra.sweeper.sampler.seed=5", "hydra.sweeper.n_trials=2"]
+    assert (done := call(*seeded)).returncode == 0, done.stderr
+    one = tmp_path / "sweep" / "1"
+    before, head = contents(tmp_path / "sweep" / "0"), (one / "privacy_ledger.jsonl").read_bytes()
+    (one / "privacy_card.json").unlink()  # as if it had been interrupted
+    refused = call("hydra.sweeper.n_trials=2", "resume=true")
+    assert refused.returncode == cli.USER_ERROR and "hydra.sweeper.sampler.seed" in refused.stderr
+    assert (one / "privacy_ledger.jsonl").read_bytes() == head
+    assert (done := call(*seeded[:1], "hydra.sweeper.n_trials=3", "resume=true")).returncode == 0, done.stderr
+    assert contents(tmp_path / "sweep" / "0") == before and (one / "privacy_card.json").is_file()
+    assert (tmp_path / "sweep" / "2" / "privacy_card.json").is_file()
+
+
 @pytest.mark.slow
 def test_a_multirun_tells_the_cost_first_then_a_table_and_refuses_a_setting_before_the_first_run(
     tmp_path: Path,
 ) -> None:
-    def call(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""}
-        log = f"datamodule.pairs={write_log(tmp_path)}"
-        return subprocess.run(
-            [sys.executable, "train.py", "-m", *TINY, log, f"hydra.sweep.dir={tmp_path / 'sweep'}", *words],
-            cwd=ROOT, capture_output=True, text=True, check=False, env=environment,
-        )  # fmt: skip
-
+    call = partial(multirun, tmp_path)
     for bad, named in (("privacy.eps=3,-1", "privacy.eps=-1"), ("trainer=cpu,gpu", "trainer cannot be made")):
         refused = call(bad, f"hydra.sweep.dir={tmp_path / 'refused'}")
         assert refused.returncode == cli.USER_ERROR and named in refused.stderr and "Traceback" not in refused.stderr
