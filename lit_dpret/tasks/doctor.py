@@ -12,8 +12,8 @@ from lit_dpret.callbacks.doctor import examine
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.trust import trust_table
-from lit_dpret.tasks.check_data import cut_texts, rulers_of
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.rulers import cut_texts, rulers_of
 
 REPORT = "doctor.json"
 

@@ -13,10 +13,11 @@ from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, UnplannedError
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.check_data import PAGE, CheckData, fitting_batch, fitting_length, make_rulers
+from lit_dpret.tasks.check_data import PAGE, CheckData
 from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.pipeline import Pipeline
+from lit_dpret.tasks.rulers import fitting_batch, fitting_length, make_rulers
 from lit_dpret.tasks.stages import MARK, Stages
 
 SPLIT, CHECK = "split", "check"

@@ -28,9 +28,9 @@ from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.figures import can_draw, draw_plan, require_matplotlib
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.check_data import cut_texts, rulers_by_words
 from lit_dpret.tasks.fit import plant_blanks_of, released_canaries, reserve_and_start
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.rulers import cut_texts, rulers_by_words
 
 _PATIENCE = 3.0
 

@@ -21,8 +21,9 @@ from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, MSMar
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.tasks import CheckData
-from lit_dpret.tasks.check_data import PAGE, REPORT, cut_texts, rulers_by_words
+from lit_dpret.tasks.check_data import PAGE, REPORT
 from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.rulers import cut_texts, rulers_by_words
 
 HARBOUR = Path(__file__).resolve().parents[1] / "data" / "harbour"
 Spoil = Callable[[Path], None]

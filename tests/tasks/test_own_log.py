@@ -19,9 +19,9 @@ from lit_dpret.datamodules import InsuranceQADataModule, PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.tasks import OwnLog, check_data
-from lit_dpret.tasks.check_data import fitting_batch, fitting_length
 from lit_dpret.tasks.parts import Parts
 from lit_dpret.tasks.pipeline import Pipeline
+from lit_dpret.tasks.rulers import fitting_batch, fitting_length
 
 COUNT = 200
 
