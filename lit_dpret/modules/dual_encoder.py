@@ -23,7 +23,7 @@ from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import OutputFolder
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, false_negatives
-from lit_dpret.modules.fine_tuning import add_lora, merged
+from lit_dpret.modules.lora import add_lora, merged
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
 from lit_dpret.modules.public_pool import PoolCandidates, PublicPool

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT as CONTRACT_NAME
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.files import file_sha256, meant, settle_modes
-from lit_dpret.modules.fine_tuning import speak_words_only
 from lit_dpret.modules.language_models import load_language_model, load_tokenizer
+from lit_dpret.modules.virtual_tokens import speak_words_only
 
 CONTRACT_FORMAT = 1
 PASSAGE = "{passage}"

@@ -25,15 +25,7 @@ from lit_dpret.distributed.xla import on_host
 from lit_dpret.encoders.backbones import hold_rotary_positions, position_limit, refuse_if_padding_counts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.families import IGNORED, DecoderOnly, family_of
-from lit_dpret.modules.fine_tuning import (
-    PromptTuning,
-    add_prompt,
-    freeze_all_but,
-    refuse_two_choices,
-    with_lora,
-    without_adapters,
-    without_prompt,
-)
+from lit_dpret.modules.fine_tuning import freeze_all_but, refuse_two_choices
 from lit_dpret.modules.generator_folder import (
     PASSAGE,
     Example,
@@ -51,9 +43,11 @@ from lit_dpret.modules.language_models import (
     load_language_model,
     load_tokenizer,
 )
+from lit_dpret.modules.lora import with_lora, without_adapters
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.modules.virtual_tokens import PromptTuning, add_prompt, without_prompt
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode

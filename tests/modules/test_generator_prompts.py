@@ -33,8 +33,8 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import QueryGenerator
-from lit_dpret.modules.fine_tuning import PromptedEmbedding
 from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorModel, weights_hash
+from lit_dpret.modules.virtual_tokens import PromptedEmbedding
 from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.ledger.trained import note_built

@@ -1,0 +1,136 @@
+"""Low-rank adapters (LoRA), by ``peft``: added before training, merged into the weights after it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lit_dpret.encoders import TextEncoder
+from lit_dpret.errors import ConfigurationError, first_line
+from lit_dpret.lazy import optional
+
+
+def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
+    """Freeze the encoder and train its low-rank adapters instead (LoRA, 2106.09685, by ``peft``).
+
+    Args:
+        encoder: Changed in place. A projection after pooling stays trainable.
+        settings: Arguments of ``peft.LoraConfig``.
+
+    Raises:
+        ConfigurationError: peft is missing, or refuses the settings.
+    """
+    encoder.backbone = with_lora(encoder.backbone, settings)
+
+
+def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
+    """Return a Hugging Face model with low-rank adapters and all else frozen.
+
+    Args:
+        model: Changed in place.
+        settings: Arguments of ``peft.LoraConfig``.
+
+    Raises:
+        ConfigurationError: peft is missing, or refuses the settings; they train one use of a tied weight; or what they
+            train could not be merged into the weights and saved.
+    """
+    peft = _peft()
+    tied = _tied(model)
+    try:
+        config = peft.LoraConfig(**{str(name): value for name, value in settings.items()})
+        with warnings.catch_warnings():  # peft asks by a name that transformers 5 has renamed
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            adapted: nn.Module = peft.get_peft_model(model, config)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"model.lora={dict(settings)} makes no adapters: {first_line(error)} Its keys are the arguments of "
+            "peft.LoraConfig."
+        ) from error
+    for name, part in adapted.named_modules():
+        setting, base = None, part
+        if isinstance(part, peft.tuners.lora.LoraLayer):
+            setting, base = "target_modules", part.get_base_layer()
+        elif isinstance(part, peft.utils.ModulesToSaveWrapper):
+            setting, base = "modules_to_save", part.original_module
+        uses = next((tied[id(p)] for p in base.parameters() if id(p) in tied), None) if setting else None
+        if uses is not None:
+            raise ConfigurationError(
+                f"model.lora.{setting} names {name.removeprefix('base_model.model.')}, and {', '.join(uses)} are one "
+                "weight: trained in one use alone they would be two, and the saved model, in which they are one, would "
+                "be another than was trained. Leave it out, or train all uses together by model.trainable_patterns "
+                "in place of model.lora."
+            )
+        if setting == "target_modules":
+            _check_merge(part, settings)
+    frozen = {id(parameter) for parameter in adapted.parameters() if not parameter.requires_grad}
+    if shared := [uses for key, uses in _tied(adapted).items() if key in frozen and key not in tied]:
+        raise ConfigurationError(
+            f"model.lora={dict(settings)} makes one weight of {' and '.join(shared[0][:2])}, and a saved model holds "
+            "each by itself. Leave out what shares them, as layer_replication."
+        )
+    return adapted
+
+
+def _check_merge(layer: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse an adapter that trains and cannot become a part of its weight: no model could be written in the end."""
+    if any(parameter.is_meta for parameter in layer.parameters()):
+        return
+    try:
+        copy.deepcopy(layer).merge()
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"model.lora={dict(settings)} makes adapters that cannot be merged into the weights, which a saved "
+            f"model needs: {first_line(error)} Leave out the setting that it names."
+        ) from error
+
+
+def _tied(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each parameter that has several, by the parameter's id.
+
+    None on the ``meta`` device: a configuration ties what stored weights may hold apart, as those of T5 1.1 do.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.is_meta:
+            names.setdefault(id(parameter), []).append(name)
+    return {key: found for key, found in names.items() if len(found) > 1}
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """Return the model with its adapters merged into a copy of the weights; itself without adapters."""
+    merge: Any = getattr(model, "merge_and_unload", None)
+    if merge is None:
+        return model
+    plain: nn.Module = _twin(model).merge_and_unload()
+    return plain
+
+
+def _twin(model: Any) -> Any:
+    """Return a copy of a model with adapters. One that is trained in shards cannot be copied, and is built again."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return copy.deepcopy(model)
+    base = model.get_base_model()
+    with torch.random.fork_rng(devices=[]):  # weights that are replaced are drawn first
+        fresh = type(base)(copy.deepcopy(base.config))
+        for name, part in base._modules.items():
+            if part is None:  # an encoder without its pooler
+                fresh._modules[name] = None
+        twin = _peft().get_peft_model(fresh, copy.deepcopy(model.peft_config[model.active_adapter]))
+    twin.load_state_dict(model.state_dict(), assign=True)
+    return twin
+
+
+def merged(encoder: TextEncoder) -> TextEncoder:
+    """Return the encoder with its adapters merged into the weights; itself without adapters."""
+    backbone = without_adapters(encoder.backbone)
+    return encoder if backbone is encoder.backbone else encoder.changed(backbone=backbone)
+
+
+def _peft() -> Any:
+    return optional("peft", "model.lora", "lit-dpret[peft]", instead="Or set model.lora to null.")
