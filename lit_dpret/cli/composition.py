@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import partial
-from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace, UnionType
-from typing import Any, Union, get_args, get_origin
+from types import SimpleNamespace
+from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
@@ -21,15 +20,16 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, InstantiationException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.utils import get_class, get_object, instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_dpret.cli.arguments import own_overrides, program, shown_overrides
 from lit_dpret.cli.explanations import UNKNOWN_KEY, causes, explain_unknown_key
+from lit_dpret.cli.value_types import check_type, check_types
 from lit_dpret.config import CONFIG_MODULE, STUDIES, choices, groups, top_level
 from lit_dpret.errors import ConfigurationError, LitDpretError
-from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed, check_output
+from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from lit_dpret.tasks.resumed_settings import LENGTHS, trained_settings
 
 _LARGEST_SEED = 2**32 - 1
@@ -58,7 +58,7 @@ def build_parts(cfg: DictConfig) -> Parts:
             if any(map(is_dataclass, value if isinstance(value, list) else [value]))
         }
         rest = {key: value for key, value in extra.items() if key not in ready}
-        _check_types(cfg[name], name)
+        check_types(cfg[name], name)
         with _plain_refusals():
             if not ready:
                 return instantiate(cfg[name], **rest, _convert_="all")
@@ -86,7 +86,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         chosen = found.get(name) or {}
         for key, item in chosen.items():
             if item is not None:
-                _check_types(item, f"{name}.{key}")
+                check_types(item, f"{name}.{key}")
         return [instantiate(item, _convert_="all") for item in chosen.values() if item is not None]
 
     return Parts(
@@ -107,65 +107,6 @@ def build_parts(cfg: DictConfig) -> Parts:
         trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
         command=" ".join([program(), as_typed(shown_overrides())]).strip(),
     )
-
-
-def _check_types(node: Any, place: str) -> None:
-    """Refuse a value of a kind that its constructor cannot mean: Python takes true for 1, and any text for true."""
-    found: Any = OmegaConf.to_container(node, resolve=True)
-
-    def check(node: Any, place: str) -> None:
-        if not isinstance(node, dict):
-            return
-        try:
-            made: Any = get_object(node["_target_"]) if "_target_" in node else lambda: None
-            # A constructor hands on to its base what it takes as **budget.
-            bases = reversed(made.__mro__) if isinstance(made, type) else ()
-            makers: list[Any] = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [made]
-            parameters = {name: one for maker in makers for name, one in signature(maker).parameters.items()}
-        except (ImportError, AttributeError, TypeError, ValueError, HydraException):
-            parameters = {}  # whoever makes it says what is wrong
-        for key, value in node.items():
-            if key in parameters and value != "???":
-                _check_type(f"{place}.{key}", value, parameters[key].annotation)
-            check(value, f"{place}.{key}")
-
-    check(found, place)
-
-
-def _check_type(name: str, value: Any, annotation: Any) -> None:
-    """Refuse a value where the annotation allows nothing but numbers, true and false, texts, lists or mappings."""
-    kinds = _kinds(annotation) - {"None", "NoneType"}
-    outputs = kinds & {"OutputFile", "OutputFolder"}
-    kinds = kinds - outputs | ({"Path"} if outputs else set())
-    if value is None or not kinds or (isinstance(value, dict) and "_target_" in value):  # an object, made later
-        return
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    lists, mappings = ("Sequence[", "list[", "tuple["), ("Mapping[", "dict[")
-    if kinds <= {"int", "float"} and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ConfigurationError(f"{name}={shown} is no number, and a number belongs there.")
-    if kinds == {"int"} and isinstance(value, float) and not value.is_integer():
-        raise ConfigurationError(f"{name}={shown} is no whole number, and one belongs there.")
-    if kinds == {"bool"} and not isinstance(value, bool):
-        raise ConfigurationError(f"{name}={shown} must be true or false.")
-    if kinds <= {"str", "Path"} and isinstance(value, list | dict):
-        raise ConfigurationError(f"{name}={shown} is several values, and one text belongs there.")
-    if kinds <= {"str", "Path"} and "Path" in kinds and isinstance(value, bool | int | float):
-        raise ConfigurationError(f"{name}={shown} is no text, and a path belongs there: \"{name}='{value}'\".")
-    if outputs and isinstance(value, str):
-        check_output(name, value, folder="OutputFolder" in outputs)
-    if all(kind.startswith(lists) for kind in kinds) and not isinstance(value, list):
-        one = f": {name}=[{value}]" if isinstance(value, bool | int | float | str) else ""
-        raise ConfigurationError(f"{name}={shown} is no list, and a list belongs there{one}.")
-    if all(kind.startswith(mappings) for kind in kinds) and not isinstance(value, dict):
-        raise ConfigurationError(f"{name}={shown} is no mapping, and one belongs there: '{name}={{NAME: VALUE}}'.")
-
-
-def _kinds(annotation: Any) -> set[str]:
-    """Return the alternatives of an annotation, as they are written in the code."""
-    if not isinstance(annotation, str):
-        several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-        return {one.__name__ if isinstance(one, type) else str(one) for one in several}
-    return set(re.split(r" \| (?![^\[]*\])", annotation))  # those inside of brackets are of the elements
 
 
 def _plain_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -251,7 +192,7 @@ def checked_task(cfg: DictConfig) -> Any:
     """
     if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # said before the task's imports, which take long
         raise ConfigurationError(_lacking(cfg, missing))
-    _check_types(cfg.task, "task")
+    check_types(cfg.task, "task")
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):
         raise ConfigurationError("canaries are planted by task=fit alone. Leave canaries out, or set task=fit.")
@@ -298,6 +239,6 @@ def check_top_level(cfg: DictConfig) -> None:
         if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):  # ${name} or, among others, ${oc.select:name}
             raise ConfigurationError(f"{explain_unknown_key(name)} Nothing reads what +{name} adds.")
     for name in ("resume", "init_from_is_public"):
-        _check_type(name, cfg[name], "bool")
+        check_type(name, cfg[name], "bool")
     if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= _LARGEST_SEED:
         raise ConfigurationError(f"seed={cfg.seed!r} is not a whole number from 0 to {_LARGEST_SEED}.")
