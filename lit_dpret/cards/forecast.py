@@ -23,14 +23,8 @@ from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.accounting.accountant import calibrate_noise, truncation_delta
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
-from lit_dpret.privacy.accounting.composition import (
-    SUPPORTED,
-    check_supported,
-    epsilon,
-    epsilon_if_shuffled,
-    rough_epsilon,
-    simplest_law,
-)
+from lit_dpret.privacy.accounting.comparisons import epsilon_if_shuffled
+from lit_dpret.privacy.accounting.composition import SUPPORTED, check_supported, epsilon, rough_epsilon, simplest_law
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,

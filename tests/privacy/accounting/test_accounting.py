@@ -26,14 +26,8 @@ from lit_dpret.privacy.accounting.accountant import (
     truncation_delta,
 )
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
-from lit_dpret.privacy.accounting.composition import (
-    RELATIONS,
-    check_supported,
-    delta_at,
-    epsilon,
-    epsilon_curve,
-    epsilon_if_shuffled,
-)
+from lit_dpret.privacy.accounting.comparisons import epsilon_if_shuffled
+from lit_dpret.privacy.accounting.composition import RELATIONS, check_supported, delta_at, epsilon, epsilon_curve
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,

@@ -16,7 +16,8 @@ from opacus.accountants import PRVAccountant
 
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
-from lit_dpret.privacy.accounting.composition import check_supported, epsilon, underreported_epsilon
+from lit_dpret.privacy.accounting.comparisons import underreported_epsilon
+from lit_dpret.privacy.accounting.composition import check_supported, epsilon
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,

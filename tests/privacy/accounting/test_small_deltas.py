@@ -16,7 +16,8 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy import special, stats
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.accounting.composition import epsilon, epsilon_curve, epsilon_if_shuffled
+from lit_dpret.privacy.accounting.comparisons import epsilon_if_shuffled
+from lit_dpret.privacy.accounting.composition import epsilon, epsilon_curve
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.pld import compose_times, compose_with
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Shuffle
