@@ -24,7 +24,8 @@ from lit_dpret.federated.settings import Stage2
 from lit_dpret.federated.storage import save_tensors
 from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, public_coins
 from lit_dpret.negatives.mined import DynamicNegatives
-from lit_dpret.retrieval.rows import TensorRows, canonical_scores
+from lit_dpret.retrieval.rows import TensorRows
+from lit_dpret.retrieval.scores import canonical_scores
 from lit_dpret.retrieval.search import MISSING, TopK, merged, search, unbroken
 
 

@@ -18,7 +18,8 @@ from lit_dpret.files import write_whole
 from lit_dpret.negatives.base import Towers, TrainTexts
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.bm25 import BM25, BM25Settings
-from lit_dpret.retrieval.rows import TensorRows, canonical_scores
+from lit_dpret.retrieval.rows import TensorRows
+from lit_dpret.retrieval.scores import canonical_scores
 from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search, unbroken
 
 Ranker = Callable[[range], tuple[TopK, list[Tensor]]]

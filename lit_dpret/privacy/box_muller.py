@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.privacy.chacha import WORDS, keystream
-from lit_dpret.privacy.threads import in_threads
+from lit_dpret.threads import in_threads
 
 AT_ONCE = {"cpu": 1 << 13, "cuda": 1 << 19}
 """How many blocks of the stream are drawn at once: on a CPU they stay in a core's cache."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.privacy.chacha import WORDS, keystream
-from lit_dpret.privacy.threads import in_threads
+from lit_dpret.threads import in_threads
 
 BLOCK = 1 << 16
 """Numbers that come from candidates of their own: whoever wants one of them draws those before it in its block."""

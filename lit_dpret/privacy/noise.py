@@ -63,7 +63,7 @@ from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy import box_muller, exact_normal
 from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName
 from lit_dpret.privacy.chacha import DEVICES
-from lit_dpret.privacy.threads import in_threads
+from lit_dpret.threads import in_threads
 
 SECRET_BYTES = 32
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.lazy import optional
 from lit_dpret.retrieval.products import prepared
-from lit_dpret.retrieval.rows import Rows, as_rows, canonical_scores
+from lit_dpret.retrieval.rows import Rows, as_rows
+from lit_dpret.retrieval.scores import canonical_scores
 from lit_dpret.retrieval.search import Similarity, require_positive, search
 from lit_dpret.retrieval.topk import MISSING, TopK, first_k, keyed, places_by_rank
 
@@ -76,7 +77,7 @@ class Faiss:
         try:
             if not index.is_trained:
                 chosen = np.sort(np.random.default_rng(seed).permutation(len(passages))[:_TRAINED_ON])
-                index.train(_float32(passages.sample(torch.from_numpy(chosen)), cosine))
+                index.train(_float32(passages.take(torch.from_numpy(chosen)), cosine))
             for start in range(0, len(passages), _READ):
                 index.add(_float32(passages.chunk(start, min(start + _READ, len(passages))), cosine))
         except RuntimeError as error:

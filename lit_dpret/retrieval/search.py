@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays, exact_float32, prepared
-from lit_dpret.retrieval.rows import Rows, as_rows, canonical_scores, rows_in_parallel
+from lit_dpret.retrieval.rows import Rows, as_rows
+from lit_dpret.retrieval.scores import canonical_scores
 from lit_dpret.retrieval.topk import (
     EMPTY,
     MISSING,
@@ -40,6 +41,7 @@ from lit_dpret.retrieval.topk import (
     top_k_of,
     unpacked,
 )
+from lit_dpret.threads import on_slices
 
 __all__ = [
     "MISSING",
@@ -263,7 +265,7 @@ class SearchStream:
 
         if few:
             most = PASSAGE_CHUNK if len(chosen) <= _FEW_QUERIES // 4 else _CPU_BLOCK
-            rows_in_parallel(look, len(rows), max(1024, _share(len(rows), most)))
+            on_slices(look, len(rows), max(1024, _share(len(rows), most)))
         else:
             for some in _slices(len(rows)):
                 look(some)
@@ -295,7 +297,7 @@ class SearchStream:
         if len(rows) < 4 * sample or _sample_rank(width, sample, len(rows)) > sample // 2:
             return Attempt(self._products, width, None)
         places = torch.linspace(0, len(rows) - 1, sample, dtype=torch.float64).long()
-        passages = prepared(rows.sample(places).to(self.device).float(), self.cosine)
+        passages = prepared(rows.take(places).to(self.device).float(), self.cosine)
         products, few = self._products, slice(None, None, max(1, len(self._queries) // 64))
         if self._low is not None:
             scores = products.queries[few] @ passages.T
@@ -347,7 +349,7 @@ class SearchStream:
     def _each(self, work: Callable[[slice], None], queries: int) -> None:
         """Do something for all queries, `QUERY_CHUNK` at a time; on the CPU by several threads."""
         if self.device.type == "cpu":
-            rows_in_parallel(work, queries, _share(queries, QUERY_CHUNK))
+            on_slices(work, queries, _share(queries, QUERY_CHUNK))
             return
         for first in range(0, queries, QUERY_CHUNK):
             work(slice(first, min(first + QUERY_CHUNK, queries)))
@@ -373,7 +375,7 @@ class SearchStream:
                 proven[part] = unpacked(keys[:, -1])[0] > reach[part]
             self._best[of[proven[part]]] = keys[proven[part]]
 
-        rows_in_parallel(keep, len(chosen), max(128, _share(len(chosen), 256)))  # fewer are done before a thread starts
+        on_slices(keep, len(chosen), max(128, _share(len(chosen), 256)))  # fewer are done before a thread starts
         return proven
 
     def _kth(self) -> Tensor:

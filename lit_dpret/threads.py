@@ -12,7 +12,10 @@ _CPU = torch.device("cpu")
 
 
 def in_threads(work: Callable[[int], None], places: range, device: torch.device = _CPU) -> None:
-    """Call ``work`` with each place, in as many threads as PyTorch has; in one where another device does the work."""
+    """Call ``work`` with each place, in as many threads as PyTorch has; in one where another device does the work.
+
+    While it runs, PyTorch uses one thread for each operation, in all of the process.
+    """
     before = torch.get_num_threads()
     workers = min(before, len(places)) if device.type == "cpu" else 1
     if workers <= 1:
@@ -26,3 +29,8 @@ def in_threads(work: Callable[[int], None], places: range, device: torch.device 
             deque(pool.map(work, places), maxlen=0)
     finally:
         torch.set_num_threads(before)
+
+
+def on_slices(work: Callable[[slice], None], rows: int, step: int) -> None:
+    """Call ``work`` on slices of at most ``step`` rows, as `in_threads` does."""
+    in_threads(lambda start: work(slice(start, min(start + step, rows))), range(0, rows, step))

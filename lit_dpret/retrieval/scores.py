@@ -1,0 +1,96 @@
+"""Exact scores of candidate passages, pair by pair, always in the same order.
+
+A score is the float64 dot product of two embeddings, rounded to float32. Matrix products, faiss and ScaNN add the same
+numbers up in other orders and so disagree in the last bits; in a ranking those bits decide the order of ties. So
+candidates from anywhere are scored again here.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lit_dpret.retrieval.rows import Rows, TensorRows
+from lit_dpret.retrieval.topk import MISSING
+from lit_dpret.threads import in_threads
+
+_CHUNK = 16_384  # passages that are read at a time
+_FEW_PAIRS = 2**14  # below this, one thread is done before others start
+_PLACE = 2**32 - 1  # mask of the lower half of a key
+_DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
+
+
+def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cosine: bool) -> Tensor:
+    """Return the scores of candidate passages, each a function of only its two embeddings.
+
+    ``queries`` are float64, ``(queries, dim)``, normalised already under ``cosine``. ``candidates`` are indices of
+    passages, long on the CPU, ``(queries, width)``, with `MISSING` as filler.
+
+    Returns:
+        float32 on the CPU, shaped as ``candidates``; -inf for fillers.
+    """
+    if isinstance(passages, TensorRows) and passages.embeddings.device.type != "cpu":
+        scores = _on_device(queries, passages.embeddings, candidates, cosine)
+    else:
+        scores = _on_cpu(queries.cpu(), passages, candidates.numpy(), cosine)
+    return scores.masked_fill_(candidates == MISSING, float("-inf"))
+
+
+def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosine: bool) -> Tensor:
+    """Score all pairs in the order of their passages, so that each passage is fetched only once."""
+    width = max(1, candidates.shape[1])
+    flat = candidates.reshape(-1)
+    scores = torch.empty(len(flat), dtype=torch.float32)
+    keys = (flat << 32) | np.arange(len(flat))  # passage above, place among the candidates below
+    keys.sort()
+    starts = range(0, len(passages), _CHUNK)
+    edges = np.searchsorted(keys, np.append(starts, len(passages)) << 32)
+
+    def score(number: int) -> None:
+        first, last = edges[number], edges[number + 1]
+        if first == last:
+            return
+        start, pairs = starts[number], keys[first:last]
+        wanted, places = pairs >> 32, torch.from_numpy(pairs & _PLACE)
+        opens = np.flatnonzero(np.diff(wanted, prepend=-1))  # where another passage begins
+        chunk = passages.chunk(start, min(start + _CHUNK, len(passages)))
+        found = chunk[torch.from_numpy(wanted[opens] - start)].double()
+        found = F.normalize(found, dim=-1) if cosine else found
+        grid = torch.sparse_csr_tensor(
+            torch.from_numpy(np.append(opens, len(pairs))),
+            places // width,
+            torch.zeros(len(pairs), dtype=torch.float64),
+            (len(found), len(queries)),
+            check_invariants=False,
+        )
+        scores[places] = torch.sparse.sampled_addmm(grid, found, queries.T).values().float()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        if edges[-1] - edges[0] > _FEW_PAIRS:  # fillers stand before them
+            in_threads(score, range(len(starts)))
+        else:
+            for number in range(len(starts)):
+                score(number)
+    return scores.view(candidates.shape)
+
+
+def _on_device(queries: Tensor, passages: Tensor, candidates: Tensor, cosine: bool) -> Tensor:
+    width = candidates.shape[1]
+    queries = queries.to(passages.device)
+    pairs = max(1, _DEVICE_BLOCK // (16 * queries.shape[1]))
+    rows, columns = max(1, pairs // max(1, width)), min(width, pairs)
+    scores = torch.empty(candidates.shape, dtype=torch.float32)
+    for row in range(0, len(queries), rows):
+        for column in range(0, width, columns):
+            block = slice(row, row + rows), slice(column, column + columns)
+            wanted = candidates[block].clamp(min=0).to(passages.device)
+            found = passages[wanted].double()
+            found = F.normalize(found, dim=-1) if cosine else found
+            scores[block] = (found * queries[row : row + rows, None, :]).sum(dim=-1).float().cpu()
+    return scores
