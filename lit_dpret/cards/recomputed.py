@@ -17,6 +17,7 @@ from lit_dpret.cards.claim import group_facts
 from lit_dpret.cards.provenance import randomness_facts, registered, start_accounting, start_text
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy import clip_fraction
+from lit_dpret.privacy.accounting import comparisons
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.ceilings import attack_ceilings
 from lit_dpret.privacy.accounting.composition import FINE
@@ -165,13 +166,13 @@ def accounting_facts(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
         ],
         "epsilon_if_shuffled": answer(
             "epsilon_if_shuffled",
-            lambda: accounting.epsilon_if_shuffled(releases, delta=delta, neighbours=neighbours),
+            lambda: comparisons.epsilon_if_shuffled(releases, delta=delta, neighbours=neighbours),
         ),
         "epsilon_rdp": answer("epsilon_rdp", lambda: epsilon_by("rdp", releases, plan)),
         "epsilon_replace_one": answer("epsilon_replace_one", lambda: _replace_one_epsilon(releases, plan)),
         "epsilon_underreported_by_gdp": answer(
             "epsilon_underreported_by_gdp",
-            lambda: accounting.underreported_epsilon(releases, delta=delta, neighbours=neighbours),
+            lambda: comparisons.underreported_epsilon(releases, delta=delta, neighbours=neighbours),
         ),
     }
     return {**facts, "dataset_total": noted_total(judged.records), "not_computed": skipped}

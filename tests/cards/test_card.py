@@ -25,6 +25,7 @@ from lit_dpret.cards.card import (
 from lit_dpret.cards.text import card_html, card_markdown, privacy_line, show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, StorageError
 from lit_dpret.privacy.accounting import composition as accounting
+from lit_dpret.privacy.accounting.comparisons import underreported_epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, GaussianRelease, Poisson, Shuffle
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
 from lit_dpret.privacy.ledger.dataset_file import Total
@@ -263,9 +264,7 @@ def test_the_other_readings_of_the_same_noise_are_printed_beside_the_claim(run: 
 def test_the_central_limit_stands_on_the_card_as_no_guarantee_and_never_as_the_claim(tmp_path: Path, run: Run) -> None:
     card = run.card()
     value = card["accounting"]["epsilon_underreported_by_gdp"]
-    assert value == accounting.underreported_epsilon(
-        charged_releases(run.ledger.records), delta=DELTA, neighbours="zero_out"
-    )
+    assert value == underreported_epsilon(charged_releases(run.ledger.records), delta=DELTA, neighbours="zero_out")
     assert value < card["claim"]["epsilon"]
     (line,) = [line for line in card_markdown(card).splitlines() if "central limit" in line]
     assert "NOT A GUARANTEE" in line and "under-reports" in line and show_epsilon(value) in line
