@@ -160,6 +160,10 @@ class UnsupportedAccountingError(ConfigurationError):
     """A sampling law, accountant and neighbouring relation that no library supports together."""
 
 
+class AccountingMemoryError(LitDpretError, MemoryError):
+    """The privacy accounting of the releases does not fit into memory."""
+
+
 class BudgetExceededError(LitDpretError, RuntimeError):
     """The next release would spend more than the budget allows."""
 

@@ -49,6 +49,7 @@ from lit_dpret.privacy.accounting.pld import (
     gaussian_pld,
     read_deltas,
     read_epsilon,
+    within_memory,
 )
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
@@ -287,6 +288,7 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
         return top + np.log(mass), (scaled * weights).sum(axis=0) / mass
 
 
+@within_memory
 def _mixture_pld(part: Part, units: int, width: float) -> PrivacyLossDistribution:
     """The privacy loss distribution of one release: connect-the-dots, as the library does it."""
     counts, chances = _in_batch(part, units)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache, partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from dp_accounting.pld import pld_pmf
@@ -19,6 +19,29 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from dp_accounting.privacy_accountant import NeighboringRelation
 from scipy import fft, optimize, stats
+
+from lit_dpret.errors import AccountingMemoryError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def within_memory(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that runs out of memory say what takes less of it, in place of a library's ``std::bad_alloc``."""
+
+    @wraps(function)
+    def told(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except MemoryError as error:
+            raise AccountingMemoryError(
+                "Memory ran out while epsilon was computed (privacy.accountant=pld). What it takes grows with epsilon, "
+                "and with the number of steps: free memory, lower privacy.eps or plan fewer steps (trainer.max_steps, "
+                "max_epochs), or set privacy.accountant=rdp with datamodule.sampling=poisson, whose epsilon is larger "
+                "and takes next to none. Where training had begun, resume=true goes on."
+            ) from error
+
+    return told
 
 
 class GaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
@@ -86,6 +109,7 @@ def deltas_at(loss: Any, points: Callable[[np.ndarray], np.ndarray], epsilons: n
     return np.clip(deltas, 0, 1)
 
 
+@within_memory
 def gaussian_pld(noise: float, rate: float, relation: NeighboringRelation, width: float) -> PrivacyLossDistribution:
     """The library's ``from_gaussian_mechanism``: one release whose batch held each unit with probability ``rate``."""
     one_way = partial(_pmf, noise, rate, width)
@@ -96,6 +120,7 @@ def gaussian_pld(noise: float, rate: float, relation: NeighboringRelation, width
     return PrivacyLossDistribution(remove) if rate == 1 else PrivacyLossDistribution(remove, one_way(AdjacencyType.ADD))
 
 
+@within_memory
 def truncated_pld(
     noise: float, rate: float, cap: int, n: int, relation: NeighboringRelation, width: float
 ) -> PrivacyLossDistribution:
@@ -141,6 +166,7 @@ _ROUNDOFF = 2.0**-53
 _TILT = 1e-8  # where the tail is exact; it is nearly so for every delta that people choose
 
 
+@within_memory
 def compose_times(distribution: Any, count: int) -> PrivacyLossDistribution:
     """Return the distribution of ``count`` releases; tails above Chernoff's bounds are lost.
 
@@ -165,9 +191,10 @@ def _times(pmf: Any, count: int) -> Any:
     order = _order(probs, count)
     tilted = probs * np.exp(order * np.arange(len(probs)))
     scale = float(tilted.sum())
+    tilted = tilted / scale
     # Its own bounds, wider above: what wraps around would come down where the tilt is undone by a large factor.
-    wide = max(high, _bounds(tilted / scale, count)[1])
-    back = _power(tilted / scale, count, low, wide)[: high - low + 1]
+    wide = max(high, _bounds(tilted, count)[1])
+    back = _power(tilted, count, low, wide)[: high - low + 1]
     slack = 1 + 8 * (count + 8) * _ROUNDOFF * (1 + abs(math.log(scale)) + order * len(probs))
     with np.errstate(over="ignore"):
         back *= np.exp(count * math.log(scale) - order * np.arange(low, high + 1)) * slack
@@ -175,6 +202,7 @@ def _times(pmf: Any, count: int) -> Any:
     return DensePLDPmf(pmf._discretization, first, np.minimum(whole, back), infinite, pmf._pessimistic_estimate)
 
 
+@within_memory
 def compose_with(first: Any, second: Any) -> PrivacyLossDistribution:
     """Return the library's composition of two distributions; what rounding may have taken is added to every loss."""
 
@@ -211,16 +239,22 @@ def _power(probs: np.ndarray, count: int, low: int, high: int) -> np.ndarray:
     length = fft.next_fast_len(max(high - low + 1, len(probs)))
     half = fft.rfft(probs, length)
     powers = half**count
-    # The other half is the mirror image. The inverse is given both, because the one for halves rounds otherwise.
-    spectrum = np.concatenate([powers, np.conj(powers[1 : (length + 1) // 2][::-1])])
-    whole = np.roll(np.real(fft.ifft(spectrum)), -low)[: high - low + 1]
     error = _error(length)
     # Powers of the sizes from those of the transform, with room for how these were rounded: two powers less to take.
     sizes, raised = np.abs(half), np.abs(powers)
-    room = (1 + 4 * count * _ROUNDOFF) * math.sqrt(2 / len(half))
+    del half
+    room = (1 + 4 * count * _ROUNDOFF) * math.sqrt(2 / len(sizes))
     mean = room * float(np.linalg.norm(raised))
     before = room * float(np.linalg.norm(np.divide(raised, sizes, out=np.zeros_like(raised), where=sizes > 0)))
     off = count * error * float(np.linalg.norm(probs)) * before + (8 * count * _ROUNDOFF + error) * mean
+    del sizes, raised
+    # The other half is the mirror image. The inverse is given both, because the one for halves rounds otherwise.
+    spectrum = np.empty(length, complex)
+    spectrum[: len(powers)] = powers
+    np.conj(powers[1 : (length + 1) // 2][::-1], out=spectrum[len(powers) :])
+    del powers
+    whole = np.roll(np.real(fft.ifft(spectrum, overwrite_x=True)), -low)[: high - low + 1]
+    del spectrum
     return np.asarray(np.maximum(whole, 0.0) + off)
 
 
@@ -255,18 +289,20 @@ def _bounds(probs: np.ndarray, count: int) -> tuple[int, int]:
     return low, high
 
 
+@within_memory
 def read_epsilon(distribution: Any, delta: float) -> float:
     """The library's ``get_epsilon_for_delta``: the least epsilon that the distribution satisfies at ``delta``."""
     return max(_epsilon(*mass, delta) for mass in _masses(distribution))
 
 
+@within_memory
 def read_deltas(distribution: Any, epsilons: Sequence[float]) -> np.ndarray:
     """The library's ``get_delta_for_epsilon`` at several epsilons, in any order."""
     wanted = np.asarray(epsilons, dtype=float)
     return np.asarray(np.max([_deltas(*mass, wanted) for mass in _masses(distribution)], axis=0))
 
 
-@lru_cache(maxsize=2)  # a card reads one distribution at many deltas
+@lru_cache(maxsize=1)  # a card reads one distribution at many deltas
 def _masses(distribution: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """For each direction the losses from the largest down, and the mass above them under either distribution.
 

@@ -7,6 +7,11 @@ adds up its losses step by step, ours multiply, which differ by some 1e-10.
 from __future__ import annotations
 
 import math
+import multiprocessing
+import resource
+import tracemalloc
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +19,8 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from dp_accounting.privacy_accountant import NeighboringRelation
 
+from lit_dpret.errors import AccountingMemoryError
+from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.pld import (
     GaussianLoss,
     compose_times,
@@ -22,6 +29,7 @@ from lit_dpret.privacy.accounting.pld import (
     read_epsilon,
     truncated_pld,
 )
+from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
 
 RELATIONS = list(NeighboringRelation)
 RATES = (1e-6, 0.002, 0.3, 0.999, 1.0)
@@ -119,3 +127,39 @@ def test_a_composition_is_the_librarys(name: str, count: int) -> None:
 def test_an_epsilon_beyond_floating_point_leaves_the_mass_at_infinity() -> None:
     distribution = DISTRIBUTIONS["with a leak"]
     assert read_deltas(distribution, [900.0]).tolist() == [pytest.approx(1e-3)]
+
+
+LONG = GaussianRelease(noise_multiplier=0.5, law=Poisson(sample_rate=0.15), count=60)
+
+
+def _with_little_memory(sent: Any, spare: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + spare, mapped + spare))
+    try:
+        sent.send(epsilon([LONG], delta=1e-5, neighbours="zero_out"))
+    except Exception as error:
+        sent.send((isinstance(error, AccountingMemoryError), str(error)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory is mapped as Linux tells it")
+@pytest.mark.parametrize("spare", [8, 60])
+def test_too_little_memory_for_the_accounting_names_what_takes_less(spare: int) -> None:
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_with_little_memory, args=(theirs, spare * 2**20))
+    child.start()
+    assert ours.poll(60), "it ended without a word"
+    refused, text = ours.recv()
+    child.join()
+    assert refused, text
+    for knob in ("privacy.eps", "trainer.max_steps", "privacy.accountant=rdp"):
+        assert knob in text
+
+
+def test_a_composition_takes_no_more_than_a_dozen_arrays_of_its_length() -> None:
+    single = gaussian_pld(0.5, 0.15, NeighboringRelation.REPLACE_SPECIAL, 1e-4)
+    tracemalloc.start()
+    length = compose_times(single, 60)._pmf_remove.size
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert length > 1e5 and peak < 12 * 8 * length
