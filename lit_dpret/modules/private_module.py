@@ -40,7 +40,7 @@ from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import Drops, PhysicalBatches, memory_advice
-from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn
+from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows
 from lit_dpret.privacy.ledger.gate import (
     ALWAYS,
     Guard,
@@ -535,30 +535,33 @@ class PrivateModule(Checkpointed):
         *summed, self._loss_sum = found.tolist()
         self.privacy.counts = StepCounts(*(round(count) for count in summed))
 
-    def unit_loss(self, batch: UnitBatch) -> Callable[[], Tensor]:
+    def unit_loss(self, batch: UnitBatch) -> Callable[..., Tensor]:
         """Return a function that runs the forward pass and returns one loss per row, ``(rows,)``.
 
-        They are scaled so that their sum inside a unit is the unit's mean.
+        They are scaled so that their sum inside a unit is the unit's mean. Given indices of rows, ``(n,)``, the
+        function runs the forward pass of these alone.
         """
         counted = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]
         rows_of_unit = torch.bincount(counted, minlength=len(batch.mask)).clamp(min=1)[batch.unit_ids]
 
-        def losses() -> Tensor:
-            loss = self.per_row_loss(batch.rows)
+        def losses(index: Tensor | None = None) -> Tensor:
+            chosen = slice(None) if index is None else index
+            loss = self.per_row_loss(batch.rows if index is None else take_rows(batch.rows, index))
+            weights, data_rows = rows_of_unit[chosen], None if batch.data_rows is None else batch.data_rows[chosen]
             if not isinstance(loss, Tensor):
                 raise UnsupportedModelError(
                     f"{type(self).__name__}.per_row_loss returned a {type(loss).__name__}; it must return a tensor "
                     "with one loss per row, as torch's losses do under reduction='none'."
                 )
-            if loss.shape != batch.unit_ids.shape:
+            if loss.shape != weights.shape:
                 raise UnsupportedModelError(
                     f"{type(self).__name__}.per_row_loss returned shape {tuple(loss.shape)} for "
-                    f"{len(batch.unit_ids)} rows; it must return one loss per row, as torch's losses do under "
+                    f"{len(weights)} rows; it must return one loss per row, as torch's losses do under "
                     "reduction='none'."
                 )
-            weighted = loss / rows_of_unit.to(device=loss.device, dtype=loss.dtype)
-            if batch.data_rows is not None:
-                weighted = torch.where(batch.data_rows.to(loss.device), weighted, torch.zeros_like(weighted))
+            weighted = loss / weights.to(device=loss.device, dtype=loss.dtype)
+            if data_rows is not None:
+                weighted = torch.where(data_rows.to(loss.device), weighted, torch.zeros_like(weighted))
             self.note_loss(weighted.detach().sum(dtype=torch.float64))
             return weighted
 

@@ -32,6 +32,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, TextCodec, load_generator
 from lit_dpret.modules.token_scores import TokenScorer
+from lit_dpret.privacy.batches import take_rows
 from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.prefill import prefill
@@ -97,7 +98,9 @@ def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(kind: str, ti
         assert count == 3 or batch["input_ids"].shape == (8, 8)
         clipper = make_engine(engine, module, max_grad_norm=0.5)
         real = torch.ones(len(rows), dtype=torch.bool)
-        clipper.add(lambda m=module, b=batch: m.per_row_loss(b), torch.arange(len(rows)), real)
+        clipper.add(
+            lambda i=slice(None), m=module, b=batch: m.per_row_loss(take_rows(b, i)), torch.arange(len(rows)), real
+        )
         sums.append(clipper.take())
     assert set(sums[0]) == set(sums[1]) and sums[0]
     for name, total in sums[0].items():
@@ -117,7 +120,11 @@ def test_every_engine_clips_every_way_of_fine_tuning_or_refuses_it(engine: str, 
         batch = module.collate_rows(ROWS)
         try:
             clipper = make_engine(name, module, max_grad_norm=0.01)
-            clipper.add(lambda m=module, b=batch: m.per_row_loss(b), torch.arange(3), torch.ones(3, dtype=torch.bool))
+            clipper.add(
+                lambda i=slice(None), m=module, b=batch: m.per_row_loss(take_rows(b, i)),
+                torch.arange(3),
+                torch.ones(3, dtype=torch.bool),
+            )
         except UnsupportedModelError as refusal:
             assert engine != "ghost", refusal
             return

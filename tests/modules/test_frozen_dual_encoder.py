@@ -20,6 +20,7 @@ from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelErro
 from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.public_pool import row_by_row
+from lit_dpret.privacy.batches import take_rows
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
@@ -134,7 +135,7 @@ def test_a_query_with_a_broken_embedding_contributes_nothing_and_spoils_no_other
     unit_ids, mask = torch.arange(len(lines)), torch.ones(len(lines), dtype=torch.bool)
     others = torch.arange(len(lines)) != 2
     clipper = make_engine("ghost", module, max_grad_norm=0.05)
-    stats = clipper.add(lambda: module.per_row_loss(batch), unit_ids, mask)
+    stats = clipper.add(lambda i=slice(None): module.per_row_loss(take_rows(batch, i)), unit_ids, mask)
     broken = clipper.take()["query_head.weight"]
     assert stats.non_finite == 1
     kept = {name: value[others] for name, value in batch.items()}
@@ -261,7 +262,11 @@ def test_ghost_clipping_of_the_head_equals_the_loop_over_units(pool_size: int | 
         sums, norms = [], []
         for engine in ("ghost", "loop"):
             clipper = make_engine(engine, module, max_grad_norm=bound)
-            norms.append(clipper.add(lambda: module.per_row_loss(batch), unit_ids, mask).norms.float())
+            norms.append(
+                clipper.add(
+                    lambda i=slice(None): module.per_row_loss(take_rows(batch, i)), unit_ids, mask
+                ).norms.float()
+            )
             sums.append(clipper.take()["query_head.weight"])
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(sums[0], sums[1], rtol=1e-4, atol=1e-6)

@@ -25,6 +25,7 @@ from tiny_generator import (
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec
 from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.privacy.batches import take_rows
 from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import NoPrivacy
@@ -182,7 +183,11 @@ def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(settings: dic
         module = generator(**settings if engine == "ghost" else {**settings, "gradient_checkpointing": False}).double()
         clipper = make_engine(engine, module, max_grad_norm=0.5)
         batch = module.collate_rows(ROWS)
-        clipper.add(lambda m=module, b=batch: m.per_row_loss(b), torch.arange(3), torch.ones(3, dtype=torch.bool))
+        clipper.add(
+            lambda i=slice(None), m=module, b=batch: m.per_row_loss(take_rows(b, i)),
+            torch.arange(3),
+            torch.ones(3, dtype=torch.bool),
+        )
         sums.append(clipper.take())
     assert set(sums[0]) == set(sums[1])
     for name, total in sums[0].items():

@@ -49,7 +49,8 @@ def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tup
 
 #: A smaller clip factor would lose its digits in fp32, and with them the bound; such a unit is dropped.
 LEAST_FACTOR = 1e-30
-RowLoss = Callable[[], Tensor]
+#: Returns the losses of all rows, or of the rows that it is given, ``(n,)`` indices.
+RowLoss = Callable[..., Tensor]
 
 #: By how much of a norm as it was computed its upper bound may be larger (engine ``ghost`` and its kin), by the type of
 #: the sums; where it is more, the norm is computed in float64.
@@ -246,10 +247,11 @@ class ClippedSum(ABC):
 
         Args:
             row_loss: Runs the forward pass and returns one loss per row, ``(rows,)``. It runs
-                once, with gradients enabled, in the caller's autocast. It is not called for a
-                batch without any row of a real unit. A row's loss must be a function of that row
-                (and of its unit's other rows) alone: not divided by the number of rows, nor by a
-                count of tokens over the batch, which no engine can see.
+                once, with gradients enabled, in the caller's autocast; ``loop`` calls it once for
+                each unit, with the indices of its rows, ``(n,)``, for the losses of these alone.
+                It is not called for a batch without any row of a real unit. A row's loss must be a
+                function of that row (and of its unit's other rows) alone: not divided by the number
+                of rows, nor by a count of tokens over the batch, which no engine can see.
             unit_ids: Slot of each row's unit, ``(rows,)``. A unit's loss is the sum of its rows'.
             mask: Which slots are real, ``(units,)`` booleans.
 

@@ -189,8 +189,8 @@ class PrivacyMode(ABC):
         self.add(module.unit_loss(batch), owners, real)
 
     @abstractmethod
-    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
-        """Add one physical batch; ``row_loss`` runs the forward and returns losses ``(rows,)``."""
+    def add(self, row_loss: Callable[..., Tensor], unit_ids: Tensor, mask: Tensor) -> None:
+        """Add one physical batch; ``row_loss`` runs the forward of all rows, or of those with the indices given."""
 
     def take(self) -> dict[str, Tensor]:
         """Return the sums of the logical step by parameter name, before noise; start the next step."""

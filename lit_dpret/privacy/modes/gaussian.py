@@ -247,7 +247,7 @@ class GaussianMode(PrivacyMode):
             plan.noise, stream, noise_multiplier=plan.noise_multiplier, coordinates=_coordinates(module) + 1
         )  # and one for the count of clipped units
 
-    def add(self, row_loss: Callable[[], Tensor], unit_ids: Tensor, mask: Tensor) -> None:
+    def add(self, row_loss: Callable[..., Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         """Add a physical batch to a clipping engine; overridden by modes that do not clip units."""
         self._watch.before()
         stats = self._sums.add(row_loss, unit_ids, mask)

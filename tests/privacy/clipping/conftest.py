@@ -53,7 +53,11 @@ class Case:
         count = len(next(iter(rows.values())))
         unit_ids = torch.arange(count) if unit_ids is None else unit_ids
         mask = torch.ones(int(unit_ids.max()) + 1, dtype=torch.bool) if mask is None else mask
-        return engine.add(lambda: self.losses(rows), unit_ids, mask)
+
+        def losses(index: Tensor | slice = slice(None)) -> Tensor:
+            return self.losses({name: value[index] for name, value in rows.items()})
+
+        return engine.add(losses, unit_ids, mask)
 
     def unit_gradients(self, unit_ids: Tensor | None = None, mask: Tensor | None = None) -> list[dict[str, Tensor]]:
         """Each unit alone in its own forward and backward pass; nothing of the engines is used."""

@@ -258,7 +258,7 @@ def test_a_factor_too_small_for_fp32_drops_the_unit_and_counts_it(engine: str, l
     assert lib.difference(clipping.take(), whole) == 0
 
 
-@pytest.mark.parametrize(("engine", "where"), [("ghost", "add_weighted"), ("loop", "_is_finite")])
+@pytest.mark.parametrize(("engine", "where"), [("ghost", "add_weighted"), ("loop", "check_losses")])
 def test_a_batch_that_breaks_off_halfway_is_neither_released_nor_added_twice(
     engine: str, where: str, lib: SimpleNamespace, monkeypatch: Patch
 ) -> None:

@@ -123,7 +123,7 @@ def test_a_broken_unit_contributes_zero_is_counted_and_leaves_the_others_alone(
     x = torch.randn(5, 2, 5, dtype=torch.float64)
     scale = torch.ones(5, dtype=torch.float64)
     if where == "input":
-        x[2, 1, 3] = value
+        x[2] = value
     else:
         scale[2] = value
     case = lib.Case(model, lambda b: model(b["x"]).square().mean((1, 2)) * b["scale"], {"x": x, "scale": scale})
@@ -192,6 +192,37 @@ def test_a_unit_with_a_finite_loss_and_a_broken_gradient_silences_nobody_else(
     assert bool(case.losses(data).isfinite().all())
     assert not lib.norm_of(case.unit_gradients(unit_ids)[broken]).isfinite()
     lib.check_dropped(case, broken, engine=engine, unit_ids=unit_ids)
+
+
+LAYERS_WITH_TIME_FIRST = {
+    "GRU": lambda: nn.GRU(4, 4, batch_first=True),
+    "LSTM": lambda: nn.LSTM(4, 4, batch_first=True),
+    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("positions", [6, 12])
+@pytest.mark.parametrize("layer", LAYERS_WITH_TIME_FIRST)
+def test_a_broken_unit_leaves_others_alone_where_a_layer_puts_time_before_the_batch(
+    layer: str, positions: int, value: float, lib: SimpleNamespace
+) -> None:
+    model = nn.ModuleList([LAYERS_WITH_TIME_FIRST[layer](), nn.Linear(4, 1)]).double()
+    x = torch.randn(6, positions, 4, dtype=torch.float64)
+    x[2] = value
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        hidden = model[0](batch["x"])
+        hidden = hidden if isinstance(hidden, Tensor) else hidden[0]
+        return model[1](hidden.mean(1)).squeeze(1)
+
+    case = lib.Case(model, losses, {"x": x})
+    clipping = make_engine("loop", model, max_grad_norm=0.1)
+    case.run(clipping)
+    found = clipping.take()
+    case.run(clipping, rows={"x": x[torch.arange(6) != 2]})
+    gap = lib.norm_of({name: found[name] - others for name, others in clipping.take().items()})
+    assert float(gap) <= 0.1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -49,7 +49,7 @@ def cancelling(seed: int, *, positions: int, inner: int, out: int, level: float,
 
 def alone(clipping: Any, losses: Any) -> float:
     """The contribution of the only unit."""
-    clipping.add(losses, torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool))
+    clipping.add(lambda *_: losses(), torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool))
     return math.sqrt(sum(float(total.double().square().sum()) for total in clipping.take().values()))
 
 
