@@ -38,6 +38,7 @@ from lit_dpret.callbacks.own_code import (
 )
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, require_agreement
+from lit_dpret.callbacks.progress import count_steps
 from lit_dpret.callbacks.refusals import (
     refuse_broken_claims,
     refuse_endless_losses,
@@ -257,6 +258,7 @@ class PrivacyAccountant(Callback):
         )  # fmt: skip
 
         self._attach(trainer, module, data, stream)
+        count_steps(trainer, self.sampler.steps_per_epoch)
         whole = mode.guarantee == "dp" and strategy in ("one_device", "ddp")
         self._writes = UnseenWrites(trainer, module, ranks, whole=whole)
         self._between = BetweenSteps(trainer, module, self._complete)

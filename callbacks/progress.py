@@ -49,6 +49,41 @@ class StepProgress(Callback):
         self._line(trainer.global_step, total, f"eps {float(spent):.3f}" if spent is not None else "")
 
 
+class _CountsSteps:
+    """A progress bar's part that counts logical steps: how many physical batches a step has may be private."""
+
+    _steps_in_pass: int
+    _trainer: L.Trainer | None
+
+    @property
+    def total_train_batches(self) -> int | float:
+        trainer = self._trainer
+        if trainer is None or trainer.max_steps < 0:
+            return self._steps_in_pass
+        before = trainer.global_step - trainer.global_step % self._steps_in_pass
+        return min(self._steps_in_pass, trainer.max_steps - before)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if getattr(batch, "last", True):
+            done = (trainer.global_step - 1) % self._steps_in_pass
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, done)  # type: ignore[misc]
+
+
+def count_steps(trainer: L.Trainer, steps_per_epoch: int) -> None:
+    """Let the progress bar of the Trainer, if there is one, count logical steps of a pass and no physical batches.
+
+    Its own class cannot be told what to count, so that it becomes one of a subclass of the same name.
+    """
+    bar: Any = trainer.progress_bar_callback
+    if bar is None:
+        return
+    bar._steps_in_pass = steps_per_epoch
+    if not isinstance(bar, _CountsSteps):
+        kind = type(bar)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        bar.__class__ = type(kind.__name__, (_CountsSteps, kind), names)
+
+
 class Throughput(Callback):
     """Seconds per step, tokens per second at full lengths, model FLOP utilisation, clipping, and the remaining time.
 
