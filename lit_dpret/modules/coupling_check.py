@@ -136,6 +136,8 @@ class CouplingCheck:
                         passes.compare_placed(rows)
                 elif turn == 1:
                     passes.compare_sizes(part)
+                    if not module.privacy.units_apart:
+                        passes.compare_rounding(rows)
             if metrics := [part for part in module.modules() if isinstance(part, Metric)]:
                 passes.compare_metrics(rows, metrics)
 

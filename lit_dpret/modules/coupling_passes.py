@@ -34,6 +34,11 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 LOW_PRECISION = 3e-2
 #: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
 FLOOR = 1e-4
+#: What rounding may change in a row's gradient, relative to it, in a batch of another shape: the room that the charge
+#: has for what units do to each other's rounding.
+ROUNDING = 1e-3
+#: Shorter gradients, or those below the bound, are compared by this: they consist of rounding where a row is learnt.
+_SHORT = 1e-2
 #: More objects than these are not searched for generators.
 _OBJECTS = 50_000
 _DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
@@ -94,6 +99,17 @@ class Rows:
         index = torch.arange(len(self.kept), device=self.kept.device)
         index[self._others] = source
         return take_rows(self.batch.rows, index)
+
+    def extreme(self, company: int = 3) -> tuple[Any, Any]:
+        """Return the row with the largest finite numbers among few others, as the last, and without them."""
+        sizes = torch.zeros(len(self.kept), device=self.kept.device)
+        for leaf in _leaves(self.batch.rows):
+            if leaf.is_floating_point() and leaf.numel():
+                sizes = torch.maximum(sizes, leaf.abs().reshape(len(leaf), -1).amax(1).float())
+        finite = sizes.isfinite()  # those of other rows would make the gradients of weights NaN
+        order = sizes.masked_fill(~finite, -1.0).argsort(descending=True)
+        order = order[: min(company + 1, max(1, int(finite.sum())))].flip(0)
+        return take_rows(self.batch.rows, order), take_rows(self.batch.rows, order[-1:])
 
     def others_alone(self) -> tuple[Any, Tensor]:
         """Return the replaced rows and their places; without the first, so that even and odd places change."""
@@ -194,6 +210,32 @@ class Passes:
         counts = any(_is_other(whole, once, name) and _is_other(once, twice, name) for name in once)
         if counts or _differ(after[0], after[1], floor=FLOOR):
             self._refuse_memory()
+
+    def compare_rounding(self, rows: Rows) -> None:
+        """Compare the gradient of a row's loss among others with that of the row alone.
+
+        Raises:
+            UnsupportedModelError: It consists of rounding errors, which depend on the shape of the batch.
+        """
+        found = []
+        for features in rows.extreme():
+            self._kept_state.reset()
+            losses = self._losses(features, gradients=True, fixed_coins=True)
+            last = torch.arange(len(losses), device=losses.device) == len(losses) - 1
+            found.append(self._gradient(losses, last))
+        one, other = found
+        gaps = [one[name] - other[name] for name in one.keys() & other.keys()]
+        together, alone, gap = (_norm(list(each)) for each in (one.values(), other.values(), gaps))
+        least = min(_SHORT, getattr(self.module.privacy, "max_grad_norm", None) or _SHORT)
+        if gap > ROUNDING * max(together, alone, least):  # not where one of them is NaN
+            raise UnsupportedModelError(
+                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: the gradient of a "
+                "row's loss consists of rounding errors, so it is another one when other rows are in the batch, and "
+                "clipping each example bounds nothing. Scale the numbers in the rows to about 1 (from 1e4 on they "
+                "saturate an attention), compute in float64 (trainer.precision=64-true), or choose "
+                "privacy.engine=loop, which computes each unit by itself.",
+                trap="T11",
+            )
 
     def compare_metrics(self, rows: Rows, metrics: Sequence[Metric]) -> None:
         """Compare the losses of the batch with those that it has where no metric has seen anything."""

@@ -591,3 +591,48 @@ def test_the_card_says_which_code_it_trusts(tmp_path: Path) -> None:
     assert any(a["text"].startswith("Plain, Numbers: in this code") and a["holds"] == "unverified"
                for a in card["assumptions"])  # fmt: skip
     assert card["claim"]["guarantee"] == "dp"
+
+
+class Attention(Regression):
+    """Attends over 17 places that are made of the row's numbers, times ``scale``."""
+
+    scale = 1.0
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net = nn.ModuleList([nn.Linear(4, 16) for _ in range(3)] + [nn.Linear(16, 1)])  # type: ignore[assignment]
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        steps = torch.arange(1.0, 18.0)[:, None].sin()
+        places = rows["inputs"][:, None] * steps + steps.cos()
+        q, k, v = (layer(places).unflatten(2, (2, 8)).transpose(1, 2) for layer in self.net[:3])
+        heads = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return (self.net[3](heads.mean(1)).squeeze(1) - rows["target"]).square()
+
+
+class SaturatedAttention(Attention):
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        features = super().collate_rows(rows)
+        large = torch.tensor([int(row.query) % 4 == 0 for row in rows])[:, None]
+        return features | {"inputs": torch.where(large, 3e4 * features["inputs"], features["inputs"])}
+
+
+def test_gradients_that_consist_of_rounding_errors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"privacy\.engine=loop") as refusal:
+        train(tmp_path / "saturated", SaturatedAttention)
+    assert refusal.value.trap == "T11"
+    train(tmp_path / "plain", Attention)
+    apart = SaturatedAttention(privacy=dp(tmp_path / "apart", noise_seed=SEED, engine="loop"))
+    fit(tmp_path / "apart" / "run", apart)
+
+
+class Learnt(Regression):
+    """All rows but for rounding have a loss of zero, and gradients of nothing but rounding."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        logits = 16.6 + 1e-3 * self.net(rows["inputs"]).squeeze(1)
+        return nn.functional.binary_cross_entropy(logits.sigmoid(), torch.ones_like(logits), reduction="none")
+
+
+def test_rows_that_are_learnt_have_short_gradients_of_rounding_and_are_not_refused(tmp_path: Path) -> None:
+    train(tmp_path, Learnt)

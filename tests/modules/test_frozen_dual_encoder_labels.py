@@ -137,7 +137,7 @@ def test_a_private_row_moves_its_own_loss_alone_and_is_clipped_alone(tmp_path: P
         by_hand += gradient * min(1.0, room_for_rounding(0.5, [gradient]) / float(gradient.norm()))
     for engine in ENGINES.keys() - {"ghost_tf32", "ghost_bf16"}:  # which round what they clip
         clipper = make_engine(engine, module, max_grad_norm=0.5)
-        clipper.add(lambda: module.per_row_loss(batch.rows), batch.unit_ids, batch.mask)
+        clipper.add(module.unit_loss(batch), batch.unit_ids, batch.mask)
         torch.testing.assert_close(clipper.take()["query_head.weight"], by_hand, rtol=1e-4, atol=1e-5)
 
 

@@ -197,6 +197,7 @@ class ClippedSum(ABC):
 
     Attributes:
         fixed_shapes: Whether batches have a fixed shape (`units`); false for engines that have no such form.
+        units_apart: Whether each unit has a forward and a backward pass of its own.
         groups: The names of the parameters that are clipped together.
         bound: The L2 bound on one unit's gradient in each group.
 
@@ -207,6 +208,7 @@ class ClippedSum(ABC):
     """
 
     fixed_shapes: bool = False
+    units_apart: bool = False
 
     def __init__(
         self,

@@ -24,6 +24,8 @@ class LoopClipping(ClippedSum):
           NaN or infinite ones included, reaches it.
     """
 
+    units_apart = True
+
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
         norms = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         for group in batch.groups:

@@ -177,6 +177,11 @@ class PrivacyMode(ABC):
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         """Prepare to train ``module``; refuse it by name if the claim would not hold."""
 
+    @property
+    def units_apart(self) -> bool:
+        """Return whether each unit is computed in passes of its own, in which no other unit takes part."""
+        return getattr(self._sums, "units_apart", False)
+
     def contribute(self, module: Any, batch: Any) -> None:
         """Add a `PrivateModule`'s physical batch; overridden by modes that need more than row losses.
 
