@@ -296,6 +296,7 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
         )
     elif claim["guarantee"] == "not_proved":
         banners.append("PRIVACY NOT PROVED. A step of the proof is false, so no epsilon is printed. Do not publish it.")
+    alone = "the weights" if card["subject"]["artifact_type"] == "weights" else "the published files"
     for assumption in card["assumptions"]:
         if assumption["holds"] is False:
             ending = {
@@ -303,7 +304,7 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
                 "no_amplification": "The epsilon on this card therefore charges every unit for every step.",
                 "no_guarantee": "Nothing is proved without it.",
                 "no_claim": "Nothing is claimed for what the run left.",
-                "weights_alone": "Epsilon is about the weights alone: publish neither the ledger nor this card.",
+                "weights_alone": f"Epsilon is about {alone} alone: publish neither the ledger nor this card.",
             }[assumption["consequence"]]
             banners.append(f"An assumption does not hold: {assumption['text']} {ending}")
     if claim["guarantee"] == "dp":

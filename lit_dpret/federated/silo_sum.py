@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -33,8 +32,7 @@ from lit_dpret.federated.secure_mean import Values, vector_of, words_for
 from lit_dpret.federated.secure_sum import Client, Keys, Session, Unmasking, Words, threshold_for
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import keep_once, save_json, save_tensors
-
-log = logging.getLogger("lit_dpret.federated")
+from lit_dpret.progress import tell_here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +125,13 @@ class SiloSum:
             check_norm("this silo's update", start, update, self.settings.update_norm)
             vector, cut = vector_of(start, update, weight, limit)
         except DataError as error:
-            log.error("round %d: nothing is added to the sum: %s", number, error)
+            tell_here(f"Kept on this machine: round {number}: nothing is added to the sum: {error}")
             return nothing
         if cut:
-            log.warning("round %d: %d of %d changes were beyond federated.update_limit=%g and were cut",
-                        number, cut, len(vector) - 1, limit)  # fmt: skip
+            tell_here(
+                f"Kept on this machine: round {number}: {cut} of {len(vector) - 1} changes were beyond "
+                f"federated.update_limit={limit:g} and were cut"
+            )
         return vector
 
     @_one_at_a_time

@@ -61,7 +61,7 @@ from lit_dpret.synthesis.writer import (
     opened,
     write_set,
 )
-from lit_dpret.tasks.histogram import code_of_units, copied_ledger, counting_run, queries_of, read_units
+from lit_dpret.tasks.histogram import code_of_units, copied_ledger, counting_run, over_rows, queries_of, read_units
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.synthesize import SYNTHETIC, SetDrawing, public_sample
 
@@ -363,10 +363,11 @@ class Evolve(SetDrawing):
             released = [record for (_, each), record in run.releases.items() if each == step]
             if dict(known.bins) == bins and any(record.get("update_hash") == digest for record in released):
                 return counts
-        noised = release_histogram(
-            run, plan, voters.votes([each.text for each in found]), bins=len(found), max_count=self.max_votes,
-            spec=spec, step=step, grant=lambda: reserve(step),
-        )  # fmt: skip
+        with over_rows(run):
+            noised = release_histogram(
+                run, plan, voters.votes([each.text for each in found]), bins=len(found), max_count=self.max_votes,
+                spec=spec, step=step, grant=lambda: reserve(step),
+            )  # fmt: skip
         ReleasedHistogram(
             names=tuple(each.name for each in found), counts=tuple(map(float, noised)), bins=bins,
             noise_std=plan.noise_std, max_count=self.max_votes,

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, get_args
 
 import numpy as np
 
+from lit_dpret.callbacks.endings import ends_by_rows
 from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.callbacks.refusals import queries_of as protected_queries
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
@@ -29,7 +30,7 @@ from lit_dpret.privacy.ledger.dataset_file import EarlierRun
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import Assumption, leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, PrivateRun
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
@@ -173,8 +174,9 @@ class Histogram:
         self, run: PrivateRun, plan: PrivacyPlan, units: Any, dataset: DatasetLedger | None,
         earlier: tuple[EarlierRun, ...],
     ) -> np.ndarray:  # fmt: skip
-        contributions = contributed(units, self.bins)
-        with reserved(run, dataset, plan.release(), steps=1, earlier=earlier) as reserve:
+        with over_rows(run):
+            contributions = contributed(units, self.bins)
+        with reserved(run, dataset, plan.release(), steps=1, earlier=earlier) as reserve, over_rows(run):
             return release_histogram(
                 run, plan, contributions, bins=len(self.bins.names), max_count=self.max_count,
                 spec=self.bins.fingerprint(), grant=lambda: reserve(0),
@@ -255,6 +257,17 @@ def counting_run(
     )
     note_siblings(run.ledger, siblings_now())
     return run
+
+
+@contextmanager
+def over_rows(run: PrivateRun) -> Iterator[None]:
+    """Record an end in the ledger where this work on private rows fails, as training does: no noise covers that."""
+    try:
+        yield
+    except Exception as error:
+        if ends_by_rows(error, at_hand=True):
+            run.ledger.append("end", reason=FAILED, steps=len({step for _, step in run.releases}))
+        raise
 
 
 def contributed(units: Any, bins: Bins) -> list[list[int]]:

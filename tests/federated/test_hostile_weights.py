@@ -27,6 +27,7 @@ from messages import DIM, Run
 
 from lit_dpret.federated import silo_account
 from lit_dpret.federated.aggregation import fingerprint
+from lit_dpret.federated.flower.client_app import unheard
 from lit_dpret.federated.flower.payloads import pool_record, weights_record
 from lit_dpret.federated.negatives import FedPool
 from lit_dpret.federated.settings import PddAs2
@@ -317,3 +318,16 @@ def test_a_sealed_request_can_be_answered_whatever_its_weights(tmp_path: Path) -
     both = Neighbours(tmp_path, replace(SMALL, seal=True))
     rows = both.runs[0].silo_of("client0").request(both.spoilt(of_word(1e25)), 0)
     assert bool(unbroken(rows).all()) and int((rows == 0).all(dim=1).sum()) == 1
+
+
+def test_only_the_terminal_of_a_silo_tells_of_a_failure_over_its_queries(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("a text of the silo")
+
+    with caplog.at_level("DEBUG"):
+        assert unheard(fails) is None
+    told = capfd.readouterr()
+    assert "Kept on this machine" in told.err and "Traceback" in told.err and not told.out
+    assert not caplog.records, "a logger may have a file"

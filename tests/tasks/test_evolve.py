@@ -297,6 +297,28 @@ def test_votes_that_were_released_are_read_and_not_asked_for_again(
     assert bytes_of(tmp_path / "run") == before
 
 
+def test_a_failure_over_private_queries_is_recorded_and_told_on_the_cards_after_a_resume(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    votes = _Voters.votes
+
+    def fails_once(self: Any, candidates: list[str]) -> Any:
+        asked.append(len(candidates))
+        if len(asked) == 2:
+            raise RuntimeError("one query is too long")
+        return votes(self, candidates)
+
+    monkeypatch.setattr(_Voters, "votes", fails_once)
+    with pytest.raises(RuntimeError, match="too long"):
+        evolve(world, tmp_path / "run")
+    last = records_of(tmp_path / "run")[-1]
+    assert (last["kind"], last["reason"], last["steps"]) == ("end", "failed", 1)
+    evolve(world, tmp_path / "run", resume=True)
+    for folder in (tmp_path / "run", tmp_path / "run" / "synthetic"):
+        assert any("after step 1" in banner for banner in read_card(folder)["banners"])
+
+
 def test_votes_that_were_edited_are_not_believed_and_the_released_ones_come_back(
     world: Path, evolved: Path, tmp_path: Path
 ) -> None:

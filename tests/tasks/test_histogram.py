@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import shutil
 from dataclasses import replace
@@ -472,3 +473,38 @@ def test_noise_on_a_grid_is_on_the_card_beside_the_floating_point_noise_of_the_g
     assert card["randomness"]["floating_point"], "the claim is about both"
     assert any("floating-point form" in gap for gap in card["not_covered"])
     assert verify_chain(tmp_path / "run", parents=[chain / "generator"]).failed == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a text of 3000 words"), MemoryError()])
+def test_a_failure_over_private_rows_is_recorded_as_such_and_the_card_after_a_resume_says_so(
+    error: Exception, chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LabelBins, "assign", fails)
+        with pytest.raises(type(error)):
+            counted(chain, tmp_path / "run")
+    path = tmp_path / "run" / "privacy_ledger.jsonl"
+    last = PrivacyLedger.read(path).records[-1]
+    assert (last["kind"], last["reason"], last["steps"]) == ("end", "failed", 0), "the same for every failure"
+    assert "3000" not in path.read_text(encoding="utf-8")
+    counted(chain, tmp_path / "run", resume=True)
+    card = read_card(tmp_path / "run")
+    assert any("the published files alone" in banner for banner in card["banners"])
+    assert verify_card(card, path, folder=tmp_path / "run") == []
+
+
+def test_a_budget_or_a_disk_that_is_full_is_no_failure_of_a_row(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, error in enumerate((BudgetExceededError("over"), OSError(errno.ENOSPC, "full"), KeyboardInterrupt())):
+        with monkeypatch.context() as broken:
+            broken.setattr(LabelBins, "assign", lambda *_, error=error: (_ for _ in ()).throw(error))
+            with pytest.raises(type(error)):
+                counted(chain, tmp_path / str(number))
+        kinds = [
+            record["kind"] for record in PrivacyLedger.read(tmp_path / str(number) / "privacy_ledger.jsonl").records
+        ]
+        assert "end" not in kinds

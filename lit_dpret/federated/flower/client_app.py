@@ -16,11 +16,11 @@ of the silo.
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +48,7 @@ from lit_dpret.federated.settings import PHASES, PddAs2
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_sum import SiloSum, SumPlan
 from lit_dpret.federated.storage import Served, save_tensors
+from lit_dpret.progress import tell_here
 
 # Builds the silo of a node, from the settings that its operator gave the node (``context.node_config``).
 MakeClient = Callable[[Context], SiloClient]
@@ -56,7 +57,6 @@ T = TypeVar("T")
 Head = Mapping[str, Any]
 Handler = Callable[[SiloClient, RecordDict, Head], RecordDict]
 
-log = logging.getLogger("lit_dpret.federated")
 SPLITS = ("train", "dev", "test")
 _SERVER = "the server"
 
@@ -126,12 +126,13 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
 
 
 def _note(what: str, error: Exception) -> None:
-    log.error("%s: %s: %s", what, type(error).__name__, error,
-              exc_info=None if isinstance(error, LitDpretError) else error)  # fmt: skip
+    """Tell the silo's terminal of a failure, which may be of its queries; with a traceback where it is no refusal."""
+    trace = "" if isinstance(error, LitDpretError) else "".join(format_exception(error))
+    tell_here(f"Kept on this machine: {what}: {type(error).__name__}: {error}\n{trace}".rstrip("\n"))
 
 
 def unheard(work: Callable[[], T]) -> T | None:
-    """Run work that depends on private queries and sends no result; return None on failure, which is only logged.
+    """Run work that depends on private queries and sends no result; return None on failure, told by the terminal alone.
 
     Everything that may be refused is refused before it.
     """
