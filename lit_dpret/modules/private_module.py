@@ -31,7 +31,7 @@ from lit_dpret.distributed.handover import GradHandover, Handover, in_float32, k
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.distributed.xla import read, sync_device
 from lit_dpret.distributed.xla import seed as seed_xla
-from lit_dpret.errors import ConfigurationError, DeviceMemoryError, LitDpretError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DataError, DeviceMemoryError, LitDpretError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.matmul_precision import whole_convolutions
 from lit_dpret.memory import is_out_of_memory
@@ -73,8 +73,8 @@ _ARGUMENTS = {
 #: What `PrivateModule.save_model` writes.
 WEIGHTS = "weights.pt"
 # What `PrivateModule._leave_run` sets.
-_OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum",
-             "_losses")  # fmt: skip
+_OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_due", "_batches_seen",
+             "_loss_sum", "_losses")  # fmt: skip
 
 
 def save_weights(state: dict[str, Any], folder: str | Path) -> Path:
@@ -167,6 +167,7 @@ class PrivateModule(Checkpointed):
         self._handover: Handover = GradHandover(self, self._ranks)
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
         self._held_error: LitDpretError | None = None
+        self._due: tuple[int, int, int] | None = None  # attempt, step and part of the next physical batch here
         self._couplings = CouplingCheck()
         self._hooks = HookWatch()
         self._rehearses = False
@@ -283,7 +284,7 @@ class PrivateModule(Checkpointed):
         kept = self._shards  # of an earlier fit, whose parameters stay sharded
         self._handover = GradHandover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
-        self._held_error = None
+        self._held_error = self._due = None
         self.updating = False
         self._couplings.begin()
         self._hooks.begin()
@@ -386,6 +387,8 @@ class PrivateModule(Checkpointed):
         watched = self.privacy.guarantee == "dp" and not self.log_private_loss
         if watched:
             self._or_hold_error(lambda: self._hooks.compare(self, batch, self._public() | ALWAYS))
+        if self.privacy.guarantee == "dp":
+            self._or_hold_error(lambda: self._require_due(batch))
         with self._handover.clipping():
             split = self.may_split
             # That a unit fits nowhere follows from its rows alone: an end of the run would tell of them.
@@ -410,6 +413,23 @@ class PrivateModule(Checkpointed):
         if watched:
             coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
             self._hooks.note(self, coin, ends_epoch=self._is_last_of_something())
+
+    def _require_due(self, batch: UnitBatch) -> None:
+        """Refuse a physical batch before which another one of its step was left out, or that comes twice.
+
+        A unit that had its batch left out, or taken twice, would move the other units of it.
+        """
+        key, rank = (batch.attempt, batch.step), self._ranks.rank
+        due = rank if self._due is None or self._due[:2] != key else self._due[2]
+        if batch.part != due:
+            raise DataError(
+                f"Physical batch {batch.part} of step {batch.step} arrived where {due} was due: a step takes all units "
+                "that were drawn for it. Let datamodule.train_dataloader hand out every batch of its sampler, once and "
+                f"in order, and {type(self).__name__}.training_step pass each on to PrivateModule; drop bad rows "
+                "before training.",
+                trap="T38",
+            )
+        self._due = (*key, rank if batch.last else due + self._ranks.world_size)
 
     def _is_last_of_something(self) -> bool:
         """Return whether an epoch or the training ends with this batch."""

@@ -326,3 +326,45 @@ def test_rows_are_told_apart_by_what_names_their_unit() -> None:
     assert row_key(line, "user", or_row=False) is None
     batch = UnitCollator(list, unit="pair")([(Draw(3, 0, 0, True), [object(), line])])
     assert batch.origin == ((3, (key(line, "pair"),)),)
+
+
+class Partial(DataLoader[Any]):
+    """Leaves out, or hands out twice, the second physical batch of each step."""
+
+    times = 0
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield from [batch] * (self.times if batch.part == 1 else 1)
+
+
+class LeftOut(Foreign):
+    loader: type[Any] = Partial
+
+    def train_dataloader(self) -> Any:
+        return self.loader(self.dataset, batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)
+
+
+class Twice(LeftOut):
+    loader = type("_Twice", (Partial,), {"times": 2})
+
+
+class SkipsInTheStep(Regression):
+    """Passes over a batch, as one does over a batch with a bad record."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch.part != 1:
+            super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("module", "data"), [(Regression, LeftOut), (Regression, Twice), (SkipsInTheStep, Foreign)])
+def test_a_step_that_lacks_a_physical_batch_or_has_it_twice_is_refused_before_it_is_released(
+    module: type[Any], data: type[Any], tmp_path: Path
+) -> None:
+    chosen = data(Rows([Line(str(i), str(i), str(i), str(i), frozenset()) for i in range(SIZE)]),
+                  sampling="full_batch", expected_batch_size=None, physical_batch_size=50)  # fmt: skip
+    with pytest.raises(DataError) as refusal:
+        fit(tmp_path / "run", module(privacy=dp(tmp_path, noise_multiplier=9.0)), data=chosen)
+    assert refusal.value.trap == "T38"
+    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
+    assert not charged_releases(records) and records[-1]["reason"] == "failed"
