@@ -29,8 +29,8 @@ from lit_dpret.errors import ResumeError
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
+from lit_dpret.tasks.encoder_privacy import PUBLIC, UNKNOWN, privacy_of_encoder
 from lit_dpret.tasks.parts import Parts, check_run_dir, say, some_of
-from lit_dpret.tasks.pipeline import PUBLIC, UNKNOWN, privacy_of_encoder
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages, described, settings_fingerprint

@@ -23,9 +23,9 @@ from lit_dpret.retrieval.statistics import Interval, bootstrap_interval, macro_i
 from lit_dpret.retrieval.trec_runs import SUMMARY, check_qrels, evaluate, read_per_query, write_evaluation
 from lit_dpret.settings import picked
 from lit_dpret.synthesis.filters.released import shown
+from lit_dpret.tasks.encoder_privacy import PUBLIC, privacy_of_encoder
 from lit_dpret.tasks.evaluate import checked_metrics
 from lit_dpret.tasks.parts import Parts, say
-from lit_dpret.tasks.pipeline import PUBLIC, privacy_of_encoder
 from lit_dpret.tasks.ranking import Ranker
 from reproduction.study import Study
 

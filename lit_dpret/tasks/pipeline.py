@@ -19,16 +19,13 @@ from rich.console import Console
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
-from lit_dpret.cards.file import CARD_NAME, check_artefact
-from lit_dpret.cards.start import traces_of_training
-from lit_dpret.cards.text import NOT_PROVED, WITHOUT_PRIVACY, privacy_line
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import OutputFolder
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.html import RunReport
@@ -40,6 +37,7 @@ from lit_dpret.settings import require_choice
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
+from lit_dpret.tasks.encoder_privacy import PUBLIC, privacy_of_encoder, refuse_trained
 from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, some_of
 from lit_dpret.tasks.pipeline_stages import set_batch, stage_callbacks, train_retriever
@@ -82,8 +80,6 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
-PUBLIC = "no private data"
-UNKNOWN = "no privacy card: what the encoder was trained on is not known"
 System = Literal["bm25", "zero_shot", "original", "direct", "synthetic", "pseudo"]
 # What finished stages do not depend on, so that a run can go on with others.
 _GROWING = ("min_free_mb", "only", "embeddings")
@@ -132,7 +128,7 @@ class Pipeline:
         if self.round_trip_filter is not None and self.round_trip_filter < 1:
             raise ConfigurationError(f"task.round_trip_filter={self.round_trip_filter} must be at least 1, or null.")
         if counting := [one for one in ("direct", "synthetic", "pseudo") if one in chosen]:
-            _refuse_trained(self.retriever, "encoder", f"task.retriever.encoder, with task.only={counting}")
+            refuse_trained(self.retriever, "encoder", f"task.retriever.encoder, with task.only={counting}")
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run every unfinished stage; return the headline numbers."""
@@ -146,7 +142,7 @@ class Pipeline:
         privacy = self._privacy(self.generator_max_grad_norm)
         load_secret(privacy.secret_file, run_dir=parts.run_dir)  # refused here: the stages only know their own folders
         if privacy.guarantee == "dp" and "synthetic" in self.only:
-            _refuse_trained(self.generator, "pretrained", f"task.generator.pretrained under privacy={privacy.name}")
+            refuse_trained(self.generator, "pretrained", f"task.generator.pretrained under privacy={privacy.name}")
         log = self._log = self._whole_log()
         log.prepare_data()
         log.setup("fit")
@@ -458,42 +454,3 @@ def _row(system: str, result: EvaluationResult, privacy: str) -> RowResult:
         metrics={METRIC_NAMES[name]: interval for name, interval in result.intervals.items()},
         privacy=privacy,
     )
-
-
-def _refuse_trained(make: Any, argument: str, knob: str) -> None:
-    """Refuse a maker of models whose folder tells of a training, for rows whose card would forget what that cost.
-
-    What a maker does not say beforehand is refused when its model is trained.
-    """
-    given = getattr(make, "keywords", {}).get(argument)
-    if not isinstance(given, (str, Path)) or not Path(given).expanduser().is_dir():
-        return
-    if (trace := next(traces_of_training(given), None)) is not None:
-        raise ConfigurationError(
-            f"{knob}: {trace[0]} shows that a run trained {given} (privacy={trace[1]}), and the card of this row "
-            "would omit that cost. Use a public model; your own encoder is allowed with task.only=[zero_shot].",
-            trap="T30",
-        )
-
-
-def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
-    """Return the privacy of a row whose encoder was not trained here.
-
-    Args:
-        encoder: What it was loaded from; None where nobody knows.
-        model: It, or a model that holds it, where there is one already.
-
-    Raises:
-        DataError: A card lies with other files than it describes.
-    """
-    place = None if encoder is None else Path(encoder).expanduser()
-    found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
-    found |= set() if model is None else {run.privacy for run in runs_behind(model)}
-    if not found:  # that this program left no trace in it tells nothing of what other programs trained it on
-        return PUBLIC if str(encoder) in ("minilm", "public_t5") else UNKNOWN
-    if place is not None and (place / CARD_NAME).is_file():
-        card = read_card(place)
-        check_artefact(place, card)
-        return privacy_line(card)
-    # Without the whole of what a card describes, nobody knows which claim is that of these weights.
-    return WITHOUT_PRIVACY if found == {"none"} else NOT_PROVED

@@ -33,9 +33,10 @@ from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
+from lit_dpret.tasks.encoder_privacy import privacy_of_encoder
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.parts import Parts, require_budgets, say, some_of
-from lit_dpret.tasks.pipeline import METRIC_NAMES, privacy_of_encoder
+from lit_dpret.tasks.pipeline import METRIC_NAMES
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.round_trip import KEPT, check_round_trip

@@ -18,7 +18,8 @@ from lit_dpret.retrieval.statistics import (
     seed_interval,
     seed_test,
 )
-from lit_dpret.tasks.pipeline import METRIC_NAMES, PUBLIC
+from lit_dpret.tasks.encoder_privacy import PUBLIC
+from lit_dpret.tasks.pipeline import METRIC_NAMES
 from reproduction.paper_000.table import PUBLIC_ONLY, PaperRow, PaperTable, named, shown
 from reproduction.published import MAIN, ORIGINAL, Point, by_point
 from reproduction.recipe import Recipe

@@ -25,7 +25,7 @@ from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
-from lit_dpret.tasks.pipeline import UNKNOWN
+from lit_dpret.tasks.encoder_privacy import UNKNOWN
 from reproduction import Ablate
 from reproduction.recipe import GeneratorRecipe, Recipe
 

@@ -19,7 +19,7 @@ from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, PreBatchNegatives, RandomNegatives, StaticNegatives
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
 from lit_dpret.privacy.modes import NoPrivacy, PublicPassages
-from lit_dpret.tasks.pipeline import PUBLIC, UNKNOWN
+from lit_dpret.tasks.encoder_privacy import PUBLIC, UNKNOWN
 from reproduction import CompareNegatives
 from reproduction.compare_negatives import NegativesVariant
 

@@ -1,0 +1,55 @@
+"""The privacy of an encoder that was not trained here: training leaves traces in folders and in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.file import CARD_NAME, check_artefact
+from lit_dpret.cards.start import traces_of_training
+from lit_dpret.cards.text import NOT_PROVED, WITHOUT_PRIVACY, privacy_line
+from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.ledger.trained import runs_behind
+
+PUBLIC = "no private data"
+UNKNOWN = "no privacy card: what the encoder was trained on is not known"
+
+
+def refuse_trained(make: Any, argument: str, knob: str) -> None:
+    """Refuse a maker of models whose folder tells of a training, for rows whose card would forget what that cost.
+
+    What a maker does not say beforehand is refused when its model is trained.
+    """
+    given = getattr(make, "keywords", {}).get(argument)
+    if not isinstance(given, (str, Path)) or not Path(given).expanduser().is_dir():
+        return
+    if (trace := next(traces_of_training(given), None)) is not None:
+        raise ConfigurationError(
+            f"{knob}: {trace[0]} shows that a run trained {given} (privacy={trace[1]}), and the card of this row "
+            "would omit that cost. Use a public model; your own encoder is allowed with task.only=[zero_shot].",
+            trap="T30",
+        )
+
+
+def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
+    """Return the privacy of a row whose encoder was not trained here.
+
+    Args:
+        encoder: What it was loaded from; None where nobody knows.
+        model: It, or a model that holds it, where there is one already.
+
+    Raises:
+        DataError: A card lies with other files than it describes.
+    """
+    place = None if encoder is None else Path(encoder).expanduser()
+    found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
+    found |= set() if model is None else {run.privacy for run in runs_behind(model)}
+    if not found:  # that this program left no trace in it tells nothing of what other programs trained it on
+        return PUBLIC if str(encoder) in ("minilm", "public_t5") else UNKNOWN
+    if place is not None and (place / CARD_NAME).is_file():
+        card = read_card(place)
+        check_artefact(place, card)
+        return privacy_line(card)
+    # Without the whole of what a card describes, nobody knows which claim is that of these weights.
+    return WITHOUT_PRIVACY if found == {"none"} else NOT_PROVED
