@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from lit_dpret.datamodules.readers import NOT_UNICODE, as_id, is_unicode
 from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.settings import is_whole
 
 Qrels = Mapping[str, Mapping[str, int]]
 
@@ -117,7 +118,7 @@ class Collection:
                             f"passage {passage_id!r}.",
                             kind="unknown passage",
                         )
-                    if not isinstance(grade, int) or isinstance(grade, bool):
+                    if not is_whole(grade):
                         yield DataError(
                             f"{self.source}: qrels of {split}: the grade of query {query_id!r} and passage "
                             f"{passage_id!r} is {grade!r}, not a whole number.",

@@ -37,6 +37,7 @@ from typing import IO, Any
 
 from lit_dpret.errors import DataError, in_words
 from lit_dpret.lazy import optional
+from lit_dpret.settings import is_whole
 
 FORMATS = (".jsonl", ".tsv", ".csv", ".parquet")
 NOT_UNICODE = "holds half of a surrogate pair (\\ud800 to \\udfff alone), which is no character; mend the text"
@@ -518,7 +519,7 @@ def as_id(value: object) -> str | None:
     """
     if isinstance(value, str):
         return unicodedata.normalize("NFC", value.strip()) or None
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_whole(value):
         return str(value)
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # beyond, numbers fall together
         return str(int(value))

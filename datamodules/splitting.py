@@ -26,6 +26,7 @@ from lit_dpret.datamodules.readers import parse_json_file
 from lit_dpret.datamodules.rows import SPLITS, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import new_folder
+from lit_dpret.settings import is_number
 from lit_dpret.texts import normalise
 
 SplitBy = Literal["auto", "user", "text"]
@@ -44,7 +45,7 @@ def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
     if unknown := sorted(set(fractions) - set(SPLITS)):
         raise ConfigurationError(f"{knob}: {unknown[0]!r} is not one of {', '.join(SPLITS)}.")
     for name, share in fractions.items():
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        if not is_number(share) or not 0 <= share <= 1:
             raise ConfigurationError(f"{knob}: the share of {name} is not a number from 0 to 1.")
     if not math.isclose(sum(fractions.values()), 1.0, abs_tol=_TINY):
         raise ConfigurationError(f"{knob} must add up to 1, not to {sum(fractions.values()):g}.")

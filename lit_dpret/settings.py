@@ -9,9 +9,19 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lit_dpret.errors import ConfigurationError
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether a value is a whole number; true and false, which Python takes for 1 and 0, are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number, NaN and infinity included; true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require_choice(knob: str, value: object, choices: Collection[str]) -> None:
@@ -39,7 +49,7 @@ def require_whole(where: str, settings: object, least: int, *names: str, null: b
         null: Whether None passes.
     """
     for name, value in _named(settings, names):
-        wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
+        wrong = not is_whole(value) or value < least
         if wrong and not (null and value is None):
             raise ConfigurationError(
                 f"{where}.{name}={value!r} must be a whole number of at least {least}{', or null' if null else ''}."
@@ -49,7 +59,7 @@ def require_whole(where: str, settings: object, least: int, *names: str, null: b
 def require_number(where: str, settings: object, *names: str, zero: bool = False, null: bool = False) -> None:
     """Refuse settings, given as to `require_whole`, that are not positive and finite, nor 0 or null where allowed."""
     for name, value in _named(settings, names):
-        wrong = isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
+        wrong = not is_number(value) or not 0 <= value < float("inf")
         if (wrong or (value == 0 and not zero)) and not (null and value is None):
             raise ConfigurationError(
                 f"{where}.{name}={value!r} must be a positive, finite number{', or 0' if zero else ''}"

@@ -25,6 +25,7 @@ from lit_dpret.files import file_sha256
 from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, leaks, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, noise_keys, recorded_start
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.settings import is_number
 
 # Two evaluations of one accountant differ by less than this; another library version may not.
 TOLERANCE = 1e-6
@@ -252,7 +253,7 @@ def _compared(fresh: Any, stated: Any, place: Place) -> Iterator[_Found]:
     elif isinstance(fresh, list) and isinstance(stated, list) and len(fresh) != len(stated):
         problem = f"{where} has {len(stated)} entries on the card, and {len(fresh)} by the ledger."
         yield _Found(place, problem, words=words)
-    elif _number(fresh) and _number(stated):
+    elif is_number(fresh) and is_number(stated):
         same = math.isclose(stated, fresh, rel_tol=TOLERANCE, abs_tol=1e-15)
         yield _Found(place, None if same else _differs(where, stated, fresh), number=True)
     else:
@@ -260,10 +261,6 @@ def _compared(fresh: Any, stated: Any, place: Place) -> Iterator[_Found]:
         yield _Found(place, None if same else _differs(where, stated, fresh), words=words)
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _differs(where: str, stated: Any, fresh: Any) -> str:
-    shown = [f"{value:.6g}" if _number(value) else reprlib.repr(value) for value in (stated, fresh)]
+    shown = [f"{value:.6g}" if is_number(value) else reprlib.repr(value) for value in (stated, fresh)]
     return f"{where} is {shown[0]} on the card, and {shown[1]} by the ledger."

@@ -21,7 +21,7 @@ from lit_dpret.files import file_sha256, meant, write_whole
 from lit_dpret.privacy.budget import Neighbours, Unit
 from lit_dpret.privacy.ledger.chain import canonical_json
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.settings import require_choice
+from lit_dpret.settings import is_number, require_choice
 
 SCHEMA = "lit-dpret/privacy-card/1"
 SIGNATURE_NAME = "privacy_card.sig"
@@ -128,15 +128,12 @@ def malformed(card: Any) -> str | None:
 
 
 def _check_claim(claim: Mapping[str, Any]) -> None:
-    def number(value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-
     epsilon, delta, users = claim["epsilon"], claim["delta"], claim.get("user_level_epsilon")
-    if not (number(epsilon) and math.isfinite(epsilon) and epsilon >= 0):
+    if not (is_number(epsilon) and math.isfinite(epsilon) and epsilon >= 0):
         raise DataError(f"claim.epsilon={epsilon!r} is not a finite number from 0.")
-    if not (number(delta) and 0 < delta < 1):
+    if not (is_number(delta) and 0 < delta < 1):
         raise DataError(f"claim.delta={delta!r} is not between 0 and 1.")
-    if users is not None and not (number(users) and users >= 0):
+    if users is not None and not (is_number(users) and users >= 0):
         raise DataError(f"claim.user_level_epsilon={users!r} is no number from 0.")
     if claim["unit"] not in get_args(Unit) or claim["neighbours"] not in get_args(Neighbours):
         raise DataError(f"claim.unit={claim['unit']!r} with claim.neighbours={claim['neighbours']!r} says nothing.")

@@ -29,6 +29,7 @@ from lit_dpret.cli.explanations import UNKNOWN_KEY, causes, explain_unknown_key
 from lit_dpret.cli.value_types import check_type, check_types
 from lit_dpret.config import CONFIG_MODULE, STUDIES, choices, groups, top_level
 from lit_dpret.errors import ConfigurationError, LitDpretError
+from lit_dpret.settings import is_whole
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
 from lit_dpret.tasks.resumed_settings import LENGTHS, trained_settings
 
@@ -240,5 +241,5 @@ def check_top_level(cfg: DictConfig) -> None:
             raise ConfigurationError(f"{explain_unknown_key(name)} Nothing reads what +{name} adds.")
     for name in ("resume", "init_from_is_public"):
         check_type(name, cfg[name], "bool")
-    if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed <= _LARGEST_SEED:
+    if not is_whole(cfg.seed) or not 0 <= cfg.seed <= _LARGEST_SEED:
         raise ConfigurationError(f"seed={cfg.seed!r} is not a whole number from 0 to {_LARGEST_SEED}.")

@@ -12,6 +12,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import is_number
 from lit_dpret.tasks.parts import check_output
 
 
@@ -47,7 +48,7 @@ def check_type(name: str, value: Any, annotation: Any) -> None:
         return
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     lists, mappings = ("Sequence[", "list[", "tuple["), ("Mapping[", "dict[")
-    if kinds <= {"int", "float"} and (isinstance(value, bool) or not isinstance(value, int | float)):
+    if kinds <= {"int", "float"} and not is_number(value):
         raise ConfigurationError(f"{name}={shown} is no number, and a number belongs there.")
     if kinds == {"int"} and isinstance(value, float) and not value.is_integer():
         raise ConfigurationError(f"{name}={shown} is no whole number, and one belongs there.")

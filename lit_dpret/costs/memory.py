@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_dpret.costs.work import Work
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import require_choice, require_whole
 
 STATES = {"adam": 2, "adamw": 2, "adam_bc": 2, "sgd": 1, "adafactor": 0}
 """Values of state for each trained weight; sgd is counted with momentum. Adafactor's averages are negligible."""
@@ -143,10 +143,8 @@ def check_sharding(strategy: str, world: int) -> None:
     Raises:
         ConfigurationError: The strategy is unknown, or ``world`` is no whole number of at least 1.
     """
-    if strategy not in STRATEGIES:
-        raise ConfigurationError(f"task.strategy={strategy!r} is not one of {', '.join(STRATEGIES)}.")
-    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
-        raise ConfigurationError(f"task.world_size={world!r} is not a whole number of at least 1.")
+    require_choice("task.strategy", strategy, STRATEGIES)
+    require_whole("task", {"world_size": world}, 1)
 
 
 def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.settings import is_number
 
 NAME = "..clip_fraction"
 """The coordinate's name among the sums of a step; no part of a parameter's name is empty."""
@@ -37,7 +38,7 @@ def check_budget(share: float) -> None:
     Raises:
         ConfigurationError: Naming ``privacy.clip_fraction_budget``.
     """
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= MOST:
+    if not is_number(share) or not 0 < share <= MOST:
         raise ConfigurationError(
             f"privacy.clip_fraction_budget={share!r} is not a number above 0 and at most {MOST:g}: the share of a "
             "step's budget for the count of clipped units. Set 0.01, or null to release no count."

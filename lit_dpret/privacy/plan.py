@@ -39,7 +39,7 @@ from lit_dpret.privacy.budget import (
     SamplingName,
     with_rounding_paid,
 )
-from lit_dpret.settings import require_choice, require_whole
+from lit_dpret.settings import is_number, is_whole, require_choice, require_whole
 
 HISTOGRAM = "histogram"
 """The mode in the plan of a released histogram."""
@@ -112,7 +112,7 @@ class PrivacyPlan:
     def __post_init__(self) -> None:
         for name in ("noise_multiplier", "max_grad_norm", "sensitivity", "denominator"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if not is_number(value) or not 0 < value < math.inf:
                 raise ConfigurationError(f"A private run needs a positive, finite {name}, not {value!r}.")
             # As a float, so that 1 and 1.0 have one fingerprint; frozen fields are set past the class.
             object.__setattr__(self, name, float(value))
@@ -183,7 +183,7 @@ class PrivacyPlan:
         """
         require_choice("datamodule.sampling", request.sampling, get_args(SamplingName))
         budget = budget.of_units(request)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if not is_whole(steps) or steps < 1:
             raise ConfigurationError(f"A private run of {steps} steps releases nothing; set trainer.max_steps.")
         if n_public is not None:
             if n_public < 1:

@@ -36,6 +36,7 @@ from lit_dpret.audit.canaries.canary import (
 )
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.settings import is_whole
 from lit_dpret.synthesis.pseudo_queries import pseudo_queries
 from lit_dpret.texts import normalise
 
@@ -121,7 +122,7 @@ class CanarySuite:
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise ConfigurationError(f"canaries.{name}={getattr(self, name)} must be at least {lowest}.")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
+        if self.seed is not None and (not is_whole(self.seed) or self.seed < 0):
             raise ConfigurationError(f"canaries.seed={self.seed!r} must be a whole number from 0, or null.")
         if self.include not in (0.5, 1.0):
             raise ConfigurationError(

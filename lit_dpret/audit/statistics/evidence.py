@@ -8,6 +8,7 @@ from typing import Any
 from lit_dpret.audit.statistics.curves import group_delta
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import show_delta
+from lit_dpret.settings import is_whole
 
 NO_GUARANTEE = "absence of evidence is no guarantee"
 
@@ -96,7 +97,7 @@ def check_delta(delta: float) -> None:
 
 def check_count(name: str, value: int, *, least: int = 0) -> None:
     """Refuse a ``value`` that is not an integer, or below ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value) or value < least:
         raise ConfigurationError(f"{name}={value!r} must be a whole number, at least {least}.")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lit_dpret.errors import DataError
+from lit_dpret.settings import is_whole
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,7 +26,7 @@ class Counts:
 
     def __post_init__(self) -> None:
         values = (self.tp, self.fn, self.fp, self.tn)
-        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+        if any(not is_whole(v) or v < 0 for v in values):
             raise DataError(f"Counts (tp, fn, fp, tn) = {values} must be whole numbers from 0 on.")
         if self.members == 0 or self.others == 0:
             raise DataError(f"Counts (tp, fn, fp, tn) = {values} need a member and a non-member at least.")

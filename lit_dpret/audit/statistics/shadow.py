@@ -20,6 +20,7 @@ from scipy.special import expit
 from lit_dpret.audit.statistics.metrics import auc
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.settings import is_whole
 
 Floats = NDArray[np.float64]
 Spread = Literal["example", "pooled"]
@@ -143,7 +144,7 @@ def balanced_halves(texts: int, models: int, *, seed: int) -> NDArray[np.bool_]:
         ConfigurationError: The number of models is odd, or below four.
         DataError: There is no text.
     """
-    if isinstance(models, bool) or not isinstance(models, int) or models < FEWEST or models % 2:
+    if not is_whole(models) or models < FEWEST or models % 2:
         raise ConfigurationError(
             f"shadows={models} must be an even number from {FEWEST} on: each text is in half of their training data."
         )

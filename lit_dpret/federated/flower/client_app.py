@@ -49,6 +49,7 @@ from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.silo_sum import SiloSum, SumPlan
 from lit_dpret.federated.storage import Served, save_tensors
 from lit_dpret.progress import tell_here
+from lit_dpret.settings import is_whole
 
 # Builds the silo of a node, from the settings that its operator gave the node (``context.node_config``).
 MakeClient = Callable[[Context], SiloClient]
@@ -271,7 +272,7 @@ def _attempt(head: Head) -> str:
 
 def _numbers(head: Head, name: str) -> tuple[int, ...]:
     value = head.get(name, [])  # Flower cannot count the bytes of an empty list, so none is sent
-    if not isinstance(value, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+    if not isinstance(value, list) or not all(map(is_whole, value)):
         raise DataError(f"The server's {name} are no list of numbers.", kind="bad message")
     return tuple(value)
 

@@ -16,6 +16,7 @@ from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.library import Grid, Message, RecordDict
 from lit_dpret.federated.flower.payloads import digest_of, envelope, head_of, payload_bytes, weights_record
 from lit_dpret.federated.settings import PddAs2
+from lit_dpret.settings import is_whole
 
 _LONGEST = 200  # characters of what a node says of its own failure
 _TRAFFIC = {
@@ -164,7 +165,7 @@ class ConnectedSilos:
         return Counter(self._listed.values()).most_common(1)[0][0] if self._listed else 0
 
     def _is_new(self, number: object, name: str) -> bool:
-        whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
+        whole = is_whole(number) and number > 0
         return whole and all(known != number for other, known in self._numbers.items() if other != name)
 
     def _send(self, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:

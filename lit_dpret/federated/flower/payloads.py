@@ -25,6 +25,7 @@ from lit_dpret.federated.secure_sum import Keys, Unmasking, Words
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.files import json_sha256
 from lit_dpret.retrieval.search import MISSING, unbroken
+from lit_dpret.settings import is_whole
 
 SCHEMA = "lit-dpret/federated-message/1"
 _FLOATS = (torch.float16, torch.float32)
@@ -52,7 +53,7 @@ def head_of(content: RecordDict, whose: str) -> Mapping[str, Any]:
 def whole(head: Mapping[str, Any], name: str) -> int:
     """Return a non-negative integer from the head of a server's message."""
     value = head.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole(value) or value < 0:
         raise DataError(f"The server's {name} is {value!r} and no number.", kind="bad message")
     return value
 

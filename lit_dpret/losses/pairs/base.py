@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses.similarity import checked_mask
-from lit_dpret.settings import require_choice, require_whole
+from lit_dpret.settings import is_number, require_choice, require_whole
 
 Relation = Literal["add_or_remove", "replace_one"]
 LossClaim = Literal["proved", "declared", "refuted"]
@@ -227,7 +227,7 @@ def checked_relation(relation: Relation) -> None:
 
 def checked_positive(name: str, value: float, above: float = 0.0) -> None:
     """Refuse a setting of a loss that is not finite and larger than ``above``."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= above:
+    if not is_number(value) or not math.isfinite(value) or value <= above:
         raise ConfigurationError(f"loss.{name}={value!r} is not a finite number above {above:g}.")
 
 

@@ -61,6 +61,7 @@ from lit_dpret.privacy.accounting.releases import (
     TruncatedPoisson,
 )
 from lit_dpret.privacy.budget import Neighbours, require_delta
+from lit_dpret.settings import is_whole
 
 MOST_UNITS = 1000
 
@@ -145,7 +146,7 @@ def epsilon_of_several(
 
 def check_max_units(units: int) -> None:
     """Refuse a number of units that is not a whole number from 1 to `MOST_UNITS`."""
-    if isinstance(units, bool) or not isinstance(units, int) or not 1 <= units <= MOST_UNITS:
+    if not is_whole(units) or not 1 <= units <= MOST_UNITS:
         raise ConfigurationError(f"privacy.max_units_per_user={units!r} is not a whole number from 1 to {MOST_UNITS}.")
 
 

@@ -18,13 +18,13 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, TypeAlias
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import is_number, require_whole
 
 
 def _real(owner: object, name: str) -> float:
     """Refuse a field that is not a number, and store it as a float: 1 and 1.0 are then one release, not two."""
     value = getattr(owner, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise ConfigurationError(f"{type(owner).__name__}: {name}={value!r} is not a number.")
     object.__setattr__(owner, name, float(value))
     return float(value)

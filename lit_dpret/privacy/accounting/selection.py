@@ -36,6 +36,7 @@ from lit_dpret.privacy.accounting.composition import (
 )
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release, TruncatedPoisson
 from lit_dpret.privacy.budget import Neighbours, require_delta
+from lit_dpret.settings import is_number
 
 _SHAPES: dict[str, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
 
@@ -55,9 +56,9 @@ class RandomStopping:
 
     def __post_init__(self) -> None:
         mean, law = self.mean_runs, self.law
-        if isinstance(mean, bool) or not isinstance(mean, (int, float)) or not 1 <= mean < math.inf:
+        if not is_number(mean) or not 1 <= mean < math.inf:
             raise ConfigurationError(f"tuning_mean_runs={mean!r} is not a number of runs, at least 1 on average.")
-        known = law in _SHAPES if isinstance(law, str) else not isinstance(law, bool) and isinstance(law, (int, float))
+        known = law in _SHAPES if isinstance(law, str) else is_number(law)
         if not known or (not isinstance(law, str) and not 0 <= law < math.inf):
             raise ConfigurationError(
                 f"tuning_runs_law={law!r} is not one of {', '.join(_SHAPES)}, nor a shape from 0 of a truncated "

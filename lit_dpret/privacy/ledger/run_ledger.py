@@ -30,6 +30,7 @@ from lit_dpret.privacy.accounting.releases import (
     release_from_dict,
 )
 from lit_dpret.privacy.ledger.chain import Book, ChainedFile
+from lit_dpret.settings import is_number, is_whole
 
 Key = tuple[int, int]
 
@@ -290,7 +291,7 @@ def _epochs_touched(law: Shuffle, steps: Iterable[Key]) -> int:
 def _key(record: Mapping[str, Any]) -> Key:
     key = (record.get("attempt"), record.get("step"))
     for name, value in zip(("attempt", "step"), key, strict=True):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if not is_whole(value) or value < 0:
             raise LedgerError(f"{record.get('kind')} record: {name}={value!r} is not a whole number from 0.")
     return key  # type: ignore[return-value]
 
@@ -318,7 +319,7 @@ def realised_multiplier(record: Mapping[str, Any]) -> float:
 
 def _size(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if not is_number(value) or not math.isfinite(value) or value < 0:
         raise LedgerError(f"release record: {name}={value!r} is not a finite number from 0.")
     return float(value)
 
