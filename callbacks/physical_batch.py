@@ -26,7 +26,7 @@ from lit_dpret.errors import ConfigurationError, DeviceMemoryError
 from lit_dpret.memory import give_back_memory, is_out_of_memory
 from lit_dpret.privacy.accounting.coupled_sensitivity import largest_batch
 from lit_dpret.privacy.batches import UnitBatch
-from lit_dpret.privacy.modes.base import trainable
+from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.noise import KeyedStream
 
 #: A CPU works no faster on more rows than this, and its allocator hands out memory that is not there.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated.settings import PddAs2, Stage1, Weighting
+from lit_dpret.privacy.clipping.base import trainable
 
 Weights = dict[str, Tensor]
 
@@ -43,16 +44,12 @@ def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: in
 
 def take_weights(module: nn.Module) -> Weights:
     """Copy the trainable parameters, float32 on the CPU, each shared one once."""
-    return {
-        name: parameter.detach().to("cpu", torch.float32).clone()
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    }
+    return {name: p.detach().to("cpu", torch.float32).clone() for name, p in trainable(module).items()}
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Set the trainable parameters; refuse other names, shapes and values than the module's (`check_weights`)."""
-    own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    own = trainable(module)
     check_weights("the weights", weights, own)
     with torch.no_grad():
         for name, parameter in own.items():

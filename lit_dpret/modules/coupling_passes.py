@@ -24,6 +24,7 @@ from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.module_state import KeptState
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
+from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
@@ -153,7 +154,7 @@ class Passes:
     def __init__(self, module: Any, before: KeptState, seed: int, *, differentiates: bool = False) -> None:
         self.module, self._kept_state, self._seed = module, before, seed
         self._differentiates = differentiates
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = trainable(module)
 
     def __enter__(self) -> Passes:
         self._kept_state.begin()

@@ -24,6 +24,7 @@ from lit_dpret.distributed.handover import gradient_slot
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.batches import UnitBatch, digests_of
+from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import checksums
 from lit_dpret.privacy.user_code import ReadByLoss
@@ -232,7 +233,7 @@ class HookWatch:
         """
         if (seen := self._seen) is not None:
             now = _values(module)
-            averaged = set() if trained else {name for name, p in module.named_parameters() if p.requires_grad}
+            averaged = set() if trained else trainable(module).keys()
             seen, now = ({k: v for k, v in each.items() if k not in averaged} for each in (seen, now))
             _refuse_writes(module, seen, now, public, "after the last batch")
 
@@ -288,7 +289,7 @@ def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict
     if optimizer is None and not module.in_shards:
         held |= dict(_state(module))
     elif not module.in_shards:
-        slots = ((name, gradient_slot(optimizer, p)) for name, p in module.named_parameters() if p.requires_grad)
+        slots = ((name, gradient_slot(optimizer, p)) for name, p in trainable(module).items())
         held |= {f"{name}.grad": slot.grad for name, slot in slots if slot.grad is not None}
     return dict(zip(held, checksums(held.values()), strict=True))
 

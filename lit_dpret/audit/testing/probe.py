@@ -25,6 +25,7 @@ from lit_dpret.modules.module_state import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.batches import UnitBatch
+from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.ledger.gate import Permit
 from lit_dpret.privacy.modes import PrivacyMode, Update
 from lit_dpret.privacy.noise import KeyedStream
@@ -162,7 +163,7 @@ class Probe:
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters, by name."""
-        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        return trainable(self.module)
 
     def step(
         self, units: Sequence[int], *, step: int = 0, attempt: int = 0, salt: str = "", size: int | None = None,

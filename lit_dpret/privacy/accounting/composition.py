@@ -30,6 +30,7 @@ from lit_dpret.privacy.accounting.pld import (
     compose_times,
     compose_with,
     gaussian_pld,
+    mean_loss,
     read_deltas,
     read_epsilon,
     truncated_pld,
@@ -146,17 +147,13 @@ def composable_parts(releases: Iterable[Release]) -> tuple[Part, ...] | None:
 
 
 def _mean_loss(part: Part, neighbours: Neighbours) -> float:
-    """The average privacy loss of a part: its Kullback-Leibler divergence, by quadrature."""
+    """The average privacy loss of a part, all its releases together."""
     shift = 2.0 if neighbours == "replace_one" else 1.0
     mu = shift / part.noise_multiplier
     if isinstance(part.law, FullBatch):
         return mu**2 / 2
     rate = part.law.batch_size / part.law.n if isinstance(part.law, FixedSize) else getattr(part.law, "sample_rate", 1)
-    # Twelve deviations beyond both means: what lies outside is below rounding.
-    x = np.linspace(-12, mu + 12, 20_001)
-    loss = np.logaddexp(math.log1p(-rate) if rate < 1 else -math.inf, math.log(rate) + mu * x - mu**2 / 2)
-    base = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
-    return part.count * float(np.sum(base * np.exp(loss) * loss) * (x[1] - x[0]))
+    return part.count * mean_loss(np.array([1 - rate, rate]), np.array([0.0, mu]))
 
 
 def beyond_reach(parts: Sequence[Part], neighbours: Neighbours) -> bool:

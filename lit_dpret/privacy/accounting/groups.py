@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MixtureGaussianPrivacyLoss
-from scipy import special, stats
+from scipy import stats
 
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import truncation_delta
@@ -47,6 +47,8 @@ from lit_dpret.privacy.accounting.pld import (
     connect_dots,
     deltas_at,
     gaussian_pld,
+    log_ratio,
+    mean_loss,
     read_deltas,
     read_epsilon,
     within_memory,
@@ -220,7 +222,7 @@ def _composed(parts: tuple[tuple[Part, int], ...]) -> PrivacyLossDistribution | 
 
     None where epsilon would be above what is told apart.
     """
-    if sum(part.count * _mean_loss(part, units) for part, units in parts) > LARGEST_EPSILON:
+    if sum(part.count * mean_loss(*_mixture(part, units)) for part, units in parts) > LARGEST_EPSILON:
         return None
     # One width for all parts: distributions of different widths do not compose.
     width = max(_width(part, units) for part, units in parts)
@@ -241,6 +243,12 @@ def _in_batch(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
     counts = np.arange(units + 1.0)
     chances = stats.binom.pmf(counts, units, rate)
     return counts[chances > 0], chances[chances > 0]
+
+
+def _mixture(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
+    """The chances of a batch's numbers of units, and how many noise deviations each moves the sum."""
+    counts, chances = _in_batch(part, units)
+    return chances, counts / part.noise_multiplier
 
 
 class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
@@ -305,23 +313,7 @@ def _mixture_pld(part: Part, units: int, width: float) -> PrivacyLossDistributio
     return PrivacyLossDistribution(one_way(AdjacencyType.REMOVE), one_way(AdjacencyType.ADD))
 
 
-def _log_ratio(part: Part, units: int, x: np.ndarray) -> np.ndarray:
-    """The log of the mixture's density over the Gaussian's, at ``x`` noise deviations."""
-    counts, chances = (values[:, None] for values in _in_batch(part, units))
-    shift = counts / part.noise_multiplier
-    return np.asarray(special.logsumexp(np.log(chances) + shift * x[None, :] - shift**2 / 2, axis=0))
-
-
-def _mean_loss(part: Part, units: int) -> float:
-    """The average privacy loss of one release: its Kullback-Leibler divergence, by quadrature."""
-    x = np.linspace(-12, units / part.noise_multiplier + 12, 20_001)
-    loss = _log_ratio(part, units, x)
-    # The mixture's density is the Gaussian's times exp(loss), which on its own may overflow.
-    density = np.exp(loss - x**2 / 2) / math.sqrt(2 * math.pi)
-    return float(np.sum(density * loss) * (x[1] - x[0]))
-
-
 def _width(part: Part, units: int) -> float:
     """The discretisation: as fine as everywhere else, or what keeps time and memory in bounds."""
-    furthest = float(_log_ratio(part, units, np.array([units / part.noise_multiplier + 10.0]))[0])
+    furthest = float(log_ratio(*_mixture(part, units), np.array([units / part.noise_multiplier + 10.0]))[0])
     return max(FINE, furthest / min(_MOST_BUCKETS, _MOST_TERMS // (units + 1)))

@@ -18,7 +18,7 @@ from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from dp_accounting.privacy_accountant import NeighboringRelation
-from scipy import fft, optimize, stats
+from scipy import fft, optimize, special, stats
 
 from lit_dpret.errors import AccountingMemoryError
 
@@ -341,3 +341,19 @@ def _deltas(losses: np.ndarray, upper: np.ndarray, lower: np.ndarray, epsilons: 
     with np.errstate(over="ignore", invalid="ignore"):
         weighed = np.where(lower[larger] > 0, np.exp(epsilons) * lower[larger], 0.0)
     return np.asarray(upper[larger] - weighed)
+
+
+def log_ratio(chances: np.ndarray, shifts: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return the log density of a mixture of unit normals at ``shifts`` over that of the one at 0, at each ``x``."""
+    terms = shifts[:, None] * x[None, :] - shifts[:, None] ** 2 / 2
+    return np.asarray(special.logsumexp(terms, axis=0, b=chances[:, None]))
+
+
+def mean_loss(chances: np.ndarray, shifts: np.ndarray) -> float:
+    """Return the average privacy loss of that mixture: its Kullback-Leibler divergence, by quadrature."""
+    # Twelve deviations beyond all means: what lies outside is below rounding.
+    x = np.linspace(-12, float(shifts.max()) + 12, 20_001)
+    loss = log_ratio(chances, shifts, x)
+    # The mixture's density is the normal's times exp(loss), which on its own may overflow.
+    density = np.exp(loss - x**2 / 2) / math.sqrt(2 * math.pi)
+    return float(np.sum(density * loss) * (x[1] - x[0]))

@@ -28,6 +28,11 @@ from lit_dpret.privacy.clipping.units import UnitRows
 from lit_dpret.settings import require_choice, require_number
 
 
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name, each shared tensor once."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
 def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tuple[str, ...], ...]:
     """Return the parameters in groups, in their order.
 
@@ -226,7 +231,7 @@ class ClippedSum(ABC):
         self.max_grad_norm = float(max_grad_norm)
         self.clip: ClipName = clip
         self.gamma = float(gamma)
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters = trainable(module)
         if not self.parameters:
             raise UnsupportedModelError("The module has no trainable parameter: there is no gradient to clip.")
         if found := [name for name, parameter in self.parameters.items() if parameter.is_complex()]:
@@ -349,7 +354,7 @@ class ClippedSum(ABC):
 
     def _refuse_changes(self) -> None:
         """Compare the trainable parameters with those at construction, by identity."""
-        now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        now = trainable(self.module)
         for name in sorted(now.keys() | self.parameters.keys()):
             if now.get(name) is self.parameters.get(name):
                 continue

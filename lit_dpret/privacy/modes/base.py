@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from lit_dpret.distributed.strategies import ONE_DEVICE, Supported
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
+from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
@@ -236,11 +237,6 @@ class PrivacyMode(ABC):
             starts: Where ``sums`` holds a flat part of each parameter, the flat index at which it begins. A part gets
                 the noise that it would get in the whole.
         """
-
-
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name, each shared tensor once."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 class GradientSums:

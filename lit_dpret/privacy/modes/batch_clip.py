@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, Relation
-from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding
-from lit_dpret.privacy.modes.base import GradientSums, trainable
+from lit_dpret.privacy.clipping.base import LEAST_FACTOR, refuse_batch_mixing, room_for_rounding, trainable
+from lit_dpret.privacy.modes.base import GradientSums
 from lit_dpret.privacy.modes.coupled import CoupledMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan

@@ -27,8 +27,9 @@ from lit_dpret.privacy.accounting.groups import check_max_units
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, SamplingName, Unit
 from lit_dpret.privacy.clipping import ClipStats
+from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update, trainable
+from lit_dpret.privacy.modes.base import Guarantee, PrivacyMode, StepCounts, Update
 from lit_dpret.privacy.noise import KeyedStream, noise_source
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.privacy.state_watch import StateWatch

@@ -32,7 +32,7 @@ from lit_dpret.distributed.strategies import SUMS_ADD_UP, Supported
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, LossClaim, Relation
-from lit_dpret.privacy.clipping.base import room_for_rounding
+from lit_dpret.privacy.clipping.base import room_for_rounding, trainable
 from lit_dpret.privacy.clipping.pairs import (
     NormsName,
     PairNorms,
@@ -42,7 +42,7 @@ from lit_dpret.privacy.clipping.pairs import (
     weighted_backward,
 )
 from lit_dpret.privacy.clipping.pairs.batch import PAIR_ROUNDING
-from lit_dpret.privacy.modes.base import GradientSums, trainable
+from lit_dpret.privacy.modes.base import GradientSums
 from lit_dpret.privacy.modes.coupled import CoupledMode, named
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.strategies import Supported, with_xla
-from lit_dpret.privacy.modes.base import Candidates, GradientSums, Guarantee, PrivacyMode, StepCounts, Update, trainable
+from lit_dpret.privacy.clipping.base import trainable
+from lit_dpret.privacy.modes.base import Candidates, GradientSums, Guarantee, PrivacyMode, StepCounts, Update
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import require_whole

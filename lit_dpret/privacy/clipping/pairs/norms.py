@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.clipping.base import refuse_batch_mixing
+from lit_dpret.privacy.clipping.base import refuse_batch_mixing, trainable
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.pairs.batch import (
     LOW_PRECISION_TOLERANCE,
@@ -141,7 +141,7 @@ class BruteForce(PairNorms):
 
     def gradients(self, batch: PairBatch) -> dict[str, Tensor]:
         """Return the gradients of all similarities, (n, n, *shape) for each trainable parameter."""
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        trained = trainable(self.module)
         found = {name: p.new_zeros(batch.n, batch.n, *p.shape) for name, p in trained.items()}
         queries, passages = batch.sides
         for i in range(batch.n):
