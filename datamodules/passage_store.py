@@ -173,7 +173,7 @@ def cached_store(name: str, build: Callable[[Path], bool], cache_dir: str | Path
     """Return the store of this name; build it if it does not exist.
 
     Args:
-        name: Of the store.
+        name: The name of the store.
         build: Writes a store into a new file; returns whether everything is in it. One that is not whole serves
             this process alone and is not kept.
         cache_dir: Where stores are kept; None for `default_cache`.

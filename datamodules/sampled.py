@@ -81,7 +81,7 @@ class SampledDataModule(LightningDataModule):
             release, on random rows of the longest size.
         cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
         rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
-        seed: Of public choices, such as a sample of the data.
+        seed: The seed of public choices, such as a sample of the data.
         num_workers: Worker processes of the train loader.
 
     Raises:

@@ -62,7 +62,7 @@ def split_collection(
     Args:
         collection: The data.
         fractions: The share of ``train``, ``dev`` and ``test`` among users or texts; they add up to 1.
-        seed: Of the hash; public.
+        seed: The seed of the hash; public.
         by: ``user``, ``text``, or ``auto`` for users where any query has one. A query without a user is split by
             its text.
 

@@ -45,7 +45,7 @@ def require_whole(where: str, settings: object, least: int, *names: str, null: b
         where: Comes before each name in the message.
         settings: An object with attributes of these names; or values by name, of which all are looked at.
         least: The least that is allowed.
-        names: Of the settings.
+        names: The names of the settings.
         null: Whether None passes.
     """
     for name, value in _named(settings, names):
@@ -85,7 +85,7 @@ def naming_arguments(name: str, advice: Mapping[str, str]) -> Callable[[Callable
 
     Args:
         name: What the function is called in messages.
-        advice: Of a needed argument what it is; of an unknown one where its value belongs.
+        advice: For a needed argument what it is; for an unknown one where its value belongs.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

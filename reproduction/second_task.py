@@ -76,7 +76,7 @@ def train_second_task(
         train: Images and labels, as ``datamodule.labelled("train", labels="coarse")`` gives them.
         test: The same of the test split.
         classes: How many classes there are; the width of the last layer.
-        seed: Of the classifier's first weights and the order of the images.
+        seed: The seed of the classifier's first weights and the order of the images.
         how: Its settings.
     """
     how = how or Classifier()

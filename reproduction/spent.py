@@ -43,7 +43,7 @@ def spent_under(
           them together.
 
     Args:
-        run_dir: Of the trainings, and of what was made with them.
+        run_dir: The folder of the trainings, and of what was made with them.
         near: What they were given from elsewhere, as a set that another run made: around it as well a ledger is
             looked for that a card under ``run_dir`` rests on.
         taken: A finished study whose results stand on the page as well. Its ledgers are counted where they lie under

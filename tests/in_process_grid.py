@@ -78,7 +78,7 @@ class InProcessGrid(Grid):  # type: ignore[misc]
         client_app: The app of every node.
         nodes: The ``node_config`` of each node, by number.
         fate: Decides which mishap each message meets; for rehearsals.
-        run_id: Of the run.
+        run_id: The run's id.
     """
 
     def __init__(

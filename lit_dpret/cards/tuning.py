@@ -78,7 +78,7 @@ def tuning_facts(
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
         cost: What a search costs, from `search_cost`; None where the artefact has no releases of its own.
         sweep: The sweep that the run is a trial of, from its ledger.
-        delta: Of the claim; None where nothing is claimed.
+        delta: The claim's delta; None where nothing is claimed.
         siblings: The runs of its command, from its ledger.
 
     Raises:

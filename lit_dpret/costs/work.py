@@ -38,8 +38,8 @@ class Work:
         scores: Attention weights of all heads and layers.
         width: Columns of a head times heads, summed over attention layers: the other side of the products with scores.
         logits: Values of the output layer.
-        encoder_layers: Of the encoder; 0 where there is none.
-        decoder_layers: Of the decoder.
+        encoder_layers: Layers of the encoder; 0 where there is none.
+        decoder_layers: Layers of the decoder.
     """
 
     products: dict[Product, int]

@@ -78,7 +78,7 @@ class Job:
         """Yield the items for this rank, the next free one on each request.
 
         Args:
-            name: Of the list; one that no other list of the job has.
+            name: The name of the list; one that no other list of the job has.
             items: The same on every rank.
 
         Raises:

@@ -35,7 +35,7 @@ class XLAProcesses(SingleDeviceXLAStrategy):
 
     Args:
         timeout_minutes: How long ranks wait for one that is stuck.
-        settings: Of ``SingleDeviceXLAStrategy``.
+        settings: Arguments of ``SingleDeviceXLAStrategy``.
 
     Raises:
         ConfigurationError: Nobody says which rank this process is, or the timeout is no positive number.

@@ -78,7 +78,7 @@ class ZeroHandover(ABC):
         ranks: Its data-parallel ranks.
         groups: The groups of the optimizer.
         own: The shards of this rank.
-        shapes: Of every trained parameter, whole.
+        shapes: The whole shape of every trained parameter.
     """
 
     def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, groups: list[_Group], own: list[Shard],
@@ -356,7 +356,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         offload_optimizer: Keep master weights and optimizer state in host memory, and step there.
         offload_parameters: Under stage 3, keep parameters in host memory too.
         timeout_minutes: How long ranks wait for one that is stuck.
-        settings: Of Lightning's strategy; what is not shown to keep the claim is refused when training starts.
+        settings: Arguments of Lightning's strategy; those not shown to keep the claim are refused when training starts.
 
     Raises:
         ConfigurationError: DeepSpeed is not installed, or a value is out of range.

@@ -107,7 +107,7 @@ class TextEncoder(nn.Module):
             encoder: A local folder of transformers or sentence-transformers, ``public_t5``, ``minilm`` for the
                 weights of the [quickstart] extra, or a model's name on the hub.
             dtype: ``float32``, ``bfloat16``, ``float64``, or ``float16`` except for T5.
-            revision: Of a model on the hub.
+            revision: The revision of a model on the hub.
             contract: Fields of `Contract`. What is not given, or None, is taken from the folder, where a
                 sentence-transformers folder says it; else it is mean pooling, normalised, without prefixes, cut at the
                 tokenizer's limit.

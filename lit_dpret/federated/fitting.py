@@ -56,9 +56,9 @@ def fit_epochs(
     Args:
         module: As it was at the start of the fit.
         data: What it is trained on.
-        folder: Of the ledger.
+        folder: The folder of the ledger.
         epochs: How many.
-        callbacks: Of the Trainer, beside the accountant.
+        callbacks: Callbacks of the Trainer, other than the accountant.
         progress: Shows the steps; null shows nothing.
         repeat: Go through a fit again that was broken off: what its ledger announced gets the same noise bit by bit and
             costs nothing, and the rest is charged as planned (`broken_attempt`).

@@ -93,7 +93,7 @@ class SiloClient:
     Args:
         data: The client's folder (`lit_dpret.datamodules.silo_folder`).
         state: A folder for its own use, kept between rounds; private.
-        settings: Of the run, checked.
+        settings: The run's settings, checked.
         make_module: Builds the model of each round; the encoder is public.
         secret_file: Keys the noise; null for the user's state folder.
         credentials: The silo's signing key and the roster; needed and used only with ``roster=true``.
@@ -341,9 +341,9 @@ class SiloClient:
 
         Args:
             weights: The global weights after stage 1.
-            pool: Of other clients' sentences; None for the client's own (``negatives=dynamic``), and between two
+            pool: Other clients' sentences; None for the client's own (``negatives=dynamic``), and between two
                 refreshes for the last answers.
-            number: Of the epoch.
+            number: The number of the epoch.
 
         Raises:
             DataError: There are no answers yet.

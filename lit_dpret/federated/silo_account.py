@@ -110,7 +110,7 @@ class SiloAccount:
 
         Args:
             turn: Which fit it is.
-            noise_multiplier: Of a fit that is repeated; null for what was planned.
+            noise_multiplier: That of a fit that is repeated; null for what was planned.
         """
         mode: PrivacyMode
         noise = self.noise

@@ -61,8 +61,8 @@ class SiloLedger:
           replaced by an older copy, and nothing more is released (`require_whole`).
 
     Args:
-        folder: Of the silo's ledgers, created where it is missing; the same for every run on these data.
-        budget: Of everything that is released of the silo.
+        folder: The folder of the silo's ledgers, created where it is missing; the same for every run on these data.
+        budget: The budget of everything that is released of the silo.
         accountant: ``pld`` or ``rdp``.
         noise: ``gaussian`` or ``discrete``, of everything that is released (`lit_dpret.privacy.noise`).
         secret_file: Keys the noise; null for the user's state folder. It may not lie in ``folder``.
@@ -305,11 +305,11 @@ def split_budget(
         - The epsilon of all that is planned, composed, is at most ``budget.eps``.
 
     Args:
-        budget: Of one silo.
+        budget: The budget of one silo.
         training: The law and the number of steps of each stage, over all rounds.
         requests: Iterations of centroids, over all refreshes.
         request_share: The part of epsilon that the requests may cost by themselves, between 0 and 1.
-        spent: Of the same silo's units, before all that is planned.
+        spent: What was spent on the same silo's units, before all that is planned.
         accountant: ``pld`` or ``rdp``.
 
     Raises:
@@ -362,7 +362,7 @@ def noise_of_rest(
 
     Args:
         planned: The noise of the whole run.
-        budget: Of the silo.
+        budget: The budget of the silo.
         training: The law and the number of steps of each stage that are left.
         requests: Iterations of centroids that are left.
         spent: Everything that the silo's ledger is charged with.

@@ -118,13 +118,13 @@ def train_generator(
 
     Args:
         silo: The client's folder.
-        state: Of the client, as for `SiloClient`.
-        settings: Of the federation; with ``privacy.eps``, the silo's budget.
+        state: The client's state folder, as for `SiloClient`.
+        settings: The federation's settings; with ``privacy.eps``, the silo's budget.
         make_generator: Builds the generator; takes ``privacy``.
         terms: How it is trained.
         secret_file: Keys the noise; null for the user's state folder.
         ledgers: As for `SiloClient`.
-        label: Of a progress line; null shows none.
+        label: The label of a progress line; null shows none.
 
     Returns:
         The run folder, with ``model/``, its ledger and its card.

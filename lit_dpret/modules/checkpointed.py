@@ -66,7 +66,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         """Return the module of a checkpoint, in evaluation mode, for encoding, writing or exporting.
 
         Args:
-            checkpoint_path: Of a run of this class.
+            checkpoint_path: The checkpoint of a run of this class.
             privacy: A mode to train on with; ``NoPrivacy()`` by default. To go on with a private run use
                 ``resume=true``, which keeps its ledger.
             optimizer: As for the constructor.

@@ -58,7 +58,7 @@ class CouplingCheck:
         Args:
             module: The `PrivateModule`.
             batch: With rows.
-            seed: Of the random numbers of the batch.
+            seed: The seed of the batch's random numbers.
         """
         modes = _modes(module)
         if modes != self._modes:  # a loss may couple rows in one mode alone
@@ -79,7 +79,7 @@ class CouplingCheck:
         Args:
             module: The `PrivateModule`.
             batch: The one of `prepare`.
-            seed: Of the random numbers of the batch.
+            seed: The seed of the batch's random numbers.
 
         Raises:
             UnsupportedModelError: Rows depend on each other, or are no tensors that could be looked at.

@@ -51,7 +51,7 @@ class EmbeddingTrainer(PairModule):
             a folder that `save_model` wrote, to start from its weights; null to start from the net's own.
         views: From rows to ``query`` and ``passage``, for a net; null for two augmented views of an image.
         loss: A loss of the table of similarities; null for the softmax at temperature 1.
-        dim: Of the net's embeddings; null for its attribute ``dim``.
+        dim: The width of the net's embeddings; null for its attribute ``dim``.
         positions: Places of the output of the net's widest layer, by which ``privacy.norms=auto`` judges
             costs: 256 is 16 x 16, what `EmbeddingNet`'s first layer makes of 32 x 32 pixels.
         max_query_length: Tokens of a query that a text encoder reads.

@@ -87,7 +87,7 @@ class FrozenDualEncoder(PairModule):
         loss: A loss of the table of similarities, for negatives from the batch; `MarginMSELoss` for labelled ones; null
             for the softmax.
         pool_size: How many public passages a step draws as candidates; null for all of them.
-        pool_seed: Of those draws; public.
+        pool_seed: The seed of those draws; public.
         temperature: Divides the cosine similarity.
         max_query_length: Tokens of a query that are read, special tokens among them.
         max_passage_length: The same for a passage.

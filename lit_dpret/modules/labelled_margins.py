@@ -28,7 +28,7 @@ class LabelledMargins:
 
     Args:
         sources: ``labelled`` and nothing else.
-        loss: Of the margins.
+        loss: The loss of the margins.
         privacy: ``none``, ``synthetic``, or ``dp_sgd``, which clips each row.
 
     Raises:
@@ -89,7 +89,7 @@ class LabelledMargins:
 
         Args:
             queries: Embeddings, ``(rows, dim)``.
-            rows: Of the batch, after `before_batch`.
+            rows: The batch's rows, after `before_batch`.
             passages: Embeddings of the whole list, ``(passages, dim)``.
         """
         at, margins = rows["compared_at"], rows["margins"]

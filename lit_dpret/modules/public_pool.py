@@ -26,7 +26,7 @@ class PublicPool:
 
     Args:
         size: How many passages a step draws; null for all of them.
-        seed: Of those draws; public.
+        seed: The seed of those draws; public.
 
     Raises:
         ConfigurationError: A value is out of range.
@@ -102,7 +102,7 @@ class PoolCandidates:
         Args:
             compared: What the rows are compared with so far.
             answers: Places of each row's answers in the public list, filled up with -1, ``(rows, most of them)``.
-            embed: Of the features.
+            embed: Embeds the features.
         """
         places = answers if self.place is None else torch.where(answers < 0, answers, self.place[answers])
         mask = marked(places, self.count)

@@ -50,7 +50,7 @@ class StepNegatives:
     """Sources of negatives in a dual encoder.
 
     Args:
-        sources: Of negatives.
+        sources: The sources of negatives.
         privacy: The mode.
         passages_are_frozen: Whether there is a passage tower of its own that is not trained.
         passage_cache_dir: Where the embeddings of frozen passages are kept between runs. With it, or with
@@ -135,7 +135,7 @@ class StepNegatives:
 
         Args:
             module: The dual encoder.
-            rows: Of the batch, after `before_batch`.
+            rows: The batch's rows, after `before_batch`.
             positives: What `positives` gave.
         """
         negatives, found = self.of_rows, Compared()

@@ -145,7 +145,7 @@ def in_batches_by_length(
     """Yield indices of all texts by length, longest first: little padding, and memory errors come first.
 
     Args:
-        lengths: Of each text, in any unit.
+        lengths: The length of each text, in any unit.
         batch_size: Most places in a batch.
         progress: Called with (texts done, texts in all) after each batch.
 

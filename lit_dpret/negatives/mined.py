@@ -92,7 +92,7 @@ class MarginFilter:
             array([False,  True,  True])
 
         Args:
-            scores: Of candidates that are no answers, best first, ``(candidates,)``.
+            scores: The scores of candidates that are not answers, best first, ``(candidates,)``.
             positive: The score of the row's own passage.
 
         Returns:
@@ -263,7 +263,7 @@ class DynamicNegatives(MinedSource):
     Args:
         per_query: How many of the best a row gets; null for all of ``depth``.
         depth: How deep the index is searched at each step.
-        seed: Of the draws; public.
+        seed: The seed of the draws; public.
         **margins: The arguments of `MarginFilter`. Scores are cosines.
     """
 

@@ -184,7 +184,7 @@ class MinedShards:
 
     Args:
         cache_dir: The folder that holds minings.
-        name: Of the source.
+        name: The name of the source.
         key: What the mining is made of, or which run and epoch it belongs to.
         count: How many queries it has.
         private: Whether the queries are private; then name and permissions of the folder say so.

@@ -247,7 +247,7 @@ def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> st
     batch will do. No private mode takes a source that remembers private rows from one step to the next.
 
     Args:
-        source: Of negatives.
+        source: The source of negatives.
         mode: The privacy mode, or its class.
     """
     if mode.guarantee != "dp":

@@ -48,7 +48,7 @@ def normals(key: bytes, count: int, *, start: int, device: torch.device, dtype: 
         - A number depends on the key and on its place alone, and is the same on every device of `DEVICES`.
 
     Args:
-        key: Of 32 bytes; secret.
+        key: A key of 32 bytes; secret.
         count: How many.
         start: The place of the first.
         device: Where they are drawn.

@@ -38,7 +38,7 @@ def keystream(key: bytes, blocks: Tensor, *, lane: int | Tensor = 0, rounds: int
     upper half, the lane, and 0; numbers have the lower byte first.
 
     Args:
-        key: Of `KEY_BYTES` bytes.
+        key: A key of `KEY_BYTES` bytes.
         blocks: The numbers of the blocks, int64, shape (blocks,), on the device that computes.
         lane: A number of 31 bits, or one for each block: each has a stream of its own.
         rounds: Less than the 20 of the standard for measurements alone.

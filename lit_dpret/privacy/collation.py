@@ -27,7 +27,7 @@ class RowsAlone:
 
     Args:
         collate_rows: The module's.
-        name: Of the module, for messages.
+        name: The name of the module, for messages.
     """
 
     def __init__(self, collate_rows: Collate, name: str) -> None:

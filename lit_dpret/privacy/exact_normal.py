@@ -77,7 +77,7 @@ def rounded_normals(key: bytes, count: int, *, start: int, bits: int, device: to
         - A number depends on the key and on its place alone, and is the same on every device of `DEVICES`.
 
     Args:
-        key: Of 32 bytes; secret.
+        key: A key of 32 bytes; secret.
         count: How many.
         start: The place of the first.
         bits: From 0 to `MOST_BITS`.
@@ -173,8 +173,8 @@ def decide(key: bytes, place: int, *, x: int, w: int) -> tuple[int, bool]:
     """Return the integer part of a candidate and whether it is kept, using as many more bits as needed.
 
     Args:
-        key: Of the stream.
-        place: Of the candidate in it.
+        key: The key of the stream.
+        place: The place of the candidate in it.
         x: The first 56 bits of its x.
         w: The first 32 bits of the number that chooses the whole part and keeps it or not.
     """

@@ -219,14 +219,14 @@ class KeyedStream:
             - The number of threads, which is PyTorch's, changes no number.
 
         Args:
-            shape: Of the noise.
-            attempt: Of the run.
+            shape: The shape of the noise.
+            attempt: The run's attempt.
             step: The logical step.
             parameter: Its name.
             salt: A tag of what the noise is added to.
             start: The flat index, in the parameter, of the first coordinate of ``shape``.
             device: Where the noise is wanted.
-            dtype: Of the sum; float64 gets float64, all else float32.
+            dtype: The dtype of the sum; float64 gets float64, all else float32.
         """
         # Never in half precision: its coarse steps would show in the noise.
         wide = torch.float64 if dtype == torch.float64 else torch.float32

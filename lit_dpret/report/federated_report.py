@@ -177,7 +177,7 @@ def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: Fe
     """Write ``pdd_as2.{html,md,json}`` and, if there is something to draw, ``gain_per_client.svg``.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
         rows: Systems, each with at least one seed.
         facts: See `FederatedFacts`.
 

@@ -59,7 +59,7 @@ class Faiss:
             factory: ``Flat``, ``IVF4096,Flat``, ``HNSW32``, ``OPQ64,IVF4096,PQ64`` and so on.
             cosine: Whether to normalise passages.
             device: ``cpu`` or ``cuda`` (all GPUs).
-            seed: Of the sample that an index is trained on.
+            seed: The seed of the sample that an index is trained on.
 
         Raises:
             ConfigurationError: faiss does not know the string, or is missing, or is installed twice.

@@ -222,7 +222,7 @@ class SearchStream:
 
         Args:
             rows: The piece.
-            candidates: Of each query, by index, with `MISSING` as filler.
+            candidates: The candidates of each query, by index, with `MISSING` as filler.
             of: The queries, by index.
             reach: The most that another passage can score, for each query; None where there is no other.
             slack: What a product can be wrong by, for each query.

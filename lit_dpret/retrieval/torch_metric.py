@@ -37,7 +37,7 @@ class RetrievalMetric(_RetrievalMetric):
 
     Args:
         name: What `Metric.parse` reads.
-        kwargs: Of torchmetrics: ``empty_target_action`` (``neg`` counts a query without a relevant passage as 0, as
+        kwargs: Torchmetrics' own: ``empty_target_action`` (``neg`` counts a query without a relevant passage as 0, as
             trec_eval does), ``ignore_index``, ``aggregation``, and those of every ``torchmetrics.Metric``.
 
     Raises:

@@ -126,8 +126,8 @@ def evaluate(
         run: Scores by query and passage id, or a `Ranking`.
         qrels: Grades by query and passage id.
         metrics: What `Metric.parse` reads, at any cut-offs.
-        resamples: Of the bootstrap.
-        seed: Of the bootstrap.
+        resamples: Resamples of the bootstrap.
+        seed: The seed of the bootstrap.
 
     Raises:
         ConfigurationError: A metric is unknown, or names a rank deeper than a `Ranking` reaches.

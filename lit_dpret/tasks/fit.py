@@ -62,8 +62,8 @@ def plan_fit(
         data: The datamodule, read already.
         trainer: Says how long.
         make_module: Makes the module, given ``privacy``; called for modes whose noise depends on the loss.
-        callbacks: Of the training; its accountant may pay for steps in advance and name a start, and an audit among
-            them plants canaries.
+        callbacks: Those of the training; the accountant may pay for steps in advance and name a start, and an audit
+            among them plants canaries.
 
     Raises:
         ConfigurationError: What will run cannot be known from this, or nothing could be claimed for it.

@@ -389,7 +389,7 @@ def index_folder(
         search: ``exact``, or ``faiss:FACTORY``.
         private: Whether an index of private queries is wanted; without it one is refused.
         device: ``cpu``, or ``cuda`` to build faiss's structure on GPUs.
-        seed: Of the sample that faiss trains on.
+        seed: The seed of the sample that faiss trains on.
         tuning_data: What ``search`` was chosen on, for the card.
 
     Raises:

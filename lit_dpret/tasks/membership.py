@@ -52,7 +52,7 @@ class Claim:
     """The claim of a run, as ceilings at any false positive rate.
 
     Attributes:
-        line: Of the card, in words.
+        line: The card's claim, in words.
         eps: The claimed epsilon, recomputed from the ledger; None where none is claimed about whole queries.
         delta: Its delta; None where nothing is claimed.
         neighbours: Its relation; None where nothing is claimed.

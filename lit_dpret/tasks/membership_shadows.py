@@ -91,10 +91,10 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     Args:
         data: The datamodule of the target, set up.
         others: Where queries that it was not trained on come from.
-        coins: Of the target's run.
+        coins: The coins of the target's run.
         count: Queries to attack.
         rows: Passages of a query that are looked at, from the first on.
-        seed: Of the draw.
+        seed: The seed of the draw.
 
     Raises:
         ConfigurationError: There are no coins where ``others=coins`` says so.

@@ -70,7 +70,7 @@ def check_round_trip(
         released: Synthetic queries with their sources; all their passages are searched.
         folder: Where the list is written.
         k: How far down the list a source may stand.
-        seed: Of the control, in which every query is held against a wrong passage.
+        seed: The seed of the control, in which every query is compared with a wrong passage.
 
     Returns:
         ``recall`` and ``control`` as [mean, low, high], ``k``, ``queries`` and ``kept``, as JSON values.

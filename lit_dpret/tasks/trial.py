@@ -146,7 +146,7 @@ def refuse_other_choice(
 
     Args:
         task: What a run of it does.
-        parts: That run's.
+        parts: The parts of that run.
         objective: What a sweeper compares the runs by; None where nobody compares them by a number.
         varied: The settings in which the runs differ; only those that differ in their seed alone are no choice.
         releases: What each of the runs is derived from, by `release_behind`; None where it is not known.

@@ -59,7 +59,7 @@ class SmallerGenerator:
             passages: Public texts by id; the teacher draws one query for each.
             folder: Where it goes.
             contract: Prompt and lengths, for the teacher and for what is written.
-            seed: Of the queries and of the order of the pairs.
+            seed: The seed of the queries and of the order of the pairs.
             progress: Called with (steps done, steps in all); drawing counts as one half.
         """
         if not passages:

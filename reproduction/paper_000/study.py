@@ -135,7 +135,7 @@ class Trainings(Study):
         """Return what ``work`` made, now or in an earlier attempt.
 
         Args:
-            name: Of its folder.
+            name: The name of its folder.
             settings: What it depends on; its ``repr`` must tell all of it.
             work: Makes it, given the parts of a run in its own folder; returns JSON values.
         """

@@ -379,7 +379,7 @@ def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float)
     Args:
         system: One result per run.
         bound: The same of the system without privacy.
-        start: Of the untrained system.
+        start: The result of the untrained system.
 
     Returns:
         The bounds are NaN where either side has a single run.

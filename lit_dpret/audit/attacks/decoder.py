@@ -29,7 +29,7 @@ class Words:
     """Texts as token ids with an end token, by any Hugging Face tokenizer.
 
     Args:
-        tokenizer: Of the language model, or of any other where the model is new.
+        tokenizer: The language model's tokenizer, or any other where the model is new.
         max_tokens: Longest text, the end mark included.
         only_of: For a new model: its vocabulary is the tokens of these texts, the end mark, and one for all other
             tokens, which makes it many times faster. None keeps the tokenizer's.
@@ -81,10 +81,10 @@ class PrefixDecoder(nn.Module):
 
     Args:
         language_model: GPT-2, or another causal model; for ``key_value`` one with as many key as query heads.
-        dim: Of the embeddings; None for a decoder without.
+        dim: The width of the embeddings; None for a decoder without.
         end: The end mark, which also stands before the first word.
         how: Whether the map makes keys and values, or word vectors.
-        places: Of the prefix.
+        places: Positions of the prefix.
 
     Raises:
         ConfigurationError: ``how`` or ``places`` is out of its range.

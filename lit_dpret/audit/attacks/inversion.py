@@ -29,11 +29,11 @@ def identify(
         - A tie with another candidate is no hit.
 
     Args:
-        embeddings: That are attacked, shape ``(texts, dim)``.
+        embeddings: The attacked embeddings, shape ``(texts, dim)``.
         guesses: What the attacker's encoder makes of the same texts, in the same order and space.
         candidates: The text itself and so many less one others, drawn for each without replacement.
-        confidence: Of the interval, which takes the texts for independent.
-        seed: Of the draw.
+        confidence: Confidence level of the interval, which assumes independent texts.
+        seed: The seed of the draw.
 
     Raises:
         DataError: The two are of different texts or spaces.
@@ -63,7 +63,7 @@ def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
 
     Args:
         known: Embeddings of the attacked space, shape ``(texts, dim)``.
-        guesses: Of the attacker's space, shape ``(texts, own dim)``.
+        guesses: Embeddings of the attacker's space, shape ``(texts, own dim)``.
         ridge: Weight of the penalty, relative to the mean square of ``known``.
 
     Returns:

@@ -97,13 +97,13 @@ def measure(
 
     Args:
         attack: Its name.
-        scores: Of members and others.
-        promise: What it is held against.
-        confidence: Of intervals, and of the evidence, whose allowed error is divided among ``attacks``.
+        scores: The scores of members and others.
+        promise: What it is compared with.
+        confidence: Confidence level of intervals, and of the evidence, whose error is divided among ``attacks``.
         alarm: With which confidence something has to be above its ceiling, or the evidence above the claim, to
             be called so in any of the attacks.
         attacks: How many attacks were made on the same model.
-        resamples: Of the bootstrap.
+        resamples: Resamples of the bootstrap.
 
     Raises:
         ConfigurationError: A number is out of its range.

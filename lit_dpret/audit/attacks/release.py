@@ -68,7 +68,7 @@ def bigram_scores(queries: Sequence[str], release: Sequence[str], reference: Seq
     """Return each query's mean log probability under a bigram model of the release, minus that of the reference.
 
     Args:
-        queries: That may have been trained on.
+        queries: Queries that may have been trained on.
         release: The synthetic queries.
         reference: Queries that resemble the release and that nobody in question had a part in: of another
             generator, or public. None subtracts nothing, and finds common words rather than members.
@@ -112,7 +112,7 @@ def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float =
     """Return which queries the release repeats, shape ``(queries,)``.
 
     Args:
-        queries: That may have been trained on.
+        queries: Queries that may have been trained on.
         release: The synthetic queries.
         overlap: 1 asks for all words of the query, in order and with nothing else, case and punctuation aside.
             Below, this share of the query's distinct n-grams must stand in one synthetic query.

@@ -171,10 +171,10 @@ def cells_of(
     """Return rows for each side and number of copies: the papers' kinds together, and each kind.
 
     Args:
-        outcomes: Of all canaries of all trainings with the same settings.
+        outcomes: The outcomes of all canaries, in all trainings with the same settings.
         candidates: R of every canary.
         limits: By number of copies; trivial ones where it is missing.
-        delta: Of the claim; 0 where there is none.
+        delta: The claim's delta; 0 where there is none.
         neighbours: What the absence of a unit means.
         cells: Among how many rows the error of a contradiction is divided, and among the statements of each; None for
             those returned.

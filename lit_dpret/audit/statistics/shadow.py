@@ -55,7 +55,7 @@ def lira_online(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, sp
     Args:
         target: Signals under the attacked model, shape ``(examples,)``.
         shadow: Under the shadow models, shape ``(models, examples)``.
-        included: Of the same shape, truth values.
+        included: Truth values, of the same shape.
         spread: ``pooled`` has one deviation on each side for all examples, for fewer than about 64 models.
 
     Returns:

@@ -142,7 +142,7 @@ class Probe:
     """A module prepared for steps; created by ``probing``.
 
     Attributes:
-        plan: Of one step over the whole batch, its noise calibrated to the claim under test.
+        plan: The plan of one step over the whole batch, its noise calibrated to the claim under test.
         weights: What each unit's loss is multiplied by; 1 where a unit is not named.
     """
 

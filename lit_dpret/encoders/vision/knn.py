@@ -130,7 +130,7 @@ def evaluate_knn(
         test: The same of the test split.
         classes: How many classes there are.
         k: How many neighbours vote; 3 in the paper.
-        beta: Of F-beta.
+        beta: The beta of F-beta.
         batch_size: Images to a forward pass.
 
     Raises:

@@ -158,7 +158,7 @@ def find_worst_case(
             real encoders can have.
         restarts: Starting points.
         steps: Steps of gradient ascent from each.
-        seed: Of the starting points.
+        seed: The seed of the starting points.
     """
 
     def movement(table: Tensor, replaced: Tensor | None) -> Tensor:
@@ -192,7 +192,7 @@ def check_declared_bounds(
         relations: Neighbours to attack.
         restarts: Starting points of each search.
         steps: Steps of gradient ascent from each.
-        seed: Of the starting points.
+        seed: The seed of the starting points.
         slack: Relative excess that rounding may cause.
 
     Returns:

@@ -148,7 +148,7 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
         sub_batches: Parts k of a logical batch.
         steps: Logical steps.
         units: The public number n of units.
-        delta: Of the claim.
+        delta: The claim's delta.
     """
     if not isinstance(law, (Poisson, TruncatedPoisson)) or law.sample_rate == 1:
         return 1
@@ -168,7 +168,7 @@ def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: in
     """Return how a sub-batch of neighbouring data can differ, if only one side contains the unit.
 
     Args:
-        neighbours: Of the claim.
+        neighbours: The claim's relation.
         law: By which logical batches are drawn.
         n_max: Most units of a sub-batch.
 
@@ -198,12 +198,12 @@ def holds_under(
     one change in a sub-batch of ``n_max`` units, and another law or relation may mean another change.
 
     Args:
-        coupling: Of the plan.
+        coupling: The plan's coupling.
         planned: Its law and relation.
         read_as: Those in question.
         steps: Logical steps.
         units: The number of units, where it is public.
-        delta: Of the claim.
+        delta: The claim's delta.
     """
     (law, neighbours), (planned_law, planned_neighbours) = read_as, planned
     if read_as == planned:

@@ -88,7 +88,7 @@ def group_epsilon(
 
     Args:
         releases: What was let out.
-        delta: Of the statement.
+        delta: The delta of the statement.
         units: The most units that one person contributed, or copies that one text has.
         neighbours: ``zero_out`` blanks all of them at once, ``add_or_remove`` takes them out.
 
@@ -112,7 +112,7 @@ def epsilon_of_several(
 
     Args:
         runs: What each let out, and the most units of one person in it.
-        delta: Of the statement.
+        delta: The delta of the statement.
         neighbours: As in `group_epsilon`.
 
     Raises:

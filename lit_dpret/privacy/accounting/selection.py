@@ -93,7 +93,7 @@ def selection_epsilon(
     Args:
         releases: What one run lets out.
         stopping: How the number of runs was drawn.
-        delta: Of the statement.
+        delta: The delta of the statement.
         neighbours: The relation of the statement.
 
     Raises:

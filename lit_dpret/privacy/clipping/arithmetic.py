@@ -44,8 +44,8 @@ class Format:
     Attributes:
         inputs: The type of inputs.
         sums: The type of sums, and of all other operations.
-        roundoff: Assumed of an addition in a product.
-        unit: Of all other operations, in IEEE arithmetic.
+        roundoff: The roundoff that is assumed of an addition in a product.
+        unit: The roundoff of all other operations, in IEEE arithmetic.
         parts: Values whose sum stands for a scaled input.
         omega: Relative error of that sum; a factor is rounded beside it, which `base.CLIP_ROUNDING` covers.
         tiny: Absolute error of a product and of an addition where exponents run out, flushed to zero or not.

@@ -123,7 +123,7 @@ class Certified:
         (`_rounding_of_lengths`), times shares that are below one, and what small products may lose.
 
         Args:
-            norms: Of these gradients, and of those that are written out.
+            norms: The norms of these gradients, and of those that are written out.
         """
         return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions) + 2 * math.sqrt(self.absolute)
 

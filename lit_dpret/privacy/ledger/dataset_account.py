@@ -113,8 +113,8 @@ class DatasetAccount:
           run: a copy of the run folder cannot go on beside its original.
 
     Args:
-        ledger: Of the data set.
-        gate: Of the run; its position is settled.
+        ledger: The data set's ledger.
+        gate: The run's gate; its position is settled.
         steps: The step that the run ends before.
         name: Where the run lies, for messages.
         earlier: The run whose model this one starts from, where no entry counts it.
@@ -258,8 +258,8 @@ def require_room(
     names this ledger and was killed before the reservation, which then decides.
 
     Args:
-        ledger: Of the data set.
-        path: Of the run's own ledger; absent for a new run.
+        ledger: The data set's ledger.
+        path: The run's own ledger; absent for a new run.
         step: One step of it.
         steps: How many it plans.
         earlier: What the model that it starts from cost on the same data, where no entry counts it.

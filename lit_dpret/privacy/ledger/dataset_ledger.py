@@ -86,7 +86,7 @@ def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float |
 
     Args:
         sweep: As a trial's ledger records it.
-        delta: Of the trial's own claim; None where it claims nothing.
+        delta: The delta of the trial's own claim; None where it claims nothing.
     """
     if sweep is None or delta is None or sweep.get("without_privacy") != 0 or sweep.get("planned") is None:
         return None
@@ -156,8 +156,8 @@ def refusal_of_sweep(
         total: With all of the sweep in it.
         runs: Private runs that the sweep wants to reserve.
         cost: The total with the first so many of them.
-        path: Of the ledger.
-        terms: Of the ledger.
+        path: The ledger's path.
+        terms: The ledger's terms.
     """
     # By halves: each total may take seconds to compose.
     fit, fails = 0, runs

@@ -202,7 +202,7 @@ class ReleaseGate:
         """Decide where to continue and under which attempt, before the first random draw.
 
         Args:
-            position: Of the checkpoint that was restored, if any.
+            position: The position of the checkpoint that was restored, if any.
             state: The hash of model and optimizer as they are; None where steps cannot be repeated
                 bit by bit.
 
@@ -427,9 +427,9 @@ class SharedGate:
 
     Args:
         gate: On rank 0; None on the others.
-        plan: What the noise is held against; None where nothing was promised.
+        plan: What the noise is compared with; None where nothing was promised.
         stream: The keyed stream of the run.
-        run_id: Of the run.
+        run_id: The run's id.
         sampler: This rank's.
         ranks: Who takes part.
         whole: Whether every rank holds the whole sum, so that all must hold the same one.

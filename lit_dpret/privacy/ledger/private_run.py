@@ -222,13 +222,13 @@ class PrivateRun:
         """Start a ledger, or continue the one at ``path``.
 
         Args:
-            path: Of the ledger.
+            path: The ledger's path.
             resume: Go on with the one that is there.
             secret: Keys noise and coins.
             described: The mechanism as public JSON values; becomes the ``plan`` record. Its ``secure_rng`` says
                 whether noise is drawn from ChaCha20.
-            fingerprints: Of the data set.
-            run_id: Of a ledger that is begun; None for one that no other run has.
+            fingerprints: The data set's fingerprints.
+            run_id: The id for a ledger that is begun; None for one that no other run has.
             dataset: The ledger of the data set that counts the run; begun here, but not for a run that is refused: an
                 empty one where another had been would begin with the whole budget again.
 

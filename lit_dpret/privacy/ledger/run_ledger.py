@@ -232,7 +232,7 @@ def forthcoming_releases(
     """Return the total charge of a ledger after the planned steps from ``first`` and before ``until``.
 
     Args:
-        records: Of the ledger; none for a run that is still to come.
+        records: The ledger's records; none for a run that is still to come.
         release: One planned step.
         first: The step that is due.
         until: The step that the run ends before.
@@ -370,7 +370,7 @@ class PrivacyLedger(ChainedFile):
         Args:
             key: Attempt and step, which key the noise.
             release: As planned.
-            state_hash: Of what the release is computed with, where a step can be repeated bit by bit.
+            state_hash: The hash of what the release is computed with, where a step can be repeated bit by bit.
             sum_tag: The keyed tag of what the noise is added to, likewise.
         """
         attempt, step = key

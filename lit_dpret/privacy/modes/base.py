@@ -86,7 +86,7 @@ class PrivacyMode(ABC):
         calibrated_to_loss: Whether the noise depends on the module's loss, so that a plan needs the module.
         passage_gradient: Through which passages a query's gradient flows.
         pool_size: Where candidates are a ``pool``: how many public passages a step draws; None for all of them.
-        pool_seed: Of those draws; public.
+        pool_seed: The seed of those draws; public.
         sub_batches: Into how many sub-batches a logical batch falls whose rows see each other; None
             where it is cut to fit the device.
         fixed_shapes: Whether every physical batch is filled up to one shape, and no branch may be taken by a value;

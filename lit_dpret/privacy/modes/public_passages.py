@@ -42,7 +42,7 @@ class PublicPassages(DPSGD):
             the query side is trained on it (cheapest); its ``own`` positive; or, exactly, the ``full``
             pool, which costs a forward and backward pass of the pool for every query.
         pool_size: How many public passages a step draws as candidates; null for all of them.
-        pool_seed: Of those draws; public.
+        pool_seed: The seed of those draws; public.
         units_at_once: With ``full``, how many units, each row with a copy of the pool, go through the model
             together.
 

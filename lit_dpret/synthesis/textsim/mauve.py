@@ -91,7 +91,7 @@ def mauve(
         p_features: One row for each text of the first sample, shape ``(p, dim)``.
         q_features: The same for the second, shape ``(q, dim)``.
         featuriser: What made them, for the result.
-        seeds: Of k-means, one value each.
+        seeds: The seeds of k-means; each gives one value.
         buckets: How many; None for a tenth of the smaller sample.
         restarts: Runs of k-means for each seed, of which the best is kept.
         scaling: The paper's c.

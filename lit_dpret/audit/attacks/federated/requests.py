@@ -126,12 +126,12 @@ def identify_requests(
     Args:
         rows: Request rows of the silo, ``(rows, dim)``; there may be none.
         sent: Embeddings of the queries that the rows were computed from, ``(queries, dim)``.
-        unsent: Of others of the same silo, none of them equal in text to a sent one.
+        unsent: Embeddings of other queries of the same silo, none of them equal in text to a sent one.
         means: The rows are means of many embeddings of length 1, as centroids are.
         candidates: The query itself and so many less one others, drawn for each without replacement.
         tops: Numbers of guesses.
-        confidence: Of the intervals, which take queries for independent.
-        seed: Of the draws.
+        confidence: Confidence level of the intervals, which assume independent queries.
+        seed: The seed of the draws.
 
     Raises:
         DataError: Nothing was sent, or there are too few others.

@@ -114,7 +114,7 @@ def separate_tokens(
         tokens: Ids to find, without repetition.
         others: Ids that must not be named; none of them among ``tokens``.
         touched_alone: Compare only rows that stand out: whether the distance reveals more than the fact.
-        confidence: Of the intervals, which take tokens for independent.
+        confidence: Confidence level of the intervals, which assume independent tokens.
 
     Raises:
         DataError: A token is in both lists, or in no row.

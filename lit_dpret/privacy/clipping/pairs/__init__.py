@@ -82,7 +82,7 @@ def choose_norms(
         n_max: The most records of a sub-batch.
         dim: Length of an embedding.
         positions: Tokens of a text, or places of a convolution's output, at most.
-        width: Of a layer; ``width_of`` has it.
+        width: The width of a layer; ``width_of`` has it.
         shared: Whether queries and passages share trainable parameters.
         linear_head: Whether what is trained is a bias-free linear head on frozen features.
     """
