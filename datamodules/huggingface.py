@@ -133,7 +133,7 @@ class HuggingFaceDataModule(PairsDataModule):
             )
 
     def _refuse_what_is_no_name(self) -> None:
-        """Refuse columns and splits that are no names, and settings of the hub beside a path on the disk."""
+        """Refuse columns and splits that are not names, and settings of the hub beside a path on the disk."""
         for setting in _COLUMNS:
             value = getattr(self, setting)
             if not (isinstance(value, str) and value) and not (value is None and setting not in _NEEDED):
@@ -212,7 +212,7 @@ class HuggingFaceDataModule(PairsDataModule):
     def _hub_rows(self, complain: Complain) -> dict[str, list[Records]]:
         if not _HUB_NAME.fullmatch(str(self.path)):
             raise DataError(f"{self.path} does not exist; check datamodule.path.", kind="missing file")
-        user = f"datamodule.path={self.path} is no file or folder here, and reading it from the hub"
+        user = f"datamodule.path={self.path} is not a file or folder here, and reading it from the hub"
         library = optional("datasets", user, "lit-dpret[hf]")
         how = {"revision": self.revision, "streaming": self.streaming}
         others: list[str] = []
@@ -227,7 +227,7 @@ class HuggingFaceDataModule(PairsDataModule):
                     for split, theirs in self.splits.items()
                 }
         except Exception as error:  # of whichever kind: no network, no such name, a gate
-            nowhere = "is no file or folder here, and from the hub it"
+            nowhere = "is not a file or folder here, and from the hub it"
             raise _not_given(f"datamodule.path={self.path} {nowhere}", error) from error
         if not given:
             raise DataError(

@@ -287,7 +287,7 @@ def _read_idx(path: Path) -> np.ndarray:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTE or data[3] < 1:
-        raise DataError(f"{path} is no IDX file of unsigned bytes.")
+        raise DataError(f"{path} is not an IDX file of unsigned bytes.")
     start = 4 + 4 * data[3]
     shape = tuple(int(size) for size in np.frombuffer(data[4:start], dtype=">u4"))
     if len(data) - start != int(np.prod(shape)) or len(shape) != data[3]:
@@ -312,9 +312,9 @@ def _read_pickle(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except Exception as error:  # a broken pickle raises almost anything
-        raise DataError(f"{path} is no pickled batch of images: {first_line(error)}.") from error
+        raise DataError(f"{path} is not a pickled batch of images: {first_line(error)}.") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} is no pickled batch of images: it holds a {type(found).__name__}.")
+        raise DataError(f"{path} is not a pickled batch of images: it holds a {type(found).__name__}.")
     return {_text(key): value for key, value in found.items()}
 
 

@@ -98,7 +98,7 @@ class UnitDataModule(SampledDataModule):
             )
         if unit_of is not None and not callable(unit_of):
             raise ConfigurationError(
-                f"datamodule.unit_of={type(unit_of).__name__} is no function of the number of a row. Of a list of "
+                f"datamodule.unit_of={type(unit_of).__name__} is not a function of the number of a row. Of a list of "
                 "names give users.__getitem__."
             )
         if len(dataset) == 0:

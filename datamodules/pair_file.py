@@ -50,7 +50,7 @@ class PairColumns:
         """Return the columns with other names: ``{"query": "question", "user_id": "author"}``.
 
         Raises:
-            ConfigurationError: A key is no column, or a name is no text.
+            ConfigurationError: A key is not a column, or a name is not text.
         """
         known = {**{name: name for name in ("query", "passage", "query_id", "passage_id", "domain", "split")},
                  "user_id": "user"}  # fmt: skip

@@ -43,7 +43,7 @@ class PassageStore(Mapping[str, str]):
         path: The file that `build_store` wrote.
 
     Raises:
-        DataError: The file is no finished store, or one of another version.
+        DataError: The file is not a finished store, or one of another version.
     """
 
     def __init__(self, path: str | Path) -> None:

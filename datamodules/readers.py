@@ -40,7 +40,7 @@ from lit_dpret.lazy import optional
 from lit_dpret.settings import is_whole
 
 FORMATS = (".jsonl", ".tsv", ".csv", ".parquet")
-NOT_UNICODE = "holds half of a surrogate pair (\\ud800 to \\udfff alone), which is no character; mend the text"
+NOT_UNICODE = "holds half of a surrogate pair (\\ud800 to \\udfff alone), which is not a character; mend the text"
 _COMPRESSIONS = (".gz", ".zst")
 _LONGEST_FIELD = 2**27  # csv's own limit of 131,072 characters is shorter than real articles
 _MOST_FINDS = 20  # of a reader that collects problems: each find reads the file again
@@ -342,7 +342,7 @@ class RecordFile(Records):
 
     def _table(self) -> Iterator[tuple[int, dict[str, Any]]]:
         csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
-        last = 0  # the line that csv took last; lines that are no text never reach it
+        last = 0  # the line that csv took last; lines that are not text never reach it
 
         def lines() -> Iterator[str]:
             nonlocal last
@@ -459,7 +459,7 @@ def parse_json_file(path: Path) -> Any:
     """Read a JSON file, decompressed if its name ends in .gz.
 
     Raises:
-        DataError: It cannot be read, or is no JSON; the message names the line.
+        DataError: It cannot be read, or is not JSON; the message names the line.
     """
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:

@@ -154,7 +154,7 @@ def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[s
     """Read the manifest of a folder of silos, or of one client's folder.
 
     Raises:
-        DataError: There is none, it is no JSON object, or a newer version wrote it.
+        DataError: There is none, it is not a JSON object, or a newer version wrote it.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():

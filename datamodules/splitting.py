@@ -111,7 +111,9 @@ def division_of(data: Path) -> dict[str, Any]:
     found = parse_json_file(note)
     known = {"by": ("user", "text"), "query_ids": get_args(QueryIds)}
     if not isinstance(found, dict) or any(found.get(name) not in values for name, values in known.items()):
-        raise DataError(f"{note} is no note of task.write_split. Write the split again, or remove it.", kind="bad note")
+        raise DataError(
+            f"{note} is not a note of task.write_split. Write the split again, or remove it.", kind="bad note"
+        )
     return found
 
 

@@ -165,7 +165,9 @@ def keep_queries(collection: Collection, path: Path) -> Collection:
     if not ids:
         raise DataError(f"datamodule.keep={path} lists no query: no training data would remain.")
     if unknown := sorted(ids - set(train)):
-        raise DataError(f"datamodule.keep={path} lists {unknown[0]!r}, which is no train query of {collection.source}.")
+        raise DataError(
+            f"datamodule.keep={path} lists {unknown[0]!r}, which is not a train query of {collection.source}."
+        )
     kept = {query: judged for query, judged in train.items() if query in ids}
     gone = set(train) - ids - {q for split, judged in collection.qrels.items() if split != "train" for q in judged}
     queries = {query: text for query, text in collection.queries.items() if query not in gone}

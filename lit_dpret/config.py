@@ -23,7 +23,7 @@ import yaml
 from lit_dpret.errors import ConfigurationError
 
 CONFIG_MODULE = "lit_dpret.configs"
-# The choices of the studies, which stand beside the package in a clone and are no part of the wheel.
+# The choices of the studies, which stand beside the package in a clone and are not part of the wheel.
 STUDIES = Path(__file__).resolve().parent.parent / "reproduction" / "configs"
 
 # How --help and the list of tasks arrange them.
@@ -120,7 +120,7 @@ def choices(group: str) -> list[Choice]:
         ConfigurationError: There is no such group.
     """
     if group not in groups():
-        raise ConfigurationError(f"{group!r} is no group of settings. There are: {', '.join(groups())}.")
+        raise ConfigurationError(f"{group!r} is not a group of settings. There are: {', '.join(groups())}.")
     return [_read(group, name, file.read_text(encoding="utf-8")) for name, file in sorted(_files(group).items())]
 
 
@@ -188,7 +188,7 @@ def _found(word: str) -> str:
         alike = difflib.get_close_matches(wanted, {*groups(), *(_last(key) for _, key in own)}, n=3)
         meant = f"Did you mean {' or '.join(alike)}? " if alike else ""
         raise ConfigurationError(
-            f"{word!r} is no group of settings, and no choice or setting has it in its name. {meant}There are these "
+            f"{word!r} is not a group of settings, and no choice or setting has it in its name. {meant}There are these "
             f"groups: {', '.join(groups())}."
         )
     return "\n".join(lines)

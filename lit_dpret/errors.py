@@ -77,7 +77,7 @@ def _choice(group: str, name: str) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Return a text as Python writes it; what is no text, or quoted already, unchanged."""
+    """Return a text as Python writes it; what is not text, or quoted already, unchanged."""
     return value if value in (*_VALUES, *_VALUES.values()) or value[0] in "'\"" else repr(value)
 
 
@@ -225,9 +225,9 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, KeyError) and error.args:
         return f"it has no {error.args[0]!r}"
     if isinstance(error, UnicodeDecodeError):
-        return f"it is no {error.encoding.upper()} text"
+        return f"it is not a {error.encoding.upper()} text"
     if isinstance(error, JSONDecodeError):
-        return f"it is no JSON, from line {error.lineno} column {error.colno} on"
+        return f"it is not JSON, from line {error.lineno} column {error.colno} on"
     if isinstance(error, EOFError):
         return "its compressed data end too early"
     if isinstance(error, gzip.BadGzipFile | zlib.error):

@@ -39,7 +39,7 @@ class ProgressLine:
 
     Args:
         label: What is going on.
-        every: Least seconds between two lines where the output is no terminal.
+        every: Least seconds between two lines where the output is not a terminal.
         begun: How much was done before the line was made; None for what the first call says.
     """
 

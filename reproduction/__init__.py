@@ -1,6 +1,6 @@
 """The papers again, ablations and comparisons: each trains several variants and sets their results side by side.
 
-It stands beside the product in a clone and is no part of the wheel; it imports `lit_dpret`, and nothing there imports
+It stands beside the product in a clone and is not part of the wheel; it imports `lit_dpret`, and nothing there imports
 it. `python train.py experiment=paper_000` finds its choices in `reproduction/configs`.
 Every task of several trainings is a `reproduction.study.Study`, and what a paper prints is data in `published`. It is
 above its budget of 3,500 lines: three papers with every table and figure, four comparisons and six federated studies.

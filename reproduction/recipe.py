@@ -290,7 +290,7 @@ class Teacher:
     source: str
 
     def check(self) -> None:
-        """Refuse one that is not there, that is no cross-encoder, or that a privacy card tells of."""
+        """Refuse one that is not there, that is not a cross-encoder, or that a privacy card tells of."""
         nothing = ReleasedQueries(queries=(), passages={}, provenance="declared public")
         require_covered(self.source, nothing, declared_public=True, knob="task.teacher")
         CrossEncoder.load(self.source)

@@ -178,7 +178,7 @@ class SecondTask(Classifier, Study):
         """Return the study's runs of the paper's variants, and what they started from where the study kept it."""
         path = self.study / "report" / SETTINGS
         if not path.is_file():
-            raise DataError(f"task.study={self.study} holds no {path.name}: it is no run folder of task=variants.")
+            raise DataError(f"task.study={self.study} holds no {path.name}: it is not a run folder of task=variants.")
         runs = [run for run in json.loads(path.read_text(encoding="utf-8")) if run["part"] == "paper"]
         lowest = min((run["seed"] for run in runs), default=0)
         wanted = [lowest] if self.seeds is None else self.seeds

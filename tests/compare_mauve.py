@@ -1,6 +1,6 @@
 """Our MAUVE beside that of its authors' program on the same features; makes ``tests/data/mauve.json``; no test.
 
-mauve-text is under the GPL and is no dependency: install it in an environment of its own, without its own
+mauve-text is under the GPL and is not a dependency: install it in an environment of its own, without its own
 dependencies where these are there already, and run this with that Python:
 
     python -m venv aside && aside/bin/pip install mauve-text && aside/bin/pip install -e ".[quickstart,quality]"

@@ -21,7 +21,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def wrong_keys(cfg: DictConfig) -> list[str]:
-    """The settings that are no arguments of what they would construct; there has to be something to construct."""
+    """The settings that are not arguments of what they would construct; there has to be something to construct."""
     found = list(_targets(OmegaConf.to_container(cfg, resolve=True)))
     assert found
     wrong = []
@@ -29,7 +29,7 @@ def wrong_keys(cfg: DictConfig) -> list[str]:
         parameters = inspect.signature(get_object(node["_target_"])).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             keys = set(node) - WORDS_OF_HYDRA - set(parameters)
-            wrong += [f"{path}.{key} is no argument of {node['_target_']}" for key in sorted(keys)]
+            wrong += [f"{path}.{key} is not an argument of {node['_target_']}" for key in sorted(keys)]
     return wrong
 
 

@@ -1,4 +1,4 @@
-"""The module of ``examples/own_loop``, which is no `PrivateModule`, as a job of `rank_runs`."""
+"""The module of ``examples/own_loop``, which is not a `PrivateModule`, as a job of `rank_runs`."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli", "distributed"},
     "made_private": {"privacy", "modules", "callbacks"},
     "__init__": {"audit.testing", "callbacks", "datamodules", "made_private", "modules", "privacy"},  # by their names
-    # It stands beside the product and is no part of the wheel. Nobody may import it.
+    # It stands beside the product and is not part of the wheel. Nobody may import it.
     "reproduction": {
         "files", "progress", "privacy", "cards", "retrieval", "losses", "audit", "encoders", "negatives",
         "datamodules",

@@ -127,19 +127,19 @@ CASES: dict[str, Case] = {
     "several files for one": log("datamodule.pairs=[a.jsonl,b.jsonl]", named=r"datamodule\.pairs=.*a\.jsonl.*text"),
     "a mapping for a path": Case(("search", "task.index={a: 1}", "task.query=a"), r"task\.index=\{'a': 1\}"),
     "a number for a path": log("model.pretrained=5", named=r"model\.pretrained='5'"),
-    "a number for a mapping": log("model.lora=8", named=r"model\.lora=8 is no mapping"),
+    "a number for a mapping": log("model.lora=8", named=r"model\.lora=8 is not a mapping"),
     "a list for columns": log("datamodule.columns=[a,b]", named=r"datamodule\.columns=.*mapping"),
     "a share of an epoch": log("trainer.max_epochs=1.5", named=r"trainer\.max_epochs=1\.5"),
     "a list for a mapping": Case(("check_data", *LOG[:2], "task.fractions=[8,1,1]"), r"task\.fractions=\{train: 0\.8"),
     "a mapping that does not end": log("model.lora={r:", named=r"model\.lora=\{r:.*quotes"),
     "a run folder that is a file": log("hydra.run.dir=a_file", named=r"a_file is a file.*hydra\.run\.dir"),
     "a run folder inside a file": log("hydra.run.dir=a_file/run", named=r"a_file.*hydra\.run\.dir"),
-    "a start that is nowhere": log("init_from=nope", named=r"init_from=nope is no folder"),
+    "a start that is nowhere": log("init_from=nope", named=r"init_from=nope is not a folder"),
     "a start that holds no model": log("init_from=qrels", named=r"init_from=qrels holds no model"),
-    "a start that is a file": log("init_from=a_file", named=r"init_from=a_file is no folder"),
+    "a start that is a file": log("init_from=a_file", named=r"init_from=a_file is not a folder"),
     "a hub that does not answer": log("model.pretrained=t5-smal", named=r"model\.pretrained=t5-smal"),
-    "a path for a hub name": log("model.pretrained=./t5-small", named=r"model\.pretrained=\./t5-small is no folder"),
-    "a folder for a model": log("model.pretrained=/nope", named=r"model\.pretrained=/nope is no folder"),
+    "a path for a hub name": log("model.pretrained=./t5-small", named=r"model\.pretrained=\./t5-small is not a folder"),
+    "a folder for a model": log("model.pretrained=/nope", named=r"model\.pretrained=/nope is not a folder"),
     "no GPU": log("trainer=gpu", named=r"trainer cannot be made: .*trainer=cpu"),
     "no CUDA": log("trainer.accelerator=cuda", named=r"trainer cannot be made: .*trainer=cpu"),
     "several GPUs": log("trainer=ddp", "trainer.devices=4", named=r"trainer cannot be made: .*trainer=cpu"),
@@ -151,13 +151,13 @@ CASES: dict[str, Case] = {
     ),
     "W&B without a key": log("logger=wandb", named=r"logger=wandb: .*logger\.wandb\.offline=true"),
     "no such task": Case(("sinthesize",), r"'sinthesize'"),
-    "a word that is no option": Case(("--privacy.eps=3",), r"--privacy\.eps=3"),
-    "no such option": Case(("fit", "--hlep"), r"--hlep is no option"),
+    "a word that is not an option": Case(("--privacy.eps=3",), r"--privacy\.eps=3"),
+    "no such option": Case(("fit", "--hlep"), r"--hlep is not an option"),
     "an option between a task and its settings": Case(("fit", "-m", "privacy.epsilon=1,3"), r"privacy\.epsilon is not"),
     "an option before a task": Case(("-m", "fit", "privacy.epsilon=1,3"), r"privacy\.epsilon is not"),
     "blanks around the sign": Case(("fit", "privacy.eps", "=", "3"), r"privacy\.eps .*NAME=VALUE"),
-    "settings of one's own that are no YAML": Case(
-        ("--config-dir", "own", "model=broken"), r"own/model/broken\.yaml is no YAML"
+    "settings of one's own that are not YAML": Case(
+        ("--config-dir", "own", "model=broken"), r"own/model/broken\.yaml is not YAML"
     ),
     "one run of several that is refused": log(
         "-m", "model=frozen_dual_encoder", "privacy.eps=1,-3", named=r"privacy\.eps=-3"
@@ -258,12 +258,12 @@ CASES: dict[str, Case] = {
     "a generator that is nowhere": Case(
         ("synthesize", *LOG[:2], "task.generator=./nope", "task.passages_are_public=true"), r"task\.generator=nope"
     ),
-    "an artefact that is no generator": Case(
+    "an artefact that is not a generator": Case(
         ("synthesize", *LOG[:2], "task.generator=other", "task.passages_are_public=true"), r"other\b"
     ),
     "embeddings that are nowhere": Case(("index", "task.embeddings=nope"), r"nope"),
     "a sweep that is nowhere": Case(("sweep", "nope.yaml"), r"nope\.yaml"),
-    "a sweep that is no YAML": Case(("sweep", "bad.yaml"), r"bad\.yaml"),
+    "a sweep that is not YAML": Case(("sweep", "bad.yaml"), r"bad\.yaml"),
     "a folder for a file": pairs("qrels"),
     "no such file": pairs("nope.jsonl", r"nope\.jsonl.*datamodule\.pairs"),
     **{

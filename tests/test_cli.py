@@ -328,7 +328,7 @@ def test_an_error_deep_in_a_chain_is_explained_by_its_own_line() -> None:
 def test_a_refusal_in_what_hydra_builds_reaches_the_task_as_itself(tmp_path: Path) -> None:
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         cfg = compose("train", overrides=[f"run_dir={tmp_path}", "model.pretrained=/nowhere"])
-    with pytest.raises(LitDpretError, match=r"model\.pretrained=/nowhere is no folder"):
+    with pytest.raises(LitDpretError, match=r"model\.pretrained=/nowhere is not a folder"):
         build_parts(cfg).make_module(privacy=NoPrivacy())
 
 

@@ -29,7 +29,7 @@ FOLDERS = {
 
 
 def tracked(folder: str) -> set[str]:
-    """Files of a folder as git knows them, or as they lie there where this is no checkout."""
+    """Files of a folder as git knows them, or as they lie there where this is not a checkout."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", folder], cwd=ROOT, capture_output=True, text=True, check=False
     )

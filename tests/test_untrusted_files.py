@@ -28,7 +28,7 @@ SOURCES = [
 # Calls that may read a pickle, and what has to be said to each.
 NEEDS_WEIGHTS_ONLY = {"load_checkpoint", "load_from_checkpoint", "fit", "validate", "test", "predict"}
 MAY_NOT = {"trust_remote_code": True, "allow_pickle": True, "shell": True, "weights_only": False}
-# Where pickles are read all the same, and why that is no danger.
+# Where pickles are read all the same, and why that is not a danger.
 KNOWN = {
     "datamodules/image_sources.py": "an unpickler that builds arrays and refuses every other name",
     "lit_dpret/distributed/ranks.py": "an error that this very process pickled a line before",

@@ -2,7 +2,7 @@
 
     python train.py --folder runs/own_loop
 
-A module that is no `PrivateModule` may still be counted, on one process. It asks the accountant's guard for a permit
+A module that is not a `PrivateModule` may still be counted, on one process. It asks the accountant's guard for a permit
 before it draws noise, lets the privacy mode clip and noise, and tells the guard what it did. Its DataModule says how
 many units there are and takes the sampler that draws them. This is all of the contract, written out.
 """

@@ -44,7 +44,7 @@ class AttackResult:
     method: str | None = None  # which estimator gave the bound; it holds under ``assumption``
     assumption: str | None = None
     copies: int = 1  # how often each canary stood in the data
-    ceiling: float | None = None  # what ``estimate`` cannot exceed by the accounting; it is no measurement
+    ceiling: float | None = None  # what ``estimate`` cannot exceed by the accounting; it is not a measurement
     about: About = "this model"  # ``this model``, or ``other trainings`` with the same settings
     canaried: bool = True  # whether the model that the card is about was trained on the planted canaries
 

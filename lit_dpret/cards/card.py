@@ -114,7 +114,7 @@ def build_card(
 
     Raises:
         LedgerError: The records contradict each other, or hold no plan record.
-        ConfigurationError: ``tuning.data`` is no known word, or the run trained on synthetic data.
+        ConfigurationError: ``tuning.data`` is not a known word, or the run trained on synthetic data.
     """
     facts = facts or RunFacts()
     recorded, last = plan_of(ledger_records)

@@ -111,7 +111,7 @@ def malformed(card: Any) -> str | None:
             return "its content does not match its checksum. It was edited."
         claim, ledger = card["claim"], card["ledger"]
         if claim["guarantee"] not in ("dp", "none", "not_proved"):
-            return f"claim.guarantee={claim['guarantee']!r} is no known guarantee."
+            return f"claim.guarantee={claim['guarantee']!r} is not a known guarantee."
         if claim["guarantee"] == "dp":
             _check_claim(claim)
         elif claim["epsilon"] is not None:
@@ -134,7 +134,7 @@ def _check_claim(claim: Mapping[str, Any]) -> None:
     if not (is_number(delta) and 0 < delta < 1):
         raise DataError(f"claim.delta={delta!r} is not between 0 and 1.")
     if users is not None and not (is_number(users) and users >= 0):
-        raise DataError(f"claim.user_level_epsilon={users!r} is no number from 0.")
+        raise DataError(f"claim.user_level_epsilon={users!r} is not a number from 0.")
     if claim["unit"] not in get_args(Unit) or claim["neighbours"] not in get_args(Neighbours):
         raise DataError(f"claim.unit={claim['unit']!r} with claim.neighbours={claim['neighbours']!r} says nothing.")
 

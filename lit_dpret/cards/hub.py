@@ -56,7 +56,7 @@ def stated_languages(language: str | None) -> list[str]:
     codes = [] if language is None else [code.strip() for code in language.split(",")]
     for code in codes:
         if not _LANGUAGE.fullmatch(code):
-            raise ConfigurationError(f"language={language!r}: {code!r} is no ISO code such as en or pt-BR.")
+            raise ConfigurationError(f"language={language!r}: {code!r} is not an ISO code such as en or pt-BR.")
     return codes
 
 
@@ -68,7 +68,7 @@ def check_license(license: str | None) -> None:
     """
     if license is not None and not _LICENSE.fullmatch(license):
         raise ConfigurationError(
-            f"license={license!r} is no licence as the Hugging Face hub writes it, such as cc-by-4.0 or other."
+            f"license={license!r} is not a licence as the Hugging Face hub writes it, such as cc-by-4.0 or other."
         )
 
 
@@ -80,4 +80,4 @@ def check_repositories(knob: str, names: Sequence[str]) -> None:
     """
     for name in names:
         if not _REPOSITORY.fullmatch(str(name)):
-            raise ConfigurationError(f"{knob}={name} is no name of the Hugging Face hub: those are owner/name.")
+            raise ConfigurationError(f"{knob}={name} is not a name of the Hugging Face hub: those are owner/name.")

@@ -50,7 +50,7 @@ class Lineage:
         within: A folder outside of which nothing is found but in ``folders``.
 
     Attributes:
-        damaged: Files that were met on the way and are no cards, or were edited.
+        damaged: Files that were met on the way and are not cards, or were edited.
     """
 
     def __init__(self, folders: Iterable[str | Path] = (), *, within: Path | None = None) -> None:

@@ -72,7 +72,7 @@ def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
         facts = read_json(path, SCHEMA)
         raw, signature = bytes.fromhex(facts["public_key"]), bytes.fromhex(facts["signature"])
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path.name} is no signature of a card ({error!r}).") from error
+        raise DataError(f"{path.name} is not a signature of a card ({error!r}).") from error
     library = _library()
     try:
         key = library.ed25519.Ed25519PublicKey.from_public_bytes(raw)
@@ -99,9 +99,9 @@ def public_key_fingerprint(path: str | Path) -> str:
     except OSError as error:
         raise ConfigurationError(f"task.public_key={path} cannot be read: {error.strerror}.") from error
     except (ValueError, library.UnsupportedAlgorithm) as error:
-        raise ConfigurationError(f"task.public_key={path} is no public key in PEM.") from error
+        raise ConfigurationError(f"task.public_key={path} is not a public key in PEM.") from error
     if not isinstance(key, library.ed25519.Ed25519PublicKey):
-        raise ConfigurationError(f"task.public_key={path} is no Ed25519 key; other kinds are not used here.")
+        raise ConfigurationError(f"task.public_key={path} is not an Ed25519 key; other kinds are not used here.")
     return _fingerprint(key.public_bytes_raw())
 
 
@@ -121,10 +121,11 @@ def _private_key(path: Path, *, published: Path) -> Any:
         raise ConfigurationError(f"task.sign_with={path} is encrypted; passwords are not asked for here.") from error
     except (ValueError, library.UnsupportedAlgorithm) as error:
         raise ConfigurationError(
-            f"task.sign_with={path} is no private key in PEM. Make one: openssl genpkey -algorithm ed25519 -out FILE."
+            f"task.sign_with={path} is not a private key in PEM. Make one: "
+            "openssl genpkey -algorithm ed25519 -out FILE."
         ) from error
     if not isinstance(key, library.ed25519.Ed25519PrivateKey):
-        raise ConfigurationError(f"task.sign_with={path} is no Ed25519 key; other kinds are not used here.")
+        raise ConfigurationError(f"task.sign_with={path} is not an Ed25519 key; other kinds are not used here.")
     return key
 
 

@@ -242,7 +242,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     """
     folder = Path(run).expanduser()
     if not folder.is_dir():
-        raise ConfigurationError(f"{knob}={run} is no folder. Give the folder of a run, or a model folder.")
+        raise ConfigurationError(f"{knob}={run} is not a folder. Give the folder of a run, or a model folder.")
     name = folder.resolve().name
     if public:
         _refuse_what_was_private(folder, knob, run)

@@ -82,7 +82,7 @@ def tuning_facts(
         siblings: The runs of its command, from its ledger.
 
     Raises:
-        ConfigurationError: ``data`` or ``method`` is no known word, several trials are declared where nothing was
+        ConfigurationError: ``data`` or ``method`` is not a known word, several trials are declared where nothing was
             chosen, or the search is declared in part, for data on which a search costs nothing, or together with the
             number of its runs.
     """

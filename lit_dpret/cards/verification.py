@@ -296,7 +296,7 @@ def _check_page(result: Verification, found: FoundCard, page: Path) -> bool:
         return False
     if not _OPENED.match(text):
         return False
-    try:  # a line of dashes and blanks, at which some readers end the header, is no YAML within it and fails
+    try:  # a line of dashes and blanks, at which some readers end the header, is not YAML within it and fails
         stated = dict(yaml.safe_load(_HEADER.match(text)[1])).get("privacy")  # type: ignore[index]
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         result.pass_over(_name(found), README, f"its header cannot be read: {first_line(error)}", failed=True)

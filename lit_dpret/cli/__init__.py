@@ -166,7 +166,7 @@ def _objective(cfg: DictConfig, result: Any) -> Any:
         return result
     if not isinstance(result, dict) or cfg.objective not in result:
         known = ", ".join(result) if isinstance(result, dict) and result else "none"
-        raise ConfigurationError(f"objective={cfg.objective} is no result of this task. Its results: {known}.")
+        raise ConfigurationError(f"objective={cfg.objective} is not a result of this task. Its results: {known}.")
     return float(result[cfg.objective])
 
 

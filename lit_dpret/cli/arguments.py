@@ -66,7 +66,7 @@ def with_task(arguments: list[str]) -> list[str]:
             and "=" in argument
             and name.split(".")[0] in {*groups(), *(key.name for key in top_level().keys)}
         ):
-            raise ConfigurationError(f"{argument} is no option: a setting has no dashes, {argument.lstrip('-')}.")
+            raise ConfigurationError(f"{argument} is not an option: a setting has no dashes, {argument.lstrip('-')}.")
     options, arguments = _apart(arguments)
     if not arguments or "=" in arguments[0] or arguments[0][:1] in ("+", "~"):
         return [*options, *arguments]
@@ -89,7 +89,7 @@ def _apart(arguments: list[str]) -> tuple[list[str], list[str]]:
         if not argument.startswith("-"):
             words.append(argument)
         elif name not in _OPTIONS | _VALUED_OPTIONS:
-            raise ConfigurationError(f"{argument} is no option: lit-dpret --help and --hydra-help list them.")
+            raise ConfigurationError(f"{argument} is not an option: lit-dpret --help and --hydra-help list them.")
         else:
             follows = [next(rest, "")] if name in _VALUED_OPTIONS and not value else []
             options += [argument, *filter(None, follows)]

@@ -165,7 +165,7 @@ def _start(cfg: DictConfig) -> dict[str, str]:
         return {}
     if not Path(cfg.init_from).expanduser().is_dir():
         raise ConfigurationError(
-            f"init_from={cfg.init_from} is no folder: it takes a run or its model/. For a model of the hub set "
+            f"init_from={cfg.init_from} is not a folder: it takes a run or its model/. For a model of the hub set "
             "model.pretrained or model.encoder."
         )
     key = next((key for key in ("pretrained", "encoder") if key in cfg.model), None)

@@ -22,7 +22,7 @@ from lit_dpret.config import CONFIG_MODULE, choices, groups, names
 from lit_dpret.errors import LitDpretError, WorkerError
 
 _MOST_MEANT = 3
-_MOST_CHOICES = 5  # that are told to have a setting; one that many have is no hint
+_MOST_CHOICES = 5  # that are told to have a setting; one that many have is not a hint
 _TYPED = r"[a-z]\w*(?:\.\w+)*"  # the name of a setting
 UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
@@ -41,7 +41,7 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
             return f"{cause.filename}: {cause.strerror}. Choose another {_folder_knob()}, or mend the permissions."
         if isinstance(cause, MarkedYAMLError) and cause.problem_mark is not None:  # a file of --config-dir
-            return f"{cause.problem_mark.name} is no YAML (line {cause.problem_mark.line + 1}: {cause.problem})."
+            return f"{cause.problem_mark.name} is not YAML (line {cause.problem_mark.line + 1}: {cause.problem})."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
             return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
         if (lost := lost_rank(cause)) is not None:
@@ -75,7 +75,9 @@ def _explain_composition(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
-            return f"{error.override} is no setting: settings are written as NAME=VALUE, without blanks around the =."
+            return (
+                f"{error.override} is not a setting: settings are written as NAME=VALUE, without blanks around the =."
+            )
         return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
     if several := re.match(r"Ambiguous value for argument '([^=]+)=", text):
         return (

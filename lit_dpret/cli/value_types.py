@@ -49,22 +49,22 @@ def check_type(name: str, value: Any, annotation: Any) -> None:
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     lists, mappings = ("Sequence[", "list[", "tuple["), ("Mapping[", "dict[")
     if kinds <= {"int", "float"} and not is_number(value):
-        raise ConfigurationError(f"{name}={shown} is no number, and a number belongs there.")
+        raise ConfigurationError(f"{name}={shown} is not a number, and a number belongs there.")
     if kinds == {"int"} and isinstance(value, float) and not value.is_integer():
-        raise ConfigurationError(f"{name}={shown} is no whole number, and one belongs there.")
+        raise ConfigurationError(f"{name}={shown} is not a whole number, and one belongs there.")
     if kinds == {"bool"} and not isinstance(value, bool):
         raise ConfigurationError(f"{name}={shown} must be true or false.")
     if kinds <= {"str", "Path"} and isinstance(value, list | dict):
         raise ConfigurationError(f"{name}={shown} is several values, and one text belongs there.")
     if kinds <= {"str", "Path"} and "Path" in kinds and isinstance(value, bool | int | float):
-        raise ConfigurationError(f"{name}={shown} is no text, and a path belongs there: \"{name}='{value}'\".")
+        raise ConfigurationError(f"{name}={shown} is not text, and a path belongs there: \"{name}='{value}'\".")
     if outputs and isinstance(value, str):
         check_output(name, value, folder="OutputFolder" in outputs)
     if all(kind.startswith(lists) for kind in kinds) and not isinstance(value, list):
         one = f": {name}=[{value}]" if isinstance(value, bool | int | float | str) else ""
-        raise ConfigurationError(f"{name}={shown} is no list, and a list belongs there{one}.")
+        raise ConfigurationError(f"{name}={shown} is not a list, and a list belongs there{one}.")
     if all(kind.startswith(mappings) for kind in kinds) and not isinstance(value, dict):
-        raise ConfigurationError(f"{name}={shown} is no mapping, and one belongs there: '{name}={{NAME: VALUE}}'.")
+        raise ConfigurationError(f"{name}={shown} is not a mapping, and one belongs there: '{name}={{NAME: VALUE}}'.")
 
 
 def _kinds(annotation: Any) -> set[str]:

@@ -38,7 +38,7 @@ def estimate(
     """Estimate seconds and bytes of a step and of the run, by formulas.
 
     Raises:
-        ConfigurationError: The model is no generator, whose shape the formulas know.
+        ConfigurationError: The model is not a generator, whose shape the formulas know.
     """
     work = work_of(outline)
     half = precision == "bf16-true"
@@ -103,7 +103,7 @@ def measure(
           stream that is thrown away.
 
     Raises:
-        ConfigurationError: The model is no generator, or this machine does not say how
+        ConfigurationError: The model is not a generator, or this machine does not say how
             much memory a process takes.
     """
     if not isinstance(module, QueryGenerator):

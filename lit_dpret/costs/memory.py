@@ -141,7 +141,7 @@ def check_sharding(strategy: str, world: int) -> None:
     """Refuse combinations that `on_each_device` does not support.
 
     Raises:
-        ConfigurationError: The strategy is unknown, or ``world`` is no whole number of at least 1.
+        ConfigurationError: The strategy is unknown, or ``world`` is not a whole number of at least 1.
     """
     require_choice("task.strategy", strategy, STRATEGIES)
     require_whole("task", {"world_size": world}, 1)
@@ -161,7 +161,7 @@ def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
     weight's gradient of its own rows before anything is reduced. No strategy divides those two: they set the peak.
 
     Raises:
-        ConfigurationError: The strategy is unknown, or ``world`` is no whole number of at least 1.
+        ConfigurationError: The strategy is unknown, or ``world`` is not a whole number of at least 1.
     """
     check_sharding(strategy, world)
 

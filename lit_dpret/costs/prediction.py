@@ -75,7 +75,7 @@ def predict(
         ``assumed``, and their sums ``seconds_per_step`` (from, to); None where no row fits.
 
     Raises:
-        ConfigurationError: The device or strategy is unknown, or ``world`` is no whole number of at least 1.
+        ConfigurationError: The device or strategy is unknown, or ``world`` is not a whole number of at least 1.
     """
     known, work, on_device = accelerator(device), work_of(outline), secure_rng or noise == "discrete"
     part = on_each_device(estimated_bytes(outline, work), strategy=strategy, world=world)

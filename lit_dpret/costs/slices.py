@@ -82,7 +82,7 @@ def measure_slices(
     Raises:
         ConfigurationError: The model cannot be sliced.
     """
-    work = work_of(outline)  # refuses what is no language model
+    work = work_of(outline)  # refuses what is not a language model
     found = []
     for encoder, decoder in SLICES if work.encoder_layers else ((0, 1), (0, _MORE)):
         progress(f"{encoder} + {decoder} layers of {outline.name}")

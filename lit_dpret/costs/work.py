@@ -90,7 +90,7 @@ def work_of(outline: Outline) -> Work:
     """Count the work of one row at the full lengths.
 
     Raises:
-        ConfigurationError: The model is no language model, whose shape these counts know.
+        ConfigurationError: The model is not a language model, whose shape these counts know.
     """
     model: Any = outline.model
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -291,7 +291,7 @@ class ShardingStrategy(ModelParallelStrategy):
         process_group_backend: ``gloo`` or ``nccl``; null for the device's own.
 
     Raises:
-        ConfigurationError: The timeout is no positive number.
+        ConfigurationError: The timeout is not a positive number.
     """
 
     def __init__(self, *, timeout_minutes: float = 5.0, process_group_backend: str | None = None) -> None:

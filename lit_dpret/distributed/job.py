@@ -194,4 +194,4 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     try:
         return None if text is None else int(text)
     except ValueError as error:
-        raise ConfigurationError(f"{name}={text!r} in the environment is no number.") from error
+        raise ConfigurationError(f"{name}={text!r} in the environment is not a number.") from error

@@ -38,7 +38,7 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         settings: Arguments of ``SingleDeviceXLAStrategy``.
 
     Raises:
-        ConfigurationError: Nobody says which rank this process is, or the timeout is no positive number.
+        ConfigurationError: Nobody says which rank this process is, or the timeout is not a positive number.
     """
 
     def __init__(self, *, timeout_minutes: float = 5.0, **settings: Any) -> None:

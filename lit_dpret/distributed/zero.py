@@ -12,7 +12,7 @@ step runs no backward pass of its own. So nothing is left to DeepSpeed that a cl
 
 The update is that of one process. Shares of the noise, one for each rank, added before DeepSpeed's own reduction, are
 not offered: each share would be rounded to the parameters' type before it is added, and a sum of numbers that were
-rounded apart is no post-processing of the noised sum.
+rounded apart is not post-processing of the noised sum.
 """
 
 from __future__ import annotations

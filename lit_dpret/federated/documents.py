@@ -152,7 +152,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigurationError(f"--settings={path} cannot be read: {reason}.") from error
 
 
@@ -161,7 +161,7 @@ def _mapping(text: str, where: str, schema: str) -> dict[str, Any]:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
-        raise ConfigurationError(f"{where} is no YAML{'' if line is None else f' (line {line + 1})'}.") from error
+        raise ConfigurationError(f"{where} is not YAML{'' if line is None else f' (line {line + 1})'}.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{where} holds no settings. Begin it with 'schema: {schema}'.")
     problem = schema_problem(found.pop("schema", None), schema)

@@ -63,7 +63,7 @@ def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
     try:
         secret = X25519PrivateKey.from_private_bytes(key).exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError as error:
-        raise DataError("A public key that was relayed is no X25519 key.", kind="bad protocol") from error
+        raise DataError("A public key that was relayed is not an X25519 key.", kind="bad protocol") from error
     return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(secret)
 
 
@@ -237,7 +237,7 @@ def load_credentials(name: str, key_file: str | Path, roster_file: str | Path) -
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror}.") from error
     except (ValueError, TypeError, AttributeError) as error:  # without the words of it: they could hold a key
-        raise ConfigurationError(f"{key_path} is no signing key, or {roster_path} no roster.") from error
+        raise ConfigurationError(f"{key_path} is not a signing key, or {roster_path} is not a roster.") from error
     if mode & 0o077:
         raise ConfigurationError(f"{key_path} has mode {mode:04o} and can be read by others. Run: chmod 600 {key_path}")
     if problem is not None:

@@ -112,7 +112,7 @@ class FedPool:
 
     embeddings: Tensor  # float32, ``(pool, dim)``
     # Places in the pool for each request row, best first, `MISSING` where there are no more, ``(rows, n)``; None where
-    # the request rows were no queries, and the pool is searched instead.
+    # the request rows were not queries, and the pool is searched instead.
     lists: Tensor | None = None
 
     def __repr__(self) -> str:

@@ -165,7 +165,7 @@ class Client:
         has_update: bool = True,
     ) -> None:
         if number not in session.clients:
-            raise ConfigurationError(f"Client {number} is no client of the sum {session.name!r}.")
+            raise ConfigurationError(f"Client {number} is not a client of the sum {session.name!r}.")
         if (identity is None) != (roster is None):
             raise ConfigurationError("A signing key and the roster of everybody's public keys go together.")
         if roster is not None and set(roster) != set(session.clients):

@@ -77,7 +77,7 @@ def public_sentences(folder: Path) -> dict[str, str]:
     ids = {line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()}
     sentences = SiloDataModule(folder=folder).silo.sentences
     if not ids or not ids <= sentences.keys():
-        what = f"{min(ids - sentences.keys())!r}, which is no sentence of this collection" if ids else "no sentence"
+        what = f"{min(ids - sentences.keys())!r}, which is not a sentence of this collection" if ids else "no sentence"
         raise DataError(f"{path} names {what}. Write ids of sentences of the silo, one in a line.")
     return {sid: text for sid, text in sentences.items() if sid in ids}
 

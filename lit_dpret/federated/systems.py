@@ -260,7 +260,7 @@ def trained_alone(
 
     Guarantees:
         - Given a silo's collection, ``pseudo_queries`` depends on no train query. They are made of its sentences, which
-          may be private: what trains on them is no public model.
+          may be private: what trains on them is not a public model.
     """
     negatives: dict[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
     settings = alone(settings, negatives.get(system, "static"))

@@ -48,7 +48,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         """Store a constructor's plain arguments in every checkpoint, for ``load_from_checkpoint``.
 
         Args:
-            settings: ``dict(locals())``, taken as the constructor's first act. What is no plain value (a
+            settings: ``dict(locals())``, taken as the constructor's first act. What is not a plain value (a
                 privacy mode, a ready encoder) is left out, and has to be given again.
         """
         kept = {name: plain_value(v) for name, v in settings.items() if name not in _NOT_KEPT and is_plain(v)}
@@ -70,10 +70,10 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
             privacy: A mode to train on with; ``NoPrivacy()`` by default. To go on with a private run use
                 ``resume=true``, which keeps its ledger.
             optimizer: As for the constructor.
-            settings: Arguments of the constructor that are no plain values, or shall differ.
+            settings: Arguments of the constructor that are not plain values, or shall differ.
 
         Raises:
-            DataError: The file is no checkpoint of this class.
+            DataError: The file is not a checkpoint of this class.
         """
         if not Path(checkpoint_path).is_file():
             raise DataError(f"The checkpoint {checkpoint_path} does not exist.")
@@ -87,7 +87,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
                 **settings,
             )
         except (RuntimeError, TypeError, KeyError, UnpicklingError) as error:
-            raise DataError(f"{checkpoint_path} is no checkpoint of {cls.__name__}: {first_line(error)}") from error
+            raise DataError(f"{checkpoint_path} is not a checkpoint of {cls.__name__}: {first_line(error)}") from error
         module.eval()
         return module
 

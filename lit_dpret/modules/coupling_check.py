@@ -82,7 +82,7 @@ class CouplingCheck:
             seed: The seed of the batch's random numbers.
 
         Raises:
-            UnsupportedModelError: Rows depend on each other, or are no tensors that could be looked at.
+            UnsupportedModelError: Rows depend on each other, or are not tensors that could be looked at.
         """
         alone = _of_one_unit(batch)
         previous = None

@@ -207,6 +207,6 @@ def load_net(net: nn.Module, folder: str | Path) -> None:
     except (DataError, OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModelError(
-            f"model.encoder={place} is no folder with the weights of model.net={type(net).__name__}: {reason} Name the "
-            "model folder of a run with the same net and the same settings."
+            f"model.encoder={place} is not a folder with the weights of model.net={type(net).__name__}: {reason} Name "
+            "the model folder of a run with the same net and the same settings."
         ) from error

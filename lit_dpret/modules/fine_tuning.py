@@ -29,7 +29,7 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
     """Train only the parameters whose name matches a pattern.
 
     Raises:
-        ConfigurationError: A pattern is no regular expression, or matches nothing.
+        ConfigurationError: A pattern is not a regular expression, or matches nothing.
         UnsupportedModelError: There is no pattern.
     """
     parameters = dict(model.named_parameters())
@@ -39,7 +39,7 @@ def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
             found = {name for name in parameters if re.search(pattern, name)}
         except re.error as error:
             raise ConfigurationError(
-                f"model.trainable_patterns: {pattern!r} is no regular expression: {error}."
+                f"model.trainable_patterns: {pattern!r} is not a regular expression: {error}."
             ) from error
         if not found:
             raise ConfigurationError(

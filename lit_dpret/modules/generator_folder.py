@@ -169,7 +169,7 @@ class Example:
                 lines = Path(source).expanduser().read_text(encoding="utf-8").splitlines()
                 source = [json.loads(line) for line in lines if line.strip()]
             except (OSError, ValueError) as error:
-                raise ConfigurationError(f"model.few_shot={source} is no file of JSON lines: {error}") from error
+                raise ConfigurationError(f"model.few_shot={source} is not a file of JSON lines: {error}") from error
         found = []
         for number, record in enumerate(source or (), start=1):
             texts = [record.get(key) for key in ("passage", "query")] if isinstance(record, Mapping) else [None]
@@ -245,7 +245,7 @@ def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec)
     target = Path(folder)
     if target.exists() and not is_generator(target) and (not target.is_dir() or any(target.iterdir())):
         raise StorageError(
-            f"{target} holds something that is no generator; it will not be replaced. Choose another folder."
+            f"{target} holds something that is not a generator; it will not be replaced. Choose another folder."
         )
     mark = uuid.uuid4().hex[:8]
     fresh, stale = target.with_name(f".{target.name}.{mark}.new"), target.with_name(f".{target.name}.{mark}.old")
@@ -278,7 +278,7 @@ def load_generator(folder: str | Path) -> GeneratorModel:
     """Read what ``save_generator`` wrote; weights in float32, dropout off.
 
     Raises:
-        UnsupportedModelError: The folder is no generator of this package.
+        UnsupportedModelError: The folder is not a generator of this package.
     """
     folder = Path(folder)
     contract = read_contract(folder)
@@ -299,7 +299,7 @@ def read_contract(folder: str | Path) -> GeneratorContract:
     """Return the contract of a saved generator.
 
     Raises:
-        UnsupportedModelError: The folder is no generator of this package.
+        UnsupportedModelError: The folder is not a generator of this package.
     """
     file = Path(folder) / CONTRACT_NAME
     try:
@@ -322,8 +322,8 @@ def refuse_tuned_prompt(source: str | Path) -> None:
     """
     if is_generator(source) and read_contract(source).virtual_ids:
         raise ConfigurationError(
-            f"model.pretrained={source} is a generator with a tuned prompt (model.prompt_tuning), which is no model to "
-            "train on: its prompt would be left out. Start from the model that it started from; its privacy card "
+            f"model.pretrained={source} is a generator with a tuned prompt (model.prompt_tuning), which is not a model "
+            "to train on: its prompt would be left out. Start from the model that it started from; its privacy card "
             "names it."
         )
 

@@ -25,8 +25,8 @@ from lit_dpret.modules.families import require_writer
 from lit_dpret.modules.smollm2 import SMOLLM2, smollm2_path
 
 PUBLIC_T5 = "public_t5"
-# Loading never guesses. A folder that is no language model, or lacks some of its weights (Hugging Face would fill them
-# with noise and go on), is refused in one line that names it.
+# Loading never guesses. A folder that is not a language model, or lacks some of its weights (Hugging Face would fill
+# them with noise and go on), is refused in one line that names it.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
 
 
@@ -99,10 +99,10 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
     try:
         known = AutoConfig.for_model(kind).to_dict()
     except ValueError as error:
-        raise ConfigurationError(f"model.config.model_type={kind!r} is no model that transformers knows.") from error
+        raise ConfigurationError(f"model.config.model_type={kind!r} is not a model that transformers knows.") from error
     if unknown := sorted(set(given) - set(known)):
         raise ConfigurationError(
-            f"model.config.{unknown[0]} is no field of a {kind} config. There are: {', '.join(sorted(known))}."
+            f"model.config.{unknown[0]} is not a field of a {kind} config. There are: {', '.join(sorted(known))}."
         )
     if tokenizer is not None:
         given.setdefault("vocab_size", len(tokenizer))
@@ -195,7 +195,7 @@ def _place(source: str | Path) -> str:
     if path.is_dir():
         return str(path)
     if path.exists() or path.is_absolute() or str(source).startswith((".", "~")):
-        raise UnsupportedModelError(f"model.pretrained={source} is no folder. Give a model folder or a hub name.")
+        raise UnsupportedModelError(f"model.pretrained={source} is not a folder. Give a model folder or a hub name.")
     return str(source)
 
 

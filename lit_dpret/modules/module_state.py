@@ -185,7 +185,7 @@ class HookWatch:
         - A batch whose tensors are others than were collated is refused.
         - Where each rank holds parts of the parameters, the parameters are not looked at.
 
-    Numbers that are no tensors are not compared, since a schedule sets them too, nor are the states of torchmetrics.
+    Numbers that are not tensors are not compared, since a schedule sets them too, nor are the states of torchmetrics.
     """
 
     def __init__(self) -> None:

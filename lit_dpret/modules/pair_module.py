@@ -34,7 +34,7 @@ class PairModule(PrivateModule):
 
     A subclass sets ``loss`` and implements ``represent``. ``collate_rows`` returns a dict with ``query`` and
     ``passage``, features whose first axis is the rows, and may return ``answers``, booleans ``(rows,
-    rows)``: which passages are no negatives of a row.
+    rows)``: which passages are not negatives of a row.
 
     Guarantees:
         - A logical batch that would be cut into physical batches is refused before the first update, unless
@@ -114,8 +114,8 @@ class PairModule(PrivateModule):
             loss = SoftmaxPairLoss(temperature=loss.temperature)
         if not isinstance(loss, PairwiseLoss):
             raise UnsupportedModelError(
-                f"privacy={self.privacy.name} clips the similarities of pairs, and {type(loss).__name__} is no loss of "
-                "their table. Choose a PairwiseLoss as model.loss."
+                f"privacy={self.privacy.name} clips the similarities of pairs, and {type(loss).__name__} is not a loss "
+                "of their table. Choose a PairwiseLoss as model.loss."
             )
         return loss.for_expected_size(expected)
 

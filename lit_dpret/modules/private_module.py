@@ -146,7 +146,7 @@ class PrivateModule(Checkpointed):
                 "or omit it and return a torch optimizer from configure_optimizers."
             )
         if not isinstance(privacy, PrivacyMode):
-            raise ConfigurationError(f"privacy={privacy!r} is no privacy mode: give one, such as DPSGD(eps=3).")
+            raise ConfigurationError(f"privacy={privacy!r} is not a privacy mode: give one, such as DPSGD(eps=3).")
         if optimizer is not None and optimizer.uses_noise_std and privacy.guarantee != "dp":
             raise ConfigurationError(
                 f"model.optimizer.name={optimizer.name} subtracts the noise of a private mode, and "
@@ -363,7 +363,7 @@ class PrivateModule(Checkpointed):
         return []
 
     def _refuse_other_data(self) -> None:
-        """Refuse what is no DataModule in its place, before Lightning asks it for what only those have."""
+        """Refuse what is not a DataModule in its place, before Lightning asks it for what only those have."""
         trainer = self.trainer
         data: Any = getattr(trainer, "datamodule", None)
         if data is None or isinstance(data, LightningDataModule):

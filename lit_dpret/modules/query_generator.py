@@ -260,7 +260,7 @@ class QueryGenerator(PrivateModule):
         """Write the generator as a Hugging Face folder with its contract, atomically.
 
         Raises:
-            StorageError: The folder cannot be written, or holds something that is no generator.
+            StorageError: The folder cannot be written, or holds something that is not a generator.
         """
         with on_host(self.model):
             merged = cast(PreTrainedModel, without_adapters(self.model))

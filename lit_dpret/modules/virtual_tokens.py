@@ -52,7 +52,9 @@ class PromptTuning:
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(map(str, settings)) - set(known)):
-            raise ConfigurationError(f"model.prompt_tuning.{unknown[0]} is no setting. There are: {', '.join(known)}.")
+            raise ConfigurationError(
+                f"model.prompt_tuning.{unknown[0]} is not a setting. There are: {', '.join(known)}."
+            )
         return cls(**{str(name): value for name, value in settings.items()})
 
 
@@ -136,7 +138,7 @@ def add_prompt(
 
 
 def _start(wanted: PromptTuning, words: nn.Embedding, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Return what the virtual tokens start from: public weights, public settings, and coins that are no secret."""
+    """Return what the virtual tokens start from: public weights, public settings, and coins that are not secret."""
     count, dim = wanted.num_virtual_tokens, words.embedding_dim
     if wanted.prompt_tuning_init == "RANDOM":
         return torch.randn(count, dim, dtype=words.weight.dtype)

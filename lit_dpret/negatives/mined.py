@@ -68,7 +68,7 @@ class MarginFilter:
     relative_margin: float | None = None  # a negative scores less by at least this share of it
     max_score: float | None = None  # a negative scores at most so much
     min_score: float | None = None  # a negative scores at least so much
-    range_min: int = 0  # how many of the best candidates that are no answers are passed over
+    range_min: int = 0  # how many of the best candidates that are not answers are passed over
 
     def __post_init__(self) -> None:
         for name in ("absolute_margin", "relative_margin", "max_score", "min_score", "range_min"):

@@ -184,7 +184,7 @@ def copied_rows(features: Any, places: Sequence[int], rows: int) -> Any:
     """
     if isinstance(features, dict):
         return {name: copied_rows(value, places, rows) for name, value in features.items()}
-    # Copies of real features, because zeros may be no text that a model takes (a mask without a token).
+    # Copies of real features, because zeros may not be a text that a model takes (a mask without a token).
     of = torch.zeros(rows, dtype=torch.long)
     of[list(places)] = torch.arange(len(features))
     return features[of]
@@ -352,7 +352,7 @@ def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
     """Return the answer of a training data set for a draw, checked.
 
     Raises:
-        DataError: It is no pair of the draw and the rows of its unit.
+        DataError: It is not a pair of the draw and the rows of its unit.
     """
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Draw):
         return item

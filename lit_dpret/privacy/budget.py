@@ -113,7 +113,7 @@ class PrivacyBudget:
     neighbours: Neighbours = "zero_out"  # how it differs; an epsilon means nothing without this word beside it
     duplicates: Duplicates = "keep"
     """Whether equal texts under different ids are units of their own, or one: ``datamodule.duplicates``, as the plan
-    finds it. A unit of the one kind is no unit of the other."""
+    finds it. A unit of the one kind is not a unit of the other."""
     unit_by: str | None = None
     """What rows make one unit, as the plan finds it in the data, where ``unit`` leaves that open: `EACH_ROW`,
     `UNNAMED`, or all rows of one ``datamodule.unit_name``. None where ids of the data say it."""

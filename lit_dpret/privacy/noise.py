@@ -115,7 +115,7 @@ def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> byte
         )
     if len(secret) != SECRET_BYTES:
         raise ConfigurationError(
-            f"privacy.secret_file={path} holds {len(secret)} bytes instead of {SECRET_BYTES}; it is no secret "
+            f"privacy.secret_file={path} holds {len(secret)} bytes instead of {SECRET_BYTES}; it is not a secret "
             "of this program. Choose another path, or delete the file to have one made."
         )
     return secret

@@ -71,7 +71,7 @@ class Faiss:
         try:
             index = faiss.index_factory(passages.dim, factory, faiss.METRIC_INNER_PRODUCT)
         except RuntimeError as error:
-            raise ConfigurationError(f"search=faiss:{factory} is no index that faiss can make.") from error
+            raise ConfigurationError(f"search=faiss:{factory} is not an index that faiss can make.") from error
         if device != "cpu":
             index = _on_gpus(faiss, index)
         try:
@@ -96,7 +96,7 @@ class Faiss:
         try:
             index = faiss.read_index(str(path))
         except RuntimeError as error:
-            raise DataError(f"{path} is no index that faiss can read.") from error
+            raise DataError(f"{path} is not an index that faiss can read.") from error
         return cls(index if device == "cpu" else _on_gpus(faiss, index))
 
     def write(self, path: str | Path) -> None:

@@ -87,7 +87,7 @@ class FileRows:
             raise DataError(f"The embeddings {path} cannot be read: {error.strerror}.") from error
         self._width = torch.empty(0, dtype=self._dtype).element_size() * dim
         if dim < 1 or size % self._width:
-            raise DataError(f"{path} has {size} bytes, which is no whole number of {storage} rows of {dim}.")
+            raise DataError(f"{path} has {size} bytes, which is not a whole number of {storage} rows of {dim}.")
         self._length: int = size // self._width
 
     def __len__(self) -> int:

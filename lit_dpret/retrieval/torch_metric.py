@@ -41,7 +41,7 @@ class RetrievalMetric(_RetrievalMetric):
             trec_eval does), ``ignore_index``, ``aggregation``, and those of every ``torchmetrics.Metric``.
 
     Raises:
-        ConfigurationError: The name is no measure.
+        ConfigurationError: The name is not a measure.
     """
 
     def __init__(self, name: str = "ndcg@10", **kwargs: Any) -> None:

@@ -40,7 +40,7 @@ class Ranking:
 
     Raises:
         DataError: The number of rows and of query ids differ, a query or passage id occurs twice, a row
-            returns one passage twice, an index is no passage's, or a score is NaN.
+            returns one passage twice, an index is not a passage's, or a score is NaN.
     """
 
     query_ids: Sequence[str]
@@ -214,7 +214,7 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
     """Read a TREC run; rank and tag are ignored, as trec_eval ignores them.
 
     Raises:
-        DataError: A line has not six fields, its score is no number, or a passage comes twice for one
+        DataError: A line has not six fields, its score is not a number, or a passage comes twice for one
             query; the message has the line number.
     """
     run: dict[str, dict[str, float]] = {}

@@ -96,7 +96,7 @@ def synthesize(
             the passages are malformed.
         ResumeError: ``out`` was begun with another configuration, or other versions of torch or transformers.
         StorageError: ``out`` cannot be written, is in use, or the disk is too small.
-        UnsupportedModelError: ``generator_folder`` is no generator.
+        UnsupportedModelError: ``generator_folder`` is not a generator.
         WorkerError: A worker or another rank died.
     """
     job = job or Job()

@@ -99,7 +99,7 @@ def _read_squad(path: Path) -> tuple[dict[str, tuple[str, str]], list[Question]]
                 raise DataError("it has no list 'data'.")
             return squad_json(content["data"], split=None)
         except DataError as error:
-            raise DataError(f"task.folder={path} is no SQuAD file: {error.sentence}") from error
+            raise DataError(f"task.folder={path} is not a SQuAD file: {error.sentence}") from error
     if not path.is_dir() or find_part(path, "corpus") is None:
         raise DataError(f"task.folder={path} is neither a SQuAD JSON file nor a BEIR folder.")
     found = folder_parts(path, knob="task.folder")

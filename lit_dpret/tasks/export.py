@@ -179,7 +179,7 @@ class Export:
         """Copy a synthetic set and what its card is checked by, without the state of its generation."""
         if not (source / SUMMARY_NAME).is_file():
             raise DataError(
-                f"task.data={source} holds no {SUMMARY_NAME}, so it is no set of task=synthesize or filter."
+                f"task.data={source} holds no {SUMMARY_NAME}, so it is not a set of task=synthesize or filter."
                 f"{meant(source, SUMMARY_NAME)}"
             )
         card = source / CARD_NAME  # pseudo-queries have none: nothing private was read for them
@@ -265,13 +265,13 @@ class Export:
         try:
             found = json.loads(self.evaluation.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(f"task.evaluation={self.evaluation} is no evaluation.json: {error}") from error
+            raise DataError(f"task.evaluation={self.evaluation} is not an evaluation.json: {error}") from error
         if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
             raise DataError(
                 f"task.evaluation={self.evaluation} holds no metrics; name a file that task=evaluate wrote."
             )
         if not found.get("fingerprints", True):
-            raise DataError(f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is no model.")
+            raise DataError(f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is not a model.")
         return found
 
 
@@ -305,7 +305,7 @@ def load_module(path: Path) -> Any:
     """Return the module of a checkpoint, of any class of this package.
 
     Raises:
-        DataError: It is no checkpoint of this package.
+        DataError: It is not a checkpoint of this package.
         ConfigurationError: It is of a class outside this package, whose name alone is no reason to import it.
     """
     try:

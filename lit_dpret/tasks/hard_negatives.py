@@ -67,7 +67,7 @@ class HardNegatives:
         }
         by = f"By {facts['encoder']}, among {facts['sentences']:,} sentences."
         written = write_short(
-            parts.run_dir, "hard_negatives", f"Nearest sentences that are no labelled answers, in {silo.name}", facts,
+            parts.run_dir, "hard_negatives", f"Nearest sentences that are not labelled answers, in {silo.name}", facts,
             [*([] if facts["internal"] else [DECLARED.format(what="questions"), ""]), by, "",
              case_grid(facts["cases"]).markdown()],
             internal=_INTERNAL if facts["internal"] else "",

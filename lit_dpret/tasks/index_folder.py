@@ -201,7 +201,7 @@ def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(
-            f"{folder} has no {MANIFEST}: it is no folder of task=encode or task=index, or one that is not finished."
+            f"{folder} has no {MANIFEST}: it is not a folder of task=encode or task=index, or one that is not finished."
             f"{meant(folder, MANIFEST)}"
         )
     content = read_json(path, SCHEMA)

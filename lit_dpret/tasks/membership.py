@@ -76,7 +76,7 @@ class Claim:
             DataError: The folder lacks one of them.
         """
         if not (folder / CARD_NAME).is_file() or not (folder / LEDGER_NAME).is_file():
-            raise DataError(f"task.run={folder} lacks {CARD_NAME} or {LEDGER_NAME}: it is no finished run.")
+            raise DataError(f"task.run={folder} lacks {CARD_NAME} or {LEDGER_NAME}: it is not a finished run.")
         card, records = read_card(folder), PrivacyLedger.read(folder / LEDGER_NAME).records
         found = cls(privacy_line(card))
         judged = judge_card(card, records)
@@ -223,7 +223,7 @@ class Membership(MembershipSettings):
         folder = model_folder(self.run_folder if self.model is None else self.model)
         if not folder.is_dir() or not any(folder.iterdir()):
             knob = "task.run" if self.model is None else "task.model"
-            raise DataError(f"{knob}={folder} is no folder of a saved model.")
+            raise DataError(f"{knob}={folder} is not a folder of a saved model.")
         return folder
 
     def _releases(self) -> tuple[list[str], list[str] | None]:

@@ -57,7 +57,7 @@ class Suspects:
     universe: list[str]  # ids of all queries that shadow models may be trained on
     ids: list[str]  # of the suspects
     member: NDArray[np.bool_]  # whether the target was trained on them, shape ``(suspects,)``
-    attacked: int  # how many of them, from the first on, are attacked; the rest are no members
+    attacked: int  # how many of them, from the first on, are attacked; the rest are not members
     queries: list[str]  # the text of each row: a suspect with a passage of its
     passages: list[str]  # the passages, as many
     row_of: NDArray[np.int64]  # which suspect a row belongs to, shape ``(rows,)``

@@ -47,7 +47,9 @@ class PretrainingOverlap:
         require_whole("task", self, 1, "ngram", "subsets")
         require_whole("task", self, 1, "max_texts", null=True)
         if self.sampled is not None and not 0 < self.sampled <= 1:
-            raise ConfigurationError(f"task.sampled={self.sampled} is no share of a corpus; give one above 0, up to 1.")
+            raise ConfigurationError(
+                f"task.sampled={self.sampled} is not a share of a corpus; give one above 0, up to 1."
+            )
         self.corpus = Path(self.corpus)
         self.card = None if self.card is None else Path(self.card)
 

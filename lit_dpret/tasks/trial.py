@@ -33,7 +33,7 @@ class TrialOf:
         self.sweep, self.run_dir = SweepFolder.read(folder), run_dir
         if run_dir.resolve().parent != self.sweep.trial_folder("x").resolve().parent:
             raise ConfigurationError(
-                f"trial_of={folder}, but hydra.run.dir={run_dir} is no folder in {folder}/trials: "
+                f"trial_of={folder}, but hydra.run.dir={run_dir} is not a folder in {folder}/trials: "
                 "the sweep would not find the trial. Put it there."
             )
         mode = parts.make_privacy()
@@ -148,7 +148,7 @@ def refuse_other_choice(
         task: What a run of it does.
         parts: The parts of that run.
         objective: What a sweeper compares the runs by; None where nobody compares them by a number.
-        varied: The settings in which the runs differ; only those that differ in their seed alone are no choice.
+        varied: The settings in which the runs differ; only those that differ in their seed alone are not a choice.
         releases: What each of the runs is derived from, by `release_behind`; None where it is not known.
 
     Raises:

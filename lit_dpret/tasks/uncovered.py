@@ -22,7 +22,7 @@ _ROUNDS = "seed*/*/silos/*/*/attempt-*"
 Whose = Literal["public", "synthetic", "private"]
 
 Owner = Literal["public", "private"]
-"""Whose texts an attack is on, where synthetic ones are no case of their own."""
+"""Whose texts an attack is on, where synthetic ones are not a case of their own."""
 
 DECLARED = (
     "That the {what} are public is declared (task.whose=public), and nothing checks it: if they are not, this page is "

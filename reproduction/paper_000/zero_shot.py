@@ -70,7 +70,7 @@ def check(make_zero_shot: Callable[..., Any]) -> None:
     if root is None:
         raise LeftOut("task.zero_shot.root=null: name the folder that holds BEIR sets, one folder each.")
     if not Path(root).is_dir():
-        raise LeftOut(f"task.zero_shot.root={root} is no folder.")
+        raise LeftOut(f"task.zero_shot.root={root} is not a folder.")
     task = make_zero_shot()
     if not task.present():
         raise LeftOut(f"task.zero_shot.root={root} holds none of {', '.join(task.sets)}.")

@@ -125,5 +125,5 @@ def read_runs(path: Path) -> list[VariantRun]:
                 raise DataError(problem)
             runs.append(VariantRun(**found))
         except (ValueError, AttributeError, TypeError, DataError) as error:
-            raise DataError(f"{path} line {number} is no run: {error}") from error
+            raise DataError(f"{path} line {number} is not a run: {error}") from error
     return runs

@@ -141,14 +141,14 @@ def test_a_signature_file_that_is_none_or_of_another_version_is_rejected(tmp_pat
     for change, complaint in (
         ({"schema": "lit-dpret/privacy-card-signature/2"}, "privacy-card-signature/2"),
         ({"public_key": "00"}, "holds no Ed25519 public key"),
-        ({"signature": "xx"}, "is no signature of a card"),
+        ({"signature": "xx"}, "is not a signature of a card"),
         ({"signature": good["signature"][::-1]}, "changed after it was signed"),
     ):
         path.write_text(json.dumps(good | change), encoding="utf-8")
         (finding,) = verify_chain(made).failed
         assert complaint in finding.text
     path.write_text("[]", encoding="utf-8")
-    assert "is no signature" in verify_chain(made).failed[0].text
+    assert "is not a signature" in verify_chain(made).failed[0].text
 
 
 def test_keys_that_must_not_be_used_are_refused(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_keys_that_must_not_be_used_are_refused(tmp_path: Path) -> None:
     for path in (locked, curve, text):
         os.chmod(path, 0o600)
     refuses(locked, "is encrypted")
-    refuses(curve, "is no Ed25519 key")
+    refuses(curve, "is not an Ed25519 key")
     refuses(text, "openssl genpkey -algorithm ed25519")
-    for path, message in ((private, "is no public key"), (tmp_path / "none", "cannot be read")):
+    for path, message in ((private, "is not a public key"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(ConfigurationError, match=message):
             verify_chain(made, public_key=path)
 

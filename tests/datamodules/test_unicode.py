@@ -1,4 +1,4 @@
-"""Half of a surrogate pair is no character: JSON can say it, and nothing that hashes or writes a text can take it."""
+"""Half of a surrogate pair is not a character: JSON can say it, and nothing that hashes or writes texts can take it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_files_that_do_not_go_together_are_refused_by_name(tmp_path: Path) -> No
         load_credentials("b", key, roster)
     with pytest.raises(ConfigurationError, match=r"nowhere cannot be read"):
         load_credentials("a", key, tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match=r"is no signing key, or .* no roster") as caught:
+    with pytest.raises(ConfigurationError, match=r"is not a signing key, or .* is not a roster") as caught:
         load_credentials("a", roster, roster)
     assert key.read_text().strip() not in str(caught.value)
     facts = json.loads(roster.read_text())

@@ -149,9 +149,9 @@ def test_keys_and_certificates_that_flower_would_stumble_over_are_named(tmp_path
     with pytest.raises(ConfigurationError, match=r"has mode 0644 and can be read by others. Run: chmod 600"):
         good.check()
     other = ed25519.Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    with pytest.raises(ConfigurationError, match="is no ECDSA key"):
+    with pytest.raises(ConfigurationError, match="is not an ECDSA key"):
         replace(good, key=write_private(tmp_path / "other", other)).check()
-    with pytest.raises(ConfigurationError, match="is no private key without a passphrase"):
+    with pytest.raises(ConfigurationError, match="is not a private key without a passphrase"):
         replace(good, key=write_private(tmp_path / "words", b"words")).check()
     with pytest.raises(ConfigurationError, match="holds no certificate"):
         Connection(superlink="a:1", key=write_private(key, make_node_key(tmp_path, "new").read_bytes()),
@@ -163,7 +163,7 @@ def test_keys_and_certificates_that_flower_would_stumble_over_are_named(tmp_path
 
 @pytest.mark.parametrize(("text", "message"), [
     ("- a", "holds no settings. Begin it with 'schema: lit-dpret/silo-settings/1'"),
-    ("schema: [", r"is no YAML \(line"),
+    ("schema: [", r"is not YAML \(line"),
     ("schema: lit-dpret/silo-settings/9\n", "silo-settings/9"),
     ("schema: lit-dpret/silo-settings/1\n", "does not contain data"),
     ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nshare: true\n", r"\.share is not known; there are data, "),

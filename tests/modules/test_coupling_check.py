@@ -473,7 +473,7 @@ class Vocabulary:
 
 
 class GrowsAnObject(Plain):
-    """The same in an object that is no plain data."""
+    """The same in an object that is not plain data."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

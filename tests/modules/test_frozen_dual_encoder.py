@@ -315,7 +315,7 @@ def test_the_saved_folder_gives_the_same_embeddings(tmp_path: Path, head: str, p
 
 @pytest.mark.parametrize("head", ["query", "both"])
 def test_sentence_transformers_computes_the_same_embeddings(tmp_path: Path, head: str) -> None:
-    reason = "sentence-transformers is no dependency of ours; where it is installed, it must agree"
+    reason = "sentence-transformers is not a dependency of ours; where it is installed, it must agree"
     st = pytest.importorskip("sentence_transformers", reason=reason)
     module = frozen(head=head, encoder=tower(query_prefix="query: "))
     model = st.SentenceTransformer(str(module.save_model(tmp_path / "model")), device="cpu")

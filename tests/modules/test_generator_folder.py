@@ -91,7 +91,7 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path: Path) -> Non
 
 
 def test_a_path_that_does_not_exist_is_refused_without_asking_a_hub(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="is no folder"):
+    with pytest.raises(UnsupportedModelError, match="is not a folder"):
         load(tmp_path / "nowhere")
 
 

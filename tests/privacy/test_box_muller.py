@@ -164,7 +164,7 @@ def test_pairs_fill_the_plane_as_two_independent_normals_do() -> None:
         seen = np.bincount(cells, minlength=400)
         if x.shape[1] == 8:
             assert stats.chisquare(seen).pvalue > 1e-6
-        else:  # neighbours share a number, so the statistic is no chi-square; its cells are still equally likely
+        else:  # neighbours share a number, so the statistic is not a chi-square; its cells are still equally likely
             assert (np.abs(seen - seen.mean()) < 6.5 * math.sqrt(2 * seen.mean())).all()
 
 

@@ -274,7 +274,7 @@ def test_a_learned_temperature_is_refused_under_logit_dp() -> None:
             return [p for p in super().pair_parameters() if p is not self.scale]
 
     module = Learned(privacy=logit_dp())
-    with pytest.raises(UnsupportedModelError, match=r"scale is no part of them.*temperature"):
+    with pytest.raises(UnsupportedModelError, match=r"scale is not part of them.*temperature"):
         clipped_sum(module, plan_of(module.privacy, module, n_max=3), records(3))
 
 

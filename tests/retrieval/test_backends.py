@@ -103,7 +103,7 @@ def test_faiss_and_torch_share_a_process_with_several_threads() -> None:
 @NEEDS_FAISS
 def test_what_faiss_cannot_build_is_refused_by_name() -> None:
     rows = TensorRows(torch.randn(20, 6))
-    with pytest.raises(ConfigurationError, match="faiss:Nonsense is no index"):
+    with pytest.raises(ConfigurationError, match="faiss:Nonsense is not an index"):
         Faiss.build(rows, "Nonsense")
     with pytest.raises(DataError, match="cannot build 'IVF64,Flat' of 20 passages"):
         Faiss.build(rows, "IVF64,Flat")

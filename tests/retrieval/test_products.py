@@ -40,7 +40,7 @@ def test_no_product_is_wrong_by_more_than_its_slack(dtype: torch.dtype, scale: f
     rounded = torch.mm(ready.queries, low.T)
     assert (ready.at_most(rounded.float()) + ready.slack(longest, error)[:, None] >= exact).all()
     if dtype == torch.bfloat16:
-        assert wrong.max() > 0.02 * ready.slack(longest, error).max()  # and it is no bound that says nothing
+        assert wrong.max() > 0.02 * ready.slack(longest, error).max()  # and it is not a bound that says nothing
 
 
 def test_a_slack_that_is_unknown_is_infinite() -> None:

@@ -40,7 +40,7 @@ def test_a_file_and_a_tensor_of_the_same_numbers_are_searched_alike(
 
 def test_a_file_that_holds_no_whole_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "e").write_bytes(b"x" * 10)
-    with pytest.raises(DataError, match="10 bytes, which is no whole number of float32 rows of 3"):
+    with pytest.raises(DataError, match="10 bytes, which is not a whole number of float32 rows of 3"):
         FileRows(tmp_path / "e", dim=3)
     with pytest.raises(DataError, match="cannot be read"):
         FileRows(tmp_path / "absent", dim=3)

@@ -82,7 +82,7 @@ def test_alone_nobody_is_asked(tmp_path: Path) -> None:
     [
         ({"WORLD_SIZE": "2"}, "lacks MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "lacks RANK"),
-        ({"WORLD_SIZE": "two"}, "is no number"),
+        ({"WORLD_SIZE": "two"}, "is not a number"),
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "torchrun"),
     ],
 )

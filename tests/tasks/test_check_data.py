@@ -208,7 +208,7 @@ def empty_corpus(folder: Path) -> None:
 def broken_parquet(folder: Path) -> None:
     pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
     (folder / "corpus.jsonl").unlink()
-    (folder / "corpus.parquet").write_bytes(b"PAR1 this is no parquet file PAR1")
+    (folder / "corpus.parquet").write_bytes(b"PAR1 this is not a parquet file PAR1")
 
 
 def cut_gzip(folder: Path) -> None:

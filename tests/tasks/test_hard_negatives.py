@@ -1,4 +1,4 @@
-"""`task=hard_negatives`: the nearest sentences that are no labelled answers, and who may read them."""
+"""`task=hard_negatives`: the nearest sentences that are not labelled answers, and who may read them."""
 
 from __future__ import annotations
 

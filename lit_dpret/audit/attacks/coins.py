@@ -5,7 +5,7 @@ another split, from later weeks say, the attack may tell weeks apart instead of 
 attack is trained on the queries whose coin showed heads (``task=fit task.membership_coins=true``), and the file of
 coins lies beside the run.
 
-The coins come from the operating system, and are no function of the data: removing one query moves no other query's
+The coins come from the operating system, and are not a function of the data: removing one query moves no other query's
 coin, and the guarantee of the run is the one that it has for the queries that it was given. Whoever has the file knows
 who was trained on. It is its owner's alone, and belongs where the queries are.
 """

@@ -26,7 +26,7 @@ def identify(
     """Identify the text of each embedding among its own and others', by cosine.
 
     Guarantees:
-        - A tie with another candidate is no hit.
+        - A tie with another candidate is not a hit.
 
     Args:
         embeddings: The attacked embeddings, shape ``(texts, dim)``.
@@ -125,7 +125,7 @@ def embedding_gain(
     with_own, with_other, counts = (np.asarray(part, dtype=np.float64) for part in (own, shuffled, tokens))
     if with_own.ndim != 1 or not with_own.shape == with_other.shape == counts.shape or len(with_own) < 2:
         raise DataError(
-            f"Losses of shapes {with_own.shape} and {with_other.shape} and tokens of {counts.shape} are no pairs."
+            f"Losses of shapes {with_own.shape} and {with_other.shape} and tokens of {counts.shape} are not pairs."
         )
     gained = with_other - with_own
     weights = np.random.default_rng(seed).multinomial(len(gained), np.full(len(gained), 1 / len(gained)), resamples)

@@ -119,7 +119,7 @@ def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float =
         n: Words of an n-gram; a query with fewer words is repeated only by its equal.
 
     Raises:
-        ConfigurationError: ``overlap`` is no share above 0.
+        ConfigurationError: ``overlap`` is not a share above 0.
     """
     if not 0 < overlap <= 1:
         raise ConfigurationError(f"overlap={overlap} must be above 0 and at most 1.")

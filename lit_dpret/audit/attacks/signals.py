@@ -157,7 +157,7 @@ def generator_signals(
         lowest: Share of tokens that ``min_k`` looks at; one token at least.
 
     Raises:
-        ConfigurationError: ``lowest`` is no share.
+        ConfigurationError: ``lowest`` is not a share.
         DataError: There are not as many queries as scores.
     """
     if not 0 < lowest <= 1:

@@ -135,7 +135,7 @@ class Cell:
         facts = {name: value for name, value in vars(self).items() if name != "excesses"}
         facts["contradictions"] = list(self.contradictions)
         for name in ("mean_rank", "top", "leaked"):
-            # NaN, where nothing is known of the spread, is no JSON value.
+            # NaN, where nothing is known of the spread, is not a JSON value.
             facts[name] = {end: None if math.isnan(value) else value for end, value in vars(facts[name]).items()}
         facts["limits"] = vars(self.limits)
         facts["bounds"] = [bound.to_dict() for bound in self.bounds]

@@ -104,7 +104,7 @@ class CanarySuite:
     passage_words: int = 30  # the same, where the secret stands in a passage
     suffix_words: int = 5  # rare words of an ``echo``
     new_tokens: int = 16  # how many of ``<extra_id_0>``, ``<extra_id_1>``, ... the model has
-    # Of texts, secrets and coins; null takes one from the operating system. It is no seed of noise, of batches or of
+    # Of texts, secrets and coins; null takes one from the operating system. It is not a seed of noise, of batches or of
     # the model, and whoever knows it knows the secrets.
     seed: int | None = None
 

@@ -79,7 +79,7 @@ def rate(hits: int, trials: int, *, chance: float | None = None, confidence: flo
     (0.9, 0.555, 0.997)
 
     Raises:
-        ConfigurationError: There is no trial, more hits than trials, or the confidence is no share.
+        ConfigurationError: There is no trial, more hits than trials, or the confidence is not a share.
     """
     tail = check_confidence(confidence) / 2
     check_hits(hits, trials)

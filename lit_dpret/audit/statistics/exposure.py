@@ -27,7 +27,7 @@ def rank(secret: float, references: ArrayLike) -> int:
     ``(references,)``.
 
     Raises:
-        DataError: There is no reference, or a value is no number.
+        DataError: There is no reference, or a value is not a number.
     """
     values = _references(references)
     return 1 + int((values <= _number(secret)).sum())
@@ -57,7 +57,7 @@ def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
     they do.
 
     Raises:
-        DataError: There are fewer references, or a value is no number.
+        DataError: There are fewer references, or a value is not a number.
     """
     values = _references(references)
     if np.ptp(values) == 0:
@@ -76,7 +76,7 @@ def mean_rank(ranks: ArrayLike, candidates: int) -> float:
     values = _references(ranks)
     worst = values[(values < 1) | (values > candidates) | (values != np.round(values))]
     if worst.size:
-        raise DataError(f"{worst.size} ranks, {worst[0]:g} for one, are no whole numbers from 1 to {candidates}.")
+        raise DataError(f"{worst.size} ranks, {worst[0]:g} for one, are not whole numbers from 1 to {candidates}.")
     return float(values.mean())
 
 

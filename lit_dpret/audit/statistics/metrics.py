@@ -34,7 +34,7 @@ def tpr_at_fpr(scores: CanaryScores, fpr: float) -> float:
     """Return the true positive rate at a false positive rate of at most ``fpr``.
 
     Raises:
-        ConfigurationError: ``fpr`` is no share.
+        ConfigurationError: ``fpr`` is not a share.
     """
     if not 0 <= fpr <= 1:
         raise ConfigurationError(f"fpr={fpr} must lie between 0 and 1.")

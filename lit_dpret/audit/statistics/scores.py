@@ -53,7 +53,7 @@ class CanaryScores:
     """Scores of an attack; higher means "it was trained on".
 
     Raises:
-        DataError: There are none of one kind, they are not in one row, or one is no number.
+        DataError: There are none of one kind, they are not in one row, or one is not a number.
     """
 
     in_scores: Floats  # of the canaries in the training data, shape ``(members,)``, ascending

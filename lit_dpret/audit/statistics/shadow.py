@@ -62,7 +62,7 @@ def lira_online(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, sp
         Scores of shape ``(examples,)``; higher means member.
 
     Raises:
-        DataError: Shapes differ, a value is no number, an example lacks models on one side, or has no spread.
+        DataError: Shapes differ, a value is not a number, an example lacks models on one side, or has no spread.
     """
     values, matrix, members = _read(target, shadow, included, sides=2)
 
@@ -109,7 +109,7 @@ def rmia(
         Scores from 0 to 1, shape ``(examples,)``.
 
     Raises:
-        DataError: Shapes differ, or a value is no probability above 0.
+        DataError: Shapes differ, or a value is not a probability above 0.
         ConfigurationError: ``gamma`` is not above 0, or ``offline_slope`` not from 0 to 1.
     """
     if not gamma > 0 or not 0 <= offline_slope <= 1:
@@ -126,7 +126,7 @@ def counterfactual_memorisation(signal: ArrayLike, included: ArrayLike) -> Float
     tells about one private example: to be looked at inside, and not to be published.
 
     Raises:
-        DataError: Shapes differ, a value is no number, or an example lacks models on one side.
+        DataError: Shapes differ, a value is not a number, or an example lacks models on one side.
     """
     _, matrix, members = _read(None, signal, included, sides=2)
     inside = np.where(members, matrix, 0).sum(axis=0) / members.sum(axis=0)

@@ -76,7 +76,7 @@ def assert_private(
             for the module's ``collate_rows``, which then also tests padding that depends on the batch.
         eps: The claim for one step; the audit can refute values up to 3.6 with the default ``trials``.
         delta: The claim.
-        per_row_loss: For a module that is no ``PrivateModule``: the loss of each row, ``(rows,)``.
+        per_row_loss: For a module that is not a ``PrivateModule``: the loss of each row, ``(rows,)``.
         privacy: With ``per_row_loss``: the mode; ``DPSGD(eps=eps)`` if left out.
         unit_ids: The unit of each row, ``(rows,)``, from 0 without gaps; each row its own if left out.
         effort: ``max_units``, ``trials`` and ``seed`` of `Effort`.
@@ -179,5 +179,5 @@ def _private_module(
             )
         return module
     if loss is None:
-        raise ConfigurationError(f"{type(module).__name__} is no PrivateModule: give its loss as per_row_loss.")
+        raise ConfigurationError(f"{type(module).__name__} is not a PrivateModule: give its loss as per_row_loss.")
     return _Wrapped(module, loss, privacy or DPSGD(eps=eps))

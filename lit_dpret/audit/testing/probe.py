@@ -47,7 +47,7 @@ class Inputs:
         """Validate a user's batch.
 
         Raises:
-            ConfigurationError: It is no dict of tensors of one length and no list, or has fewer than 2 units.
+            ConfigurationError: It is neither a dict of tensors of one length nor a list, or has fewer than 2 units.
         """
         rows: dict[str, Tensor] | list[Any]
         if isinstance(batch, list):

@@ -71,7 +71,7 @@ class Augmentation:
             raise ConfigurationError(f"crop_ratio={self.crop_ratio} must be two positive ratios, the lower one first.")
         for name in ("flip", "jitter_probability", "grey"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)} is no probability.")
+                raise ConfigurationError(f"{name}={getattr(self, name)} is not a probability.")
         if not 0 <= self.jitter <= 2.5:
             raise ConfigurationError(f"jitter={self.jitter} must lie between 0 and 2.5, where hue turns all the way.")
 

@@ -89,7 +89,7 @@ def knn_predict(
         Predicted labels, int64, shape (m,).
 
     Raises:
-        ConfigurationError: ``k`` is not between 1 and n, or ``ties`` is no rule.
+        ConfigurationError: ``k`` is not between 1 and n, or ``ties`` is not a rule.
         DataError: Shapes differ, or a value is not finite.
     """
     require_choice("ties", ties, get_args(Ties))

@@ -273,7 +273,7 @@ def _attempt(head: Head) -> str:
 def _numbers(head: Head, name: str) -> tuple[int, ...]:
     value = head.get(name, [])  # Flower cannot count the bytes of an empty list, so none is sent
     if not isinstance(value, list) or not all(map(is_whole, value)):
-        raise DataError(f"The server's {name} are no list of numbers.", kind="bad message")
+        raise DataError(f"The server's {name} are not a list of numbers.", kind="bad message")
     return tuple(value)
 
 

@@ -144,10 +144,10 @@ def _check_key(path: Path) -> None:
         key = load_ssh_private_key(content, None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigurationError(
-            f"--key={path} is no private key without a passphrase. Make one: {_NEW_KEY}"
+            f"--key={path} is not a private key without a passphrase. Make one: {_NEW_KEY}"
         ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigurationError(f"--key={path} is no ECDSA key, which Flower needs. Make one: {_NEW_KEY}")
+        raise ConfigurationError(f"--key={path} is not an ECDSA key, which Flower needs. Make one: {_NEW_KEY}")
 
 
 def _check_certificates(path: Path, option: str) -> None:

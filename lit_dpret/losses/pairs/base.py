@@ -173,7 +173,7 @@ class PairwiseLoss(ABC):
                 its place, the size fixed.
 
         Raises:
-            ConfigurationError: ``n_max`` is no positive integer, or the relation unknown.
+            ConfigurationError: ``n_max`` is not a positive integer, or the relation unknown.
         """
         checked_relation(relation)
         require_whole("privacy", {"n_max": n_max}, 1)

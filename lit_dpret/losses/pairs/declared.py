@@ -40,7 +40,7 @@ class DeclaredPairLoss(PairwiseLoss):
     The losses need not be functions of one row each. If they are not, c_ij is the derivative of the
     *sum* of all rows. Records must be treated alike: reordering them reorders the rows and nothing else.
 
-    `check_declared_bounds` searches for tables that refute the declaration; finding none is no proof.
+    `check_declared_bounds` searches for tables that refute the declaration; finding none is not proof.
 
     Example:
         >>> def hinge(table: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
                 f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no central limit is known."
             )
         rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else 1.0
-        # 700: above it exp() is no float, and epsilon far beyond `LARGEST_EPSILON`.
+        # 700: above it exp() is not a float, and epsilon far beyond `LARGEST_EPSILON`.
         sampled = math.expm1(min(sigma**-2, 700.0))
         squares += release.count * (rate**2 * sampled if rate < 1 else sigma**-2)
     mu = math.sqrt(squares)

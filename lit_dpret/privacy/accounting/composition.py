@@ -93,7 +93,7 @@ def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Ne
 
     Raises:
         UnsupportedAccountingError: Names the law, the accountant, the relation, and what would work.
-        ConfigurationError: ``accountant`` or ``neighbours`` is no known word.
+        ConfigurationError: ``accountant`` or ``neighbours`` is not a known word.
     """
     require_choice("privacy.accountant", accountant, get_args(AccountantName))
     require_choice("privacy.neighbours", neighbours, get_args(Neighbours))
@@ -267,7 +267,7 @@ def epsilon_of(
         value = float(composed_rdp(parts, neighbours).get_epsilon(delta))
     else:
         value = _prv_epsilon(parts, delta)
-    # Opacus goes below 0 where nearly nothing is lost. A value that is no number is above every bound.
+    # Opacus goes below 0 where nearly nothing is lost. A value that is not a number is above every bound.
     return max(0.0, value) if value <= LARGEST_EPSILON else math.inf
 
 

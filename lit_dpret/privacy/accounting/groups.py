@@ -96,7 +96,7 @@ def group_epsilon(
         UnsupportedAccountingError: Where several units together have no known bound: for sampled
             batches under ``replace_one``, for ``fixed_size`` ones, and for ``truncated_poisson`` and
             ``shuffle`` under ``add_or_remove``.
-        ConfigurationError: ``units`` is no whole number from 1 to 1000, or delta is out of range.
+        ConfigurationError: ``units`` is not a whole number from 1 to 1000, or delta is out of range.
     """
     return epsilon_of_several([(releases, units)], delta=delta, neighbours=neighbours)
 
@@ -117,7 +117,7 @@ def epsilon_of_several(
 
     Raises:
         UnsupportedAccountingError: As `group_epsilon` does.
-        ConfigurationError: A number is no whole number from 1 to 1000, or delta is out of range.
+        ConfigurationError: A number is not a whole number from 1 to 1000, or delta is out of range.
     """
     require_delta(delta)
     made = [(list(releases), units) for releases, units in runs]
@@ -182,7 +182,7 @@ def group_delta_at(
 
     Raises:
         UnsupportedAccountingError: As `group_epsilon` does.
-        ConfigurationError: ``units`` is no whole number from 1 to 1000.
+        ConfigurationError: ``units`` is not a whole number from 1 to 1000.
     """
     check_max_units(units)
     releases = list(releases)
@@ -237,7 +237,7 @@ def _composed(parts: tuple[tuple[Part, int], ...]) -> PrivacyLossDistribution | 
 def _in_batch(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
     """How many of the user's units a batch can hold, and with what probabilities.
 
-    Numbers whose probability is no float above zero are left out: that is less than 1e-300 of delta.
+    Numbers whose probability is not a float above zero are left out: that is less than 1e-300 of delta.
     """
     rate = part.law.sample_rate if isinstance(part.law, (Poisson, TruncatedPoisson)) else 1.0
     counts = np.arange(units + 1.0)

@@ -154,7 +154,7 @@ def _is_weight(node: Node | None) -> bool:
 
 
 def _mixes_rows(product: Node, rows: int) -> bool:
-    """Whether a matrix that is no function of any parameter may be multiplied with rows from the left."""
+    """Whether a matrix that is not a function of any parameter may be multiplied with rows from the left."""
     (left, _), (right, _) = product.next_functions
     if left is not None or right is None or _is_weight(right):
         return False

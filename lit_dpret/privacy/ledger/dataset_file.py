@@ -212,7 +212,7 @@ class DatasetBook:
             _terms(record)
         elif kind in ("reserve", "settle"):
             if self.terms is None:
-                raise LedgerError(f"a {kind} before the data set's own record: this is no data-set ledger.")
+                raise LedgerError(f"a {kind} before the data set's own record: this is not a data-set ledger.")
             if kind == "settle" and record.get("run_id") not in self.entries:
                 raise LedgerError(f"run {record.get('run_id')!r} settles what it never reserved.")
             _entry(record)
@@ -250,7 +250,7 @@ class DatasetFile(ChainedFile):
     @property
     def book(self) -> DatasetBook:
         if not isinstance(self._book, DatasetBook):
-            raise LedgerError(f"{self.path} is no data-set ledger.")
+            raise LedgerError(f"{self.path} is not a data-set ledger.")
         return self._book
 
 

@@ -399,7 +399,7 @@ class ReleaseGate:
         trials = self.sampler.units * self._seen_steps
         rate = self._seen / trials
         sd = (law.sample_rate * (1 - law.sample_rate) / trials) ** 0.5
-        # Eight deviations, so a false alarm is all but impossible. Too few units are no danger: they are overcharged.
+        # Eight deviations, so false alarms are all but impossible. Too few units are no danger: they are overcharged.
         if rate > law.sample_rate + 8 * sd + 1 / trials:
             self.run.ledger.append(
                 "event",

@@ -175,7 +175,7 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
     if departed := attempts_with(SAMPLING_DEPARTURE, records):
         where = ", ".join(map(str, sorted(departed)))
         why = f"in attempt {where} the draws departed from it; every unit is charged for every step of that attempt"
-        # Without a law every unit is charged in every step, and `judge` says why that is no bound here.
+        # Without a law every unit is charged in every step, and `judge` says why that is not a bound here.
         consequence: Consequence = "no_guarantee" if plan.budget.neighbours == "add_or_remove" else "charged"
         return Assumption(f"{text}: {why}.", "refuted", consequence)
     stated = [record["law"] for record in releases if record.get("law") is not None]
@@ -321,7 +321,7 @@ def judge(
 
     Where amplification by sampling cannot be claimed, every unit is charged for every step. That
     bound needs each unit to stand in a batch at most once and the batches of the others to stay as
-    they are, so it is no bound under ``add_or_remove``, where the number of units changes.
+    they are, so it is not a bound under ``add_or_remove``, where the number of units changes.
     """
     if plan is None or any(isinstance(release, NonPrivateRelease) for release in releases):
         return Verdict("none", None, "nothing"), assumptions
@@ -338,7 +338,7 @@ def judge(
         return Verdict("not_proved", None, "nothing"), assumptions
     if not amplified:
         value = epsilon_by("pld", every_unit_in_every_step(releases), plan)
-    # Infinite is no number to print: such a run promises nothing, whatever it assumed.
+    # Infinite is not a number to print: such a run promises nothing, whatever it assumed.
     if not math.isfinite(value):
         return Verdict("none", None, "nothing"), assumptions
     return Verdict("dp", value, "as_charged" if amplified else "no_amplification"), assumptions

@@ -116,7 +116,7 @@ class KeyBook:
                 if value is not None and record.get(name) not in (None, value):
                     raise LedgerError(
                         f"{kind} of attempt {record['attempt']}, step {record['step']}: {name} differs from the "
-                        "first execution, so this is no bit-identical replay. Resume as a new attempt."
+                        "first execution, so this is not a bit-identical replay. Resume as a new attempt."
                     )
             if kind == "release":
                 # A replay counts one run more, so that a second release without it is a second noise.

@@ -149,19 +149,19 @@ class PrivacyMode(ABC):
         """Return `facts` in the form of a ledger, for comparison on a resume.
 
         Raises:
-            ConfigurationError: A fact is no JSON value, or its name no text.
+            ConfigurationError: A fact is not a JSON value, or its name is not text.
         """
         recorded = {}
         for name, value in self.facts().items():
             try:
                 if not isinstance(name, str):
-                    raise TypeError("its name is no text")
+                    raise TypeError("its name is not text")
                 # Through JSON and back, so that a tuple equals the list that a ledger returns.
                 recorded[name] = json.loads(json.dumps(value, allow_nan=False))
             except (TypeError, ValueError) as error:
                 raise ConfigurationError(
-                    f"privacy={self.name}: mode_facts.{name} is no JSON value ({error}), so the ledger cannot hold it. "
-                    f"Return numbers, texts, lists and dictionaries from {type(self).__name__}.facts()."
+                    f"privacy={self.name}: mode_facts.{name} is not a JSON value ({error}), so the ledger cannot "
+                    f"hold it. Return numbers, texts, lists and dictionaries from {type(self).__name__}.facts()."
                 ) from error
         return recorded
 

@@ -204,7 +204,7 @@ def _refuse_learned_loss(module: Any) -> None:
     learned = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if learned:
         raise UnsupportedModelError(
-            f"privacy=logit_dp bounds the gradients of similarities, and {learned[0]} is no part of them (a learned "
+            f"privacy=logit_dp bounds the gradients of similarities, and {learned[0]} is not part of them (a learned "
             "temperature, a bias of the logits). Freeze it: set it to a public constant, as the temperature of "
             "model.loss.",
             trap="T11",

@@ -81,7 +81,7 @@ class QueryFilter(ABC):
         """Return scores, and which queries to keep.
 
         Raises:
-            PrivateDataError: ``released`` is no `ReleasedQueries`, or a model is not covered by their claim.
+            PrivateDataError: ``released`` is not a `ReleasedQueries`, or a model is not covered by their claim.
             DataError: A score is not a number.
         """
         require_released(released, f"The filter {self.name}")
@@ -171,7 +171,7 @@ class LanguageModelScore(_ByThreshold):
     """A sequence-to-sequence model: the folder of the generator itself, whose prompt and lengths then hold, or a
     public one. Null takes what the data set recorded, over the number of words plus one."""
     model_is_public: bool = False  # declares that nothing private went into a model without privacy card
-    prompt: str = ""  # put before every passage, for a model that is no generator of ours
+    prompt: str = ""  # put before every passage, for a model that is not a generator of ours
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         if self.model is not None:

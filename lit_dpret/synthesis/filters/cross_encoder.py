@@ -38,7 +38,7 @@ class CrossEncoder:
 
         Raises:
             ConfigurationError: There is no such folder, or the hub cannot be reached.
-            UnsupportedModelError: It is no sequence classifier with one output, lacks weights, or cannot pad.
+            UnsupportedModelError: It is not a sequence classifier with one output, lacks weights, or cannot pad.
         """
         folder = resolve_folder(source)
         try:

@@ -90,7 +90,7 @@ def label(
     ``ranker`` finds the passages that a query is confused with; ``progress`` is called with (queries done, in all).
 
     Raises:
-        PrivateDataError: ``released`` is no `ReleasedQueries`, or a model is not covered by their claim.
+        PrivateDataError: ``released`` is not a `ReleasedQueries`, or a model is not covered by their claim.
         DataError: A label is not a finite number.
     """
     require_released(released, "label")

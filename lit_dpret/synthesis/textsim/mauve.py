@@ -140,7 +140,7 @@ def divergence_curve(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) ->
     Both are shares that sum to 1, shape ``(buckets,)``.
 
     Raises:
-        DataError: One is no histogram, or they differ in size.
+        DataError: One is not a histogram, or they differ in size.
     """
     first, second = _histogram(p), _histogram(q)
     if len(first) != len(second):

@@ -40,7 +40,7 @@ def ngrams(tokens: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
 def check_n(n: int) -> None:
     """Refuse a length of n-grams below 1."""
     if n < 1:
-        raise ConfigurationError(f"n={n} is no length of an n-gram; it must be at least 1.")
+        raise ConfigurationError(f"n={n} is not a length of an n-gram; it must be at least 1.")
 
 
 def check_texts(texts: Sequence[object], what: str) -> None:

@@ -30,7 +30,7 @@ PAIRS = EncodedPairs(
 def test_signals_are_what_their_definitions_say() -> None:
     found = encoder_signals(PAIRS, temperature=0.5)
     first = DIAGONAL / 0.5 - math.log(math.exp(1 / 0.5) + 1 + math.exp(-1 / 0.5))
-    second = 1 / 0.5 - math.log(2.0)  # its own passage is no negative
+    second = 1 / 0.5 - math.log(2.0)  # its own passage is not a negative
     np.testing.assert_allclose(found["logit"], [first, second])
     np.testing.assert_allclose(found["margin"], [DIAGONAL, 1.0])
     np.testing.assert_allclose(found["rank"], [-math.log(2), 0.0])

@@ -227,7 +227,7 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "a parameter gets its sum without noise": (one_parameter_raw, "parameter second.bias got less"),
     "one draw for a whole parameter": (one_value_for_all, "neighbouring coordinates of one parameter get correlated"),
     "one row of noise for a whole matrix": (one_row_for_all, "the rows of one parameter get correlated"),
-    "a coordinate is no number": (one_nan, "the update of parameter first.weight is not finite"),
+    "a coordinate is not a number": (one_nan, "the update of parameter first.weight is not finite"),
     "the same noise at every step": (keyed_without(step=0), "two steps get the same noise"),
     "the same noise in every attempt": (keyed_without(attempt=0), "another attempt gets the same"),
     "the same noise for two sums": (keyed_without(salt=""), "another sum"),

@@ -82,6 +82,6 @@ def test_a_cap_that_cannot_help_ten_copies_for_a_hundredth_helps_as_many_as_it_c
 def test_a_cap_stays_as_it_is_where_copies_would_cost_more_or_have_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"n": 1000, "sample_rate": 0.03, "steps": 60, "noise": 0.9}
     caps = [chosen(monkeypatch, copies=copies, **few) for copies in ((), (10, 5, 2))]
-    assert caps[0] == caps[1] < 100  # a hundredth of it is no unit
+    assert caps[0] == caps[1] < 100  # a hundredth of it is not a unit
     caps = [chosen(monkeypatch, copies=copies, neighbours="replace_one", noise=1.4) for copies in ((), (10, 5, 2))]
     assert caps[0] == caps[1]

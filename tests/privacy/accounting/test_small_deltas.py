@@ -55,7 +55,7 @@ def test_many_steps_at_a_small_delta_are_not_understated(steps: int, rate: float
     releases = [GaussianRelease(noise_multiplier=noise, law=Poisson(sample_rate=rate), count=steps)]
     claimed = epsilon(releases, delta=delta, neighbours="zero_out")
     lower = proved_at_least(steps, rate, noise, delta)
-    assert lower <= claimed <= 1.05 * lower  # and it is no wild number either
+    assert lower <= claimed <= 1.05 * lower  # and it is not a wild number either
 
 
 def test_releases_of_two_kinds_are_not_understated() -> None:

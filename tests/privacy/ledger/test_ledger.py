@@ -434,7 +434,7 @@ def test_a_replay_charges_nothing(path: Path) -> None:
         (None, 0.5, 1.0),
         (0.5, 1.0, 0.5),
         (0.0, 0.5, None),
-        (9.0, None, None),  # over an unbounded sensitivity it is no noise
+        (9.0, None, None),  # over an unbounded sensitivity it is not a noise
     ],
 )
 def test_a_step_is_charged_as_it_was_where_that_is_more_than_was_announced(

@@ -59,7 +59,7 @@ def test_what_one_step_of_adam_makes_of_a_short_constant_is_everybodys(constant:
     moved = constant + 0.01 * torch.tensor([1.0, -1.0, 0.0, 1.0] * 4)
     passed.note([moved, moved.repeat(2)])
     assert not passed_in(moved) and not passed_in(moved.half())
-    assert passed_in(moved.repeat(2)) == {"run"}, "thirty-two signs are no coincidence"
+    assert passed_in(moved.repeat(2)) == {"run"}, "thirty-two signs are not coincidence"
 
 
 def test_values_are_read_anew_where_a_weight_is_a_transposed_one_or_has_moved() -> None:

@@ -53,10 +53,10 @@ def test_what_became_of_tied_votes_is_told_of_k_nn_and_of_nothing_else() -> None
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is no run"),
-        ("{}", "line 2 is no run: its schema"),
-        ('{"schema": "lit-dpret/variant-run/9"}', "line 2 is no run: its schema"),
-        ('{"schema": "lit-dpret/variant-run/1", "colour": 1}', "line 2 is no run"),
+        ("{", "line 2 is not a run"),
+        ("{}", "line 2 is not a run: its schema"),
+        ('{"schema": "lit-dpret/variant-run/9"}', "line 2 is not a run: its schema"),
+        ('{"schema": "lit-dpret/variant-run/1", "colour": 1}', "line 2 is not a run"),
     ],
 )
 def test_a_line_that_is_no_run_is_refused_by_its_number(line: str, message: str, tmp_path: Path) -> None:

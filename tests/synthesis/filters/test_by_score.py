@@ -241,7 +241,7 @@ def test_a_model_of_other_private_training_is_refused_whatever_is_declared(
 def test_a_child_that_was_trained_further_on_private_data_is_not_covered(
     released: ReleasedQueries, generator_folder: Path, tmp_path: Path
 ) -> None:
-    """It names the generator as a parent, as a retriever would, but its card is no post-processing's."""
+    """It names the generator as a parent, as a retriever would, but its card is not a post-processing's."""
     child = artefact(tmp_path / "child", generator_folder)
     card = read_card(child)
     assert card["parents"][0]["sha256"] in released.ancestors
