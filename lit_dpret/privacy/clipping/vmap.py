@@ -27,8 +27,8 @@ class VmapClipping(GhostClipping):
         - In every batch, what such a module gives for a row alone is compared with what it gave in
           the batch, so a module that mixes rows, with or without a gradient between them, or that
           does something else when it is run again, is refused.
-        - Every batch is audited: the weighted sum of the gradients per unit is compared with
-          autograd's, unless a broken unit makes that NaN.
+        - In every batch gradients are compared with the weights of the units that they are charged
+          to, and in the first one their sum with autograd's, unless a broken unit makes that NaN.
         - What vmap cannot run is refused with its reason: recurrent layers, randomness (dropout)
           inside the module, values that decide the control flow, writes into buffers.
     """
