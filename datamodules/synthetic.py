@@ -28,11 +28,11 @@ class SyntheticDataModule(PairsDataModule):
 
     Args:
         folder: The folder.
-        corpus: The corpus file, where the folder has none or another one is meant.
+        corpus: The corpus file, if the folder has none or another is to be used.
         evaluation: A DataModule whose dev and test queries are evaluated on, over its passages and
             those of the folder together (the same id must mean the same text). The folder then
             needs no corpus. Its train split is not used, nor is a split that the folder has
-            itself: choosing a checkpoint on its own dev queries costs no privacy, on real ones it may.
+            itself: choosing a checkpoint by the folder's own dev queries costs no privacy; by real ones it may.
             ``drop_overlap`` is refused with it: real queries, which no card covers, would choose what is trained on.
         keep: A file with one query id in each line: only these queries are trained on. They must have
             been chosen by public means (their round trip, say), which the card names as declared; null for all.
@@ -143,7 +143,7 @@ class SyntheticDataModule(PairsDataModule):
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    """Return what a folder says of itself, and refuse what a newer version wrote; folders of others have no summary."""
+    """Return the summary of a folder, refusing one of a newer version; folders of other programs have none."""
     facts = parse_json_file(path) if path.is_file() else {}
     if isinstance(facts, dict) and "schema" in facts and (problem := schema_problem(facts["schema"], SYNTHETIC_SCHEMA)):
         raise DataError(f"{path} cannot be read: {problem}")

@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {
     "several files for one": log("datamodule.pairs=[a.jsonl,b.jsonl]", named=r"datamodule\.pairs=.*a\.jsonl.*text"),
     "a mapping for a path": Case(("search", "task.index={a: 1}", "task.query=a"), r"task\.index=\{'a': 1\}"),
     "a number for a path": log("model.pretrained=5", named=r"model\.pretrained='5'"),
-    "a number for a mapping": log("model.lora=8", named=r"model\.lora=8 is not a mapping"),
+    "a number for a mapping": log("model.lora=8", named=r"model\.lora=8 must be a mapping"),
     "a list for columns": log("datamodule.columns=[a,b]", named=r"datamodule\.columns=.*mapping"),
     "a share of an epoch": log("trainer.max_epochs=1.5", named=r"trainer\.max_epochs=1\.5"),
     "a list for a mapping": Case(("check_data", *LOG[:2], "task.fractions=[8,1,1]"), r"task\.fractions=\{train: 0\.8"),

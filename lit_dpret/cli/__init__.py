@@ -200,7 +200,7 @@ def _together(cfg: DictConfig, *, first: bool) -> tuple[str, Any]:
 def _one_of_many(cfg: DictConfig) -> Any:
     """Run one job of a multirun: before the first, tell what all cost; none begins where one of them cannot be made."""
     from lit_dpret.tasks.multirun import Outcomes
-    from lit_dpret.tasks.trial import unprivate_results
+    from lit_dpret.tasks.trial import results_without_privacy
 
     _quieten()  # the import has let Lightning speak again
     known: Any = HydraConfig.get()
@@ -212,7 +212,7 @@ def _one_of_many(cfg: DictConfig) -> Any:
             result = run(cfg)
         told = _objective(cfg, result)
         if isinstance(result, dict):  # a table invites to choose, and no epsilon covers a choice by these
-            hidden = unprivate_results(checked_task(cfg), build_parts(cfg).make_privacy())
+            hidden = results_without_privacy(checked_task(cfg), build_parts(cfg).make_privacy())
             result = {name: value for name, value in result.items() if name not in hidden}
         return told
     except BaseException as error:

@@ -51,8 +51,8 @@ def build_parts(cfg: DictConfig) -> Parts:
     """Return factories for every part of a run, each called on demand."""
 
     def node(name: str, **extra: Any) -> Any:
-        # Hydra takes a dataclass for a configuration and would hand on a DictConfig: those are given afterwards, and
-        # "all" keeps those that it makes itself.
+        # Hydra would turn a dataclass into a DictConfig: those that we have are passed after instantiation, and "all"
+        # keeps those that it makes itself.
         ready = {
             key: value
             for key, value in extra.items()
@@ -66,7 +66,7 @@ def build_parts(cfg: DictConfig) -> Parts:
             made = instantiate(cfg[name], _partial_=True, **rest, _convert_="all")
             try:
                 return made(**ready)
-            except Exception as error:  # as Hydra says it of what it calls itself
+            except Exception as error:  # worded as Hydra words errors of its own calls
                 target = cfg[name]._target_
                 raise InstantiationException(f"Error in call to target '{target}'\nfull_key: {name}") from error
 
@@ -147,7 +147,7 @@ def composed_run(cfg: DictConfig, overrides: Sequence[str]) -> ComposedRun:
 
 @contextmanager
 def _plain_refusals() -> Iterator[None]:
-    """Raise what Hydra wrapped, where it is a refusal of ours: a task knows those, and not Hydra."""
+    """Raise our own error if Hydra wrapped one; tasks do not know Hydra's."""
     try:
         yield
     except HydraException as error:
@@ -189,7 +189,7 @@ def checked_task(cfg: DictConfig) -> Any:
     """Return the task of a composed configuration, which must accept every chosen group.
 
     Raises:
-        ConfigurationError: It does nothing with what is chosen.
+        ConfigurationError: The task would ignore a chosen group.
     """
     if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # said before the task's imports, which take long
         raise ConfigurationError(_lacking(cfg, missing))
@@ -212,7 +212,7 @@ def checked_task(cfg: DictConfig) -> Any:
 
 
 def _lacking(cfg: DictConfig, missing: Sequence[str]) -> str:
-    """Return what a command has to say besides, and a whole one."""
+    """Return the error for missing settings, with a complete example."""
     name = HydraConfig.get().runtime.choices.get("task") if HydraConfig.initialized() else None
     example = next((one.example for one in choices("task") if one.name == name), "")
     shown = f", for example: {example.replace('python train.py', program())}" if example else "."

@@ -17,7 +17,7 @@ from lit_dpret.tasks.parts import check_output
 
 
 def check_types(node: Any, place: str) -> None:
-    """Refuse a value of a kind that its constructor cannot mean: Python takes true for 1, and any text for true."""
+    """Refuse a value whose type the constructor's annotation rules out: Python takes true for 1, any text for true."""
     found: Any = OmegaConf.to_container(node, resolve=True)
 
     def check(node: Any, place: str) -> None:
@@ -25,12 +25,12 @@ def check_types(node: Any, place: str) -> None:
             return
         try:
             made: Any = get_object(node["_target_"]) if "_target_" in node else lambda: None
-            # A constructor hands on to its base what it takes as **budget.
+            # A constructor may pass its ``**kwargs`` on to its base.
             bases = reversed(made.__mro__) if isinstance(made, type) else ()
             makers: list[Any] = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)] or [made]
             parameters = {name: one for maker in makers for name, one in signature(maker).parameters.items()}
         except (ImportError, AttributeError, TypeError, ValueError, HydraException):
-            parameters = {}  # whoever makes it says what is wrong
+            parameters = {}  # instantiation reports the problem
         for key, value in node.items():
             if key in parameters and value != "???":
                 check_type(f"{place}.{key}", value, parameters[key].annotation)
@@ -49,22 +49,22 @@ def check_type(name: str, value: Any, annotation: Any) -> None:
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     lists, mappings = ("Sequence[", "list[", "tuple["), ("Mapping[", "dict[")
     if kinds <= {"int", "float"} and not is_number(value):
-        raise ConfigurationError(f"{name}={shown} is not a number, and a number belongs there.")
+        raise ConfigurationError(f"{name}={shown} must be a number.")
     if kinds == {"int"} and isinstance(value, float) and not value.is_integer():
-        raise ConfigurationError(f"{name}={shown} is not a whole number, and one belongs there.")
+        raise ConfigurationError(f"{name}={shown} must be a whole number.")
     if kinds == {"bool"} and not isinstance(value, bool):
         raise ConfigurationError(f"{name}={shown} must be true or false.")
     if kinds <= {"str", "Path"} and isinstance(value, list | dict):
-        raise ConfigurationError(f"{name}={shown} is several values, and one text belongs there.")
+        raise ConfigurationError(f"{name}={shown} must be a single text.")
     if kinds <= {"str", "Path"} and "Path" in kinds and isinstance(value, bool | int | float):
-        raise ConfigurationError(f"{name}={shown} is not text, and a path belongs there: \"{name}='{value}'\".")
+        raise ConfigurationError(f"{name}={shown} must be a path, written as text: \"{name}='{value}'\".")
     if outputs and isinstance(value, str):
         check_output(name, value, folder="OutputFolder" in outputs)
     if all(kind.startswith(lists) for kind in kinds) and not isinstance(value, list):
         one = f": {name}=[{value}]" if isinstance(value, bool | int | float | str) else ""
-        raise ConfigurationError(f"{name}={shown} is not a list, and a list belongs there{one}.")
+        raise ConfigurationError(f"{name}={shown} must be a list{one}.")
     if all(kind.startswith(mappings) for kind in kinds) and not isinstance(value, dict):
-        raise ConfigurationError(f"{name}={shown} is not a mapping, and one belongs there: '{name}={{NAME: VALUE}}'.")
+        raise ConfigurationError(f"{name}={shown} must be a mapping: '{name}={{NAME: VALUE}}'.")
 
 
 def _kinds(annotation: Any) -> set[str]:
@@ -72,4 +72,4 @@ def _kinds(annotation: Any) -> set[str]:
     if not isinstance(annotation, str):
         several = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         return {one.__name__ if isinstance(one, type) else str(one) for one in several}
-    return set(re.split(r" \| (?![^\[]*\])", annotation))  # those inside of brackets are of the elements
+    return set(re.split(r" \| (?![^\[]*\])", annotation))  # bars inside brackets belong to the element type

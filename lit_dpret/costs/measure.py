@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lit_dpret.costs.memory import Line
+from lit_dpret.costs.memory import LinearCost
 from lit_dpret.distributed.handover import gradient_slot
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import NoiseName
@@ -82,9 +82,9 @@ def measure_step(
 class Held:
     """Bytes of tensors that each phase of a physical batch allocates and holds, in the order of `PHASES`."""
 
-    clipped: tuple[Line, ...]  # the sum of clipped gradients being there already
+    clipped: tuple[LinearCost, ...]  # the sum of clipped gradients being there already
     # In a batch in which the engine checks itself, the first one of a run, which also makes the sum.
-    checked: tuple[Line, ...]
+    checked: tuple[LinearCost, ...]
 
     def __add__(self, other: Held) -> Held:
         return Held(*(tuple(map(add, *both)) for both in zip(self._both(), other._both(), strict=True)))
@@ -92,7 +92,7 @@ class Held:
     def __mul__(self, factor: float) -> Held:
         return Held(*(tuple(line * factor for line in lines) for lines in self._both()))
 
-    def _both(self) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    def _both(self) -> tuple[tuple[LinearCost, ...], tuple[LinearCost, ...]]:
         return self.clipped, self.checked
 
 
@@ -112,13 +112,13 @@ def held_bytes(module: Any, plan: PrivacyPlan, device: torch.device, *, autocast
     return Held(clipped=_lines(clipped, more_clipped), checked=_lines(checked, more_checked))
 
 
-def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[Line, ...]:
+def _lines(few: dict[str, int], many: dict[str, int]) -> tuple[LinearCost, ...]:
     """Return the straight lines through the peaks of each phase; nothing for one that did not come."""
     low, high = _COUNTED_ROWS
     found = []
     for name in PHASES:
         row = (many.get(name, 0) - few.get(name, 0)) / (high - low)
-        found.append(Line(few.get(name, 0) - low * row, row))
+        found.append(LinearCost(few.get(name, 0) - low * row, row))
     return tuple(found)
 
 

@@ -1,11 +1,11 @@
 """The peak memory of a private step, from the tensors that are held simultaneously.
 
-While batches are clipped, there are the weights, the optimizer's states, the sum of clipped gradients, and what the
-phases of clipping hold (`lit_dpret.privacy.clipping.ghost`), each so much for each row of the physical batch and so
-much whatever the rows are. In the first batch, and where the pattern of calls changes, the engine goes through the
-graph once more to check itself: it holds more for each row, then autograd's gradient of every trained weight, and of
-one parameter at a time a copy in float64. While the update is made, there are the weights, the states, the sum, the
-noised gradients, and the noise of one parameter. The largest of these is the peak.
+While batches are clipped, memory holds the weights, the optimizer's states, the sum of clipped gradients, and the
+buffers of each phase of clipping (`lit_dpret.privacy.clipping.ghost`): a fixed part, and a part per row of the physical
+batch. In the first batch, and where the pattern of calls changes, the engine goes through the graph once more to check
+itself: it needs more per row, then autograd's gradient of every trained weight, and a float64 copy of one parameter's
+gradient at a time. During the update, memory holds the weights, the states, the sum, the noised gradients, and the
+noise of one parameter. The largest of these is the peak.
 
 Bytes of weights, sums and states are counted. Those of the phases are measured on slices (`lit_dpret.costs.slices`), or
 estimated from the number of values by `COPIES`. Tensors are counted: what an
@@ -29,12 +29,12 @@ STATES = {"adam": 2, "adamw": 2, "adam_bc": 2, "sgd": 1, "adafactor": 0}
 _NOISE = 28
 
 # Set by hand on T5-small at 384/128 tokens in float32: 4 percent above what its slices held, and some 20 percent above
-# with checkpointing. Other widths, and bfloat16 (taken for half), were not held against a measurement.
+# with checkpointing. Other widths, and bfloat16 (taken for half), were never compared with a measurement.
 #: Copies of each value of a linear layer, of an attention weight and of a logit that a row holds at the peak.
 COPIES = {"plain": (1.2, 3.4, 3.4), "checkpointing": (0.9, 0.5, 3.4)}
 
 
-#: Bytes of a row in a batch in which the engine checks itself, over those in another one; set by hand as well.
+#: Bytes per row in a self-checking batch, divided by those in an ordinary batch; set by hand as well.
 CHECKED = 1.3
 
 # Of each weight of the parameter whose gradient is compared with autograd's.
@@ -42,17 +42,17 @@ _IN_FLOAT64 = 8
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearCost:
     """Bytes at the peak of a phase: ``fixed``, plus ``row`` per row of the physical batch."""
 
     fixed: float
     row: float
 
-    def __add__(self, other: Line) -> Line:
-        return Line(self.fixed + other.fixed, self.row + other.row)
+    def __add__(self, other: LinearCost) -> LinearCost:
+        return LinearCost(self.fixed + other.fixed, self.row + other.row)
 
-    def __mul__(self, factor: float) -> Line:
-        return Line(factor * self.fixed, factor * self.row)
+    def __mul__(self, factor: float) -> LinearCost:
+        return LinearCost(factor * self.fixed, factor * self.row)
 
     def at(self, rows: int) -> int:
         """Return the bytes for this many rows."""
@@ -63,16 +63,15 @@ class Line:
 class Bytes:
     """The parts of the peak, on one device."""
 
-    weights: int  # of the model, in the type in which they are computed with
+    weights: int  # of the model, in the dtype used to compute
     masters: int  # the float32 copies of weights in half precision
     states: int
     sums: int  # the sum of clipped gradients, float32
     gradients: int  # the noised gradients, float32, while the update is made
     noise: int  # of the largest parameter, while it is drawn and measured
-    clipped: tuple[Line, ...]  # what the phases of a batch hold beside the sum
-    # The same of a batch in which the engine checks itself, the first of a run or of a resumed one, beside which there
-    # is no sum yet.
-    checked: tuple[Line, ...]
+    clipped: tuple[LinearCost, ...]  # what the phases of a batch hold beside the sum
+    # The same for a self-checking batch: the first of a run or of a resumed one, when there is no sum yet.
+    checked: tuple[LinearCost, ...]
     rows: int
     gathered: int = 0  # weights that are gathered while batches are clipped, where they are sharded
 
@@ -99,12 +98,12 @@ class Bytes:
 
     @property
     def peak(self) -> int:
-        """The larger of the two."""
+        """The larger of `clipping` and `updating`."""
         return max(self.clipping, self.updating)
 
 
 def bytes_of(
-    outline: Any, *, half: bool, rows: int, clipped: tuple[Line, ...], checked: tuple[Line, ...] = ()
+    outline: Any, *, half: bool, rows: int, clipped: tuple[LinearCost, ...], checked: tuple[LinearCost, ...] = ()
 ) -> Bytes:
     """Return the bytes of a step on a single device.
 
@@ -129,9 +128,9 @@ def estimated_bytes(outline: Any, work: Work, *, half: bool = True, rows: int = 
     linear, attention, logits = COPIES["checkpointing" if outline.gradient_checkpointing else "plain"]
     size = 2 if half else 4
     row = size * (linear * work.linear_values + attention * work.scores + logits * work.logits)
-    gradients = Line(size * outline.trained + _IN_FLOAT64 * outline.largest, size * work.linear_values)
-    checked = (Line(0, CHECKED * row), gradients)
-    return bytes_of(outline, half=half, rows=rows, clipped=(Line(0, row),), checked=checked)
+    gradients = LinearCost(size * outline.trained + _IN_FLOAT64 * outline.largest, size * work.linear_values)
+    checked = (LinearCost(0, CHECKED * row), gradients)
+    return bytes_of(outline, half=half, rows=rows, clipped=(LinearCost(0, row),), checked=checked)
 
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")

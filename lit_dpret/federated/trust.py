@@ -16,7 +16,7 @@ class Sight:
     server: str  # the part that the server, which relays everything, can read
     silos: str  # the part that the other silos can read
     protection: str  # the guarantee that limits the harm, or that there is none
-    # By what of it the server, and the other silos, can count the queries that the silo trains on; empty where they
+    # What the server, and the other silos, can use to count the queries that the silo trains on; empty where they
     # cannot.
     counts: tuple[str, str] = ("", "")
 

@@ -27,12 +27,17 @@ class CouplingCheck:
     """Check some batches of a run: the first one, after a resume or change of mode, and random ones (`Looks`).
 
     Guarantees:
-        - Refused by name is a module in which, in the mode in which it trains and with equal random numbers, the loss
-          or the gradient of some rows differs when the other rows of the batch are others or are not there, when
-          rows are collated without company or stand in other places, or when other rows came in the batch before,
-          the very first one included; or in which the loss reads a metric of torchmetrics. Under a mode that bounds
-          coupled rows itself (`PrivacyMode.candidates` is neither ``rows`` nor ``pool``) the embeddings of pairs are
-          compared with those of rows collated alone, and losses only after other batches and without metrics.
+        - A module is refused by name if, in training mode and with equal random numbers, the loss or the gradient of
+          some rows depends on one of these:
+
+          * the other rows of the batch, or whether there are any;
+          * whether rows are collated alone, or in which places they stand;
+          * the batch before, also in the very first one;
+          * a metric of torchmetrics.
+
+        - Under a mode that bounds coupled rows itself (`PrivacyMode.candidates` is neither ``rows`` nor ``pool``) the
+          embeddings of pairs are compared with those of rows collated alone, and losses only after other batches and
+          without metrics.
         - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
 
     What stays unseen: a dependence that none of the batches looked at shows, as one below the tolerances, one that

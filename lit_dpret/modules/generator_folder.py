@@ -23,7 +23,7 @@ from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT as CONTRACT_NAME
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.files import file_sha256, meant, settle_modes
 from lit_dpret.modules.language_models import load_language_model, load_tokenizer
-from lit_dpret.modules.virtual_tokens import speak_words_only
+from lit_dpret.modules.virtual_tokens import drop_virtual_tokens
 
 CONTRACT_FORMAT = 1
 PASSAGE = "{passage}"
@@ -290,7 +290,7 @@ def load_generator(folder: str | Path) -> GeneratorModel:
                 f"{folder / CONTRACT_NAME} states virtual_ids {virtual[0]} to {virtual[-1]}, which are not the last of "
                 f"the {rows} rows of the model's embeddings. The two files do not belong together."
             )
-        speak_words_only(model, len(virtual))
+        drop_virtual_tokens(model, len(virtual))
     codec = TextCodec(load_tokenizer(folder), contract, continues=not model.config.is_encoder_decoder)
     return GeneratorModel(model.eval(), codec, folder)
 

@@ -44,7 +44,7 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
     tied = _tied(model)
     try:
         config = peft.LoraConfig(**{str(name): value for name, value in settings.items()})
-        with warnings.catch_warnings():  # peft asks by a name that transformers 5 has renamed
+        with warnings.catch_warnings():  # peft uses a name that transformers 5 renamed
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             adapted: nn.Module = peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
@@ -62,23 +62,23 @@ def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
         if uses is not None:
             raise ConfigurationError(
                 f"model.lora.{setting} names {name.removeprefix('base_model.model.')}, and {', '.join(uses)} are one "
-                "weight: trained in one use alone they would be two, and the saved model, in which they are one, would "
-                "be another than was trained. Leave it out, or train all uses together by model.trainable_patterns "
-                "in place of model.lora."
+                "weight: an adapter on one use alone would split them, and the saved model, which stores one weight, "
+                "would differ from the trained one. Leave it out, or train all uses together by "
+                "model.trainable_patterns in place of model.lora."
             )
         if setting == "target_modules":
             _check_merge(part, settings)
     frozen = {id(parameter) for parameter in adapted.parameters() if not parameter.requires_grad}
     if shared := [uses for key, uses in _tied(adapted).items() if key in frozen and key not in tied]:
         raise ConfigurationError(
-            f"model.lora={dict(settings)} makes one weight of {' and '.join(shared[0][:2])}, and a saved model holds "
-            "each by itself. Leave out what shares them, as layer_replication."
+            f"model.lora={dict(settings)} ties {' and '.join(shared[0][:2])}, which a saved model stores separately. "
+            "Remove the setting that ties them, such as layer_replication."
         )
     return adapted
 
 
 def _check_merge(layer: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse an adapter that trains and cannot become a part of its weight: no model could be written in the end."""
+    """Refuse an adapter that cannot be merged into its weight: the model could not be saved."""
     if any(parameter.is_meta for parameter in layer.parameters()):
         return
     try:
@@ -93,7 +93,7 @@ def _check_merge(layer: Any, settings: Mapping[str, Any]) -> None:
 def _tied(model: nn.Module) -> dict[int, list[str]]:
     """Return the names of each parameter that has several, by the parameter's id.
 
-    None on the ``meta`` device: a configuration ties what stored weights may hold apart, as those of T5 1.1 do.
+    Empty on the ``meta`` device: a configuration may tie weights that the checkpoint stores separately, as T5 1.1 does.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -116,7 +116,7 @@ def _twin(model: Any) -> Any:
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return copy.deepcopy(model)
     base = model.get_base_model()
-    with torch.random.fork_rng(devices=[]):  # weights that are replaced are drawn first
+    with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are then replaced
         fresh = type(base)(copy.deepcopy(base.config))
         for name, part in base._modules.items():
             if part is None:  # an encoder without its pooler

@@ -30,7 +30,8 @@ class PromptTuning:
     # What they start from, which is public in every case: ``SAMPLE_VOCAB``, embeddings of random words; ``RANDOM``,
     # standard normal numbers; ``TEXT``, the embeddings of ``prompt_tuning_init_text``.
     prompt_tuning_init: PromptInit = "SAMPLE_VOCAB"
-    # Repeated or cut until it has so many tokens. It is published with the model: never take it from private queries.
+    # Repeated or truncated to ``num_virtual_tokens``. It is published with the model: never take it from private
+    # queries.
     prompt_tuning_init_text: str | None = None
 
     def __post_init__(self) -> None:
@@ -195,7 +196,7 @@ def _with_zeros(weight: Tensor, rows: int) -> Tensor:
     return torch.cat([weight.detach(), torch.zeros_like(weight.detach()[:1]).repeat(rows, *[1] * (weight.dim() - 1))])
 
 
-def speak_words_only(model: PreTrainedModel, count: int) -> None:
+def drop_virtual_tokens(model: PreTrainedModel, count: int) -> None:
     """Prevent a saved generator from generating virtual tokens, the last ``count`` rows of the vocabulary.
 
     Guarantees:

@@ -75,9 +75,9 @@ PHILOX_STREAM, CHACHA_STREAM = 2, 3
 step is repeated under another one."""
 
 FEW = 1 << 15
-"""So few numbers are drawn on the CPU for a GPU too: to start its hundreds of operations takes longer."""
+"""Up to this many numbers are drawn on the CPU even for a GPU: launching its hundreds of kernels takes longer."""
 
-# Part of every key of floating-point noise. It tells nothing apart any more; without it every number would change.
+# Part of every key of floating-point noise. Without meaning by now; kept because removing it would change every number.
 _KEY_CONSTANT = 0
 
 

@@ -17,9 +17,9 @@ UNKNOWN = "no privacy card: what the encoder was trained on is not known"
 
 
 def refuse_trained(make: Any, argument: str, knob: str) -> None:
-    """Refuse a maker of models whose folder tells of a training, for rows whose card would forget what that cost.
+    """Refuse a model factory whose folder shows earlier training: the card of its system would omit the cost.
 
-    What a maker does not say beforehand is refused when its model is trained.
+    A factory that names no folder is checked when its model is trained.
     """
     given = getattr(make, "keywords", {}).get(argument)
     if not isinstance(given, (str, Path)) or not Path(given).expanduser().is_dir():
@@ -37,7 +37,7 @@ def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
 
     Args:
         encoder: What it was loaded from; None where nobody knows.
-        model: It, or a model that holds it, where there is one already.
+        model: The encoder, or a model that contains it, if already built.
 
     Raises:
         DataError: A card lies with other files than it describes.
@@ -45,11 +45,11 @@ def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
     place = None if encoder is None else Path(encoder).expanduser()
     found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
     found |= set() if model is None else {run.privacy for run in runs_behind(model)}
-    if not found:  # that this program left no trace in it tells nothing of what other programs trained it on
+    if not found:  # that we find no trace of ours does not exclude training by other programs
         return PUBLIC if str(encoder) in ("minilm", "public_t5") else UNKNOWN
     if place is not None and (place / CARD_NAME).is_file():
         card = read_card(place)
         check_artefact(place, card)
         return privacy_line(card)
-    # Without the whole of what a card describes, nobody knows which claim is that of these weights.
+    # Where a card describes more than these weights, it is unknown which claim is theirs.
     return WITHOUT_PRIVACY if found == {"none"} else NOT_PROVED

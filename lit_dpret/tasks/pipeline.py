@@ -3,7 +3,7 @@
 The retriever that learns from DP synthetic queries stands beside everything that one would compare
 it with: BM25, the untrained encoder, the same retriever trained on the real queries without privacy,
 the same trained on them directly under DP, and the same trained on pseudo-queries that nobody asked.
-Each private row is a release of its own; a reader who publishes two of them adds them up.
+Each private system is a release of its own; a reader who publishes two of them adds them up.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
 System = Literal["bm25", "zero_shot", "original", "direct", "synthetic", "pseudo"]
-# What finished stages do not depend on, so that a run can go on with others.
-_GROWING = ("min_free_mb", "only", "embeddings")
+# Settings that finished stages do not depend on; they may change on resume.
+_MAY_CHANGE = ("min_free_mb", "only", "embeddings")
 # Shared by the stages and removed at the end: embeddings of queries are as private as the queries.
 EMBEDDINGS = "embeddings"
 _ROUND_TRIP_K = 10
@@ -96,8 +96,8 @@ class Pipeline:
     """Generator, synthetic queries, retriever, baselines, report."""
 
     undeclared_results: ClassVar[bool] = True  # of the DataModule's test queries
-    unprivate_results: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)
-    """Results by which no private runs may be chosen."""
+    results_without_privacy: ClassVar[tuple[str, ...]] = (_UNPROTECTED,)
+    """Results of systems without privacy, by which no private runs may be chosen."""
 
     generator: Callable[..., Any]
     retriever: Callable[..., Any]
@@ -186,7 +186,7 @@ class Pipeline:
             (self.generator, self.generator_steps, self.generator_max_grad_norm)
         )  # fmt: skip
         mode = self._privacy(clip)
-        data = self._data_of_row(mode) if stage == "direct" else self._whole_log()
+        data = self._data_of_system(mode) if stage == "direct" else self._whole_log()
         data.prepare_data()
         data.setup("fit")
         if stage == "direct":
@@ -194,7 +194,7 @@ class Pipeline:
         return plan_fit(mode, data, self._trainer(steps)(logger=False), make_module=make)
 
     def _require_room(self, privacy: Any) -> None:
-        """Plan the private trainings before the first one spends: none may turn out to be impossible after another.
+        """Plan all private trainings first, so that none is found impossible after another has spent its budget.
 
         Each of them reserves for itself when it begins, so another run may still take the room between them.
 
@@ -218,7 +218,7 @@ class Pipeline:
 
     def _fingerprint(self) -> str:
         privacy = settings_fingerprint(self._privacy(1.0), but=["counts"])
-        return settings_fingerprint(self, but=_GROWING, seed=self._parts.seed, privacy=privacy)
+        return settings_fingerprint(self, but=_MAY_CHANGE, seed=self._parts.seed, privacy=privacy)
 
     def _privacy(self, max_grad_norm: float) -> Any:
         mode = self._parts.make_privacy()
@@ -247,8 +247,8 @@ class Pipeline:
         )
         return made
 
-    def _data_of_row(self, mode: PrivacyMode) -> PairsDataModule:
-        """Return what a retriever is trained on; only where no rate may follow from n, at the one that was declared."""
+    def _data_of_system(self, mode: PrivacyMode) -> PairsDataModule:
+        """Return a retriever's data; if the sample rate must not be derived from n, with the declared rate."""
         declared = mode.guarantee == "dp" and mode.neighbours == "add_or_remove"
         rate = {"sample_rate": self._whole_log().sample_rate} if declared else {}
         return self._data(max_passages=self.max_passages, **rate)
@@ -299,7 +299,7 @@ class Pipeline:
                 whole = self._made(Path(str(data.folder)), card=data.require_privacy_card)
                 whole.setup("fit")
                 model.prepare(whole)
-            source = data or self._data_of_row(model.privacy)
+            source = data or self._data_of_system(model.privacy)
             train_retriever(
                 model,
                 source,

@@ -51,7 +51,7 @@ class TrialOf:
             )
         metric = self.sweep.facts["metric"].get("name")
         check_trial(task, mode, parts.make_callbacks(), self.sweep.facts["metric_data"], metric)
-        self._left_out = unprivate_results(task, mode)
+        self._left_out = results_without_privacy(task, mode)
 
     def finish(self, overrides: Sequence[str], result: Any) -> None:
         """Record the trial and its result, on the first rank.
@@ -76,15 +76,15 @@ def release_behind(mode: Any, parts: Parts) -> str | None:
     return None if getattr(data, "privacy_card_path", None) is None else claim_of(data)
 
 
-def unprivate_results(task: Any, mode: Any) -> Sequence[str]:
+def results_without_privacy(task: Any, mode: Any) -> Sequence[str]:
     """Return results of a private task from a model trained on the same data without privacy."""
-    found: Sequence[str] = getattr(task, "unprivate_results", ()) if mode.guarantee == "dp" else ()
+    found: Sequence[str] = getattr(task, "results_without_privacy", ()) if mode.guarantee == "dp" else ()
     return found
 
 
 def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str) -> None:
     """Refuse to choose among private runs by such a result."""
-    if name in unprivate_results(task, mode):
+    if name in results_without_privacy(task, mode):
         raise ConfigurationError(
             f"{knob}={name} under privacy={mode.name}: that result is of a model trained on the private queries "
             "without privacy, and a choice by it is covered by no epsilon. Name another result."

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.costs.memory import STRATEGIES, Bytes, Line, bytes_of, on_each_device, rows_that_fit
+from lit_dpret.costs.memory import STRATEGIES, Bytes, LinearCost, bytes_of, on_each_device, rows_that_fit
 from lit_dpret.costs.work import ACCELERATORS, accelerator
 from lit_dpret.errors import ConfigurationError
 
-ROWS = (Line(0, 70),)
+ROWS = (LinearCost(0, 70),)
 
 
 def step_bytes(*, weights: int, half: bool = False, rows: int, clipped: Any, checked: Any = (), **facts: Any) -> Bytes:
@@ -29,14 +29,17 @@ def test_a_step_holds_the_larger_of_clipping_and_updating() -> None:
     assert WHOLE.clipping == 18_000 + 4000 + 4 * 70
     assert WHOLE.updating == 18_000 + 4000 + 4000 and WHOLE.peak == WHOLE.updating
     of_ten = {"weights": 10, "trained": 10, "largest": 1, "optimizer": "sgd", "clipped": ROWS}
-    lines = (Line(0, 100), Line(200, 10))  # while the graph is gone through again, and while parameters are compared
+    lines = (
+        LinearCost(0, 100),
+        LinearCost(200, 10),
+    )  # while the graph is gone through again, and while parameters are compared
     for rows, least in ((1, 210), (2, 220), (4, 400)):
         checked = step_bytes(rows=rows, checked=lines, **of_ten)  # type: ignore[arg-type]
         assert checked.clipping == 40 + 40 + least and checked.row == 70
 
 
 def test_the_phase_of_a_batch_that_takes_most_depends_on_the_rows() -> None:
-    lines = (Line(1000, 1), Line(0, 100))
+    lines = (LinearCost(1000, 1), LinearCost(0, 100))
     part = step_bytes(weights=10, trained=1, largest=1, optimizer="sgd", rows=2, clipped=lines)
     assert part.clipping == part.lasting + 4 + 1002 and part.row == 1
     assert replace(part, rows=20).clipping == part.lasting + 4 + 2000 and replace(part, rows=20).row == 100
@@ -66,7 +69,7 @@ def test_sharded_weights_are_whole_while_a_batch_is_clipped_and_so_is_the_sum() 
 def test_rows_fill_what_is_left_and_are_none_where_nothing_is() -> None:
     assert rows_that_fit(WHOLE, 40_000) == 128  # 36,000 less 22,000 is room for 200, and 128 is a power of two
     assert rows_that_fit(WHOLE, 28_000) == 0, "the update alone takes 26,000, more than nine tenths"
-    small = step_bytes(weights=10, trained=1, largest=1, optimizer="sgd", rows=1, clipped=(Line(0, 5),))
+    small = step_bytes(weights=10, trained=1, largest=1, optimizer="sgd", rows=1, clipped=(LinearCost(0, 5),))
     assert rows_that_fit(small, 45) == 0
 
 

@@ -118,7 +118,7 @@ class ResNet18(nn.Module):
 
 
 class _Block(nn.Module):
-    """Two 3 x 3 convolutions and a way around them."""
+    """Two 3 x 3 convolutions with a residual connection."""
 
     def __init__(self, wide_in: int, wide_out: int, *, stride: int, norm: Norm, groups: int) -> None:
         super().__init__()

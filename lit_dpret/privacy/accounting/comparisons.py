@@ -48,7 +48,7 @@ def epsilon_if_shuffled(releases: Iterable[Release], *, delta: float, neighbours
 
 
 def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
-    """Return the epsilon by the central limit theorem of Gaussian DP: a diagnostic, which may be below the truth.
+    """Return the epsilon by the central limit theorem of Gaussian DP: a diagnostic that may be below the truth.
 
     Many small releases look like one Gaussian with mu^2 = T q^2 (e^(1 / sigma^2) - 1) (Bu, Dong, Long and
     Su 2020, arXiv 1911.11607, Corollary 4). That is a limit and no bound: at the settings of this project
@@ -69,7 +69,7 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
                 f"datamodule.sampling={law.kind} under privacy.neighbours={neighbours}: no central limit is known."
             )
         rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else 1.0
-        # 700: above it exp() is not a float, and epsilon far beyond `LARGEST_EPSILON`.
+        # 700: above it exp() overflows, and epsilon is far beyond `LARGEST_EPSILON`.
         sampled = math.expm1(min(sigma**-2, 700.0))
         squares += release.count * (rate**2 * sampled if rate < 1 else sigma**-2)
     mu = math.sqrt(squares)

@@ -142,7 +142,7 @@ def composable_parts(releases: Iterable[Release]) -> tuple[Part, ...] | None:
         # fsum, so that the order of the releases does not change a digit.
         precision = math.fsum(count / noise**2 for noise, count in unsampled)
         parts.append(Part(FullBatch(), precision**-0.5, 1))
-    # Sorted, so that the caches below know equal ledgers again.
+    # Sorted, so that the caches below recognise equal ledgers.
     return tuple(sorted(parts, key=repr))
 
 
@@ -158,7 +158,7 @@ def _mean_loss(part: Part, neighbours: Neighbours) -> float:
 
 def beyond_reach(parts: Sequence[Part], neighbours: Neighbours) -> bool:
     """Return whether epsilon is above `LARGEST_EPSILON`, or the noise too small for any accountant."""
-    # So little noise has losses of thousands, and grids of gigabytes.
+    # With so little noise, losses run to thousands and grids to gigabytes.
     if any(part.noise_multiplier < _LEAST_NOISE.get(type(part.law), 0.0) for part in parts):
         return True
     return sum(_mean_loss(part, neighbours) for part in parts) > LARGEST_EPSILON
@@ -267,7 +267,7 @@ def epsilon_of(
         value = float(composed_rdp(parts, neighbours).get_epsilon(delta))
     else:
         value = _prv_epsilon(parts, delta)
-    # Opacus goes below 0 where nearly nothing is lost. A value that is not a number is above every bound.
+    # Opacus may return slightly less than 0. NaN fails the comparison and so counts as infinite.
     return max(0.0, value) if value <= LARGEST_EPSILON else math.inf
 
 

@@ -57,8 +57,8 @@ LEAST_FACTOR = 1e-30
 #: Returns the losses of all rows, or of the rows that it is given, ``(n,)`` indices.
 RowLoss = Callable[..., Tensor]
 
-#: By how much of a norm as it was computed its upper bound may be larger (engine ``ghost`` and its kin), by the type of
-#: the sums; where it is more, the norm is computed in float64.
+#: How much larger than the computed norm its upper bound may be, as a share (engine ``ghost`` and its kin), by the type
+#: of the sums; where it is more, the norm is computed in float64.
 LOOSE = {torch.float64: 2.0**-31, torch.float32: 2.0**-8}
 #: Room for what rounding adds, as a share of a unit's contribution, by the type of the sums: what a norm may be too
 #: small by, and 1e-3 in float32. Of that, a factor and its product with a gradient are rounded by 6e-8 each, and the

@@ -1,6 +1,6 @@
-"""A curious server: detect the words of a silo's batches from the rows of the word-embedding table.
+"""A curious server: detect the words of a silo's batches from the rows of the word-embedding table ("table rows" here).
 
-The gradient of a row is zero where its token is in no text of the batch, so an update names the tokens of all its
+The gradient of a table row is zero where its token is in no text of the batch, so an update names the tokens of all its
 texts (Melis et al. 2019, "Exploiting Unintended Feature Leakage in Collaborative Learning", 1805.04049).
 Paper 004 shares such updates every round and leaves the question open.
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from lit_dpret.audit.statistics.error_rates import Rate, rate
 from lit_dpret.audit.statistics.metrics import auc
@@ -30,20 +31,19 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 _ROUNDING = 1e-6
-"""How far a row moves by rounding to float32, in units of the median row."""
+"""How far a table row moves by rounding to float32, as a share of the median row's norm."""
 _DEVIATIONS = 6.0
-_TO_SIGMA = 1.4826
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MovedRows:
     """The change of each row of a word-embedding table beyond the common change of all rows."""
 
-    # L2 norms, ``(vocabulary,)``; 0 where it is no more than float32 rounds, which is more for longer rows and would
-    # tell frequent words from rare ones without any update.
+    # L2 norms, ``(vocabulary,)``. Movements within float32 rounding are set to 0: rounding grows with a row's length,
+    # and would separate frequent from rare words without any update.
     moved: Floats
     kept: float  # the factor by which decay multiplied every row, as the update shows it; 1 without decay
-    # From where on a row counts as touched: six robust deviations above the median row, and more than rounding.
+    # Above this a row counts as touched: six robust deviations above the median row, and more than rounding.
     threshold: float
 
     def __repr__(self) -> str:
@@ -58,8 +58,8 @@ class MovedRows:
 def moved_rows(before: Floats, after: Floats) -> MovedRows:
     """Measure how far an update moved the rows of a table, without weight decay.
 
-    It supposes that most rows of the vocabulary are touched by no text, as with any vocabulary that was not made
-    from the silo's own texts.
+    Assumes that most rows of the vocabulary are touched by no text, as with any vocabulary that was not made from the
+    silo's own texts.
 
     ``before`` is the table that the server sent, ``after`` the one that came back, ``(vocabulary, dim)``.
 
@@ -76,9 +76,8 @@ def moved_rows(before: Floats, after: Floats) -> MovedRows:
     least = _ROUNDING * float(np.median(np.sqrt(squares[rows])))
     moved = np.linalg.norm(after - kept * before, axis=1)
     moved[moved <= least] = 0.0
-    middle = float(np.median(moved))
-    spread = _TO_SIGMA * float(np.median(np.abs(moved - middle)))
-    return MovedRows(moved, kept, max(least, middle + _DEVIATIONS * spread))
+    spread = float(stats.median_abs_deviation(moved, scale="normal"))
+    return MovedRows(moved, kept, max(least, float(np.median(moved)) + _DEVIATIONS * spread))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +86,9 @@ class TokenSeparation:
 
     tokens: int
     others: int
-    auc: float  # the probability that one of the first moved further than one of the others
-    recall: Rate  # the share of the first that stand out
-    precision: Rate | None  # the share of the first among all that stand out; None where nothing does
+    auc: float  # the probability that one of `tokens` moved further than one of `others`
+    recall: Rate  # the share of `tokens` that stand out
+    precision: Rate | None  # the share of `tokens` among all that stand out; None where nothing does
 
     @property
     def prevalence(self) -> float:
@@ -113,7 +112,7 @@ def separate_tokens(
         rows: How far the rows moved.
         tokens: Ids to find, without repetition.
         others: Ids that must not be named; none of them among ``tokens``.
-        touched_alone: Compare only rows that stand out: whether the distance reveals more than the fact.
+        touched_alone: Compare only rows that stand out, to see whether how far a row moved tells more than that it did.
         confidence: Confidence level of the intervals, which assume independent tokens.
 
     Raises:
