@@ -43,8 +43,8 @@ class BetweenSteps:
         - SLURM's request to requeue the job is met after the step that it came in, by all ranks at once.
 
     Args:
-        trainer: Of the fit; its ``save_checkpoint`` is replaced until `release`, and what puts a checkpoint together
-            until its next fit.
+        trainer: The fit's Trainer; its ``save_checkpoint`` is replaced until `release`, and what puts a checkpoint
+            together until its next fit.
         module: Says in ``updating`` that an update is being made.
         complete: Is given each checkpoint before it is written.
 

@@ -268,7 +268,7 @@ def _watch(logger: Any, gate: LogGate) -> None:
 
 
 def _let_go(logger: Any) -> list[Callable[[], Any]]:
-    """Make the logger what it was; returns what it is to be told."""
+    """Restore the logger's class; return the calls it was held back from."""
     logger._gate.let_go()
     logger.__class__ = type(logger).__mro__[2]
     if isinstance(writer := getattr(logger, "_experiment", None), _GatedWriter):

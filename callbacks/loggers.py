@@ -146,7 +146,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     Args:
         save_dir: The run folder, where W&B keeps its files and the card is looked for.
         project: W&B's project.
-        name: Of the run; null lets W&B choose.
+        name: The run's name; null lets W&B choose.
         offline: Write to ``save_dir`` and send nothing; ``wandb sync`` uploads it later.
         log_model: Upload checkpoints: ``true``, ``false`` or ``all``.
         settings: Groups of settings; the numbers and switches in them, and names of classes, become W&B's config.
@@ -266,7 +266,7 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         save_dir: The run folder, where the card is looked for.
         experiment_name: MLflow's experiment.
         run_name: Null lets MLflow choose.
-        tracking_uri: Of a server or a database; null takes ``MLFLOW_TRACKING_URI``, or a database in the run folder.
+        tracking_uri: A server or a database; null takes ``MLFLOW_TRACKING_URI``, or a database in the run folder.
         settings: Groups of settings; the numbers and switches in them, and names of classes, become MLflow's params.
 
     Raises:

@@ -22,7 +22,7 @@ from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, ledgers_of, model_folder
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.passed import Passed, held_by, is_readable
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, recorded_start
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, private_start
 from lit_dpret.privacy.ledger.trained import (
     TrainedIn,
     fingerprints,
@@ -40,26 +40,26 @@ class OwnWeights:
     """The weights of one fit, recognisable by later runs in this process.
 
     Args:
-        module: As the fit begins: values that it does not change are not its own.
-        itself: The run.
+        module: As it is when the fit begins; values that the fit leaves unchanged do not count as its own.
+        run: The run.
         start: The run that ``init_from`` names.
-        callbacks: Of the Trainer: some hold averages of the weights.
+        callbacks: Callbacks of the Trainer, some of which hold averages of the weights.
     """
 
-    def __init__(self, module: Any, itself: TrainedIn, start: Start | None, *, callbacks: Sequence[Any] = ()) -> None:
-        self._itself, self._before, self._marked = itself, fingerprints(module), False
+    def __init__(self, module: Any, run: TrainedIn, start: Start | None, *, callbacks: Sequence[Any] = ()) -> None:
+        self._run, self._before, self._marked = run, fingerprints(module), False
         self._callbacks, held = callbacks, [each for each in weights(module).values() if is_readable(each)]
         self._shapes = frozenset(tuple(each.shape) for each in held)
-        self._held, self._passed = held, Passed([itself], [*held, *held_by(callbacks, self._shapes)])
+        self._held, self._passed = held, Passed([run], [*held, *held_by(callbacks, self._shapes)])
         places = [*_origins(module, start), *([] if start is None else [model_folder(start.folder)])]
-        # Under privacy=none nobody counts them, so that the names in what the run writes are all that is left of them.
-        self._began_with = {run for place in places for run in _trained(place) if run.privacy != "none"}
+        # If this run is under privacy=none, no card counts these runs; only the notes it writes still name them.
+        self._began_with = {run for place in places for run in _runs_behind(place) if run.privacy != "none"}
 
     def mark_trained(self, module: Any) -> None:
         """Mark a trained module once, with all runs behind it."""
         if not self._marked:
             self._marked = True
-            mark_trained(module, [self._itself, *self._began_with, *runs_behind(module)])
+            mark_trained(module, [self._run, *self._began_with, *runs_behind(module)])
 
     def note_step(self) -> None:
         """Remember what the weights, and the averages of them that callbacks hold, are after a step."""
@@ -67,25 +67,25 @@ class OwnWeights:
 
     def remember(self, values: Iterable[tuple[str, Any]]) -> None:
         """Record the values that the run gave its weights."""
-        remember(values, self._before, [self._itself])
+        remember(values, self._before, [self._run])
 
 
-def refuse_other_weights(module: Any, counter: Any, data: Any, *, part: nn.Module | None = None) -> None:
+def refuse_other_weights(module: Any, accountant: Any, data: Any, *, part: nn.Module | None = None) -> None:
     """Refuse weights from a private run whose releases this run's claim does not count.
 
     Args:
-        module: Of the run.
-        counter: The accountant of the run, which knows which runs are counted.
-        data: The DataModule of the run.
+        module: The run's module.
+        accountant: The run's accountant, which knows which runs are counted.
+        data: The run's DataModule.
         part: The module that holds the weights, where it is another one.
     """
-    if counter.counted_by_others or module.privacy.guarantee == "none":
+    if accountant.counted_by_others or module.privacy.guarantee == "none":
         return
     part = module if part is None else part
-    behind = runs_behind(part).union(*map(_trained, _origins(part, counter.start())))
+    behind = runs_behind(part).union(*map(_runs_behind, _origins(part, accountant.start())))
     if not behind:
         return
-    known = counter.known_runs(module, data)
+    known = accountant.known_runs(module, data)
     unknown = sorted((not run.folder, run) for run in behind if run.run not in known)
     if not unknown:
         return
@@ -101,31 +101,30 @@ def refuse_other_weights(module: Any, counter: Any, data: Any, *, part: nn.Modul
     )
 
 
-def refuse_called(trainer: L.Trainer, module: Any, counter: Any, data: Any) -> RemovableHandle:
+def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -> RemovableHandle:
     """Refuse calls of modules that `refuse_other_weights` refuses, until the handle is removed or the fit fails.
 
-    It is asked of every module of this process and of the workers that it forks, at its first call: a teacher may be
-    reached through a closure, a list, ``collate_fn`` or a data set, and what cannot be called teaches nothing. Not seen
-    are weights that are read without a call, and what was computed before.
+    Every module of this process and of its forked workers is checked at its first call, however the loss reaches it: a
+    closure, a list, ``collate_fn`` or a data set. Weights read without a call, and results computed earlier, go unseen.
     """
     met = WeakSet(module.modules())  # asked about before training begins
 
     def ask(called: nn.Module, _: Any) -> None:
         if called not in met and not trainer.interrupted:
             with temporarily_clear_interpreter_stack():  # a loss may call it inside torch.func.vmap
-                refuse_other_weights(module, counter, data, part=called)
+                refuse_other_weights(module, accountant, data, part=called)
             met.update(called.modules())
 
     return register_module_forward_pre_hook(ask)
 
 
-def refuse_set_later(module: Any, counter: Any) -> None:
+def refuse_set_later(module: Any, accountant: Any) -> None:
     """Refuse weights changed since the module's construction, unless they are counted or declared."""
-    counted = counter.counted_by_others or counter.start() is not None or runs_behind(module)
-    if counted or counter.init_from_is_public or not (names := set_later(module)):
+    counted = accountant.counted_by_others or accountant.start() is not None or runs_behind(module)
+    if counted or accountant.init_from_is_public or not (names := set_later(module)):
         return
     raise ConfigurationError(
-        f"{_some(names)} of {type(module).__name__} was set after the module was built, or trained before it, so the "
+        f"{_listed(names)} of {type(module).__name__} was set after the module was built, or trained before it, so the "
         "private data behind it are unknown. Set weights in the constructor, start from the run that trained them "
         "(init_from), or declare that they contain nothing private, which the card will name: "
         "PrivacyAccountant(init_from_is_public=True).",
@@ -133,16 +132,16 @@ def refuse_set_later(module: Any, counter: Any) -> None:
     )
 
 
-def declared_weights(module: Any, counter: Any) -> list[str]:
+def declared_weights(module: Any, accountant: Any) -> list[str]:
     """Return for the card the weights that are public only by ``init_from_is_public``, besides those of a start."""
-    names = set_later(module) if counter.init_from_is_public and counter.start() is None else []
+    names = set_later(module) if accountant.init_from_is_public and accountant.start() is None else []
     return [
-        f"No private data went into {_some(names)}, set after {type(module).__name__} was built or trained before, as "
-        "declared (init_from_is_public)."
+        f"No private data went into {_listed(names)}, set after {type(module).__name__} was built or trained before, "
+        "as declared (init_from_is_public)."
     ] if names else []  # fmt: skip
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
@@ -151,9 +150,9 @@ def _origins(module: Any, start: Start | None) -> list[Path]:
     own = None if start is None else model_folder(start.folder).resolve()
     parts = [part for part in modules_and_tensors_in(module) if isinstance(part, nn.Module)]
     remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
-    adapted = (base for part in parts for base in _adapted(getattr(part, "peft_config", None)))
+    adapted = (base for part in parts for base in _base_models(getattr(part, "peft_config", None)))
     places = _folders([*(getattr(part, "pretrained", None) for part in parts), *remembered, *adapted])
-    places = list(dict.fromkeys([*places, *_folders(base for place in places for base in _adapted_in(place))]))
+    places = list(dict.fromkeys([*places, *_folders(base for place in places for base in _base_model_in(place))]))
     return [place for place in places if not (own and place.resolve().is_relative_to(own))]
 
 
@@ -163,13 +162,13 @@ def _folders(named: Iterable[Any]) -> list[Path]:
     return [place for name in found if (place := Path(name).expanduser()).is_dir()]
 
 
-def _adapted(settings: Any) -> list[Any]:
+def _base_models(settings: Any) -> list[Any]:
     """The models that a part's adapters stand on, as peft knows them."""
     found = settings.values() if isinstance(settings, Mapping) else ()
     return [getattr(each, "base_model_name_or_path", None) for each in found]
 
 
-def _adapted_in(folder: Path) -> list[Any]:
+def _base_model_in(folder: Path) -> list[Any]:
     """The model that a folder of adapters names: transformers loads that one beside them."""
     try:
         facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -178,7 +177,7 @@ def _adapted_in(folder: Path) -> list[Any]:
     return [facts.get("base_model_name_or_path")] if isinstance(facts, dict) else []
 
 
-def _trained(place: Path) -> frozenset[TrainedIn]:
+def _runs_behind(place: Path) -> frozenset[TrainedIn]:
     """The runs that trained the model in ``place``, by its note or by a ledger in or around it.
 
     Raises:
@@ -186,17 +185,16 @@ def _trained(place: Path) -> frozenset[TrainedIn]:
         LedgerError: A ledger cannot be read.
     """
     noted = noted_in(place)
-    known = {run.run for run in noted}  # a note tells the mode, also of a run that a ledger knows as a start alone
-    return noted.union(run for ledger in ledgers_of(place) for run in _ledgered(ledger) if run.run not in known)
+    known = {run.run for run in noted}  # a note also gives the mode of a run that a ledger mentions only as a start
+    return noted.union(run for ledger in ledgers_of(place) for run in _runs_in(ledger) if run.run not in known)
 
 
-def _ledgered(ledger: Path) -> set[TrainedIn]:
+def _runs_in(ledger: Path) -> set[TrainedIn]:
     records = PrivacyLedger.read(ledger).records
     plan = next((record for record in records if record["kind"] == "plan"), None)
     found = set() if plan is None else {TrainedIn(ledger_identity(records), str(plan["mode"]), str(ledger.parent))}
-    start = recorded_start(records)
-    if start is not None and not start["public"]:  # also a run under privacy=none hands on what it began with
-        mode = "dp" if start["releases"] else str(start["guarantee"])
+    if (behind := private_start(records)) is not None:
+        start, mode = behind
         found |= {TrainedIn(run, mode) for run in start["runs"] or [start["name"]]}
     return found
 

@@ -19,10 +19,10 @@ def refuse_checkpoint_of_other_run(module: Any, found: Position | None, own: Pos
     """Refuse another run's checkpoint; mark the module, which already has its weights.
 
     Args:
-        module: Of the run, under a claim.
+        module: The run's module, under a claim.
         found: Where the checkpoint was taken; None where no accountant took part.
         own: Where the run is.
-        run_dir: Of the run, for the message.
+        run_dir: The run's folder, for the message.
     """
     if found is not None and found.run_id == own.run_id:
         return
@@ -42,10 +42,10 @@ def refuse_other_positions(
     """Refuse ranks with different checkpoints, and a restart if the ledger has releases.
 
     Args:
-        trainer: Of the fit.
+        trainer: The fit's Trainer.
         restored: Where this rank's checkpoint was taken; None without one.
         run: On rank 0; None on the others.
-        run_dir: Of the run.
+        run_dir: The run's folder.
         ranks: Who takes part.
 
     Raises:

@@ -45,7 +45,7 @@ def ddp_strategy(
         timeout_minutes: How long ranks wait for one that is stuck. It must cover what one of them does while the others
             wait: reading its data, writing a checkpoint.
         process_group_backend: ``gloo`` or ``nccl``; null for the device's own.
-        settings: Of ``DistributedDataParallel``.
+        settings: Arguments of ``DistributedDataParallel``.
     """
     require_number("trainer.strategy", {"timeout_minutes": timeout_minutes})
     timeout = timedelta(minutes=timeout_minutes)

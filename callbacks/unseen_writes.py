@@ -25,7 +25,7 @@ class UnseenWrites:
     Between two steps the module looks by itself (`HookWatch`).
 
     Args:
-        trainer: Of the fit.
+        trainer: The fit's Trainer.
         module: As it is in ``setup`` of the fit.
         ranks: Who takes part.
         whole: Whether this process holds whole weights under a guarantee; else what is written early is not seen.

@@ -36,6 +36,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     PrivacyLedger,
     counted_in,
     ledger_identity,
+    private_start,
     recorded_start,
 )
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
@@ -213,9 +214,8 @@ def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
         if (ledger := place / LEDGER_NAME).is_file():
             records = PrivacyLedger.read(ledger).records
             yield from ((ledger, str(record["mode"])) for record in records if record["kind"] == "plan")
-            start = recorded_start(records)
-            if start is not None and not start["public"]:  # also a run under privacy=none hands on what it began with
-                yield ledger, "dp" if start["releases"] else str(start["guarantee"])
+            if (behind := private_start(records)) is not None:
+                yield ledger, behind[1]
     if (above := card_above(folder)) is not None:
         yield above, str(read_card(above)["claim"]["guarantee"])
 

@@ -249,6 +249,17 @@ def recorded_start(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | Non
     return dict(found[0]["start"]) if found else None
 
 
+def private_start(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], str] | None:
+    """Return those facts and the mode of that run, ``dp`` or its guarantee; None where it is declared public.
+
+    A run under privacy=none passes on the private runs behind its own start too.
+    """
+    start = recorded_start(records)
+    if start is None or start["public"]:
+        return None
+    return start, "dp" if start["releases"] else str(start["guarantee"])
+
+
 def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
     """Return the data-set ledgers that count this run: those named that did not refuse it."""
     known: set[str] = set()
