@@ -1,7 +1,7 @@
-"""Read a W&B sweep file like W&B: its parameters become trials, its command a command line.
+"""Read a W&B sweep file as W&B does: its parameters become trials, its command a command line.
 
-Only what can be known before the first trial is taken: ``grid``, and ``random`` over listed values. A search that looks
-at results to choose the next trial (``bayes``) has no list of trials whose cost could be reserved.
+Only searches whose trials can be listed in advance are accepted: ``grid``, and ``random`` over listed values. One that
+looks at results to choose the next trial (``bayes``) has no list of trials whose cost could be reserved.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import yaml
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import json_sha256
+from lit_dpret.settings import is_whole
 
 _KEYS = {"program", "method", "metric", "parameters", "command", "run_cap", "name", "description", "project", "entity"}
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
@@ -66,7 +65,7 @@ class SweepFile:
         """Read and check a file, or one shipped with the package, such as ``quickstart``.
 
         Raises:
-            ConfigurationError: It is missing, no sweep, or asks for something whose trials are not known beforehand.
+            ConfigurationError: It is missing, is not a sweep, or its trials cannot be listed in advance.
         """
         file = Path(path).expanduser()
         shipped = {f.name.removesuffix(".yaml"): f for f in SHIPPED.iterdir() if f.name.endswith(".yaml")}
@@ -81,11 +80,11 @@ class SweepFile:
         except yaml.YAMLError as error:
             raise ConfigurationError(f"task.file={path} is not YAML: {' '.join(str(error).split())}.") from error
         if not isinstance(content, dict):
-            raise ConfigurationError(f"task.file={path} is no sweep: a W&B sweep file is a mapping with parameters.")
+            raise ConfigurationError(f"task.file={path} is not a sweep: a W&B sweep file is a mapping with parameters.")
         if unknown := sorted(set(content) - _KEYS):
             raise ConfigurationError(
-                f"task.file={path}: {', '.join(unknown)} is nothing that a sweep without a server can follow. It "
-                f"knows {', '.join(sorted(_KEYS))}."
+                f"task.file={path}: {', '.join(unknown)} is not supported by a sweep without a server. Supported keys: "
+                f"{', '.join(sorted(_KEYS))}."
             )
         method = content.get("method", "grid")
         if method not in ("grid", "random"):
@@ -97,12 +96,11 @@ class SweepFile:
         if not isinstance(parameters, dict) or not parameters:
             raise ConfigurationError(f"task.file={path} has no parameters to vary.")
         cap = content.get("run_cap")
-        if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 1):
+        if cap is not None and (not is_whole(cap) or cap < 1):
             raise ConfigurationError(f"task.file={path}: run_cap={cap} must be a whole number of at least 1.")
         if method == "random" and cap is None:
             raise ConfigurationError(f"task.file={path}: method=random never ends without run_cap. Set one.")
-        command = [str(part) for part in content.get("command") or ["${env}", "${interpreter}", "${program}",
-                                                                   "${args_no_hyphens}"]]  # fmt: skip
+        command = [str(part) for part in content.get("command") or _MACROS]
         if "${args_no_hyphens}" not in command:
             raise ConfigurationError(
                 f"task.file={path}: its command lacks ${{args_no_hyphens}}, the trial's settings as name=value."
@@ -136,9 +134,9 @@ class SweepFile:
         return [part for part in self.command if "=" in part and not part.startswith(("${", "hydra.", "trial_of="))]
 
     def command_line(self, trial: Trial, environment: Mapping[str, str]) -> list[str]:
-        """Return the command of one trial, with the macros filled in like W&B's agent.
+        """Return the command of one trial, with the macros filled in as W&B's agent does.
 
-        ``${envvar:NAME}`` is looked up in ``environment``; a name that is missing stays as W&B leaves it.
+        ``${envvar:NAME}`` is looked up in ``environment``; a missing variable becomes its own name, as in W&B's agent.
         """
         words: list[str] = []
         for part in self.command:
@@ -161,11 +159,6 @@ class SweepFile:
         parameters = list(self.parameters.items())  # their order is that of the trials
         facts = [self.program, self.method, parameters, list(self.command), dict(self.metric), self.run_cap]
         return json_sha256(facts, default=str)
-
-
-def shown(words: Sequence[str]) -> str:
-    """Return a command line as typed in a shell."""
-    return " ".join(shlex.quote(word if word != sys.executable else os.path.basename(word)) for word in words)
 
 
 def _values(file: Path, name: str, given: Any) -> list[Any]:

@@ -83,7 +83,7 @@ def test_the_command_line_is_the_one_that_wandbs_agent_would_make(tmp_path: Path
         ({"parameters": {}}, "no parameters to vary"),
         ({"run_cap": 0}, "run_cap=0"),
         ({"command": ["${program}"]}, "lacks"),
-        ({"early_terminate": {"type": "hyperband"}}, "early_terminate is nothing"),
+        ({"early_terminate": {"type": "hyperband"}}, "early_terminate"),
         ({"metric": {"name": "x", "goal": "up"}}, "minimize or maximize"),
     ],
 )
