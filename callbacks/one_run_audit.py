@@ -20,8 +20,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.audit.canaries.canary import Kind
-from lit_dpret.audit.canaries.coin_flips import AuditScores, CoinFlips, coins_in_run, read_scores, write_scores
-from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS, CanarySuite
+from lit_dpret.audit.canaries.coin_flips import KNOBS, AuditScores, CoinFlips, coins_in_run, read_scores, write_scores
+from lit_dpret.audit.canaries.suite import CanarySuite
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.one_run import (
     SHARES,
@@ -161,7 +161,7 @@ class OneRunAudit(Callback):
         kind: What a canary of a text looks like: ``random_passage`` (a query of public words and ten digits, with
             any public passage), ``own_passage``, or ``echo`` (rare words for digits).
         queries: Where the words before the digits come from: ``pseudo`` (public passages), or a file of public
-            queries, one in a line.
+            queries: records with a ``text`` (.jsonl, .tsv, .csv, .parquet), or a text with one in a line.
         confidence: Of the bound on the card.
         seed: Of canaries and coins; null takes one from the operating system. Whoever knows it knows the coins.
 
@@ -188,11 +188,7 @@ class OneRunAudit(Callback):
         if not 0 < confidence < 1:
             raise ConfigurationError(f"callbacks.audit.confidence={confidence} must lie between 0 and 1.")
         require_choice("callbacks.audit.kind", kind, ("random_passage", "own_passage", "echo"))
-        if queries in EVALUATION_SPLITS:
-            raise ConfigurationError(
-                f"callbacks.audit.queries={queries}: the released model would be trained on people's queries of that "
-                "split, which the claim does not cover. Take pseudo, or a file of public queries."
-            )
+        CanarySuite(queries=queries).refuse_splits(KNOBS)
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.resume = resume
         self.canaries, self.max_share = canaries, max_share

@@ -6,7 +6,7 @@ check looks at a `Candidate` and raises, or returns nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,7 +40,6 @@ from lit_dpret.callbacks.own_code import (
     refuse_replaced_weighting,
     refuse_saved_data,
 )
-from lit_dpret.callbacks.retrieval_evaluation import train_queries
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
     refuse_second_masters,
@@ -62,7 +61,7 @@ from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
 from lit_dpret.privacy.sampling import not_offered
-from lit_dpret.texts import refuse_quoted
+from lit_dpret.texts import queries_of, refuse_quoted
 
 Check: TypeAlias = Callable[["Candidate"], None]
 
@@ -349,12 +348,6 @@ def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None
             callback.refuse_protected(module, data)
     if module.privacy.guarantee == "dp":
         refuse_quoted(queries_of(data), *_published(trainer, module, data))
-
-
-def queries_of(data: Any) -> Iterable[str]:
-    """Return the queries of every split of a set-up DataModule, or of the rows that are trained on."""
-    collection = getattr(data, "collection", None)
-    return train_queries(data) if collection is None else collection.queries.values()
 
 
 #: Attributes of loggers with these in their names are places, which are not sent.

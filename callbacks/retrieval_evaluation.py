@@ -9,7 +9,7 @@ since the claim may be about users who have queries in both.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -30,7 +30,7 @@ from lit_dpret.retrieval.metrics import Metric
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import DEFAULT_METRICS, EvaluationResult, Ranking, check_qrels, evaluate
 from lit_dpret.settings import require_choice, require_whole
-from lit_dpret.texts import normalise
+from lit_dpret.texts import normalise, train_queries
 
 DevData = Literal["public", "synthetic", "private"]
 
@@ -269,18 +269,3 @@ def trains_on(data: Any, queries: Collection[str]) -> bool:
     """
     trained = set(map(normalise, train_queries(data)))
     return sum(normalise(text) in trained for text in queries) > SHARED_BY_CHANCE * len(queries)
-
-
-def train_queries(data: Any) -> Iterator[str]:
-    """Yield the texts of a set-up DataModule's train queries, from its collection or its rows."""
-    if (collection := getattr(data, "collection", None)) is not None:
-        yield from (collection.queries[query] for query in collection.qrels.get("train", {}))
-        return
-    if not hasattr(data, "train_units"):
-        return
-    units = data.train_units()
-    for unit in range(len(units)):
-        for row in units.rows(unit):
-            if not isinstance(text := getattr(row, "query", None), str):
-                return  # rows of another kind, all of which it may cost much to read
-            yield text

@@ -1,14 +1,16 @@
-"""Equality of texts, for grouping units, finding copies, and comparing declarations with data."""
+"""Equality of texts, for grouping units, finding copies, and comparing declarations with a run's own queries."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from lit_dpret.errors import ConfigurationError
 
 _LONG = 4
+_PUBLISHED = "it is published, and the queries are protected. Take a text of public data."
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -42,7 +44,13 @@ def words_of(text: str) -> str:
     return " ".join(re.findall(r"[^\W_]+", text.casefold()))
 
 
-def refuse_quoted(queries: Iterable[str], texts: Mapping[str, str], names: Mapping[str, str] = _NO_NAMES) -> None:
+def refuse_quoted(
+    queries: Iterable[str],
+    texts: Mapping[str, str],
+    names: Mapping[str, str] = _NO_NAMES,
+    *,
+    because: str = _PUBLISHED,
+) -> None:
     """Refuse a protected query in what is published with a run, in the same words; case and punctuation aside.
 
     Args:
@@ -51,21 +59,56 @@ def refuse_quoted(queries: Iterable[str], texts: Mapping[str, str], names: Mappi
             words or more.
         names: Short ones, as of folders: words of short queries occur there by chance, so that one is refused that
             equals it with three words or more, or stands in it with four.
+        because: The reason, and what to do, for the message.
 
     Raises:
         ConfigurationError: One does. The message names the setting, and never the query.
     """
-    spoken = {knob: words_of(text) for knob, text in (*texts.items(), *names.items())}
-    equal = {words for knob, words in spoken.items() if knob in texts or words.count(" ") >= _LONG - 2}
-    # In one piece, because there may be millions of queries; no query holds the mark in between.
-    whole = "|".join(f" {words} " for words in spoken.values())
+    spoken = {knob: words_of(text).split() for knob, text in (*texts.items(), *names.items())}
+    equal = {" ".join(words) for knob, words in spoken.items() if knob in texts or len(words) >= _LONG - 1}
+    # There may be millions of queries, or of texts: each is read once, and compared where the first words are alike.
+    begun = {start for words in spoken.values() for _, start in _starts(words)}
+    same, within = set[str](), dict[str, set[tuple[str, ...]]]()
     for query in filter(None, map(words_of, queries)):
-        long = query.count(" ") >= _LONG - 1
-        if query not in equal and not (long and f" {query} " in whole):
-            continue
-        knob = next(knob for knob, words in spoken.items() if query == words or (long and f" {query} " in f" {words} "))
-        raise ConfigurationError(
-            f"{knob} holds a query of the run's own data in the same words: it is published, and the queries are "
-            "protected. Take a text of public data.",
-            trap="T25",
-        )
+        if query in equal:
+            same.add(query)
+        parts = tuple(query.split())
+        if (start := " ".join(parts[:_LONG])) in begun and len(parts) >= _LONG:
+            within.setdefault(start, set()).add(parts)
+    lengths = {start: {len(words) for words in found} for start, found in within.items()}
+    for knob, words in spoken.items() if same or within else ():
+        if " ".join(words) in same or any(
+            tuple(words[place : place + length]) in within[start]
+            for place, start in _starts(words)
+            for length in lengths.get(start, ())
+        ):
+            raise ConfigurationError(
+                f"{knob} holds a query of the run's own data in the same words: {because}", trap="T25"
+            )
+
+
+def _starts(words: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield the place and the first words of each part of a text that may be a long query."""
+    for place in range(len(words) - _LONG + 1):
+        yield place, " ".join(words[place : place + _LONG])
+
+
+def train_queries(data: Any) -> Iterator[str]:
+    """Yield the texts of a set-up DataModule's train queries, from its collection or its rows."""
+    if (collection := getattr(data, "collection", None)) is not None:
+        yield from (collection.queries[query] for query in collection.qrels.get("train", {}))
+        return
+    if not hasattr(data, "train_units"):
+        return
+    units = data.train_units()
+    for unit in range(len(units)):
+        for row in units.rows(unit):
+            if not isinstance(text := getattr(row, "query", None), str):
+                return  # rows of another kind, all of which it may cost much to read
+            yield text
+
+
+def queries_of(data: Any) -> Iterable[str]:
+    """Return the queries of every split of a set-up DataModule, or of the rows that are trained on."""
+    collection = getattr(data, "collection", None)
+    return train_queries(data) if collection is None else collection.queries.values()

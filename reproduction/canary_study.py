@@ -16,7 +16,7 @@ import lightning as L
 
 from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.audit.canaries.findings import Cell, Outcome, cells_of
-from lit_dpret.audit.canaries.suite import plant_in_run
+from lit_dpret.audit.canaries.suite import Knobs, plant_in_run
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivacyViolation
@@ -30,6 +30,7 @@ from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from reproduction.study import Study
 
 NAME = "canaries"
+_KNOBS = Knobs(queries="task.canaries.queries", count="task.canaries.count")
 _HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # words of a command that change no number
 
 
@@ -55,6 +56,8 @@ class CanaryStudy(Study):
     def __post_init__(self) -> None:
         require_whole("task", self, 1, "trainings", "steps", "batch")
         require_budgets("task.eps", self.eps, some=True)
+        if self.keep_models:
+            self.canaries.refuse_splits(_KNOBS)
         if self.canaries.include != 1:
             raise ConfigurationError(
                 f"task.canaries.include={self.canaries.include:g}: ranks are of planted secrets. Set it to 1; for "
@@ -107,7 +110,9 @@ class CanaryStudy(Study):
         suite = self.canaries
         if suite.seed is not None:
             suite = replace(suite, seed=suite.seed + number)
-        planted = plant_in_run(data, suite, folder, resume=resume, reader=model)
+        planted = plant_in_run(
+            data, suite, folder, resume=resume, reader=model, released=self.keep_models, knobs=_KNOBS
+        )
         callbacks = stage_callbacks(
             folder, resume=resume, label=_stage(eps, number), save_every=self.steps, tuning_note=self.tuning_note,
             tuning_data=self.tuning_data,

@@ -16,7 +16,6 @@ import numpy as np
 from torch import Tensor
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.callbacks.refusals import queries_of as protected_queries
 from lit_dpret.cards.card import (
     CARD_NAME,
     CardFacts,
@@ -64,6 +63,7 @@ from lit_dpret.synthesis.writer import (
 from lit_dpret.tasks.histogram import code_of_units, copied_ledger, counting_run, over_rows, queries_of, read_units
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.synthesize import SYNTHETIC, SetDrawing, public_sample
+from lit_dpret.texts import queries_of as protected_queries
 
 GENERATOR, GENERATIONS = "generator", "generations"
 MOST_GENERATIONS = 50

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.canaries import CanarySuite
-from lit_dpret.audit.canaries.suite import EVALUATION_SPLITS, plant_blanks, plant_in_run
+from lit_dpret.audit.canaries.suite import plant_blanks, plant_in_run
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
 from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints, newest_checkpoint, remove_drafts
 from lit_dpret.callbacks.planning import plan_run
@@ -239,12 +239,8 @@ def _tell_where(folder: Path, first: str = "") -> None:
 def released_canaries(parts: Parts) -> CanarySuite | None:
     """Return the canaries to plant in a model that is released."""
     canaries: CanarySuite | None = parts.make_canaries()
-    if canaries is not None and canaries.queries in EVALUATION_SPLITS:
-        raise ConfigurationError(
-            f"canaries.queries={canaries.queries} would train a released model on people's queries, in all copies of a "
-            "canary, and the claim covers one. Use pseudo, or a file of public queries; experiment=canaries, which "
-            "releases no model, may use a split."
-        )
+    if canaries is not None:
+        canaries.refuse_splits()
     return canaries
 
 

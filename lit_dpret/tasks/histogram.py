@@ -15,7 +15,6 @@ import numpy as np
 
 from lit_dpret.callbacks.endings import ends_by_rows
 from lit_dpret.callbacks.own_code import refuse_false_bound
-from lit_dpret.callbacks.refusals import queries_of as protected_queries
 from lit_dpret.cards.card import CARD_NAME, RunFacts, build_card, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.cards.provenance import environment_facts
@@ -39,6 +38,7 @@ from lit_dpret.settings import picked, require_choice
 from lit_dpret.synthesis.filters.bins import Bins
 from lit_dpret.synthesis.filters.released import foreign_code
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.texts import queries_of as protected_queries
 from lit_dpret.texts import refuse_quoted
 
 

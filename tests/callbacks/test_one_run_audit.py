@@ -19,7 +19,7 @@ from lit_dpret.cards.card import verify_card
 from lit_dpret.cards.claim import claimed_curve
 from lit_dpret.cards.file import read_card
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 
@@ -220,6 +220,42 @@ def test_numbers_of_canaries_that_cannot_be_are_refused_by_name(tmp_path: Path) 
                   {"seed": "abc"}, {"seed": -1}, {"seed": True}):  # fmt: skip
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             OneRunAudit(**wrong)  # type: ignore[arg-type]
+
+
+def queries_file(folder: Path, *more: str) -> Path:
+    """Public queries, and ``more``, as records."""
+    texts = [*(f"how do tides {i} turn at noon" for i in range(CANARIES)), *more]
+    path = folder / "own.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def audit_of(queries: str | Path) -> OneRunAudit:
+    return OneRunAudit(canaries=CANARIES, max_share=0.9, seed=11, queries=str(queries))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_words_of_the_runs_own_queries_are_refused_by_the_name_of_the_setting(split: str, tmp_path: Path) -> None:
+    log = large_log(tmp_path)
+    asked = "why is my left knee so sore"
+    log.collection.queries["q0"] = asked
+    log.collection.qrels["test"] = {"q0": log.collection.qrels["train"]["q0"]}
+    if split == "test":
+        del log.collection.qrels["train"]["q0"]
+    path = queries_file(tmp_path, f"q7: {asked}?")
+    refused(tmp_path, audit_of(path), r"^callbacks\.audit\.queries", data=log, **GIVEN)
+    refused(tmp_path, audit_of(tmp_path / "none.tsv"), r"^callbacks\.audit\.queries", **GIVEN)
+    short = tmp_path / "short.txt"
+    short.write_text("how do tides turn\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"^callbacks\.audit\.queries.*callbacks\.audit\.canaries"):
+        audited(tmp_path, audit=audit_of(short), **GIVEN)
+
+
+def test_the_card_names_the_declaration_that_the_words_of_canaries_are_public(tmp_path: Path) -> None:
+    audited(tmp_path, audit=audit_of(queries_file(tmp_path)), steps=2, **GIVEN)
+    card, ledger = card_of(tmp_path), tmp_path / "run" / "privacy_ledger.jsonl"
+    (told,) = [one for one in card["assumptions"] if "canaries took their words" in one["text"]]
+    assert told["holds"] == "unverified" and verify_card(card, ledger) == []
 
 
 def test_one_percent_of_the_units_and_a_thousand_at_most_are_planted_by_default() -> None:

@@ -74,6 +74,12 @@ def test_a_model_that_stays_takes_no_canaries_from_peoples_queries(tmp_path: Pat
     assert not (tmp_path / "trained" / "privacy_ledger.jsonl").exists()
 
 
+def test_a_study_that_keeps_its_models_takes_no_queries_of_a_split(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.canaries\.queries=dev"):
+        study(canaries=replace(SUITE, queries="dev"), keep_models=True)
+    study(canaries=replace(SUITE, queries="dev"))
+
+
 @pytest.mark.parametrize(
     ("side", "limits"), [("query", {"max_query_length": 9}), ("passage", {"max_passage_length": 9})]
 )

@@ -141,7 +141,7 @@ def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | 
             if len(set(map(tuple, whole))) < len(whole):
                 raise ConfigurationError(
                     f"Canary {canary.name}: the tokenizer gives two candidates the same tokens. Does it know the "
-                    "characters of canaries.kinds? A new_token canary needs a model with as many <extra_id_N> as "
+                    "characters of the secrets? A new_token canary needs a model with as many <extra_id_N> as "
                     "canaries.new_tokens."
                 )
 

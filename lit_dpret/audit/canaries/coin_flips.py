@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from lit_dpret.audit.canaries.canary import CANARIES, CanarySet, check_all_fit, read_canaries, write_canaries
-from lit_dpret.audit.canaries.suite import CanarySuite, planted_facts
+from lit_dpret.audit.canaries.suite import CanarySuite, Knobs, planted_facts
 from lit_dpret.datamodules.images import ImageRow
 from lit_dpret.datamodules.rows import Row
 from lit_dpret.datamodules.unit_dataset import Planted
@@ -158,7 +158,12 @@ def _made(text: str) -> CoinFlips:
     )
 
 
-SHORTER = "take canaries with shorter queries: a file of them as callbacks.audit.queries, or another kind"
+KNOBS = Knobs(
+    queries="callbacks.audit.queries",
+    count="callbacks.audit.canaries",
+    shorter="take canaries with shorter queries: a file of them as callbacks.audit.queries, or another kind",
+)
+"""The settings that errors about the canaries of an audit name."""
 
 
 def coins_in_run(
@@ -183,7 +188,7 @@ def coins_in_run(
     if not begun:
         if images:
             return image_coins(suite.count, shape=data.image_shape, seed=suite.seed, run_dir=run_dir)
-        canaries = suite.make(data, reader, shorter=SHORTER)
+        canaries = suite.make(data, reader, knobs=KNOBS)
         write_canaries(canaries, run_dir)
         return coins_of(canaries)
     path = run_dir / CANARIES
@@ -201,7 +206,7 @@ def coins_in_run(
         known: Mapping[str, Any] = settings | {"count": len(found.rows)}
     else:
         read = read_canaries(path)
-        check_all_fit(reader, read.canaries, shorter=SHORTER)
+        check_all_fit(reader, read.canaries, shorter=KNOBS.shorter)
         found, known = coins_of(read), read.settings
     for name, value in settings.items():
         if known.get(name) != value:

@@ -34,15 +34,24 @@ from lit_dpret.audit.canaries.canary import (
     set_sha256,
     write_canaries,
 )
+from lit_dpret.datamodules.readers import FORMATS, RecordFile
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.settings import is_whole
 from lit_dpret.synthesis.pseudo_queries import pseudo_queries
-from lit_dpret.texts import normalise
+from lit_dpret.texts import collapse_whitespace, queries_of, refuse_quoted, train_queries
 
 QUERY_SIDE_ONLY = ("echo", "new_token")
 EVALUATION_SPLITS = ("dev", "test")
 PSEUDO = "pseudo"
+_OF_PEOPLE = (
+    "would train a released model on people's queries, in all copies of a canary, and the claim covers one. Use "
+    "pseudo, or a file of public queries; experiment=canaries, which keeps no model, may use a split."
+)
+_COPIED = (
+    "a canary would be trained on it even if its owner's record is removed, in copies that the claim does not count. "
+    "Remove it from the file, or take public queries."
+)
 _PSEUDO_PASSAGES = 2000
 _VOCABULARY_PASSAGES = 2000
 
@@ -62,6 +71,18 @@ class _Material:
     ids: Sequence[str]
     words: Sequence[str]
     seed: int
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The settings that errors about a suite name."""
+
+    queries: str = "canaries.queries"
+    count: str = "canaries.count"
+    shorter: str | None = None  # the advice about texts that are too long, beside raising the length
+
+
+_KNOBS = Knobs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +118,9 @@ class CanarySuite:
     count: int = 1  # canaries of each combination
     candidates: int = 100  # secrets that each canary's is drawn from, and ranked among
     include: float = 1.0  # 1 plants all; 0.5 tosses a fair coin for each, as one-run audits need it
-    # ``pseudo``, ``dev``, ``test``, or a file of public queries, one in a line. Queries of a split are trained on as
-    # canaries: do not judge the model by that split.
+    # ``pseudo``, ``dev``, ``test``, or a file of public queries: .jsonl, .tsv, .csv or .parquet with a column ``text``;
+    # any other name is of a text, one query in a line. Queries of a split are trained on as canaries: do not judge the
+    # model by that split.
     queries: str = "pseudo"
     query_words: int = 12  # words of a query that are kept before the secret, so that a model's longest query holds it
     passage_words: int = 30  # the same, where the secret stands in a passage
@@ -149,11 +171,12 @@ class CanarySuite:
         """The number of the canaries' units."""
         return self.count * sum(copies for _, _, copies in self._combinations())
 
-    def make(self, data: Sources, reader: object = None, *, shorter: str | None = None) -> CanarySet:
+    def make(self, data: Sources, reader: object = None, *, released: bool = True, knobs: Knobs = _KNOBS) -> CanarySet:
         """Make the canaries for a data set, determined by seed, public texts and reader.
 
         Guarantees:
-            - No training query is read.
+            - No training query is read, but to refuse a file that holds one.
+            - Of a model that is released, no query of another split is planted either, from the split or from a file.
             - Each secret is drawn uniformly from its candidates, by coins that nothing else uses.
             - No two canaries share a query.
             - A query whose words leave a model no room for a secret is passed over for another, whichever was drawn.
@@ -161,22 +184,26 @@ class CanarySuite:
         Args:
             data: The public side of a DataModule.
             reader: The model that will be trained on them, where it makes tokens of texts (``token_ids``).
-            shorter: What an error advises about texts that are too long, beside raising the length.
+            released: Whether the model is kept. One that nobody gets may be trained on dev or test queries.
+            knobs: The settings that errors name.
 
         Raises:
-            ConfigurationError: The data have no public list of passages, or no such split; or too few of the queries
-                leave room for a secret, or two secrets are one to the tokenizer.
-            DataError: There are too few queries to make so many canaries.
+            ConfigurationError: The data have no public list of passages, or no such split; or the queries are people's;
+                or too few of them leave room for a secret, or two secrets are one to the tokenizer.
+            DataError: There are too few queries to make so many canaries, or their file cannot be read.
         """
         seed = secrets.randbits(63) if self.seed is None else self.seed
         passages = data.public_passages()
         ids = sorted(passages)
-        known = self._known_queries(data, passages, ids, seed)
+        if released:
+            self.refuse_splits(knobs)
+        found = _queries(self.queries, data, passages, ids, seed, released=released, knobs=knobs)
+        known = self._cut(found)
         planned = [(*each, number) for each in self._combinations() for number in range(self.count)]
         if len(known) < len(planned):
             raise DataError(
-                f"canaries.queries={self.queries} gives {len(known)} queries for {len(planned)} canaries. Lower "
-                "canaries.count, or take another source."
+                f"{knobs.queries}={self.queries} gives {len(known)} queries for {len(planned)} canaries. Lower "
+                f"{knobs.count}, or take another source."
             )
         words = _vocabulary(passages, ids, seed) if "echo" in self.kinds else []
         material = _Material(passages, ids, words, seed)
@@ -187,15 +214,15 @@ class CanarySuite:
                 made = self._canary((kind, side, copies), number, known[place], material)
                 check_sentinels(reader, made)
                 if not _another_would_help(reader, made):
-                    check_all_fit(reader, [made], shorter=shorter)
+                    check_all_fit(reader, [made], shorter=knobs.shorter)
                     canaries.append(made)
                     break
             else:
                 raise ConfigurationError(
-                    f"{len(canaries)} of the {len(known)} queries of canaries.queries={self.queries} leave room for a "
+                    f"{len(canaries)} of the {len(known)} queries of {knobs.queries}={self.queries} leave room for a "
                     f"secret, {len(planned)} are needed: with the others a text is longer than "
                     "model.max_query_length or model.max_passage_length, so the secret would be cut. Raise it, or "
-                    f"{shorter or 'lower canaries.query_words or canaries.passage_words'}."
+                    f"{knobs.shorter or 'lower canaries.query_words or canaries.passage_words'}."
                 )
         return CanarySet(tuple(canaries), self.settings(), secrets.token_hex(16))
 
@@ -227,12 +254,19 @@ class CanarySuite:
             if side == "query" or kind not in QUERY_SIDE_ONLY:
                 yield kind, side, copies
 
-    def _known_queries(
-        self, data: Sources, passages: Mapping[str, str], ids: Sequence[str], seed: int
-    ) -> list[tuple[str, str]]:
+    def refuse_splits(self, knobs: Knobs = _KNOBS) -> None:
+        """Refuse queries of a split, for a model that is released.
+
+        Raises:
+            ConfigurationError: Naming the setting.
+        """
+        if self.queries in EVALUATION_SPLITS:
+            raise ConfigurationError(f"{knobs.queries}={self.queries} {_OF_PEOPLE}")
+
+    def _cut(self, queries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Different queries, cut to their length, each with the id of its passage."""
         found: dict[str, str] = {}
-        for query, own in _queries(self.queries, data, passages, ids, seed):
+        for query, own in queries:
             found.setdefault(" ".join(query.split()[: self.query_words]), own)
         return list(found.items())
 
@@ -287,7 +321,14 @@ def _coins(seed: int, purpose: str) -> np.random.Generator:
 
 
 def _queries(
-    source: str, data: Sources, passages: Mapping[str, str], ids: Sequence[str], seed: int
+    source: str,
+    data: Sources,
+    passages: Mapping[str, str],
+    ids: Sequence[str],
+    seed: int,
+    *,
+    released: bool,
+    knobs: Knobs,
 ) -> list[tuple[str, str]]:
     """Return queries with the id of the passage that belongs to each."""
     if source == PSEUDO:
@@ -300,35 +341,43 @@ def _queries(
         return [(queries[query], best[query]) for query in sorted(best) if qrels[query][best[query]] > 0]
     if source == "train":
         raise ConfigurationError(
-            "canaries.queries=train: a copy of a private query in a canary would be trained on even if its owner's "
-            "record is removed, and the claim would not cover it. Use pseudo, dev, test, or a file of public ones."
+            f"{knobs.queries}=train: a copy of a private query in a canary would be trained on even if its owner's "
+            "record is removed, and the claim would not cover it. Use pseudo, or a file of public queries."
         )
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigurationError(f"canaries.queries={source} is neither pseudo, dev or test, nor a file.")
-    try:
-        lines = dict.fromkeys(" ".join(line.split()) for line in path.read_text(encoding="utf-8").splitlines())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise DataError(f"canaries.queries={source} cannot be read: {reason}.", kind="unreadable file") from error
-    _refuse_train_queries(source, lines, data)
+    texts = _read_queries(Path(source), knobs.queries)
+    protected = queries_of(data) if released else train_queries(data)
+    refuse_quoted(
+        protected, {f"{knobs.queries}={source}, {place}": text for place, text in texts.items()}, because=_COPIED
+    )
+    lines = list(dict.fromkeys(collapse_whitespace(text) for text in texts.values()))
     owners = _coins(seed, "owners").integers(len(ids), size=len(lines))
     return [(line, ids[int(owner)]) for line, owner in zip(lines, owners, strict=True) if line]
 
 
-def _refuse_train_queries(source: str, lines: Iterable[str], data: Any) -> None:
-    collection = getattr(data, "collection", None)
-    if collection is None:
-        return
-    told = {normalise(line) for line in lines if line}
-    for query in collection.qrels.get("train", {}):
-        if normalise(collection.queries[query]) in told:
-            raise ConfigurationError(
-                f"canaries.queries={source} holds a train query of the run's own data in the same words: a copy in a "
-                "canary would be trained on even if its owner's record is removed, and the claim would not cover it. "
-                "Remove it from the file.",
-                trap="T25",
+def _read_queries(path: Path, knob: str) -> dict[str, str]:
+    """Return the queries of a file by their places, as other settings read theirs, or one in a line."""
+    if not path.is_file():
+        raise ConfigurationError(f"{knob}={path} is neither pseudo, dev or test, nor a file.")
+    if any(suffix.lower() in FORMATS for suffix in path.suffixes):
+        try:
+            file = RecordFile(path, knob=knob)
+            records = list(file)  # read to its end, so that an error leaves no file open
+            return {file.place(number): file.text(number, record, "text") for number, record in records}
+        except DataError as error:
+            raise DataError(f"{knob}: {error}", kind=error.kind) from error
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise DataError(f"{knob}={path} cannot be read: {reason}.", kind="unreadable file") from error
+    for number, line in enumerate(lines, start=1):
+        if "\t" in line.strip() or line.lstrip()[:1] in ("{", "["):
+            raise DataError(
+                f"{knob}={path} line {number} is a row of a table or JSON, and the file's name says a query in each "
+                "line. Name it .tsv or .jsonl, with a column text.",
+                kind="unreadable file",
             )
+    return {f"line {number}": line for number, line in enumerate(lines, start=1)}
 
 
 def _vocabulary(passages: Mapping[str, str], ids: Sequence[str], seed: int) -> list[str]:
@@ -381,16 +430,24 @@ def planted_facts(canaries: CanarySet) -> dict[str, Any]:
     """Return the facts about a set for ledger and card: canaries, units, and the hash that fixes them."""
     found = {"canaries": len(canaries.canaries), "units": len(canaries.units()), "sha256": set_sha256(canaries)}
     if canaries.settings.get("queries", PSEUDO) not in (PSEUDO, *EVALUATION_SPLITS):
-        found["words"] = "a file of queries that was declared public"
+        found["words"] = "a file of queries that are public, as declared"
     return found
 
 
 def plant_in_run(
-    data: Plantable, suite: CanarySuite, run_dir: Path, *, resume: bool, reader: object = None
+    data: Plantable,
+    suite: CanarySuite,
+    run_dir: Path,
+    *,
+    resume: bool,
+    reader: object = None,
+    released: bool = True,
+    knobs: Knobs = _KNOBS,
 ) -> CanarySet:
     """Make the canaries of a run, write them beside it and plant them; a resume reads them from the file.
 
-    ``reader`` is the module that will be trained on them; it must read every secret to its end.
+    ``reader`` is the module that will be trained on them; it must read every secret to its end. ``released`` and
+    ``knobs`` are those of `CanarySuite.make`.
 
     Raises:
         ResumeError: There are canaries and ``resume`` is false, or the run was begun with another suite.
@@ -415,7 +472,7 @@ def plant_in_run(
                 f"resume=true, but the canaries of {path} were made by another suite. Restore the settings of canaries."
             )
     else:
-        canaries = suite.make(data, reader)
+        canaries = suite.make(data, reader, released=released, knobs=knobs)
         write_canaries(canaries, run_dir)
     check_all_fit(reader, canaries.canaries)
     plant(data, canaries)

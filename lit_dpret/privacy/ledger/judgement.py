@@ -434,6 +434,10 @@ UNITS_UNNAMED = "units_unnamed"
 """The event that says that the training rows do not name the query, user or image that they are of."""
 
 _NO_CLAIM_OF_ITS_OWN = ("none", "synthetic")
+_WORDS_ARE_PUBLIC = (
+    "The file of queries that the canaries took their words from is public, as declared: it was compared with the "
+    "queries of the run's own data alone, in the same words."
+)
 
 
 def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
@@ -454,7 +458,10 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
         found.append(
             f"No metric of private queries was shown: {label} were logged during training, {shown.count(label)} times."
         )
-    trusted = dict.fromkeys(text for r in records if r["kind"] == "plan" for text in r.get("assumptions") or [])
+    written = [record for record in records if record["kind"] == "plan"]
+    trusted = dict.fromkeys(text for plan in written for text in plan.get("assumptions") or [])
+    if any("words" in (plan.get("planted") or {}) for plan in written):
+        trusted[_WORDS_ARE_PUBLIC] = None
     unnamed = dict.fromkeys(e["unit"] for e in events if e.get("name") == UNITS_UNNAMED)
     declared = {(e["data"], e["split"], e.get("of", "queries")) for e in events if e.get("name") == DECLARED_EVENT}
     return [

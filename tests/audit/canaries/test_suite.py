@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def test_to_the_papers_letter_the_digits_stand_in_the_passage_and_the_first_kind
 def test_own_and_random_passages_are_the_querys_own_and_another(data: PairsDataModule) -> None:
     queries, qrels = data.evaluation_set("test")
     own = {text: next(iter(qrels[query])) for query, text in queries.items()}
-    made = CanarySuite(repetitions=(1,), count=2, queries="test", seed=2).make(data)
+    made = CanarySuite(repetitions=(1,), count=2, queries="test", seed=2).make(data, released=False)
     for canary in made.canaries:
         if canary.kind == "own_passage":
             assert canary.passage_id == own[canary.query]
@@ -133,22 +135,84 @@ def test_settings_that_make_no_canaries_are_refused(settings: dict[str, Any], re
 
 def test_too_few_queries_and_unknown_sources_are_refused(data: PairsDataModule, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"8 queries for 300 canaries"):
-        CanarySuite(count=100, repetitions=(1,), queries="test").make(data)
+        CanarySuite(count=100, repetitions=(1,), queries="test").make(data, released=False)
     with pytest.raises(ConfigurationError, match="neither pseudo"):
         CanarySuite(queries=str(tmp_path / "none.txt")).make(data)
     (tmp_path / "own.txt").write_text("\n".join(f"how do tides {i}" for i in range(12)), encoding="utf-8")
     made = CanarySuite(queries=str(tmp_path / "own.txt"), seed=0).make(data)
     assert all(canary.query.startswith("how do tides") for canary in made.canaries)
-    assert "declared public" in planted_facts(made)["words"]
+    assert "as declared" in planted_facts(made)["words"]
     assert "words" not in planted_facts(CanarySuite(seed=0).make(data))
 
 
-def test_a_file_that_holds_a_train_query_is_refused(data: PairsDataModule, tmp_path: Path) -> None:
+OTHERS = [f"how do tides {i} turn at noon" for i in range(12)]
+
+
+def write_queries(path: Path, texts: Sequence[str]) -> Path:
+    """A file of queries in the format of its name."""
+    lines = list(texts)
+    if path.suffix == ".tsv":
+        lines = ["_id\ttext", *(f"{number}\t{text}" for number, text in enumerate(texts))]
+    if path.suffix == ".jsonl":
+        lines = [json.dumps({"_id": str(number), "text": text}) for number, text in enumerate(texts)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", ["own.txt", "own.tsv", "own.jsonl"])
+def test_a_file_of_queries_is_read_by_the_format_of_its_name(name: str, data: PairsDataModule, tmp_path: Path) -> None:
+    path = write_queries(tmp_path / name, OTHERS)
+    made = CanarySuite(queries=str(path), count=4, repetitions=(1,), seed=0).make(data)
+    assert {canary.query for canary in made.canaries} == set(OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("own.txt", "7\thow do tides turn"), ("own.txt", '{"text": "how do tides turn"}'), ("own.tsv", "7\tid and text")],
+)
+def test_a_file_of_another_format_than_its_name_says_is_refused(
+    name: str, line: str, data: PairsDataModule, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(f"{line}\n" * 12, encoding="utf-8")
+    with pytest.raises(DataError, match=rf"^canaries\.queries.*{name}"):
+        CanarySuite(queries=str(tmp_path / name)).make(data)
+
+
+@pytest.mark.parametrize("around", ["{}", "q25 {} (asked twice)", "- {}!"])
+@pytest.mark.parametrize("name", ["own.txt", "own.tsv", "own.jsonl"])
+def test_a_file_that_holds_a_train_query_is_refused(
+    name: str, around: str, data: PairsDataModule, tmp_path: Path
+) -> None:
     """Its owner could not take the copy back, so two units would be theirs and the claim is of one."""
-    query = data.collection.queries[next(iter(data.collection.qrels["train"]))]
-    (tmp_path / "own.txt").write_text(f"how do tides work\n {query.upper()}  \n", encoding="utf-8")
+    log = data.collection
+    log.queries[next(iter(log.qrels["train"]))] = "why is my left knee so sore"
+    path = write_queries(tmp_path / name, [*OTHERS, around.format("Why is my LEFT knee, so sore?")])
+    for released in (True, False):
+        with pytest.raises(ConfigurationError, match=r"canaries\.queries") as found:
+            CanarySuite(queries=str(path), seed=0).make(data, released=released)
+        assert found.value.trap == "T25" and "sore" not in str(found.value)
+
+
+def test_words_of_a_short_query_stand_in_other_queries_by_chance(data: PairsDataModule, tmp_path: Path) -> None:
+    log = data.collection
+    log.queries[next(iter(log.qrels["train"]))] = "turn at noon"
+    path = write_queries(tmp_path / "own.txt", OTHERS)
+    CanarySuite(queries=str(path), seed=0).make(data)
     with pytest.raises(ConfigurationError, match=r"canaries\.queries"):
-        CanarySuite(queries=str(tmp_path / "own.txt"), seed=0).make(data)
+        CanarySuite(queries=str(write_queries(path, [*OTHERS, "Turn at noon!"])), seed=0).make(data)
+
+
+def test_queries_of_other_splits_make_canaries_only_of_a_model_that_is_not_released(
+    data: PairsDataModule, tmp_path: Path
+) -> None:
+    log = data.collection
+    log.queries[next(iter(log.qrels["test"]))] = "why is my left knee so sore"
+    path = str(write_queries(tmp_path / "own.txt", [*OTHERS, "why is my left knee so sore"]))
+    for source in (path, "test"):
+        suite = CanarySuite(kinds=("digits",), repetitions=(1,), queries=source, seed=0)
+        suite.make(data, released=False)
+        with pytest.raises(ConfigurationError, match=r"canaries\.queries"):
+            suite.make(data)
 
 
 def test_data_without_a_public_list_of_passages_are_refused(tmp_path: Path) -> None:
