@@ -9,10 +9,10 @@ from types import CodeType
 import torch
 from torch.utils.data._utils import fetch
 
-from lit_dpret.errors import BudgetExceededError, LedgerError, ResumeError, StorageError
+from lit_dpret.errors import BudgetExceededError, DivergenceError, LedgerError, ResumeError, StorageError
 
-#: The budget and the ledger know of releases alone, and a full disk or a person of no row.
-_OF_NO_ROW = (BudgetExceededError, LedgerError, ResumeError, StorageError)
+#: The budget, the ledger and the weights know of releases alone, and a full disk or a person of no row.
+_OF_NO_ROW = (BudgetExceededError, DivergenceError, LedgerError, ResumeError, StorageError)
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 #: Code in which a data set is read and its rows are collated, in this process or in a worker of the loader.
@@ -28,7 +28,7 @@ def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
     """Return whether an error that ends a run may follow from a private row.
 
     So may every error while rows are read or computed, since it is not known why it happened; but not that the budget
-    is spent, that the disk is full, or that somebody ends the run.
+    is spent, that the released weights diverged, that the disk is full, or that somebody ends the run.
 
     Args:
         error: Ends the run.

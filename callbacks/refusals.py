@@ -190,9 +190,9 @@ def refuse_endless_losses(module: Any) -> None:
         return
     if losses is not None and not bool(losses.isfinite().any()):
         raise ConfigurationError(
-            f"The loss of {type(module).__name__} is {losses.flatten()[0].item()} on rows of random tokens or words, "
-            "which are no data. A unit without a finite loss adds nothing: the budget would be spent on noise alone. "
-            "Mend per_row_loss, the loss or its temperature."
+            f"The loss of {type(module).__name__} is {losses.flatten()[0].item()} on rows that are no data (random "
+            "tokens or words, or public_rows). A unit without a finite loss adds nothing: the budget would be spent on "
+            "noise alone. Mend per_row_loss, the loss or its temperature."
         )
 
 

@@ -168,6 +168,10 @@ class BudgetExceededError(LitDpretError, RuntimeError):
     """The next release would spend more than the budget allows."""
 
 
+class DivergenceError(LitDpretError, ArithmeticError):
+    """The weights of a private run are NaN or infinite: further steps would be paid for, and change nothing."""
+
+
 class LedgerError(LitDpretError, RuntimeError):
     """The ledger is broken, or contradicts the next operation."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
@@ -85,9 +86,10 @@ class MadePrivate(PrivateModule):
         *,
         privacy: PrivacyMode,
         optimizer: OptimizerSpec | None,
+        public_rows: Sequence[Any] = (),
     ) -> None:
         super().__init__(privacy=privacy, optimizer=optimizer)
-        self.module = module
+        self.module, self._public_rows = module, list(public_rows)
         self._loss_of_rows, self._collate_fn = per_row_loss, collate_fn
         # Where these were trained counts as well, also where their weights are read and they are never called.
         self._read_by_loss = _modules_read(per_row_loss)
@@ -112,6 +114,12 @@ class MadePrivate(PrivateModule):
             name = _logged_in(error.__traceback__)
             what = "What per_row_loss computes" if name is None else f"{name!r} of per_row_loss"
             raise undeclared_metric(what, self.privacy) from error
+
+    def probe_losses(self) -> Tensor | None:
+        """Return the losses of ``public_rows``; None without any."""
+        if not self._public_rows:
+            return None
+        return torch.cat([self.per_row_loss(features) for features in self.features_in_turn(self._public_rows)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if get_spawning_popen() is not None:  # its class has the name of the inner one, and cannot be found by it
@@ -158,6 +166,7 @@ def make_private(
     eps: float,
     optimizer: OptimizerSpec | None = None,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
+    public_rows: Sequence[Any] = (),
     unit: str = "record",
     **privacy: Any,
 ) -> MadePrivate:
@@ -180,6 +189,8 @@ def make_private(
         eps: The budget of the whole run.
         optimizer: In the place of ``configure_optimizers`` of the module.
         collate_fn: As of a DataLoader, from the rows of a batch to tensors whose first axis is the rows.
+        public_rows: Some rows that are no private data, as the data set gives them: made up, or public. The run is
+            refused before its ledger opens where none of them has a finite loss; without them this is not checked.
         unit: Whose data the promise is about; ``record`` is what `UnitDataModule` draws.
         privacy: Other arguments of `DPSGD`, such as ``delta`` and ``max_grad_norm``.
 
@@ -219,7 +230,7 @@ def make_private(
         )
     mode = DPSGD(eps=eps, unit=unit, **privacy)  # type: ignore[arg-type]
     kind: type[MadePrivate] = type(f"Private{name}", (MadePrivate,), {"__module__": __name__})  # as card and errors say
-    return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer)
+    return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer, public_rows=public_rows)
 
 
 def _logged_in(trace: TracebackType | None) -> str | None:

@@ -157,6 +157,7 @@ def test_a_fit_goes_on_with_the_settings_that_it_began_with(tmp_path: Path) -> N
     }.items():  # fmt: skip
         with pytest.raises(ConfigurationError, match=f"^{re.escape(name)}="):
             keep(f"{name}={value}", "resume=true")
+    keep("trainer.max_steps=1", "resume=true")  # it ends there, under the claim of the steps planned at first
     (tmp_path / "privacy_ledger.jsonl").write_text("")  # of a run that was killed before its first checkpoint
     keep("trainer.max_steps=3")
     keep("resume=true", "datamodule.physical_batch_size=4", "model.gradient_checkpointing=true")

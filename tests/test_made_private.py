@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -588,3 +589,18 @@ def test_a_loss_that_couples_rows_is_refused_and_leaves_a_folder_that_is_said_to
     fit(tmp_path, made(), max_steps=1)
     with pytest.raises(ResumeError, match="already holds"):
         fit(tmp_path, made(), max_steps=1)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loss_without_a_value_on_rows_that_are_no_data_is_refused_before_the_ledger(
+    factor: float, tmp_path: Path
+) -> None:
+    def broken(model: Any, batch: Any) -> Tensor:
+        return row_loss(model, batch) * factor
+
+    made_up = [(torch.zeros(4), torch.tensor(1)), (torch.ones(4), torch.tensor(0))]
+    with pytest.raises(ConfigurationError, match="per_row_loss"):
+        fit(tmp_path / "refused", made(per_row_loss=broken, public_rows=made_up))
+    assert not (tmp_path / "refused" / "privacy_ledger.jsonl").exists()
+    fit(tmp_path / "trained", made(public_rows=made_up), max_steps=2)
+    assert card_in(tmp_path / "trained")["claim"]["guarantee"] == "dp"

@@ -15,23 +15,31 @@ a reducer of its own can take them another way.
 from __future__ import annotations
 
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_dpret.distributed.handover import GradHandover, Handover, in_float32, keep_masters
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.distributed.xla import read, sync_device
 from lit_dpret.distributed.xla import seed as seed_xla
-from lit_dpret.errors import ConfigurationError, DataError, DeviceMemoryError, LitDpretError, UnsupportedModelError
+from lit_dpret.errors import (
+    ConfigurationError,
+    DataError,
+    DeviceMemoryError,
+    DivergenceError,
+    LitDpretError,
+    UnsupportedModelError,
+)
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.matmul_precision import whole_convolutions
 from lit_dpret.memory import is_out_of_memory
@@ -530,6 +538,8 @@ class PrivateModule(Checkpointed):
         optimizer.zero_grad(set_to_none=True)
         self._move_schedules(step + 1)
         self.updating = False
+        if self.privacy.guarantee == "dp":  # of released weights alone, so that an end by them tells nothing further
+            self._ranks.together(lambda: refuse_infinite(self, step), quick=True)
         if self.log_private_loss or self.privacy.guarantee != "dp":
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
@@ -633,6 +643,35 @@ class PrivateModule(Checkpointed):
             seed_everywhere(seed)
             seed_xla(self.device, seed)
             yield
+
+
+def refuse_infinite(module: nn.Module, step: int) -> None:
+    """Refuse trained weights that are NaN or infinite, as far as they lie on this rank, after logical step ``step``.
+
+    Raises:
+        DivergenceError: There are some.
+    """
+    held = {name: _lies_here(one) for name, one in module.named_parameters() if one.requires_grad}
+    held = {name: one for name, one in held.items() if one.is_floating_point() and one.numel()}
+    if not held or bool(nn.utils.get_total_norm(held.values(), math.inf).isfinite()):
+        return
+    name = next(name for name, one in held.items() if not bool(one.isfinite().all()))
+    raise DivergenceError(
+        f"The weights are not finite after step {step + 1} ({name} first), and further steps would spend the budget "
+        "for nothing. The steps so far are charged, and the claim is that of the planned ones. The last checkpoint is "
+        "finite: resume=true with trainer.max_steps at the step in its name writes its model and card. To train "
+        "further, begin another run with a lower learning rate (model.optimizer.lr), here or from that model "
+        "(init_from)."
+    )
+
+
+def _lies_here(parameter: nn.Parameter) -> Tensor:
+    """Return what this rank holds of a parameter that may be sharded, by FSDP2 or ZeRO-3."""
+    found: Any = parameter.detach()
+    part = getattr(parameter, "ds_tensor", None)
+    return cast(
+        Tensor, part.detach() if part is not None else found.to_local() if hasattr(found, "to_local") else found
+    )
 
 
 @contextmanager

@@ -51,16 +51,23 @@ def trained_settings(groups: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _is_shorter(name: str, now: Any, before: Any) -> bool:
+    """Return whether a resume plans fewer steps, after which the run ends under the claim of those planned at first."""
+    whole = isinstance(now, int) and isinstance(before, int)
+    return whole and name.partition(".")[2] in LENGTHS and now > 0 and (before < 0 or now < before)
+
+
 def keep_settings(parts: Parts) -> None:
     """Record what the run trains; refuse to resume with something else, named as the user knows it."""
     path, now = parts.run_dir / SETTINGS, json.loads(json.dumps(parts.trained_settings(), default=str))
     if parts.resume:
         before = read_json(path, _SETTINGS_SCHEMA)["settings"] if path.exists() else now
         for name in sorted(now.keys() | before.keys()):
-            if now.get(name) != before.get(name):
+            value, first = now.get(name), before.get(name)
+            if value != first and not _is_shorter(name, value, first):
                 raise ConfigurationError(
-                    f"{name}={now.get(name)} with resume=true, and the run in {parts.run_dir} began with "
-                    f"{before.get(name)}. Set it back, or begin a new run in another hydra.run.dir."
+                    f"{name}={value} with resume=true, and the run in {parts.run_dir} began with "
+                    f"{first}. Set it back, or begin a new run in another hydra.run.dir."
                 )
     elif rank_watch.is_first() and not any((parts.run_dir / name).exists() for name in (CHECKPOINTS, LEDGER_NAME)):
         write_whole(path, json.dumps({"schema": _SETTINGS_SCHEMA, "settings": now}, indent=2) + "\n")
