@@ -139,7 +139,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     """A W&B Lightning logger that receives only public values (`_PublicLogger`).
 
     Guarantees:
-        - That holds of W&B's files, offline or online; W&B's own debug logs, which stay on this machine, are no part
+        - That holds of W&B's files, offline or online; W&B's own debug logs, which stay on this machine, are not part
           of them.
         - When the run ends, the claim of its card stands in the summary, and the card beside the curves.
 

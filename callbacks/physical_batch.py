@@ -118,7 +118,7 @@ def largest_that_fits(
 
     Args:
         attempt: Takes a size; its failures for want of memory are caught, all others raised.
-        most: The largest to try; itself where it is no power of two and everything below fits.
+        most: The largest to try; itself where it is not a power of two and everything below fits.
         room: The peak bytes so far and the free bytes, where attempts do not fail when memory is short; doubling stops
             before it would take more than `SHARE_ON_CPU` of what is free.
 

@@ -198,7 +198,7 @@ class PrivacyCard(Callback):
             self.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self._written or not self._fits:  # what failed is no training: the card of the finished model stays
+        if self._written or not self._fits:  # what failed is not a training: the card of the finished model stays
             return
         ledger = ledger_of(trainer)
         unwritten = isinstance(exception, OSError) and (not ledger or ledger.records[-1]["kind"] != "end")
@@ -266,7 +266,7 @@ def _name_of(pretrained: str | None) -> str:
 
 def _mechanism(module: Any) -> dict[str, Any]:
     spec = getattr(module, "optimizer_spec", None)
-    if spec is None:  # a module that is no PrivateModule brings an optimizer of its own
+    if spec is None:  # a module that is not a PrivateModule brings an optimizer of its own
         used: Any = module.optimizers()
         described = type(getattr(used, "optimizer", used)).__name__
     else:

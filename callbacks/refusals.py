@@ -166,7 +166,7 @@ def _is_built(run: Candidate) -> None:
 
 
 def _starts_from_numbers(run: Candidate) -> None:
-    """Refuse weights that are no numbers: no unit would add anything, and the steps would be paid for noise alone."""
+    """Refuse weights that are not numbers: no unit would add anything, and the steps would be paid for noise alone."""
     for name, parameter in run.module.named_parameters():
         if not parameter.is_meta and not bool(parameter.detach().isfinite().all()):
             raise ConfigurationError(

@@ -128,7 +128,7 @@ def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
 
 def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
     """Refuse an optimizer that needs more of a parameter than a rank holds."""
-    spec = getattr(module, "optimizer_spec", None)  # a module that is no PrivateModule has none
+    spec = getattr(module, "optimizer_spec", None)  # a module that is not a PrivateModule has none
     if strategy_name(trainer) in ("fsdp", "deepspeed") and getattr(spec, "name", None) == "adafactor":
         raise ConfigurationError(
             "model.optimizer.name=adafactor averages over whole rows and columns of a parameter and scales by its root "

@@ -200,11 +200,13 @@ def make_private(
     """
     if not isinstance(module, nn.Module):
         raise ConfigurationError(
-            f"module={module!r} is no torch.nn.Module: give make_private an object of such a class."
+            f"module={module!r} is not a torch.nn.Module: give make_private an object of such a class."
         )
     for argument, value in (("per_row_loss", per_row_loss), ("collate_fn", collate_fn)):
         if not callable(value):
-            raise ConfigurationError(f"{argument}={value!r} is no function, and make_private calls it with each batch.")
+            raise ConfigurationError(
+                f"{argument}={value!r} is not a function, and make_private calls it with each batch."
+            )
     if not _takes(per_row_loss, 2):
         name = getattr(per_row_loss, "__name__", repr(per_row_loss))
         raise ConfigurationError(f"per_row_loss={name} must take two arguments, the module and a batch.")

@@ -32,7 +32,7 @@ with open(folder.parent.parent / "calls", "a") as calls:
     calls.write(" ".join(sys.argv[1:]) + "\\n")
 assert os.environ["WANDB_MODE"] == "offline" and "WANDB_SWEEP_ID" not in os.environ
 if given["how"] == "refused":
-    sys.exit(print("error: privacy.eps=0 is no budget", file=sys.stderr) or 2)
+    sys.exit(print("error: privacy.eps=0 is not a budget", file=sys.stderr) or 2)
 if given["how"] == "killed_once" and not (folder / "privacy_ledger.jsonl").exists():
     (folder / "privacy_ledger.jsonl").write_text("")
     os.kill(os.getpid(), 9)
@@ -90,7 +90,7 @@ def test_every_trial_runs_once_and_a_second_call_runs_none(tmp_path: Path, monke
 def test_a_trial_that_fails_is_named_with_its_reason_and_the_others_run(tmp_path: Path) -> None:
     made, file = sweep(tmp_path, "refused", "ok")
     outcome = go(made, file)
-    assert list(outcome.failed.values()) == ["privacy.eps=0 is no budget"] and len(outcome.done) == 1
+    assert list(outcome.failed.values()) == ["privacy.eps=0 is not a budget"] and len(outcome.done) == 1
 
 
 @pytest.mark.parametrize("how", ["refused", "killed_once", "crashed"])

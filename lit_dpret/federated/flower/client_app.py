@@ -127,7 +127,7 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
 
 
 def _note(what: str, error: Exception) -> None:
-    """Tell the silo's terminal of a failure, which may be of its queries; with a traceback where it is no refusal."""
+    """Tell the silo's terminal of a failure, which may be of its queries; with a traceback unless it is a refusal."""
     trace = "" if isinstance(error, LitDpretError) else "".join(format_exception(error))
     tell_here(f"Kept on this machine: {what}: {type(error).__name__}: {error}\n{trace}".rstrip("\n"))
 
