@@ -167,7 +167,7 @@ CASES: dict[str, Case] = {
     ),
     "another file for NewsQA": Case(
         ("build_silos", "task.source=newsqa", "task.newsqa=broken.jsonl", "task.cnn_urls=addresses"),
-        r"task\.newsqa=broken\.jsonl .*no JSON",
+        r"task\.newsqa=broken\.jsonl .*JSON",
     ),
     "no such group": Case(("list", "privcy"), r"'privcy'"),
     "no choice of that name": log("privacy=dpsgd", named=r"privacy=dpsgd does not exist"),

@@ -260,7 +260,7 @@ def test_what_the_hub_does_not_give_is_one_line(hub: Hub) -> None:
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigurationError, match=r"no file or folder here.*lit-dpret\[hf\]"):
+    with pytest.raises(ConfigurationError, match=r"file or folder here.*lit-dpret\[hf\]"):
         HuggingFaceDataModule(path="someone/log", **COLUMNS).setup("fit")
     with pytest.raises(DataError, match=r"gone/deeper/log\.jsonl does not exist; check datamodule\.path"):
         HuggingFaceDataModule(path="gone/deeper/log.jsonl", **COLUMNS).setup("fit")

@@ -72,7 +72,7 @@ def test_what_cannot_be_outlined_is_refused(tmp_path: Path) -> None:
         outline(pretrained=None)
     with pytest.raises(ConfigurationError, match="vocab_size"):
         outline(pretrained=None, config={"d_model": 8})
-    with pytest.raises(UnsupportedModelError, match="no folder"):
+    with pytest.raises(UnsupportedModelError, match="nothing is not a folder"):
         outline(pretrained=tmp_path / "nothing")
     with pytest.raises(ConfigurationError, match="matches no parameter"):
         outline(pretrained="google-t5/t5-small", trainable_patterns=["no such layer"])
