@@ -346,8 +346,22 @@ def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None
     for callback in Candidate(trainer, module, data).callbacks:
         if hasattr(callback, "refuse_protected"):
             callback.refuse_protected(module, data)
+    behind = _artefacts_behind(trainer, module, data)
+    for callback in Candidate(trainer, module, data).callbacks if behind else ():
+        if hasattr(callback, "refuse_queries_behind"):
+            callback.refuse_queries_behind(behind, data)
     if module.privacy.guarantee == "dp":
         refuse_quoted(queries_of(data), *_published(trainer, module, data))
+
+
+def _artefacts_behind(trainer: L.Trainer, module: Any, data: Any) -> list[Path]:
+    """Return the folders of what this run's claim rests on: the data that it inherits it from, or its start."""
+    if module.privacy.guarantee == "inherited":
+        card = getattr(data, "privacy_card_path", None)
+        return [] if card is None else [Path(card).parent]
+    accountants = (c for c in trainer.callbacks if getattr(c, "counts_releases", False))  # type: ignore[attr-defined]
+    start = getattr(next(accountants, None), "start", lambda: None)()
+    return [] if start is None or start.facts["public"] or module.privacy.guarantee == "none" else [start.folder]
 
 
 #: Attributes of loggers with these in their names are places, which are not sent.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -22,6 +23,7 @@ from lit_dpret.callbacks.log_gate import tell
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.callbacks.public_validation import ask_stoppers, stop_by
 from lit_dpret.cards.file import card_of_data, check_dataset_card
+from lit_dpret.cards.training_data import training_behind
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
@@ -47,7 +49,9 @@ class RetrievalEvaluation(Callback):
         - Under a mode that promises something, nothing is computed on data that is not declared.
         - ``data=private`` needs ``card_entry=true``. The ledger then has an event with a `NonPrivateRelease` on
           the disk before each evaluation, and the card says what was let out and states no epsilon.
-        - ``data=public`` is refused where the queries are those that the run protects, whatever their split is called.
+        - ``data=public`` is refused where the queries are those that the run protects, whatever their split is called,
+          or those that its claim is about where it inherits one (``privacy=synthetic``) or starts from another run, if
+          `training_behind` recognises their log.
         - ``data=synthetic`` is held against the privacy card of the data.
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
         - On several ranks, rank 0 evaluates, and all learn the means.
@@ -169,6 +173,30 @@ class RetrievalEvaluation(Callback):
                 "leave them out of the training (datamodule.drop_overlap=true, for a split of the same data).",
                 trap="T25",
             )
+
+    def refuse_queries_behind(self, folders: Sequence[Path], data: Any) -> None:
+        """Refuse queries declared public that artefacts which the run's claim rests on were trained on.
+
+        Args:
+            folders: Of those artefacts.
+            data: The run's own DataModule, set up.
+
+        Raises:
+            ConfigurationError: `training_behind` recognises their log, and `trains_on` finds the queries in it.
+        """
+        if self.data != "public":
+            return
+        source = self.datamodule if self.datamodule is not None else data
+        queries, _, _ = self._load(source)
+        for log in filter(None, (source, getattr(source, "evaluation", None))):
+            names = filter(None, (training_behind(folder, log) for folder in folders))
+            if (name := next(names, None)) is not None and trains_on(log, queries.values()):
+                raise ConfigurationError(
+                    f"callbacks.evaluation.data=public, but callbacks.evaluation.split={self.split} holds train "
+                    f"queries of the log that {name} was trained on privately, according to its ledger, over a tenth "
+                    "of it, and the claim of this run is about them. Evaluate on others, or after the run.",
+                    trap="T25",
+                )
 
     def _check_synthetic(self, source: Any) -> None:
         if not hasattr(source, "privacy_card_path"):

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from card_chain import make_chain
+from card_chain import Chain, make_chain
 from frozen_heads import frozen
 from pair_stand_ins import data_module
 from stand_ins import fit
 from tiny_silos import SIZE
-from tiny_tasks import no_parts
+from tiny_tasks import no_parts, retriever, trainer
 
-from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.callbacks import PrivacyAccountant, RetrievalEvaluation
+from lit_dpret.callbacks.refusals import refuse_protected_queries
+from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.modules import FrozenDualEncoder
-from lit_dpret.privacy.modes import DPSGD
+from lit_dpret.privacy.modes import DPSGD, SyntheticData
 from lit_dpret.privacy.noise import default_secret_file
 from lit_dpret.tasks import Encode, Evaluate, FederatedAttacks, HardNegatives, Inversion
 from lit_dpret.tasks.uncovered import refuse_training_data
@@ -90,17 +93,56 @@ def test_another_encoder_measures_the_same_queries_as_declared(trained: Path, tm
     assert (tmp_path / "out" / "evaluation.json").is_file()
 
 
-@pytest.mark.parametrize("made", ["synthetic", "encoder"])
-def test_what_was_made_from_a_private_run_knows_its_training_data(
-    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run lies beside it, as in the documented pipeline; the ledger is found by the card's name of it."""
-    chain = make_chain(tmp_path / "chain")
+@pytest.fixture
+def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
+    """A chain whose private run was keyed by the user's own secret."""
+    made = make_chain(tmp_path / "chain")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     place = default_secret_file().expanduser()
     place.parent.mkdir(parents=True)
-    shutil.copy(chain.root / "secret", place)
-    log = PairsDataModule(folder=chain.root / "log", sampling="poisson", expected_batch_size=8)
+    shutil.copy(made.root / "secret", place)
+    return made
+
+
+def log_of(chain: Chain) -> PairsDataModule:
+    return PairsDataModule(folder=chain.root / "log", sampling="poisson", expected_batch_size=8)
+
+
+def evaluating(split: str, data: Any = None) -> RetrievalEvaluation:
+    return RetrievalEvaluation(data="public", datamodule=data, split=split, metrics=["success@1"], top_k=1)
+
+
+def test_training_on_a_released_set_evaluates_on_no_queries_of_the_log_behind_it(chain: Chain, tmp_path: Path) -> None:
+    made = SyntheticDataModule(folder=chain.synthetic, expected_batch_size=8)
+    judged = (chain.root / "log/qrels/train.tsv").read_text(encoding="utf-8")
+    (chain.root / "log/qrels/dev.tsv").write_text(judged.replace("\nq", "\nagain"), encoding="utf-8")
+    with (chain.root / "log/queries.jsonl").open("r+", encoding="utf-8") as file:
+        asked = [line for line in file if f"\n{json.loads(line)['_id']}\t" in judged]
+        file.write("".join(line.replace('"q', '"again', 1) for line in asked))
+    behind = SyntheticDataModule(folder=chain.synthetic, evaluation=log_of(chain))
+    for split, other in (("train", log_of(chain)), ("dev", log_of(chain)), ("dev", behind)):
+        with pytest.raises(ConfigurationError, match=r"callbacks\.evaluation\.data=public") as found:
+            fit(tmp_path / "run", retriever(privacy=SyntheticData()), made, extra=[evaluating(split, other)])
+        assert found.value.trap == "T25" and not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+    fit(tmp_path / "test", retriever(privacy=SyntheticData()), made, steps=1, extra=[evaluating("test", log_of(chain))])
+
+
+def test_a_run_that_starts_from_another_evaluates_on_no_train_queries_of_that_one(chain: Chain, tmp_path: Path) -> None:
+    module, other = retriever(privacy=DPSGD(eps=8.0, delta=1e-2)), data_module(tmp_path / "other")
+    for split, start in (("train", None), ("test", chain.generator), ("train", chain.generator)):
+        counting = PrivacyAccountant(run_dir=tmp_path / "run", init_from=start)
+        runner = trainer(max_steps=1, callbacks=[counting, evaluating(split, log_of(chain))], logger=False)
+        if (split, start) != ("train", chain.generator):
+            refuse_protected_queries(runner, module, other)
+            continue
+        with pytest.raises(ConfigurationError, match=r"callbacks\.evaluation\.data=public"):
+            refuse_protected_queries(runner, module, other)
+
+
+@pytest.mark.parametrize("made", ["synthetic", "encoder"])
+def test_what_was_made_from_a_private_run_knows_its_training_data(made: str, chain: Chain) -> None:
+    """The run lies beside it, as in the documented pipeline; the ledger is found by the card's name of it."""
+    log = log_of(chain)
     log.prepare_data()
     log.setup("test")
     with pytest.raises(ConfigurationError, match=r"task\.whose=public"):
