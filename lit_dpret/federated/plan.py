@@ -143,10 +143,14 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that determines the results."""
+        """Return everything that determines the results; not at which address the SuperLink is."""
         link = {one.name for one in fields(SuperLinkTarget)} | (set() if self.transport in ELSEWHERE else {"link"})
         names = {one.name for one in fields(self)} - link - set(_HOW)
-        return {name: repr(getattr(self, name)) for name in sorted(names)}
+        found = {name: repr(getattr(self, name)) for name in sorted(names)}
+        if "link" in found:
+            nowhere = replace(self.link, superlink=None, root_certificates=None, insecure=False)
+            found["link"] = repr(nowhere)
+        return found
 
     def folders(self, folder: Path) -> dict[str, Path]:
         """Return the data folder of each client; silos built here are written to ``folder``, once."""

@@ -95,13 +95,14 @@ class RowNegatives:
     def assumptions(self) -> list[str]:
         """Return the unverifiable assumptions about files of sources, as statements for the card."""
         made_of = {
-            "dp": "its own query and of public data alone, as declared",
-            "inherited": "the queries that the parent of this card covers and of public data alone, as declared",
+            "dp": "its own query and of public data alone",
+            "inherited": "the queries that the parent of this card covers and of public data alone",
         }.get(self._guarantee)
         if made_of is None:
             return []
         return [
-            f"Each line of the file of model.negatives.{source.name} ({Path(source.file).name}) was made of {made_of}."
+            f"Each line of the file of model.negatives.{source.name} ({Path(source.file).name}) was made of {made_of}, "
+            f"{'as declared' if source.is_declared else 'which nothing declares or checks'}."
             for source in self.sources
             if source.file is not None
         ]

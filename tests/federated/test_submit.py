@@ -22,7 +22,7 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 from superlink import STUB, make_authority
 
 from lit_dpret import cli
-from lit_dpret.errors import ConfigurationError, DataError, WorkerError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, WorkerError
 from lit_dpret.federated.documents import (
     RunRequest,
     SiloSettings,
@@ -197,3 +197,17 @@ def test_a_finished_run_of_which_no_silo_shares_measures_ends_well_and_tells_wha
         assert row["epsilon"] == {"cdc": 7.25} and any("gard" in fault for fault in row["faults"])
     shown = capsys.readouterr().out
     assert "7.25" in shown and "gard" in shown
+
+
+def test_the_folder_in_which_the_document_of_the_silos_was_written_takes_the_submission(
+    flower: FakeFlower, tmp_path: Path
+) -> None:
+    calls = flower(RESULT + json.dumps(SAID))
+    study = ["task.seeds=[0]", "task.systems=[stage1]"]
+    with pytest.raises(ConfigurationError, match=r"federated\.superlink is null"):
+        command(tmp_path / "out", *study, "federated.superlink=null", "federated.insecure=false")
+    with pytest.raises(ResumeError, match="other settings"):  # which are not those that the silos agreed to
+        command(tmp_path / "out", *study, "federated.stage1.rounds=3", "resume=true")
+    assert not calls.read()
+    command(tmp_path / "out", *study, "resume=true")
+    assert len(calls.read()) == 1 and (tmp_path / "out" / "pdd_as2.json").is_file()
