@@ -85,6 +85,7 @@ System = Literal["bm25", "zero_shot", "original", "direct", "synthetic", "pseudo
 _MAY_CHANGE = ("min_free_mb", "only", "embeddings")
 # Shared by the stages and removed at the end: embeddings of queries are as private as the queries.
 EMBEDDINGS = "embeddings"
+_PRIVATE_STAGES = ("direct", "generator")
 _ROUND_TRIP_K = 10
 _UNPROTECTED = "original queries, no privacy"
 SCORE = "synthetic/nDCG@10"
@@ -174,17 +175,16 @@ class Pipeline:
         self._parts = parts
         if parts.make_privacy().guarantee != "dp":
             return []
-        return [fit for stage in ("direct", "generator") for fit in self._planned(stage)]
+        return [fit for stage in _PRIVATE_STAGES for fit in self._planned(stage)]
 
-    def _planned(self, stage: Literal["direct", "generator"]) -> list[PlannedFit]:
-        """Return the private training of one stage, as a list; an empty one where its row is not asked for."""
-        if ("direct" if stage == "direct" else "synthetic") not in self.only:
+    def _planned(self, stage: str) -> list[PlannedFit]:
+        """Return the private training of one stage, as a list; an empty one where its system is not asked for."""
+        system, make, steps, clip = {
+            "direct": ("direct", self.retriever, self.retriever_steps, self.retriever_max_grad_norm),
+            "generator": ("synthetic", self.generator, self.generator_steps, self.generator_max_grad_norm),
+        }[stage]
+        if system not in self.only:
             return []
-        make, steps, clip = (
-            (self.retriever, self.retriever_steps, self.retriever_max_grad_norm)
-            if stage == "direct" else
-            (self.generator, self.generator_steps, self.generator_max_grad_norm)
-        )  # fmt: skip
         mode = self._privacy(clip)
         data = self._data_of_system(mode) if stage == "direct" else self._whole_log()
         data.prepare_data()
@@ -206,8 +206,7 @@ class Pipeline:
         # A sweep has planned and reserved its trials, and what was begun before is counted already.
         if privacy.guarantee != "dp" or self._parts.trial_of is not None:
             return
-        stages: tuple[Literal["direct", "generator"], ...] = ("direct", "generator")
-        waiting = [one for one in stages if not (self._parts.run_dir / one / LEDGER_NAME).exists()]
+        waiting = [one for one in _PRIVATE_STAGES if not (self._parts.run_dir / one / LEDGER_NAME).exists()]
         planned = [fit for stage in waiting for fit in self._planned(stage)]
         if planned and privacy.dataset_ledger is not None:
             budget = min((fit.plan.budget for fit in planned), key=lambda budget: budget.delta)
