@@ -38,6 +38,13 @@ def whole_products() -> Iterator[None]:
 
 
 @contextmanager
+def exact_float32(device: torch.device) -> Iterator[None]:
+    """Compute products of float32 matrices in full precision, outside the caller's autocast as well."""
+    with torch.autocast(device.type, enabled=False), whole_products():
+        yield
+
+
+@contextmanager
 def whole_convolutions() -> Iterator[None]:
     """Compute cuDNN operations in full precision, likewise."""
     cudnn = torch.backends.cudnn

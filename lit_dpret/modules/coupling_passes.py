@@ -25,6 +25,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.module_state import KeptState
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
 from lit_dpret.privacy.clipping.base import trainable
+from lit_dpret.privacy.collation import leaves
 from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
@@ -62,8 +63,8 @@ class Rows:
 
     @classmethod
     def of(cls, module: Any, batch: UnitBatch) -> Rows:
-        leaves = _leaves(batch.rows) if isinstance(batch.rows, dict) else []
-        if not leaves or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(leaves[0]) for v in leaves):
+        found = leaves(batch.rows) if isinstance(batch.rows, dict) else []
+        if not found or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(found[0]) for v in found):
             raise UnsupportedModelError(
                 f"{type(module).__name__}.collate_rows must return a dict of tensors (dicts may be nested; dict(...) "
                 "of a tokenizer's BatchEncoding is one) whose first axis is the rows, so that it can be checked that "
@@ -104,7 +105,7 @@ class Rows:
     def extreme(self, company: int = 3) -> tuple[Any, Any]:
         """Return the row with the largest finite numbers among few others, as the last, and without them."""
         sizes = torch.zeros(len(self.kept), device=self.kept.device)
-        for leaf in _leaves(self.batch.rows):
+        for leaf in leaves(self.batch.rows):
             if leaf.is_floating_point() and leaf.numel():
                 sizes = torch.maximum(sizes, leaf.abs().reshape(len(leaf), -1).amax(1).float())
         finite = sizes.isfinite()  # those of other rows would make the gradients of weights NaN
@@ -120,7 +121,7 @@ class Rows:
     def alone(self) -> Any:
         """Return the kept rows without the others, collated without them where the loader did so."""
         collated = self.batch.alone if self.batch.data_rows is None else None
-        if collated is None or len(_leaves(collated)[0]) != int(self.kept.sum()):
+        if collated is None or len(leaves(collated)[0]) != int(self.kept.sum()):
             return take_rows(self.batch.rows, self.kept.nonzero().flatten())
         units = self.batch.unit_ids[self.kept]
         mask = torch.zeros_like(self.batch.mask).index_fill_(0, units, True)
@@ -339,7 +340,7 @@ class Passes:
         In low precision another shape is another result, so where ``batch`` has a fixed one they are placed in the same
         one, in the slots from ``first`` on.
         """
-        count, device = len(_leaves(features)[0]), self.module.device
+        count, device = len(leaves(features)[0]), self.module.device
         if batch.data_rows is None:
             ids = torch.arange(count, device=device)
             mask, data_rows, places = torch.ones_like(ids, dtype=torch.bool), None, ids
@@ -471,14 +472,9 @@ def _moved_like(example: Any, rows: Any) -> Any:
     return rows.to(example.device, example.dtype) if isinstance(example, Tensor) else rows
 
 
-def _leaves(rows: Any) -> list[Any]:
-    """Return the leaves of nested dicts."""
-    return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
-
-
 def same_features(one: _Collated, other: _Collated) -> bool:
     """Return whether two collations hold equal tensors; leaves of other kinds are not compared."""
-    a, b = _leaves(one.features), _leaves(other.features)
+    a, b = leaves(one.features), leaves(other.features)
     pairs = zip(a, b, strict=False)
     return len(a) == len(b) and all(same_values(x, y) for x, y in pairs if isinstance(x, Tensor))
 

@@ -242,7 +242,7 @@ def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
         ConfigurationError: They do not fit.
     """
     try:
-        if any(len(leaf) != count for part, count in zip(parts, counts, strict=True) for leaf in _leaves(part)):
+        if any(len(leaf) != count for part, count in zip(parts, counts, strict=True) for leaf in leaves(part)):
             raise TypeError("a tensor's first axis is not the rows")
         return _joined(list(parts))
     except (TypeError, KeyError, RuntimeError) as error:
@@ -277,8 +277,9 @@ def _shown(size: torch.Size | None) -> str:
     return "no shape" if size is None else str(tuple(size))
 
 
-def _leaves(rows: Any) -> list[Any]:
-    return [leaf for value in rows.values() for leaf in _leaves(value)] if isinstance(rows, dict) else [rows]
+def leaves(rows: Any) -> list[Any]:
+    """Return the leaves of nested dicts."""
+    return [leaf for value in rows.values() for leaf in leaves(value)] if isinstance(rows, dict) else [rows]
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -15,16 +15,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from lit_dpret.matmul_precision import whole_products
 
 _UNIT_ROUNDOFF = 2.0**-24
 _LARGEST = 1e10  # of embeddings in bfloat16: beyond it nobody has looked at what underflows
@@ -143,10 +139,3 @@ def _seconds(left: Tensor, right: Tensor) -> float:
 def prepared(embeddings: Tensor, cosine: bool) -> Tensor:
     """Return embeddings whose dot product is the similarity."""
     return F.normalize(embeddings, dim=-1) if cosine else embeddings
-
-
-@contextmanager
-def exact_float32(device: torch.device) -> Iterator[None]:
-    """Compute matrix products in true float32, whatever precision the surrounding run uses."""
-    with torch.autocast(device.type, enabled=False), whole_products():
-        yield

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays, exact_float32, prepared
+from lit_dpret.matmul_precision import exact_float32
+from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays, prepared
 from lit_dpret.retrieval.rows import Rows, as_rows
 from lit_dpret.retrieval.scores import canonical_scores
 from lit_dpret.retrieval.topk import (

@@ -135,11 +135,6 @@ class UnitRows:
         """The number of slots in the physical batch, masked ones included."""
         return int(self.real.numel())
 
-    @property
-    def rows_of_a_unit(self) -> int:
-        """The most rows of a real unit."""
-        return max((group.rows.shape[1] for group in self.groups), default=0)
-
     def row_is_real(self) -> Tensor:
         """Which rows belong to a real unit, ``(rows,)``."""
         return self.real[self.unit_of_row]

@@ -10,7 +10,6 @@ graph is built: so the rows can go through the encoder a few at a time (GradCach
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lit_dpret.errors import DataError, UnsupportedModelError
-from lit_dpret.matmul_precision import whole_products
+from lit_dpret.matmul_precision import exact_float32
 from lit_dpret.privacy.clipping.base import LEAST_FACTOR, accumulator_dtype
 from lit_dpret.settings import require_number
 
@@ -105,7 +104,9 @@ def embed_all(batch: PairBatch, *, rows_at_once: int) -> tuple[Tensor, Tensor]:
     They come in the accumulator's precision: float64 where the model runs in it, else fp32. The caller's autocast
     is off, as in every pass over pairs.
     """
-    with whole_digits(batch.device):
+    # A pair's gradient is bounded by a norm from another pass than its own, so the two must agree. In bf16 they do not:
+    # gradients clipped to B came out up to a tenth longer where query and passage are alike.
+    with exact_float32(batch.device):
         queries, passages = (embed_side(side, rows_at_once=rows_at_once) for side in batch.sides)
     if queries.shape[1] != passages.shape[1]:
         raise UnsupportedModelError(
@@ -119,17 +120,6 @@ def embed_side(side: Side, *, rows_at_once: int) -> Tensor:
     """Return the embeddings of one side, without a graph, in fp32 or float64."""
     found = torch.cat([side.embedded(block) for block in side.blocks(rows_at_once)])
     return found if found.dtype == torch.float64 else found.float()
-
-
-@contextmanager
-def whole_digits(device: torch.device) -> Iterator[None]:
-    """Compute in fp32 (float64 for a float64 model), outside the caller's autocast and without TF32.
-
-    A pair's gradient is bounded by a norm from another pass than its own, so the two must agree. In bf16 they
-    do not: gradients clipped to B came out up to a tenth longer where query and passage are alike.
-    """
-    with torch.autocast(device.type, enabled=False), whole_products():
-        yield
 
 
 def refuse_low_precision(name: str, parameter: Tensor) -> None:
@@ -248,7 +238,7 @@ def weighted_backward(
         return sums
     for name, parameter in parameters.items():
         refuse_low_precision(name, parameter)
-    with whole_digits(batch.device):
+    with exact_float32(batch.device):
         embeddings = embed_all(batch, rows_at_once=rows_at_once)
         cotangents = _cotangents(weights.detach().to(embeddings[0]), *embeddings)
         for side, of_side, before in zip(batch.sides, cotangents, embeddings, strict=True):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.matmul_precision import exact_float32
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing, trainable
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.pairs.batch import (
@@ -25,7 +26,6 @@ from lit_dpret.privacy.clipping.pairs.batch import (
     refuse_low_precision,
     refuse_other_function,
     refuse_randomness,
-    whole_digits,
 )
 
 #: Pairs that go through the model together, at least; else as many as there are records.
@@ -77,7 +77,7 @@ class PairNorms(ABC):
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 refuse_low_precision(name, parameter)
-        with whole_digits(batch.device):
+        with exact_float32(batch.device):
             found = self._table(batch)
             self._batches += 1
             if not self._batches & (self._batches - 1):  # batches 1, 2, 4, 8, ...
