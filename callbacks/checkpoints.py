@@ -45,8 +45,8 @@ class BetweenSteps:
     Args:
         trainer: The fit's Trainer; its ``save_checkpoint`` is replaced until `release`, and what puts a checkpoint
             together until its next fit.
-        module: Says in ``updating`` that an update is being made.
-        complete: Is given each checkpoint before it is written.
+        module: The run's module, whose ``updating`` tells whether an update is under way.
+        complete: Called with each checkpoint before it is written.
 
     Attributes:
         saving: Whether a checkpoint is being put together.

@@ -268,7 +268,7 @@ class PairsDataModule(SampledDataModule):
         For experiments that hold some queries out. What was left out is not in `collection` any more.
 
         Args:
-            query_ids: Which of all splits' queries.
+            query_ids: The ids to take, among the queries of all splits.
 
         Raises:
             ConfigurationError: A sampler over the queries before is attached.

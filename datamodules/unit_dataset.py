@@ -174,7 +174,7 @@ class Planted:
 
         Args:
             duplicates: The policy of the data on equal texts.
-            passages: Those of the data, by id.
+            passages: The passages of the data, by id.
 
         Raises:
             ConfigurationError: Equal texts would become one unit.

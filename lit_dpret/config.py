@@ -80,7 +80,7 @@ class Choice:
         group: The folder.
         name: The file without its ending.
         summary: The first sentence of the comment that it begins with.
-        target: What it constructs, if anything.
+        target: The class that it constructs, if any.
         keys: In the order of the file.
         example: The first command in that comment; empty where there is none.
     """

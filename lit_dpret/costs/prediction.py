@@ -64,8 +64,8 @@ def predict(
         device: One of `lit_dpret.costs.work.ACCELERATORS`.
         world: How many of them.
         strategy: One of `lit_dpret.costs.memory.STRATEGIES`.
-        noise: That of the plan.
-        engine: That of the plan; any but ``ghost_tf32`` and ``ghost_bf16`` is taken for ``ghost``.
+        noise: The plan's noise.
+        engine: The plan's engine; any but ``ghost_tf32`` and ``ghost_bf16`` is taken for ``ghost``.
         secure_rng: Whether noise is drawn from ChaCha20, and so on the device, as ``discrete`` noise always is. Else
             each rank draws it on one thread of its processor.
         seconds_of_a_normal: How long one takes on the processor; None measures it here.

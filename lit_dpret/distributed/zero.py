@@ -74,7 +74,7 @@ class ZeroHandover(ABC):
 
     Args:
         engine: DeepSpeed's.
-        module: What it trains.
+        module: The module that it trains.
         ranks: Its data-parallel ranks.
         groups: The groups of the optimizer.
         own: The shards of this rank.

@@ -65,7 +65,7 @@ def table_of(
             `TextEncoder.encode`).
         centroids: Released before, ``(count, dim)``.
         plan: The bounds.
-        units: Whose row each is; each row by itself where it is None.
+        units: The unit of each row; None makes each row a unit of its own.
 
     Returns:
         float64, ``(count, dim + 1)``, the count in the last column.

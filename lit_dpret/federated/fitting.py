@@ -55,7 +55,7 @@ def fit_epochs(
 
     Args:
         module: As it was at the start of the fit.
-        data: What it is trained on.
+        data: The data that it is trained on.
         folder: The folder of the ledger.
         epochs: How many.
         callbacks: Callbacks of the Trainer, other than the accountant.

@@ -110,7 +110,7 @@ class SiloAccount:
 
         Args:
             turn: Which fit it is.
-            noise_multiplier: That of a fit that is repeated; null for what was planned.
+            noise_multiplier: The noise multiplier of a repeated fit; null for the planned one.
         """
         mode: PrivacyMode
         noise = self.noise

@@ -143,7 +143,7 @@ class SiloLedger:
         """Yield a mechanism that adds noise to at most ``count`` tables of known sensitivity, each recorded first.
 
         Args:
-            label: What it is for, as ``fed_request``.
+            label: A name for what it is for, as ``fed_request``.
             noise_multiplier: Standard deviation of the noise over the sensitivity.
             count: Releases, reserved together before the first.
 

@@ -225,7 +225,7 @@ class OptimizerSpec:
         Parameters in half precision are optimized as float32 copies (`lit_dpret.distributed.handover`).
 
         Args:
-            parameters: Those without ``requires_grad`` are left out.
+            parameters: The parameters; those without ``requires_grad`` are left out.
             steps: Planned logical steps; 0 where unknown.
             noise_std: Standard deviation of the noise in each coordinate of the gradients that the
                 optimizer will see, ``PrivacyMode.gradient_noise_std``; used by ``adam_bc`` alone.

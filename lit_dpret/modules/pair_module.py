@@ -164,7 +164,7 @@ class PairModule(PrivateModule):
 
         Args:
             batch: A sub-batch with one row per unit.
-            part: Which of its rows.
+            part: The rows of it to take.
 
         Raises:
             UnsupportedModelError: As `row_temperature`.

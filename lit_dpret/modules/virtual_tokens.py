@@ -105,8 +105,8 @@ def add_prompt(
 
     Args:
         model: Changed in place.
-        settings: Those of `PromptTuning`.
-        tokenizer: That of the model; null for shapes alone, as on the ``meta`` device.
+        settings: The settings of `PromptTuning`.
+        tokenizer: The model's tokenizer; null for shapes alone, as on the ``meta`` device.
 
     Returns:
         The ids of the virtual tokens, which are to be put before every passage.

@@ -34,7 +34,7 @@ class NegativeSource(ABC):
         keeps_private_state: Whether something of private rows outlives the step.
         shared_in_batch: Whether what it finds for one row is a negative of every row; then it couples them.
         gather: Whether it takes rows of other processes.
-        file: What it reads its negatives from, where it reads a file.
+        file: The file that it reads its negatives from, if any.
         is_declared: Whether what nothing can check, that a row's negatives were made of its own record and of
             public data alone, is declared where it has to be.
     """

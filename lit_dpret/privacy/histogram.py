@@ -177,7 +177,7 @@ def release_histogram(
         bins: How many bins there are.
         max_count: Counts of a unit that are taken; the rest is left out.
         spec: A fingerprint of the bins; another one never shares noise with this one.
-        step: Which release of the plan it is.
+        step: The number of the release in the plan.
         grant: Called before a release is announced that the ledger does not hold yet; it may refuse.
 
     Returns:

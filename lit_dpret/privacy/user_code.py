@@ -71,7 +71,7 @@ class ReadByLoss:
 
     Args:
         module: The trained module, whose own parameters, buffers and tensors in attributes are left out.
-        callbacks: Those of the Trainer, for code that reads ``trainer.callbacks``.
+        callbacks: Callbacks of the Trainer, for code that reads ``trainer.callbacks``.
     """
 
     _FIRST = ("forward", "per_row_loss", "__call__")

@@ -85,7 +85,7 @@ def synthesize(
         progress: Called with (passages done, passages in all).
         job: The ranks that share the work, each calling this with the same arguments and a folder that all of
             them see; the first one merges and writes the card, and the others return when they have nothing to do.
-        settings: Those of `Generation`.
+        settings: The settings of `Generation`.
 
     Returns:
         ``out``.

@@ -36,7 +36,7 @@ def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
     """Return the privacy of a row whose encoder was not trained here.
 
     Args:
-        encoder: What it was loaded from; None where nobody knows.
+        encoder: The name or folder that it was loaded from; None if unknown.
         model: The encoder, or a model that contains it, if already built.
 
     Raises:

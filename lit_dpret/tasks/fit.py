@@ -60,7 +60,7 @@ def plan_fit(
     Args:
         mode: The privacy mode.
         data: The datamodule, read already.
-        trainer: Says how long.
+        trainer: The Trainer, which says how long.
         make_module: Makes the module, given ``privacy``; called for modes whose noise depends on the loss.
         callbacks: Those of the training; the accountant may pay for steps in advance and name a start, and an audit
             among them plants canaries.

@@ -69,7 +69,7 @@ def check_round_trip(
         model: A retriever that saw neither the private nor the synthetic queries.
         released: Synthetic queries with their sources; all their passages are searched.
         folder: Where the list is written.
-        k: How far down the list a source may stand.
+        k: The lowest rank at which a source may stand.
         seed: The seed of the control, in which every query is compared with a wrong passage.
 
     Returns:

@@ -31,7 +31,7 @@ class BigramModel:
     """Probability of each word given the previous one, with Laplace smoothing.
 
     Args:
-        texts: What it learns from.
+        texts: The texts that it learns from.
         vocabulary: Further texts whose words it has to know; a word that is in none of them counts as one unknown
             word. Models that are compared need the same.
 

@@ -151,7 +151,7 @@ def find_worst_case(
     """Search for a batch of n records in which one record moves the gradient most.
 
     Args:
-        loss: Whose coefficients to attack.
+        loss: The loss whose coefficients to attack.
         n: Records of the larger batch.
         relation: The neighbours.
         dim: Search over embeddings of this many dimensions instead of over free tables: scores that

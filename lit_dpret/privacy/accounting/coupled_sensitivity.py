@@ -107,7 +107,7 @@ def resolve_n_max(
 
     Args:
         n_max: As declared; None to choose it.
-        law: By which logical batches are drawn.
+        law: The law by which logical batches are drawn.
         sub_batches: Parts of a logical batch.
         expected: Units of a logical batch on average; public.
         units: How many units there are, where that is public.
@@ -144,7 +144,7 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
     nothing, and in ``fixed_size`` batches a unit that is not drawn is replaced, in its slot, by one that is.
 
     Args:
-        law: By which logical batches are drawn.
+        law: The law by which logical batches are drawn.
         sub_batches: Parts k of a logical batch.
         steps: Logical steps.
         units: The public number n of units.
@@ -169,7 +169,7 @@ def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: in
 
     Args:
         neighbours: The claim's relation.
-        law: By which logical batches are drawn.
+        law: The law by which logical batches are drawn.
         n_max: Most units of a sub-batch.
 
     Returns:
@@ -200,7 +200,7 @@ def holds_under(
     Args:
         coupling: The plan's coupling.
         planned: Its law and relation.
-        read_as: Those in question.
+        read_as: The law and relation in question.
         steps: Logical steps.
         units: The number of units, where it is public.
         delta: The claim's delta.

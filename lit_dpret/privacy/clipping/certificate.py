@@ -156,9 +156,9 @@ def certified(
     Args:
         parameters: The uses of each parameter, of values of the format.
         shape: The shape of each parameter.
-        batch: Whose rows they are.
+        batch: The batch whose rows they are.
         form: The format.
-        into: Is added to.
+        into: The certificate that is added to.
     """
     outers = [[use for use in uses if isinstance(use, Product)] for uses in parameters]
     lookups = [use for use in parameters[0] if isinstance(use, Lookup)]

@@ -77,7 +77,7 @@ class FunctionCall:
 
         Args:
             g: Gradient of the summed loss at the output, ``(rows, ...)``.
-            output: Which of the tensors that the module returns.
+            output: The index of a tensor that the module returns.
             parameters: What to differentiate by; other parameters and the buffers are constants.
 
         Returns:

@@ -248,7 +248,7 @@ class GhostClipping(ClippedSum):
         Args:
             uses: The recorded calls.
             losses: One for each row.
-            batch: Whose rows they are.
+            batch: The batch whose rows they are.
             keep: Leave the graph for another backward pass.
         """
         for use in uses:

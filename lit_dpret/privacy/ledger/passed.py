@@ -60,7 +60,7 @@ class Passed:
     """The values that the weights of one run pass through, from its first step on.
 
     Args:
-        runs: Whose they are.
+        runs: The runs whose values they are.
         begun: The tensors that the run begins with: their values are not its own.
     """
 

@@ -39,8 +39,8 @@ def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, *, summed: t
     What else ``get_extra_state`` returns is left out: where it changes a step, it changes the tag of the step's sum.
 
     Args:
-        module: Whose parameters and buffers count.
-        optimizer: Whose state counts.
+        module: The module whose parameters and buffers count.
+        optimizer: The optimizer whose state counts.
         summed: How many units are summed at once at most, and on how many ranks.
     """
     # How many are summed at once decides the order of additions, and with it the last bits.

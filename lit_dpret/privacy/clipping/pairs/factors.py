@@ -242,7 +242,7 @@ def inner_products(query: Factors, passage: Factors, e: Tensor, f: Tensor) -> Te
 
     Args:
         query: The Jacobian of some queries.
-        passage: That of some passages, by the same parameter.
+        passage: The Jacobian of some passages, by the same parameter.
         e: Embeddings of these queries, (queries, columns).
         f: Embeddings of these passages.
     """
