@@ -581,6 +581,7 @@ class PrivacyAccountant(Callback):
             if not (trainer.interrupted or self._ended):
                 ranks.together(self._writes.refuse_after_last_batch)
             ranks.together(lambda: gate.check(checkpoint))
+        self._module.complete_checkpoint(checkpoint)
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -64,8 +64,8 @@ class MSMarcoDataModule(PairsDataModule):
     def __post_init__(self) -> None:
         if (self.folder is None) == (not self.download):
             raise ConfigurationError(
-                f"datamodule.folder={self.folder} and datamodule.download={str(self.download).lower()}: name the "
-                "folder with MS MARCO's files, or let download=true fetch them, and not both."
+                f"datamodule.folder={self.folder or 'null'} and datamodule.download={str(self.download).lower()}: name "
+                "the folder with MS MARCO's files, or let download=true fetch them, and not both."
             )
         self.folder = self.folder or _SOURCE
         super().__post_init__()

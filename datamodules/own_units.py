@@ -16,6 +16,7 @@ from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import ALL_OF_ONE, EACH_ROW, UNNAMED, Unit
 from lit_dpret.privacy.content import content_of
+from lit_dpret.privacy.plan import batch_among
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import naming_arguments
 
@@ -125,6 +126,8 @@ class UnitDataModule(SampledDataModule):
                 "mean other units on every card. Without unit_of every row is a unit of its own."
             )
         self._units: OwnUnits | None = None
+        if self.sample_rate is None and self.sampling != "full_batch":
+            batch_among(self.expected_batch_size, len(self.train_units()))  # a number that may be private
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         """Set the run's unit of privacy, which can only be a record.

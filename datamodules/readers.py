@@ -223,6 +223,9 @@ class RecordFile(Records):
         super().__init__(str(path), complain)
         self.path, self.header = Path(path), header
         self._finds = 0
+        if not self.path.is_file():
+            problem = "is a folder, and a file belongs there" if self.path.exists() else "does not exist"
+            raise DataError(f"{self.path} {problem}; check {knob}.", kind="missing file")
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         self._compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSIONS else ""
         self.format = suffixes[-1] if suffixes else ""
@@ -235,9 +238,6 @@ class RecordFile(Records):
             )
         if header is not None and self.format != ".tsv":
             raise DataError(f"{self.path} is read without a header line, so it must be a .tsv file; check {knob}.")
-        if not self.path.is_file():
-            problem = "is not a file" if self.path.exists() else "does not exist"
-            raise DataError(f"{self.path} {problem}; check {knob}.", kind="missing file")
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:

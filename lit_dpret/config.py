@@ -113,6 +113,17 @@ def _files(group: str) -> dict[str, Traversable]:
     return {part.name.removesuffix(".yaml"): part for part in found}
 
 
+def alike(word: str, known: Iterable[str], cutoff: float = 0.8) -> list[str]:
+    """Return the known name that ``word`` nearly is, case and signs aside; none where nothing is near.
+
+    Example:
+        >>> alike("check-data", ["check_data", "plan"]), alike("Fit", ["fit"]), alike("train", ["fit"])
+        (['check_data'], ['fit'], [])
+    """
+    plain = {re.sub(r"[\W_]", "", name).lower(): name for name in known}
+    return [plain[one] for one in difflib.get_close_matches(re.sub(r"[\W_]", "", word).lower(), plain, 1, cutoff)]
+
+
 def choices(group: str) -> list[Choice]:
     """Return the choices of a group, by name.
 

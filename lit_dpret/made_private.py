@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from multiprocessing.context import get_spawning_popen
@@ -22,12 +23,15 @@ from torch.utils.data import default_collate
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, first_line
 from lit_dpret.modules import OptimizerSpec, PrivateModule
+from lit_dpret.modules.checkpointed import CLASS_KEY, is_plain, plain_value
 from lit_dpret.modules.private_module import save_weights
 from lit_dpret.privacy.ledger.gate import undeclared_metric
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 from lit_dpret.privacy.state_watch import state_of_part
 from lit_dpret.settings import naming_arguments
 
+#: What the names of the inner module's weights begin with.
+_INNER = "module."
 #: Stands for a batch that is one tensor, and no dict or tuple of them.
 _LONE = ""
 #: What the arguments are that `make_private` needs.
@@ -93,6 +97,32 @@ class MadePrivate(PrivateModule):
         self._loss_of_rows, self._collate_fn = per_row_loss, collate_fn
         # Where these were trained counts as well, also where their weights are read and they are never called.
         self._read_by_loss = _modules_read(per_row_loss)
+        self._hparams_name = getattr(module, "_hparams_name", None)
+
+    @property
+    def hparams(self) -> Any:
+        """The plain ones of the inner module, for ``load_from_checkpoint`` of its class."""
+        found = getattr(self.module, "hparams", {})
+        return {name: plain_value(value) for name, value in found.items() if is_plain(value)}
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path, **settings: Any) -> Any:  # type: ignore[override]
+        """Refuse: a checkpoint holds the inner module."""
+        raise UnsupportedModelError(
+            f"The result of make_private is not loaded from a checkpoint: call load_from_checkpoint of your own class "
+            f"{cls.__name__}. To train on, give trainer.fit a new make_private(...) and ckpt_path={checkpoint_path}."
+        )
+
+    def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Name the weights as the inner module does, so that its class can load them."""
+        if not self.trainer.strategy.restore_checkpoint_after_setup:  # else it loads by the names of the wrapper
+            checkpoint[CLASS_KEY] = _name_of(type(self.module))
+            _rename(checkpoint, lambda name: name.removeprefix(_INNER))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if checkpoint.get(CLASS_KEY) == _name_of(type(self.module)):
+            _rename(checkpoint, lambda name: _INNER + name)
+        super().on_load_checkpoint(checkpoint)
 
     def collate_rows(self, rows: list[Any]) -> Any:
         try:
@@ -231,8 +261,20 @@ def make_private(
             "optimizer=OptimizerSpec(name=..., lr=...)."
         )
     mode = DPSGD(eps=eps, unit=unit, **privacy)  # type: ignore[arg-type]
-    kind: type[MadePrivate] = type(f"Private{name}", (MadePrivate,), {"__module__": __name__})  # as card and errors say
+    kind: type[MadePrivate] = type(name, (MadePrivate,), {"__module__": __name__})  # by which card and errors call it
     return kind(module, per_row_loss, collate_fn, privacy=mode, optimizer=optimizer, public_rows=public_rows)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _rename(checkpoint: dict[str, Any], new_name: Callable[[str], str]) -> None:
+    """Give the weights of a checkpoint, and the notes of the parts that they belong to, other names."""
+    old = checkpoint["state_dict"]
+    checkpoint["state_dict"] = state = OrderedDict((new_name(name), value) for name, value in old.items())
+    notes = getattr(old, "_metadata", {})
+    state._metadata = OrderedDict((new_name(name) if name else name, note) for name, note in notes.items())  # type: ignore[attr-defined]
 
 
 def _logged_in(trace: TracebackType | None) -> str | None:

@@ -172,6 +172,18 @@ CASES: dict[str, Case] = {
     "no such group": Case(("list", "privcy"), r"'privcy'"),
     "no choice of that name": log("privacy=dpsgd", named=r"privacy=dpsgd does not exist"),
     "no model of that name": log("model=gpt", named=r"model=gpt does not exist"),
+    "a task with another sign": Case(("check-data",), r"'check-data'.*\bcheck_data"),
+    "a task in capitals": Case(("Fit", "privacy.eps=3"), r"'Fit'.*\bfit\b"),
+    "an experiment in the place of a task": Case(("quickstart",), r"'quickstart'.*experiment=quickstart"),
+    "a script with the line ends of Windows": log("hydra.run.dir=runs/mine\r", named=r"hydra\.run\.dir=runs/mine"),
+    "a setting with another sign": log("privacy_eps=3", named=r"privacy_eps is not .*privacy\.eps"),
+    "a setting in capitals": log("privacy.Eps=3", named=r"privacy\.Eps is not .*privacy\.eps"),
+    "nothing for a choice": log("privacy=null", named=r"privacy=null does not exist.*none"),
+    "a number for a choice": log("trainer=2", named=r"trainer=2 does not exist.*cpu"),
+    "a path for a choice": Case(("experiment=configs/experiment/own_log",), r"experiment=configs/.*quickstart"),
+    "no name before the sign": Case(("plan", "=3"), r"NAME=VALUE"),
+    "a mapping that the shell has split": log("datamodule.columns={query:", "a,", named=r"columns=\{query: .*quotes"),
+    "a name for the optimizer": log("model.optimizer=adam", named=r"model\.optimizer=adam .*optimizer\.name"),
     "no task of that name": log("task=synthesise", named=r"task=synthesise does not exist"),
     "no logger of that name": log("logger=tensorbord", named=r"logger=tensorbord does not exist"),
     "a key that a mapping has not": Case(
@@ -264,7 +276,7 @@ CASES: dict[str, Case] = {
     "embeddings that are nowhere": Case(("index", "task.embeddings=nope"), r"nope"),
     "a sweep that is nowhere": Case(("sweep", "nope.yaml"), r"nope\.yaml"),
     "a sweep that is not YAML": Case(("sweep", "bad.yaml"), r"bad\.yaml"),
-    "a folder for a file": pairs("qrels"),
+    "a folder for a file": pairs("qrels", r"qrels is a folder.*datamodule\.pairs"),
     "no such file": pairs("nope.jsonl", r"nope\.jsonl.*datamodule\.pairs"),
     **{
         word: setting(word)

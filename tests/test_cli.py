@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -115,6 +116,17 @@ def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
     folders = (ROOT / "configs" / "task", ROOT / "reproduction" / "configs" / "task")
     tasks = ", ".join(sorted(path.stem for folder in folders for path in folder.glob("*.yaml")))
     assert f"'nonsense' is neither a setting (name=value) nor a task: {tasks}" in line
+
+
+def test_a_terminal_is_told_at_once_that_something_happens_and_a_pipe_gets_results_and_errors_alone() -> None:
+    command = [sys.executable, "train.py", "compare", "nowhere", "nowhere"]
+    screen, terminal = pty.openpty()
+    subprocess.run(command, cwd=ROOT, stderr=terminal, check=False)
+    os.close(terminal)
+    with os.fdopen(screen, "rb") as shown:
+        assert shown.readline().startswith(b"lit-dpret: loading")
+    piped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert piped.stderr.splitlines() == [refused(piped)]
 
 
 @pytest.mark.slow

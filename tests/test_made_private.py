@@ -16,7 +16,7 @@ import lightning as L
 import pytest
 import torch
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -267,6 +267,31 @@ def test_a_checkpoint_of_ones_own_callback_goes_on_with_the_ledger(tmp_path: Pat
     assert torch.equal(model.net[0].weight, whole.net[0].weight)
     with pytest.raises(ResumeError):
         fit(tmp_path / "run", made())
+
+
+class Sized(Classifier):
+    def __init__(self, width: int, activation: Any = torch.tanh) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net[-1] = nn.Linear(8, width)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_checkpoint_is_loaded_by_the_class_of_the_module_and_by_a_resume(averaged: bool, tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=3, save_top_k=-1)
+    average = [EMAWeightAveraging()] if averaged else []
+    whole = Sized(3, torch.sin)
+    trainer = fit(tmp_path / "run", made(whole), callbacks=[kept, *average])
+    paths = {step: next((tmp_path / "kept").glob(f"*step={step}.ckpt")) for step in (3, 6)}
+    loaded = Sized.load_from_checkpoint(paths[6], weights_only=True)
+    assert loaded.hparams == Sized(3).hparams
+    names = dict(loaded.named_parameters()).keys()
+    assert averaged or all(torch.equal(loaded.get_parameter(name), whole.get_parameter(name)) for name in names)
+    again = Sized(3)
+    fit(tmp_path / "run", made(again), callbacks=[PrivacyAccountant(resume=True), *average], ckpt_path=paths[3])
+    assert all(torch.equal(again.get_parameter(name), whole.get_parameter(name)) for name in names)
+    with pytest.raises(UnsupportedModelError, match=r"Sized.*ckpt_path"):
+        type(trainer.lightning_module).load_from_checkpoint(paths[6])
 
 
 def test_a_resume_without_its_checkpoint_is_refused_before_a_step_is_charged_again(tmp_path: Path) -> None:

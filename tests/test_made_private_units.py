@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,33 @@ from lit_dpret.privacy.content import content_of
 # -- which rows are one unit -----------------------------------------------------------------------------------
 
 
+SMALL: dict[str, Any] = {"expected_batch_size": 1}
+
+
 def test_rows_of_one_name_are_one_unit_and_rows_without_names_are_units_themselves() -> None:
-    grouped = data([10, 11, 12, 13], unit_of=["a", "b", "a", "a"].__getitem__)
+    grouped = data([10, 11, 12, 13], unit_of=["a", "b", "a", "a"].__getitem__, **SMALL)
     grouped.use_unit("record")
     units = grouped.train_units()
     assert [list(units.rows(unit)) for unit in range(len(units))] == [[10, 12, 13], [11]]
-    single = data([10, 11])
+    single = data([10, 11], **SMALL)
     single.use_unit("record")
     assert single.n_units == 2 and list(single.train_units().rows(1)) == [11]
 
 
 def test_another_row_name_or_order_is_another_fingerprint() -> None:
     x, y = rows(6).tensors
+    of = partial(data, **SMALL)
     key = b"k" * 32
-    whole = data(TensorDataset(x, y)).data_fingerprint(key)
-    assert data(TensorDataset(x.clone(), y.clone())).data_fingerprint(key) == whole
+    whole = of(TensorDataset(x, y)).data_fingerprint(key)
+    assert of(TensorDataset(x.clone(), y.clone())).data_fingerprint(key) == whole
     others = [
-        data(TensorDataset(x.flip(0), y.flip(0))), data(TensorDataset(x, 1 - y)), data(TensorDataset(x.double(), y)),
-        data(TensorDataset(x[:5], y[:5])), data(TensorDataset(x, y), unit_of=lambda row: row // 2),
-        data(TensorDataset(x.view(6, 2, 2), y)),
+        of(TensorDataset(x.flip(0), y.flip(0))), of(TensorDataset(x, 1 - y)), of(TensorDataset(x.double(), y)),
+        of(TensorDataset(x[:5], y[:5])), of(TensorDataset(x, y), unit_of=lambda row: row // 2),
+        of(TensorDataset(x.view(6, 2, 2), y)),
     ]  # fmt: skip
     found = {other.data_fingerprint(key) for other in others}
     assert whole not in found and len(found) == len(others)
-    assert data(TensorDataset(x, y)).data_fingerprint(b"l" * 32) != whole
+    assert of(TensorDataset(x, y)).data_fingerprint(b"l" * 32) != whole
 
 
 def test_the_order_of_a_set_is_no_part_of_the_fingerprint() -> None:
@@ -66,7 +71,7 @@ def test_random_augmentations_leave_the_fingerprint_and_the_generators_alone() -
             return torch.rand(2)
 
     before = torch.get_rng_state()
-    assert data(Augmented()).data_fingerprint(b"k") == data(Augmented()).data_fingerprint(b"k")
+    assert data(Augmented(), **SMALL).data_fingerprint(b"k") == data(Augmented(), **SMALL).data_fingerprint(b"k")
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -129,7 +134,15 @@ WRITTEN = ["u1", "u1 ", 1, "1", 1.0, np.int64(1), "Jos\u00e9", "Jose\u0301"]
     ids=["table", "numbers in a tensor", "as they are written", "more than the rows"],
 )
 def test_rows_are_one_unit_that_have_one_name(names: Any, units: int) -> None:
-    assert data(unit_of=names).n_units == units
+    assert data(unit_of=names, **SMALL).n_units == units
+
+
+@pytest.mark.parametrize("batch", [None, 0, 1.5, 31, 100])
+def test_a_batch_of_no_or_of_more_units_than_there_are_is_refused_when_the_data_are_given(batch: Any) -> None:
+    with pytest.raises(ConfigurationError, match="expected_batch_size") as found:
+        data(unit_of=(torch.arange(60) // 2).__getitem__, expected_batch_size=batch)
+    assert "30" not in str(found.value)  # which may be private
+    assert data(unit_of=(torch.arange(60) // 2).__getitem__, expected_batch_size=30).n_units == 30
 
 
 def test_other_units_than_records_are_refused(tmp_path: Path) -> None:
@@ -241,7 +254,7 @@ def test_names_of_more_rows_than_a_subset_has_are_refused() -> None:
     part = Subset(rows(), range(0, 60, 2))
     with pytest.raises(DataError, match="unit_of"):
         data(part, unit_of=users.__getitem__)
-    assert data(part, unit_of=lambda row: users[part.indices[row]]).n_units == 6
+    assert data(part, unit_of=lambda row: users[part.indices[row]], **SMALL).n_units == 6
 
 
 def test_two_users_who_clicked_the_same_passage_for_the_same_query_are_two_units(tmp_path: Path) -> None:

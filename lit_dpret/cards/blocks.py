@@ -36,11 +36,13 @@ ul { margin: .4rem 0; padding-left: 1.3rem; } li { margin: .25rem 0; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: .6rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .42rem .9rem .42rem 0; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; } thead th { border-bottom: 2px solid var(--line); vertical-align: bottom; }
-th.num, td.num { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; white-space: nowrap; }
+th.num, td.num { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+td.num { white-space: nowrap; }
 table.narrow { width: auto; } table.narrow th, table.narrow td { padding-right: 2.2rem; }
 table.samples { table-layout: fixed; } table.samples ul { margin: 0; }
 table.facts th { width: 15rem; color: var(--soft); font-weight: 500; }
-.scroll { overflow-x: auto; } .scroll th:not(.num), .scroll td:not(.num) { min-width: 9rem; }
+.scroll { overflow-x: auto; width: min-content; min-width: 100%; max-width: min(100vw - 2.8rem, 50vw + 28.2rem); }
+.scroll th:not(.num), .scroll td:not(.num) { min-width: 9rem; overflow-wrap: break-word; }
 .banner { margin: 1rem 0; padding: .7rem 1rem; border-radius: .4rem; border-left: .35rem solid var(--line);
   background: var(--panel); }
 .banner.danger { border-color: var(--danger); background: var(--danger-bg); color: var(--danger); font-weight: 600; }

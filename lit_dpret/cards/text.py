@@ -263,7 +263,7 @@ def _mechanism_sentence(card: Card) -> str:
         )
     return (
         f"Training made {done} noisy step{'' if done == 1 else 's'}{size}.{_ended_early(card)} Batches were drawn "
-        f"so: {mechanism['law_text']}. {_bounded(card)}, and "
+        f"as follows: {mechanism['law_text']}. {_bounded(card)}, and "
         f"Gaussian noise of standard deviation {_n(mechanism['noise_std'])} (noise multiplier "
         f"{_n(mechanism['noise_multiplier'])}){_on_grid(mechanism)} was added to the sum once.{_counted(mechanism)}"
         f"{_facts_of_the_mode(mechanism)}{_averaged(mechanism)}"

@@ -35,7 +35,7 @@ from lit_dpret.cli.jobs import (
     settings_folder,
     swept,
 )
-from lit_dpret.config import CONFIG_MODULE, format_help
+from lit_dpret.config import CONFIG_MODULE, format_help, names
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, WorkerError
 from lit_dpret.tasks.parts import as_typed
@@ -253,10 +253,13 @@ def main() -> None:
         if sys.argv[1:2] == ["list"]:
             sys.stdout.write(f"{listing(sys.argv[2:])}\n")
             return
-        if sys.argv[1:2] in ([], ["--help"], ["-h"]):
+        if sys.argv[1:2] in ([], ["--help"], ["-h"], ["help"]):
             sys.stdout.write(f"{format_help(program())}\n")
             return
-        if sys.argv[1:2] == ["--version"]:
+        if sys.argv[2:] in (["--help"], ["-h"]) and sys.argv[1] in names("task"):
+            sys.stdout.write(f"{listing([f'task={sys.argv[1]}'])}\n")
+            return
+        if sys.argv[1:2] in (["--version"], ["version"]):
             sys.stdout.write(f"lit-dpret {lit_dpret.__version__}\n")
             return
         sys.argv[1:] = [quoted(argument) for argument in with_task(sys.argv[1:])]

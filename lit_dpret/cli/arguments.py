@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from lit_dpret.config import groups, listed, names, top_level
+from lit_dpret.config import alike, groups, listed, names, top_level
 from lit_dpret.errors import ConfigurationError
 
 _POSITIONAL = {"compare": ("run_a", "run_b"), "verify": ("card",), "audit": ("run",), "sweep": ("file",)}
@@ -60,6 +60,11 @@ def with_task(arguments: list[str]) -> list[str]:
             setting is written as an option, or an option does not exist.
     """
     for argument in arguments:
+        if "\r" in argument:
+            raise ConfigurationError(
+                f"{argument!r} holds a carriage return: the script that it is in has the line ends of Windows. Save it "
+                "with those of Unix."
+            )
         name = argument.lstrip("-").split("=")[0]
         if (
             argument.startswith("-")
@@ -72,8 +77,10 @@ def with_task(arguments: list[str]) -> list[str]:
         return [*options, *arguments]
     tasks = names("task")
     if arguments[0] not in tasks:
-        words = ", ".join([*tasks, "list", "silo"])
-        raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task: {words}.")
+        wholes = [f"experiment={name}" for name in names("experiment") if name == arguments[0]]
+        near = [*wholes, *alike(arguments[0], tasks)]
+        words = f". Did you mean {near[0]}?" if near else f": {', '.join([*tasks, 'list', 'silo'])}."
+        raise ConfigurationError(f"{arguments[0]!r} is neither a setting (name=value) nor a task{words}")
     knobs = _POSITIONAL.get(arguments[0], ())
     nowhere = ["hydra.run.dir=.", "hydra.output_subdir=null"] if arguments[0] == "verify" else []  # it writes nothing
     return [*options, f"task={arguments[0]}", *nowhere, *_by_place(arguments[0], knobs, arguments[1:])]

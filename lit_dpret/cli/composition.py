@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -28,6 +29,7 @@ from lit_dpret.cli.arguments import own_overrides, program, shown_overrides
 from lit_dpret.cli.explanations import UNKNOWN_KEY, causes, explain_unknown_key
 from lit_dpret.cli.value_types import check_type, check_types
 from lit_dpret.config import CONFIG_MODULE, STUDIES, choices, groups, top_level
+from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.settings import is_whole
 from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed
@@ -193,6 +195,8 @@ def checked_task(cfg: DictConfig) -> Any:
     """
     if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # said before the task's imports, which take long
         raise ConfigurationError(_lacking(cfg, missing))
+    if sys.stderr.isatty() and rank_watch.is_first() and "torch" not in sys.modules:  # a log needs no such line
+        sys.stderr.write("lit-dpret: loading ...\n")
     check_types(cfg.task, "task")
     task = instantiate(cfg.task, _convert_="all")
     if cfg.get("canaries") is not None and not getattr(task, "takes_canaries", False):

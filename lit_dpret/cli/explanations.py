@@ -6,7 +6,6 @@ import errno
 import re
 import sys
 from collections.abc import Collection, Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from lit_dpret.cli.arguments import shown_overrides
-from lit_dpret.config import CONFIG_MODULE, choices, groups, names
+from lit_dpret.config import CONFIG_MODULE, alike, choices, groups, names
 from lit_dpret.errors import LitDpretError, WorkerError
 
 _MOST_MEANT = 3
@@ -46,6 +45,8 @@ def explain(error: BaseException) -> str | None:
             return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
         if (lost := lost_rank(cause)) is not None:
             return str(lost)
+        if isinstance(cause, ValueError) and str(cause).startswith("Config group override"):  # of Hydra: null, a number
+            return _explain_no_choice()
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return _explain_composition(error)
     return None
@@ -76,8 +77,11 @@ def _explain_composition(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         if "=" not in error.override:
             return (
-                f"{error.override} is not a setting: settings are written as NAME=VALUE, without blanks around the =."
+                f"{error.override} is not a setting: settings are written as NAME=VALUE, without blanks around the =, "
+                "and in quotes where the value has blanks."
             )
+        if re.search(r"=[\[{][^\]}]*$", error.override):
+            return f"{error.override} ends too early: put the whole setting into quotes, as 'NAME={{KEY: VALUE, ...}}'."
         return f"{error.override} cannot be read as a setting: write its value in quotes, \"name='VALUE'\"."
     if several := re.match(r"Ambiguous value for argument '([^=]+)=", text):
         return (
@@ -96,7 +100,7 @@ def _explain_composition(error: BaseException) -> str:
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
         return f"{missing.group(1)} must be given on the command line."
-    choice = re.search(r"Could not find '([^']+)/([^']+)'", text)
+    choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if choice:
         group, name = choice.groups()
         return f"{group}={name} does not exist. Choose one of {', '.join(names(group))}."
@@ -113,6 +117,14 @@ def _explain_composition(error: BaseException) -> str:
         return f"{place} cannot be made: {cause}."
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return first.strip()
+
+
+def _explain_no_choice() -> str:
+    """Name the first choice of the command line that does not exist."""
+    for group, _, name in (override.partition("=") for override in shown_overrides()):
+        if group in groups() and name not in names(group):
+            return f"{group}={name} does not exist. Choose one of {', '.join(names(group))}."
+    return "A setting has no name: settings are written as NAME=VALUE."
 
 
 def _composed_again(without: str = "") -> DictConfig:
@@ -158,7 +170,7 @@ def _meant(key: str, known: Collection[str]) -> str:
     """Ask for the settings that end in ``key``, in its last part, or in what is spelt almost so, if these are few."""
     last = key.rpartition(".")[2]
     lasts = {name.rpartition(".")[2] for name in known}
-    for tail in (key, last, *get_close_matches(last, sorted(lasts), n=1, cutoff=0.8)):
+    for tail in (key, *alike(key, known, cutoff=1), last, *alike(last, sorted(lasts))):
         if found := [name for name in known if name == tail or name.endswith(f".{tail}")]:
             return f" Did you mean {' or '.join(found)}?" if len(found) <= _MOST_MEANT else ""
     return ""

@@ -113,6 +113,9 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
                     "optimizer keeps. State that value, or begin a new run in another hydra.run.dir."
                 )
 
+    def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Change how a checked checkpoint of a private run is written; called last."""
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own = getattr(self, "own_class", type(self))
         checkpoint[CLASS_KEY] = f"{own.__module__}.{own.__qualname__}"

@@ -21,7 +21,7 @@ from lit_dpret.privacy.accounting.coupled_sensitivity import largest_batch
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
 from lit_dpret.privacy.batches import PADDING, Draw, SeededDraws, UnitBatch, UnitOwners
 from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import SamplingRequest
+from lit_dpret.privacy.plan import SamplingRequest, batch_among
 from lit_dpret.settings import require_whole
 
 
@@ -94,16 +94,8 @@ def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
             "declare datamodule.sample_rate.",
             trap="T5",
         )
-    batch = request.expected_batch_size
-    if batch is None or not batch > 0:
-        raise ConfigurationError(
-            f"datamodule.expected_batch_size={batch} must be a positive number (or give datamodule.sample_rate)."
-        )
-    if batch > public_units:
-        raise ConfigurationError(
-            f"datamodule.expected_batch_size={batch} exceeds the {public_units} units of the data set. Lower it."
-        )
-    passes = public_units / batch
+    require_whole("datamodule", request, 1, "expected_batch_size", null=True)
+    passes = public_units / batch_among(request.expected_batch_size, public_units, f"the {public_units} units")
     return math.ceil(passes) if request.sampling in ("shuffle", "fixed_size") else max(1, round(passes))
 
 

@@ -40,7 +40,7 @@ _PRIVATE = (
     "PRIVATE. These numbers and ids come from the data as they are; no differential privacy covers them. They are for "
     "the owner of the data: do not publish this file."
 )
-_COLUMNS = " datamodule.columns={passage: NAME} reads a column that is called otherwise."
+_COLUMNS = " datamodule.columns='{query: NAME, passage: NAME}' reads columns that are called otherwise."
 _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 
 
@@ -96,7 +96,8 @@ class CheckData:
         knob = _COLUMNS if type(data) is PairsDataModule and data.pairs else ""
         if (everywhere := problems.shown.get("missing column")) and not (collection and collection.queries):
             once = {message.rpartition(": no ")[2]: message for message in reversed(everywhere)}  # by column
-            everywhere[:] = [f"{message} So it is in every record.{knob}" for message in reversed(once.values())]
+            everywhere[:] = [f"{message} So it is in every record." for message in reversed(once.values())]
+            everywhere[-1] += knob
         facts["problems"] = {"total": problems.total, "counts": problems.counts, "messages": problems.shown}
         if log is not None and problems.total:
             data, collection = self._clean(parts, data, collection, log, problems, facts)

@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[Callable[[Path], SampledDataModule], str]] = {
     "pairs": (lambda tmp: PairsDataModule(folder=HARBOUR), "folder"),
     "beir": (lambda tmp: BeirDataModule(name="scifact", root=HARBOUR), "name"),
     "synthetic": (lambda tmp: SyntheticDataModule(folder=with_a_card(tmp / "set", 3.0)), "keep"),
-    "units": (lambda tmp: UnitDataModule(torch.arange(6)), "unit_of"),
+    "units": (lambda tmp: UnitDataModule(torch.arange(6), expected_batch_size=2), "unit_of"),
     "images": (lambda tmp: ImagesDataModule(source="vision_folder", folder=tiny.class_folders(tmp)), "labels"),
     "subclass": (lambda tmp: OfOurOwn(HARBOUR), "place"),
 }
@@ -94,7 +94,7 @@ def test_a_dict_of_files_that_is_changed_in_place_is_refused_before_the_next_pla
 
 def test_names_that_change_in_a_users_own_list_make_other_units_in_the_next_run() -> None:
     users = ["a", "b", "c", "d"]
-    data = UnitDataModule(torch.arange(4), unit_of=users.__getitem__, unit_name="user")
+    data = UnitDataModule(torch.arange(4), unit_of=users.__getitem__, unit_name="user", expected_batch_size=2)
     data.use_unit("record", "zero_out")
     assert data.n_units == 4
     users[2:] = ["a", "b"]

@@ -74,8 +74,8 @@ def no_accountant(module: str) -> ConfigurationError:
     """Return the error for training without an accountant."""
     return ConfigurationError(
         f"{module} has no privacy accountant: nothing would be counted. Give the Trainer "
-        "callbacks=[PrivacyAccountant(), PrivacyCard()] of lit_dpret: one counts, the other saves the weights and "
-        "writes the card.",
+        "callbacks=[PrivacyAccountant(), PrivacyCard()] of lit_dpret, or leave callbacks.accountant as it is: one "
+        "counts, the other saves the weights and writes the card.",
         trap="T7",
     )
 
