@@ -29,6 +29,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
+from lit_dpret.privacy.batches import batch_among
 from lit_dpret.privacy.budget import (
     AccountantName,
     ClipGroups,
@@ -346,15 +347,6 @@ def _rate(budget: PrivacyBudget, n: int | None, sample_rate: float | None, batch
             trap="T5",
         )
     return batch_among(batch, n, f"the {n} units") / n
-
-
-def batch_among(batch: int | None, n: int, units: str = "the number of units") -> int:
-    """Return an expected batch size that is given and at most ``n``; ``units`` says in an error what ``n`` is."""
-    if batch is None:
-        raise ConfigurationError("Neither datamodule.expected_batch_size nor datamodule.sample_rate is given: set one.")
-    if batch > n:
-        raise ConfigurationError(f"datamodule.expected_batch_size={batch} exceeds {units} of the data set. Lower it.")
-    return batch
 
 
 def _denominator(law: SamplingLaw, budget: PrivacyBudget, n: int | None, batch: int | None) -> float:
