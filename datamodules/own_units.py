@@ -14,11 +14,10 @@ from lit_dpret.datamodules.readers import as_id
 from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.batches import batch_among
 from lit_dpret.privacy.budget import ALL_OF_ONE, EACH_ROW, UNNAMED, Unit
 from lit_dpret.privacy.content import content_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
-from lit_dpret.settings import naming_arguments
+from lit_dpret.settings import batch_among, naming_arguments
 
 #: What the arguments are that `UnitDataModule` needs, and where those belong that a DataLoader has.
 _ARGUMENTS = {

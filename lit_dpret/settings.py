@@ -67,6 +67,15 @@ def require_number(where: str, settings: object, *names: str, zero: bool = False
             )
 
 
+def batch_among(batch: int | None, n: int, units: str = "the number of units") -> int:
+    """Return an expected batch size that is given and at most ``n``; ``units`` says in an error what ``n`` is."""
+    if batch is None:
+        raise ConfigurationError("Neither datamodule.expected_batch_size nor datamodule.sample_rate is given: set one.")
+    if batch > n:
+        raise ConfigurationError(f"datamodule.expected_batch_size={batch} exceeds {units} of the data set. Lower it.")
+    return batch
+
+
 def _named(settings: object, names: Sequence[str]) -> Iterable[tuple[str, Any]]:
     return settings.items() if isinstance(settings, Mapping) else [(name, getattr(settings, name)) for name in names]
 

@@ -362,12 +362,3 @@ def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
         "draw.unit, as lit_dpret.datamodules.UnitItems(units) is.",
         trap="T38",
     )
-
-
-def batch_among(batch: int | None, n: int, units: str = "the number of units") -> int:
-    """Return an expected batch size that is given and at most ``n``; ``units`` says in an error what ``n`` is."""
-    if batch is None:
-        raise ConfigurationError("Neither datamodule.expected_batch_size nor datamodule.sample_rate is given: set one.")
-    if batch > n:
-        raise ConfigurationError(f"datamodule.expected_batch_size={batch} exceeds {units} of the data set. Lower it.")
-    return batch

@@ -29,7 +29,6 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.batches import batch_among
 from lit_dpret.privacy.budget import (
     AccountantName,
     ClipGroups,
@@ -40,7 +39,7 @@ from lit_dpret.privacy.budget import (
     SamplingName,
     with_rounding_paid,
 )
-from lit_dpret.settings import is_number, is_whole, require_choice, require_whole
+from lit_dpret.settings import batch_among, is_number, is_whole, require_choice, require_whole
 
 HISTOGRAM = "histogram"
 """The mode in the plan of a released histogram."""

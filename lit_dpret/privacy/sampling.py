@@ -19,10 +19,10 @@ from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.accounting.coupled_sensitivity import largest_batch
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, Poisson, SamplingLaw, Shuffle, TruncatedPoisson
-from lit_dpret.privacy.batches import PADDING, Draw, SeededDraws, UnitBatch, UnitOwners, batch_among
+from lit_dpret.privacy.batches import PADDING, Draw, SeededDraws, UnitBatch, UnitOwners
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import SamplingRequest
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import batch_among, require_whole
 
 
 class Row(Protocol):
