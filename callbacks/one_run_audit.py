@@ -162,8 +162,8 @@ class OneRunAudit(Callback):
             any public passage), ``own_passage``, or ``echo`` (rare words for digits).
         queries: Where the words before the digits come from: ``pseudo`` (public passages), or a file of public
             queries: records with a ``text`` (.jsonl, .tsv, .csv, .parquet), or a text with one in a line.
-        confidence: Of the bound on the card.
-        seed: Of canaries and coins; null takes one from the operating system. Whoever knows it knows the coins.
+        confidence: The confidence level of the bound on the card.
+        seed: The seed of canaries and coins; null takes one from the operating system. It reveals the coins.
 
     Raises:
         ConfigurationError: A setting is out of range.

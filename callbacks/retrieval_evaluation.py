@@ -63,12 +63,12 @@ class RetrievalEvaluation(Callback):
             ``privacy=none`` alone.
         card_entry: Declares that metrics of private dev queries may be let out, with no guarantee left.
         datamodule: A DataModule to evaluate on; null for the run's own.
-        split: Which of its queries.
+        split: The split of its queries.
         every_n_steps: Evaluate after every so many logical steps, and after the last one.
         metrics: What to measure, as ``ndcg@10``.
         top_k: How deep to rank; at least the deepest of the metrics.
         max_queries: Evaluate on the first so many queries by id; null for all.
-        prefix: Of the logged names.
+        prefix: The prefix of the logged names.
 
     Raises:
         ConfigurationError: A setting is out of range, or two contradict each other.
@@ -178,7 +178,7 @@ class RetrievalEvaluation(Callback):
         """Refuse queries declared public that artefacts which the run's claim rests on were trained on.
 
         Args:
-            folders: Of those artefacts.
+            folders: The folders of those artefacts.
             data: The run's own DataModule, set up.
 
         Raises:

@@ -25,7 +25,7 @@ def training_behind(folder: Path, data: Any) -> str | None:
     as it did then.
 
     Args:
-        folder: Of the artefact.
+        folder: The folder of the artefact.
         data: The datamodule, set up.
     """
     if not hasattr(data, "data_fingerprint"):

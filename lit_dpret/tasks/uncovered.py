@@ -75,7 +75,7 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
 
     Args:
         data: The datamodule, set up.
-        folder: Of the artefact that is measured; None, or a name that is no folder, where there is none.
+        folder: The artefact that is measured; None, or a name that is not a folder, where there is none.
         knob: The setting that declares the queries public.
 
     Raises:
