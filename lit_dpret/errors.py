@@ -217,6 +217,16 @@ def first_line(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
+def unwritten(error: Exception) -> str:
+    """Return why a file could not be written: the system's words, also where safetensors passes them on.
+
+    Example:
+        >>> unwritten(OSError(28, "No space left on device")), unwritten(ValueError("Error while serializing: full"))
+        ('No space left on device', 'Error while serializing: full')
+    """
+    return getattr(error, "strerror", None) or first_line(error)
+
+
 def in_words(error: BaseException) -> str:
     """Return in plain words why a file or a message cannot be read; of what Python quotes, names of keys alone.
 

@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from safetensors import SafetensorError
 
 from lit_dpret import cli
 from lit_dpret.cards.card import write_card
@@ -370,4 +371,8 @@ def test_a_program_that_was_told_to_end_does_not_end_as_if_it_had_finished(
 
 def test_a_full_disk_is_explained_and_a_defect_is_not() -> None:
     assert "disk is full" in (explain(OSError(28, "No space left on device", "/x/last.ckpt")) or "")
+    for larger in (OSError(27, "File too large", "/x/config.yaml"), OSError(27, "File too large")):
+        assert "ulimit" in (explain(larger) or "")
+    assert "weights" in (explain(SafetensorError("Error while serializing: I/O error: File too large")) or "")
+    assert explain(SafetensorError("Error while deserializing header")) is None
     assert explain(KeyError("a defect of ours")) is None

@@ -35,12 +35,17 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             file = cause.filename2 or cause.filename or "no file named"  # of two, the second is written to
             return f"the disk is full ({file}). Free space, then resume=true."
+        if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
+            file = cause.filename2 or cause.filename or "a file"
+            return f"{file} is larger than the file system or a limit (ulimit -f) allows. Raise it, then resume=true."
         if isinstance(cause, OSError) and cause.errno == errno.EEXIST and Path(cause.filename or "").is_file():
             return f"{cause.filename} is a file, and a folder is needed there. Choose another {_folder_knob()}."
         if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
             return f"{cause.filename}: {cause.strerror}. Choose another {_folder_knob()}, or mend the permissions."
         if isinstance(cause, MarkedYAMLError) and cause.problem_mark is not None:  # a file of --config-dir
             return f"{cause.problem_mark.name} is not YAML (line {cause.problem_mark.line + 1}: {cause.problem})."
+        if type(cause).__name__ == "SafetensorError" and "Error while serializing" in str(cause):
+            return f"weights could not be written ({cause}). Free space, then resume=true."
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
             return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
         if (lost := lost_rank(cause)) is not None:

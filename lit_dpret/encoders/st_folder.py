@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lit_dpret.encoders.backbones import load_linear, load_transformer, position_limit, resolve_folder, take_pooler
 from lit_dpret.encoders.contract import Contract, Side
 from lit_dpret.encoders.text_encoder import TextEncoder
-from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError, unwritten
 from lit_dpret.files import meant, settle_modes
 
 _TYPES = "sentence_transformers.models"
@@ -239,8 +240,8 @@ def save_sentence_transformer(
         )
         _write_json(root / "modules.json", modules)
         settle_modes(*root.rglob("*.safetensors"))
-    except OSError as error:
-        raise StorageError(f"{root} cannot be written: {error.strerror or error}.") from error
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{root} cannot be written: {unwritten(error)}.") from error
 
 
 def _write_router(root: Path, sides: Mapping[Side, TextEncoder], *, shared: bool) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.encoders.vision import AugmentedViews
-from lit_dpret.errors import ConfigurationError, DataError, StorageError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, DataError, StorageError, UnsupportedModelError, unwritten
 from lit_dpret.files import read_json, settle_modes
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -189,8 +189,8 @@ def save_net(net: nn.Module, folder: str | Path) -> Path:
         save_file(tensors, place / WEIGHTS)
         settle_modes(place / WEIGHTS)
         (place / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{place} could not be written to: {error.strerror}.") from error
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{place} could not be written to: {unwritten(error)}.") from error
     return place
 
 

@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lit_dpret.encoders.st_folder import GENERATOR_CONTRACT as CONTRACT_NAME
-from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError, unwritten
 from lit_dpret.files import file_sha256, meant, settle_modes
 from lit_dpret.modules.language_models import load_language_model, load_tokenizer
 from lit_dpret.modules.virtual_tokens import drop_virtual_tokens
@@ -262,11 +263,12 @@ def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec)
         if target.exists():
             target.rename(stale)
         fresh.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if stale.exists() and not target.exists():
             stale.rename(target)
         raise StorageError(
-            f"The generator could not be saved to {target}: {error.strerror or error}. What was there before is kept."
+            f"The generator could not be saved to {target}: {unwritten(error)}. What was there before is kept. Free "
+            "space, and give the same command again."
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

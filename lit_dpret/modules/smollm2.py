@@ -14,10 +14,11 @@ import warnings
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from lit_dpret.errors import ConfigurationError, StorageError
+from lit_dpret.errors import ConfigurationError, StorageError, unwritten
 from lit_dpret.files import file_sha256
 
 SMOLLM2 = "smollm2"
@@ -82,10 +83,8 @@ def _convert(file: Path, folder: Path) -> None:
         except OSError:
             if not folder.is_dir():  # another process was quicker
                 raise
-    except OSError as error:
-        raise StorageError(
-            f"SmolLM2 cannot be kept in {folder}: {error.strerror or error}. Set XDG_CACHE_HOME."
-        ) from error
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"SmolLM2 cannot be kept in {folder}: {unwritten(error)}. Set XDG_CACHE_HOME.") from error
     finally:
         if bars:
             transformers_logging.enable_progress_bar()

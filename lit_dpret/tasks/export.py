@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -30,7 +31,7 @@ from lit_dpret.cards.text import privacy_line, statement
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import load_towers
-from lit_dpret.errors import ConfigurationError, DataError, VerificationError
+from lit_dpret.errors import ConfigurationError, DataError, StorageError, VerificationError, unwritten
 from lit_dpret.files import SUMMARY_NAME, meant
 from lit_dpret.modules import PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY
@@ -130,10 +131,10 @@ class Export:
         _refuse_other_run(path, run_dir / LEDGER_NAME)
         averaging = _averaging(path, done.get("averaging"))
 
-        def card_of(files: list[Path]) -> dict[str, Any]:
+        def card_of(files: list[Path], folder: Path) -> dict[str, Any]:
             return inherit_card(
                 run_dir / CARD_NAME,
-                subject_of("weights", f"exported {type(module).__name__}", files, root=parts.run_dir / MODEL_FOLDER),
+                subject_of("weights", f"exported {type(module).__name__}", files, root=folder),
                 CardFacts(
                     mechanism={name: done[name] for name in ("started_from",) if name in done} | averaging,
                     environment=environment_facts(device="cpu", precision=_precision(module)),
@@ -142,24 +143,26 @@ class Export:
                 description=f"writing the checkpoint {path.name} out as a model folder",
             )
 
-        card_of([])  # a card that is out of date is refused before weights lie there without one
-        folder: Path = module.save_model(parts.run_dir / MODEL_FOLDER)
-        card = card_of([p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")])
-        write_card(card, folder)
-        self._refuse_scores_of_another(metrics, folder)
-        encoder = (folder / "modules.json").is_file()
-        facts = {"encoder": encoder, "folder": self.push_to_hub or folder.name, "card": card, "scores": metrics}
-        facts |= {"privacy": privacy_line(card), "statement": statement(card)}
-        facts |= {"header": front_matter(self._header(card, metrics, encoder=encoder))}
-        facts |= {"sides_differ": (folder / "router_config.json").is_file()}
-        (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
-        copy_lineage(folder / CARD_NAME, folder / PROVENANCE, near=run_dir / CARD_NAME)
-        if failed := verify_chain(folder, self_contained=True).failed:  # a parent that lies elsewhere, say
+        card_of([], new)  # a card that is out of date is refused before weights lie there without one
+        with _beside(new) as folder:
+            module.save_model(folder)
+            files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")]
+            card = card_of(files, folder)
+            write_card(card, folder)
+            self._refuse_scores_of_another(metrics, folder)
+            encoder = (folder / "modules.json").is_file()
+            facts = {"encoder": encoder, "folder": self.push_to_hub or new.name, "card": card, "scores": metrics}
+            facts |= {"privacy": privacy_line(card), "statement": statement(card)}
+            facts |= {"header": front_matter(self._header(card, metrics, encoder=encoder))}
+            facts |= {"sides_differ": (folder / "router_config.json").is_file()}
+            (folder / "README.md").write_text(render("model_card.md", facts), encoding="utf-8")
+            copy_lineage(folder / CARD_NAME, folder / PROVENANCE, near=run_dir / CARD_NAME)
+        if failed := verify_chain(new, self_contained=True).failed:  # a parent that lies elsewhere, say
             say(
-                f"warning: who gets {folder} alone cannot check its card (lit-dpret verify): {failed[0].artefact}, "
+                f"warning: who gets {new} alone cannot check its card (lit-dpret verify): {failed[0].artefact}, "
                 f"{failed[0].check}: {failed[0].text}"
             )
-        return _handed_on("model", folder, hub)
+        return _handed_on("model", new, hub)
 
     def _hub(self, kind: Literal["model", "dataset"], name: str, guarantee: str) -> HubRepository | None:
         """Return the repository to send to, once nothing speaks against it; None where nothing is to be sent."""
@@ -175,7 +178,7 @@ class Export:
         hub.check()
         return hub
 
-    def _export_data(self, source: Path, folder: Path) -> dict[str, float]:
+    def _export_data(self, source: Path, new: Path) -> dict[str, float]:
         """Copy a synthetic set and what its card is checked by, without the state of its generation."""
         if not (source / SUMMARY_NAME).is_file():
             raise DataError(
@@ -192,22 +195,23 @@ class Export:
         names = DATA_FILES if known is None else known["subject"]["sha256"]
         files = _files_of_set(source, {*names, *CARD_FILES, README, SUMMARY_NAME})
         hub = self._hub("dataset", source.name, "nothing" if known is None else known["claim"]["guarantee"])
-        for file in files:
-            into = folder / file.relative_to(source)
-            into.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, into)
-        if known is not None:
-            copy_lineage(card, folder / PROVENANCE)
-            if failed := verify_chain(folder, self_contained=True).failed:
-                raise VerificationError(
-                    f"{folder} would not pass task=verify task.self_contained=true where it arrives, so it is sent "
-                    f"nowhere. The first: {failed[0].artefact}, {failed[0].check}: {failed[0].text}"
-                )
-        if self.push_to_hub is not None:
-            readme = (folder / "README.md").read_text(encoding="utf-8")
-            shown = readme.replace('load_dataset("FOLDER"', f'load_dataset("{self.push_to_hub}"')
-            (folder / "README.md").write_text(shown, encoding="utf-8")
-        return _handed_on("data", folder, hub)
+        with _beside(new) as folder:
+            for file in files:
+                into = folder / file.relative_to(source)
+                into.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, into)
+            if known is not None:
+                copy_lineage(card, folder / PROVENANCE)
+                if failed := verify_chain(folder, self_contained=True).failed:
+                    raise VerificationError(
+                        f"The set {source} would not pass task=verify task.self_contained=true where it arrives, so it "
+                        f"is sent nowhere. The first: {failed[0].artefact}, {failed[0].check}: {failed[0].text}"
+                    )
+            if self.push_to_hub is not None:
+                readme = (folder / "README.md").read_text(encoding="utf-8")
+                shown = readme.replace('load_dataset("FOLDER"', f'load_dataset("{self.push_to_hub}"')
+                (folder / "README.md").write_text(shown, encoding="utf-8")
+        return _handed_on("data", new, hub)
 
     def _header(self, card: dict[str, Any], scores: dict[str, Any], *, encoder: bool) -> dict[str, Any]:
         """Return what a hub reads on the model card."""
@@ -243,8 +247,8 @@ class Export:
         if scores.get("fingerprints") != fingerprints(load_towers(folder)):
             raise DataError(
                 f"task.evaluation={self.evaluation} has the scores of {scores.get('encoder', 'an unnamed model')}, "
-                f"not of the weights and lengths in {folder}, where the export is complete. Evaluate those "
-                f"(task=evaluate task.encoder={folder}), or leave task.evaluation out."
+                f"not of the exported weights and lengths. Export them without task.evaluation, and evaluate what was "
+                "exported (task=evaluate task.encoder=...)."
             )
 
     def _path(self) -> Path:
@@ -273,6 +277,28 @@ class Export:
         if not found.get("fingerprints", True):
             raise DataError(f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is not a model.")
         return found
+
+
+@contextmanager
+def _beside(new: Path) -> Iterator[Path]:
+    """Yield a folder to write, which becomes ``new`` if nothing fails; of a killed export nothing is taken over.
+
+    Raises:
+        StorageError: It cannot be written; nothing of it is left.
+    """
+    draft = new.with_name(f".{new.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        yield draft
+        draft.rename(new)
+    except OSError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise StorageError(
+            f"{new} cannot be written: {unwritten(cause)}. Nothing of it is left: free space and give the same "
+            "command again, or choose another hydra.run.dir."
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _files_of_set(source: Path, names: Set[str]) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,14 @@ import huggingface_hub.constants
 import pytest
 import torch
 from tiny_generator import ROWS, SHAPE, generator, tokenizer
+from tiny_models import tiny_bert, tiny_tokenizer
+from tiny_tasks import files_of_at_most
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertModel, T5Config, T5EncoderModel
 
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
+from lit_dpret.modules.embedding_trainer import save_net
 from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorContract, load_generator, weights_hash
 from lit_dpret.modules.query_generator import QueryGenerator
 from lit_dpret.privacy.modes import NoPrivacy
@@ -67,6 +73,25 @@ def test_a_save_that_fails_leaves_the_old_generator_whole(tmp_path: Path, monkey
     other.save_model(folder)
     assert weights_hash(folder) != before
     assert [path.name for path in tmp_path.iterdir()] == ["g"]
+
+
+def save_of(kind: str, folder: Path) -> Path:
+    if kind == "generator":
+        return generator().save_model(folder)
+    if kind == "net":
+        return save_net(torch.nn.Linear(90, 90), folder)
+    save_sentence_transformer(
+        folder, TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=6, passage_max_length=8))
+    )
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["generator", "net", "encoder"])
+def test_weights_that_the_disk_does_not_take_are_refused_by_their_folder(kind: str, tmp_path: Path) -> None:
+    """Safetensors reports a full disk by an error of its own, which is no OSError."""
+    with files_of_at_most(4096), pytest.raises(StorageError, match=re.escape(str(tmp_path / "g"))):
+        save_of(kind, tmp_path / "g")
+    save_of(kind, tmp_path / "g")
 
 
 def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> None:

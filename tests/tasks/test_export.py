@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from stand_ins import fit
 from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
-from tiny_tasks import no_parts, write_log
+from tiny_tasks import files_of_at_most, no_parts, write_log
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
@@ -33,7 +34,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.errors import ConfigurationError, DataError, VerificationError
+from lit_dpret.errors import ConfigurationError, DataError, StorageError, VerificationError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode, PublicPassages
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
@@ -484,6 +485,23 @@ def test_an_export_goes_into_a_new_folder_so_that_nothing_of_an_earlier_one_goes
     with pytest.raises(ConfigurationError, match=r"hydra\.run\.dir"):
         Export(**settings).run(no_parts(tmp_path))
     assert [p.name for p in (tmp_path / name).iterdir()] == ["stale.jsonl"]
+
+
+@pytest.mark.parametrize("size", [1500, 12_000])
+@pytest.mark.parametrize("name", ["data", "model"])
+def test_what_a_full_disk_leaves_of_an_export_does_not_block_the_next_one(
+    name: str, size: int, made: Path, private_run: Path, tmp_path: Path
+) -> None:
+    task = Export(data=made) if name == "data" else Export(checkpoint=private_run)
+    new = tmp_path / "out" / name
+    (tmp_path / "out" / f".{new.name}.draft").mkdir(parents=True)
+    (tmp_path / "out" / f".{new.name}.draft" / "stale.jsonl").write_text("of a killed export", encoding="utf-8")
+    with files_of_at_most(size), pytest.raises(StorageError, match=re.escape(str(new))):
+        task.run(no_parts(tmp_path / "out"))
+    assert not list((tmp_path / "out").iterdir())
+    task.run(no_parts(tmp_path / "out"))
+    assert [place.name for place in (tmp_path / "out").iterdir()] == [new.name]
+    assert not list(new.rglob("stale*")) and not verify_chain(new).failed
 
 
 def test_a_set_that_would_not_pass_its_checks_where_it_arrives_is_not_sent(
