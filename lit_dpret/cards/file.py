@@ -83,7 +83,7 @@ def read_card(path: str | Path) -> dict[str, Any]:
         hint = meant(path.parent if path.name == CARD_NAME else path, CARD_NAME)
         raise DataError(f"There is no readable privacy card at {path}: {error.strerror}.{hint}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}.") from error
+        raise DataError(f"{path} is not JSON: {error}. Name a folder with a card, or its {CARD_NAME}.") from error
     if problem := malformed(card):
         raise DataError(f"{path} cannot be used as a privacy card: {problem}")
     return dict(card)

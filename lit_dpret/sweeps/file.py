@@ -77,8 +77,9 @@ class SweepFile:
                 f"task.file={path} cannot be read: {error.strerror}. It takes a file, or one of "
                 f"{', '.join(sorted(shipped))}."
             ) from error
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"task.file={path} is not YAML: {' '.join(str(error).split())}.") from error
+        except yaml.YAMLError as error:  # whose words quote the file, which may be a log
+            line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
+            raise ConfigurationError(f"task.file={path} is not YAML (line {line}).") from error
         if not isinstance(content, dict):
             raise ConfigurationError(f"task.file={path} is not a sweep: a W&B sweep file is a mapping with parameters.")
         if unknown := sorted(set(content) - _KEYS):
