@@ -84,6 +84,10 @@ class ProgressLine:
         return f"ETA {_clock((total - done) * (now - then) / (done - before))}" if done > before and now > then else ""
 
     def __enter__(self) -> ProgressLine:
+        if self._terminal and not _muted.get():  # the first call may come after a minute
+            sys.stderr.write(f"\r\x1b[2K{self._label} ...")
+            sys.stderr.flush()
+            self._open = True
         return self
 
     def __exit__(

@@ -39,3 +39,14 @@ def test_the_time_before_the_first_call_counts_where_nobody_said_how_much_was_do
         clock[0] = second
         line(done, 40)
     assert remaining(capsys.readouterr().err) == [None, None, "0:20", None]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_what_has_begun_before_any_of_it_is_done(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    with ProgressLine("encoding") as line:
+        assert ("encoding" in capsys.readouterr().err) is terminal
+        line(1, 1)
+    assert capsys.readouterr().err.endswith("0:00\n")
