@@ -6,22 +6,21 @@ import errno
 from collections.abc import Iterator
 from types import CodeType
 
-import torch
-from torch.utils.data._utils import fetch
+from torch.utils.data import dataloader
+from torch.utils.data._utils import signal_handling
 
 from lit_dpret.errors import BudgetExceededError, DivergenceError, LedgerError, ResumeError, StorageError
+from lit_dpret.privacy.sampling import PrivateBatchSampler
 
 #: The budget, the ledger and the weights know of releases alone, and a full disk or a person of no row.
 _OF_NO_ROW = (BudgetExceededError, DivergenceError, LedgerError, ResumeError, StorageError)
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_THE_DISK = (*_FULL, errno.EROFS, errno.EIO)
 
-#: Code in which a data set is read and its rows are collated, in this process or in a worker of the loader.
-_READING: frozenset[CodeType] = frozenset(
-    {
-        fetch._MapDatasetFetcher.fetch.__code__,
-        torch._utils.ExceptionWrapper.reraise.__code__,
-    }
-)
+#: Files of the code in which a data set is read and its rows are collated, or a worker that does so is found dead.
+_READING = {dataloader.__file__, signal_handling.__file__}
+#: Code that is called from it and reads no row.
+_DRAWING = PrivateBatchSampler.__iter__.__code__
 
 
 def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
@@ -36,9 +35,11 @@ def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
     """
     if not isinstance(error, Exception) or isinstance(error, _OF_NO_ROW):
         return False
-    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+    passed = set(_passed(error))
+    reading = not _READING.isdisjoint(code.co_filename for code in passed) and _DRAWING not in passed
+    if isinstance(error, OSError) and error.errno in (_FULL if reading else _OF_THE_DISK):
         return False
-    return at_hand or any(code in _READING for code in _passed(error))
+    return at_hand or reading
 
 
 def _passed(error: BaseException) -> Iterator[CodeType]:

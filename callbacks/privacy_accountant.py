@@ -589,7 +589,9 @@ class PrivacyAccountant(Callback):
         self._ended = True
         self._allow_calls()  # what is called now teaches nothing: a model of last month may be compared with this one
         self._remember(pl_module)
-        self._ranks.share(lambda: self._finish("finished"))
+        # A batch that a hook passed over ends the epoch, and with it the run: it may have been one of bad rows.
+        short = self.plan is not None and self._gate.steps_done < self.planned_steps and not trainer.should_stop
+        self._ranks.share(lambda: self._finish(FAILED if short else "finished"))
         if self._ranks.world_size > 1:
             self._gate.share_epsilon()  # for who asks another rank when the run is over
 

@@ -396,15 +396,13 @@ class PrivateModule(Checkpointed):
         watched = self.privacy.guarantee == "dp" and not self.log_private_loss
         if watched:
             self._or_hold_error(lambda: self._hooks.compare(self, batch, self._public() | ALWAYS))
-        if self.privacy.guarantee == "dp":
-            self._or_hold_error(lambda: self._require_due(batch))
         with self._handover.clipping():
             split = self.may_split
             # That a unit fits nowhere follows from its rows alone: an end of the run would tell of them.
             of_memory: Drops = "memory" if self.privacy.guarantee == "dp" else "none"
             drops: Drops = "all" if self.drops_failing_units else of_memory
             advice = memory_advice(split)
-            self._or_hold_error(lambda: self._physical.add(batch, may_split=split, advice=advice, drops=drops))
+            self._or_hold_error(lambda: self._take_in(batch, may_split=split, advice=advice, drops=drops))
         if batch.last:
             self._ranks.together(self._raise_held_error, quick=True)
             try:
@@ -423,8 +421,8 @@ class PrivateModule(Checkpointed):
             coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
             self._hooks.note(self, coin, ends_epoch=self._is_last_of_something())
 
-    def _require_due(self, batch: UnitBatch) -> None:
-        """Refuse a physical batch before which another one of its step was left out, or that comes twice.
+    def _take_in(self, batch: UnitBatch, **settings: Any) -> None:
+        """Contribute a physical batch, unless another one of its step was left out before it, or it comes twice.
 
         A unit that had its batch left out, or taken twice, would move the other units of it.
         """
@@ -438,6 +436,10 @@ class PrivateModule(Checkpointed):
                 "before training.",
                 trap="T38",
             )
+        try:
+            self._physical.add(batch, **settings)
+        except StopIteration as error:  # which Lightning drops, and the batch with it
+            raise RuntimeError(f"{type(self).__name__}.per_row_loss raised StopIteration.") from error
         self._due = (*key, rank if batch.last else due + self._ranks.world_size)
 
     def _is_last_of_something(self) -> bool:

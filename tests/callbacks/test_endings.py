@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from stand_ins import Numbers, Regression, StopAfter, dp, fit, records
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.verification import verify_chain
@@ -77,6 +81,70 @@ def ended(folder: Path, where: str, error: BaseException, *, extra: Any = ()) ->
         data.module, data.error = module, error
     with pytest.raises(type(error)):
         fit(folder, module, data, steps=STEPS, extra=[PrivacyCard(), *extra])
+
+
+class Worker(Numbers):
+    """Rows that a worker reads, which dies, or takes longer than it may, at one of them."""
+
+    how = ""
+
+    def train_dataloader(self) -> Any:
+        loader = super().train_dataloader()
+        items = _Deadly(loader.dataset, self.how)
+        return DataLoader(
+            items, batch_sampler=self.batch_sampler, collate_fn=self.collate_fn, num_workers=1, timeout=1,
+            multiprocessing_context="fork",
+        )  # fmt: skip
+
+
+class _Deadly:
+    def __init__(self, items: Any, how: str) -> None:
+        self.items, self.how = items, how
+
+    def __getitem__(self, draw: Any) -> Any:
+        if draw.step >= 2 and get_worker_info() is not None:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "exits":
+                os._exit(1)
+            time.sleep(10)
+        return self.items[draw]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@pytest.mark.parametrize("how", ["killed", "exits", "slow"])
+def test_so_is_the_end_of_a_worker_that_read_a_private_row(how: str, tmp_path: Path) -> None:
+    data = Worker()
+    data.how = how
+    with pytest.raises((RuntimeError, OSError)):
+        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), data, steps=STEPS, extra=[PrivacyCard()])
+    assert records(tmp_path / "run")[-1]["reason"] == "failed"
+    if (tmp_path / "run" / "privacy_card.json").exists():  # news of a dead worker may come while it is written
+        assert card(tmp_path / "run")["claim"]["guarantee"] == "not_proved"
+
+
+class LeavesOut(Fragile):
+    """Ends the epoch at a batch, as Lightning's hook allows."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> Any:
+        return -1 if batch.step == 2 else None
+
+
+class StopsIterating(Fragile):
+    """Raises what Lightning drops, and the batch with it."""
+
+    where, error = "loss", StopIteration()
+
+
+@pytest.mark.parametrize("module", [LeavesOut, StopsIterating])
+def test_a_batch_that_lightning_passes_over_ends_the_run_and_its_claim(module: type[Any], tmp_path: Path) -> None:
+    data = Numbers(physical_batch_size=4)
+    with pytest.raises(RuntimeError) if module is StopsIterating else nullcontext():
+        fit(tmp_path / "run", module(privacy=dp(tmp_path)), data, steps=STEPS, extra=[PrivacyCard()])
+    assert records(tmp_path / "run")[-1]["reason"] == "failed"
+    assert card(tmp_path / "run")["claim"]["guarantee"] == "not_proved"
 
 
 BY_A_ROW = [

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, PrivacyViolation, ResumeError
+from lit_dpret.errors import (
+    BudgetExceededError,
+    ConfigurationError,
+    DataError,
+    LedgerError,
+    PrivacyViolation,
+    ResumeError,
+)
 from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.releases import (
     GaussianRelease,
@@ -235,13 +242,16 @@ class ReleaseGate:
 
         Raises:
             BudgetExceededError: The budget does not cover it.
-            ResumeError: A repeated step is not the same step, or a batch is not the one that is due.
+            ResumeError: A repeated step is not the same step.
+            DataError: A batch is not the one that is due.
         """
         # Out of order would be another sampling law than the one that is charged.
         if step != self.steps_done or attempt != self.run.attempt:
-            raise ResumeError(
+            raise DataError(
                 f"A batch of step {step}, attempt {attempt}, arrived where step {self.steps_done}, attempt "
-                f"{self.run.attempt}, was due: the loader does not hand out the sampler's draws in order."
+                f"{self.run.attempt}, was due: the loader does not hand out the sampler's draws in order, or a batch "
+                "was left out.",
+                trap="T38",
             )
         key = (attempt, step)
         if self._guarantee == "inherited":
