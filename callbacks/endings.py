@@ -33,7 +33,7 @@ def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
         error: Ends the run.
         at_hand: Whether rows were checked or computed when it was raised.
     """
-    if not isinstance(error, Exception) or isinstance(error, _OF_NO_ROW):
+    if isinstance(error, (KeyboardInterrupt, SystemExit, *_OF_NO_ROW)):
         return False
     passed = set(_passed(error))
     reading = not _READING.isdisjoint(code.co_filename for code in passed) and _DRAWING not in passed

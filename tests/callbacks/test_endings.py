@@ -147,7 +147,13 @@ def test_a_batch_that_lightning_passes_over_ends_the_run_and_its_claim(module: t
     assert card(tmp_path / "run")["claim"]["guarantee"] == "not_proved"
 
 
+class Panic(BaseException):
+    """Derives from no Exception, as what libraries in Rust raise."""
+
+
 BY_A_ROW = [
+    ("loss", Panic("row 7")),
+    ("collate", Panic("row 7")),
     ("loss", RuntimeError("row 7")),
     ("loss", MemoryError()),
     ("collate", DataError("row 7 has no text")),
