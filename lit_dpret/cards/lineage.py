@@ -143,16 +143,49 @@ def copy_lineage(card: Path, folder: Path, near: Path | None = None) -> None:
     They go into one numbered folder each, so that they are found again wherever ``folder`` lies beside the card. They
     are looked for around ``near``, by default the card itself.
     """
-    lineage, place = Lineage(), near or card
-    for number, parent in enumerate(read_card(card)["parents"], start=1):
-        lineage.look_near(place)
-        if (met := lineage.card(str(parent["sha256"]))) is None:
-            continue
-        place, into = met.path, folder / str(number)
+    lineage = Lineage()
+    for number, met in _ancestors(lineage, read_card(card), near or card):
+        into = folder / str(number)
         write_whole(into / CARD_NAME, met.path.read_bytes())
         derived = met.card["mechanism"].get("kind") == "post_processing"
         if not derived and (ledger := lineage.ledger(met.card, met.path)) is not None:
             write_whole(into / ledger.name, ledger.read_bytes())
+
+
+def refuse_told_failures(card: Path, what: str, alone: str) -> None:
+    """Refuse to hand on a card, or an ancestor's, that says that a failure over private rows interrupted its run.
+
+    Card and ledger tell of that failure, which no noise covers; epsilon is about the weights or files alone.
+
+    Args:
+        card: The card that would be handed on, with those of its ancestors.
+        what: The setting that names the artefact, with its value.
+        alone: What may be handed on without a card.
+
+    Raises:
+        DataError: One of the cards says so; the message names the folder of the earliest.
+    """
+    own = FoundCard(card, read_card(card))
+    told = [
+        met.path.parent
+        for met in [own, *(met for _, met in _ancestors(Lineage(), own.card, card))]
+        if any(one["holds"] is False and one["consequence"] == "weights_alone" for one in met.card["assumptions"])
+    ]
+    if told:
+        raise DataError(
+            f"{what}: a failure over private rows interrupted the run in {told[-1]}. Its ledger and the cards after it "
+            "tell of that, which no noise covers, so they must not be handed on, and an export would include them. "
+            f"Hand on {alone} without card, ledger and README, or make the run again in another folder and use that."
+        )
+
+
+def _ancestors(lineage: Lineage, card: Mapping[str, Any], place: Path) -> Iterator[tuple[int, FoundCard]]:
+    """Yield the cards that a card names, with their places in its list, nearest first; those not found are left out."""
+    for number, parent in enumerate(card["parents"], start=1):
+        lineage.look_near(place)
+        if (met := lineage.card(str(parent["sha256"]))) is not None:
+            place = met.path
+            yield number, met
 
 
 _OWN_WORDS = ("output_released", "statement")

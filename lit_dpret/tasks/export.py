@@ -24,7 +24,7 @@ from lit_dpret.cards.hub import (
     front_matter,
     stated_languages,
 )
-from lit_dpret.cards.lineage import copy_lineage
+from lit_dpret.cards.lineage import copy_lineage, refuse_told_failures
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
@@ -58,6 +58,7 @@ class Export:
           folder. What is sent passes them alone. They go with a model too, where they are found around its run.
         - The folder's privacy card repeats the claim of the run that the checkpoint belongs to and names its
           card by SHA-256; a run without a card is refused.
+        - Cards and ledgers that tell of a failure over private rows are handed on with nothing: the export is refused.
         - What proves no guarantee goes to no hub unless that is said (``push_without_guarantee``), and nothing goes
           into a repository that anybody can read (``push_private``).
         - Nothing in the checkpoint is run: it is read as data, and only classes of this package are built.
@@ -117,6 +118,9 @@ class Export:
                 "(resume=true), or name a checkpoint inside its run folder as task.checkpoint."
             )
         run_card = read_card(run_dir / CARD_NAME)  # refused before anything is built
+        refuse_told_failures(
+            run_dir / CARD_NAME, f"task.checkpoint={self.checkpoint}", f"the weights in {run_dir / MODEL_FOLDER}"
+        )
         claim, done = run_card["claim"], run_card["mechanism"]
         public = metrics.get("whose") == "public" and metrics.get("split") != "train"
         if self.evaluation is not None and not public and claim["guarantee"] == "dp":
@@ -192,6 +196,8 @@ class Export:
                 f"{failed[0].text} lit-dpret verify {source} lists all."
             )
         known = read_card(card) if card.is_file() else None
+        if known is not None:
+            refuse_told_failures(card, f"task.data={source}", f"the queries, passages and qrels in {source}")
         names = DATA_FILES if known is None else known["subject"]["sha256"]
         files = _files_of_set(source, {*names, *CARD_FILES, README, SUMMARY_NAME})
         hub = self._hub("dataset", source.name, "nothing" if known is None else known["claim"]["guarantee"])

@@ -7,6 +7,8 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ from safetensors.torch import load_file
 from stand_ins import fit
 from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
-from tiny_tasks import files_of_at_most, no_parts, write_log
+from tiny_tasks import files_of_at_most, no_parts, trainer, write_log
 
-from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.file import card_sha256
 from lit_dpret.cards.hub import base_model_of
@@ -40,6 +42,7 @@ from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PrivacyMode, PublicPassage
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks import Export
+from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.ranking import fingerprints
 
 SAMPLING: dict[str, Any] = {
@@ -511,3 +514,40 @@ def test_a_set_that_would_not_pass_its_checks_where_it_arrives_is_not_sent(
     with pytest.raises(VerificationError, match=r"self_contained"):
         Export(data=made, push_to_hub="org/queries").run(no_parts(tmp_path / "out"))
     assert not hub.files
+
+
+class FailsOnce(Callback):
+    """An end as of a private row, in the middle of a run."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if batch.step == 2:
+            raise DataError("row 7 has no text")
+
+
+def interrupted_by_a_row(folder: Path, module: Any, data: Any) -> None:
+    """A run that a private row ended, and that was then resumed to its end."""
+    folder.mkdir(parents=True)
+    how = {"run_dir": folder, "make_trainer": partial(trainer, max_steps=4)}
+    for resume in (False, True):
+        own: list[Callback] = [PrivacyAccountant(run_dir=folder, resume=resume), PrivacyCard(run_dir=folder)]
+        extra: list[Callback] = [] if resume else [FailsOnce(), KeepTheSecondStep()]
+        with nullcontext() if resume else pytest.raises(DataError):
+            train(module(), data, Training(callbacks=[*own, *extra], resume=resume, **how))
+
+
+def test_a_card_and_a_ledger_that_tell_of_a_failure_over_private_rows_leave_by_no_export(
+    hub: Hub, tmp_path: Path
+) -> None:
+    log = PairsDataModule(folder=write_log(tmp_path / "log"), sampling="poisson", expected_batch_size=8)
+    mode = partial(DPSGD, eps=50.0, noise_multiplier=4.0, accountant="rdp", secret_file=tmp_path / "secret")
+    first = tmp_path / "first"
+    interrupted_by_a_row(first, lambda: generator(privacy=mode(), seed=0), log)
+    told = {one["consequence"] for one in read_card(first)["assumptions"] if one["holds"] is False}
+    assert told == {"weights_alone"}
+    made = synthesize(first / "model", log.public_passages(), tmp_path / "made" / "set", passages_are_public=True)
+    for settings in ({"data": made}, {"checkpoint": first}):
+        name = next(iter(settings))
+        with pytest.raises(DataError, match=rf"task\.{name}=.*{re.escape(str(first))}"):
+            Export(**settings, push_to_hub="org/it").run(no_parts(tmp_path / "out"))
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    assert not hub.files and not hub.private
