@@ -75,7 +75,7 @@ class Export:
     push_private: bool = True
     push_without_guarantee: bool = False
     tuning_data: str = "unknown"
-    derives_from: ClassVar[tuple[str, ...]] = ("task.checkpoint",)
+    derives_from: ClassVar[tuple[str, ...]] = ("task.checkpoint", "task.data")
 
     def __post_init__(self) -> None:
         require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))

@@ -33,7 +33,9 @@ class Filter:
           data of its own is refused before any query is scored.
     """
 
-    derives_from: ClassVar[tuple[str, ...]] = ("task.data",)
+    derives_from: ClassVar[tuple[str, ...]] = (
+        "task.data", "task.filters.*.histogram", "task.filters.*.model", "task.filters.*.encoder",
+    )  # fmt: skip
 
     data: Path
     filters: Mapping[str, QueryFilter]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def refuse_other_choice(
 
     Such runs train on private data (``planned_fits``), release something else of them (``releases_itself``), or derive
     something from several releases: those that ``privacy=synthetic`` trains on, or that the settings
-    ``derives_from`` of a task name.
+    ``derives_from`` of a task name (``*`` for anything).
 
     Args:
         task: What a run of it does.
@@ -179,7 +180,7 @@ def _of_several_releases(task: Any, mode: Any, differing: Sequence[str], release
     """Return whether the runs of a multirun are derived from several releases; where it is not known, may be."""
     if mode.guarantee == "inherited" and hasattr(task, "planned_fits"):
         return len(set(releases)) > 1 if releases is not None else bool({*differing} & {"datamodule", *_RELEASE})
-    return bool({*differing} & {*getattr(task, "derives_from", ())})
+    return any(fnmatch(name, known) for name in differing for known in getattr(task, "derives_from", ()))
 
 
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:

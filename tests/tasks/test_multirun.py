@@ -29,7 +29,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.ledger.siblings import among_siblings
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.synthesis.filters.bins import LengthBins
-from lit_dpret.tasks import Evaluate, Evolve, Fit, Histogram, Synthesize, trial
+from lit_dpret.tasks import Evaluate, Evolve, Filter, Fit, Histogram, Synthesize, trial
 from lit_dpret.tasks.fit import plan_fit
 from lit_dpret.tasks.multirun import Outcomes, cost_together, siblings_facts, tell_cost
 from lit_dpret.tasks.parts import ComposedRun, Parts
@@ -150,6 +150,10 @@ def drawn(data: str) -> Synthesize:
     return Synthesize(generator=Path("g"), tuning_data=data)
 
 
+def filtered(data: str) -> Filter:
+    return Filter(data=Path("set"), filters={}, tuning_data=data)
+
+
 @pytest.mark.parametrize("declared", ["none", "public"])
 @pytest.mark.parametrize(
     ("make", "varied", "harmless"),
@@ -157,6 +161,8 @@ def drawn(data: str) -> Synthesize:
         (votes, "privacy.eps", "seed"),
         (counts, "task.noise_multiplier", "seed"),
         (drawn, "task.generator", "task.top_p"),
+        (filtered, "task.filters.histogram_match.histogram", "task.filters.histogram_match.keep_share"),
+        (filtered, "task.filters.round_trip.ranker.encoder", "task.filters.round_trip.k"),
     ],
 )
 def test_no_task_that_makes_a_claim_tells_of_no_choice_where_there_is_one(
