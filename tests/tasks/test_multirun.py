@@ -28,8 +28,9 @@ from lit_dpret.cli import jobs
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.ledger.siblings import among_siblings
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
+from lit_dpret.synthesis.filters import RoundTrip
 from lit_dpret.synthesis.filters.bins import LengthBins
-from lit_dpret.tasks import Evaluate, Evolve, Filter, Fit, Histogram, Synthesize, trial
+from lit_dpret.tasks import Evaluate, Evolve, Filter, Fit, Histogram, Ranker, Synthesize, trial
 from lit_dpret.tasks.fit import plan_fit
 from lit_dpret.tasks.multirun import Outcomes, cost_together, siblings_facts, tell_cost
 from lit_dpret.tasks.parts import ComposedRun, Parts
@@ -151,7 +152,7 @@ def drawn(data: str) -> Synthesize:
 
 
 def filtered(data: str) -> Filter:
-    return Filter(data=Path("set"), filters={}, tuning_data=data)
+    return Filter(data=Path("set"), filters={"round_trip": RoundTrip(Ranker(encoder="bm25"))}, tuning_data=data)
 
 
 @pytest.mark.parametrize("declared", ["none", "public"])
