@@ -67,7 +67,11 @@ def code_commit() -> str | None:
     def git(*arguments: str) -> str | None:
         try:
             done = subprocess.run(
-                ["git", "-C", str(package), *arguments], capture_output=True, text=True, timeout=10, check=False
+                ["git", "--no-optional-locks", "-C", str(package), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
             return None

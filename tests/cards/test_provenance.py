@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -70,6 +71,16 @@ def test_a_checkout_is_named_by_its_commit_and_says_whether_files_differ_from_it
     (repository / "other.py").write_text("changed = True\n", encoding="utf-8")
     code_commit.cache_clear()
     assert code_commit() == f"{commit}+changes"
+
+
+def test_the_index_of_the_checkout_is_not_written_to(repository: Path) -> None:
+    """A run that is killed, or whose disk is full, would leave its lock there."""
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "all")
+    index = repository / ".git" / "index"
+    os.utime(repository / "other.py", (10**9, 10**9))  # so that git would note the new time
+    before = index.read_bytes()
+    assert code_commit() == git(repository, "rev-parse", "HEAD").strip() and index.read_bytes() == before
 
 
 def test_the_facts_name_kinds_and_no_host() -> None:
