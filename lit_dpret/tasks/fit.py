@@ -185,10 +185,10 @@ def _is_finished(folder: Path) -> bool:
 
     Raises:
         LedgerError: The ledger was emptied.
+        ResumeError: Of all this the model alone is lost or changed.
     """
     try:
         records, card = PrivacyLedger.read(folder / LEDGER_NAME).records, read_card(folder)
-        check_artefact(folder / MODEL_FOLDER, card)
     except (LedgerError, DataError):
         return False
     plans = [record for record in records if record["kind"] == "plan"]
@@ -199,13 +199,25 @@ def _is_finished(folder: Path) -> bool:
         )
     plan, last = plans[-1], records[-1]
     inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block is that of the data's run
-    return (
+    carded = (
         (last["kind"], last.get("reason")) == ("end", "finished")
         and int(last.get("steps") or 0) >= plan.get("ends_at", plan["planned_steps"])
         and (inherited or card["ledger"]["head"] == last["hash"])
         and bool(card["subject"]["sha256"])  # the card of an interrupted run lists no model
-        and (folder / MODEL_FOLDER / CARD_NAME).is_file()
     )
+    try:
+        check_artefact(folder / MODEL_FOLDER, card)
+    except DataError as error:
+        if carded:
+            raise ResumeError(
+                f"resume=true: the run in {folder} is finished, and its {MODEL_FOLDER}/ was moved, removed or changed. "
+                "To write it again would also write ledger and card, and what was made from the run names these by "
+                f"their SHA-256. Put {MODEL_FOLDER}/ back; or write one elsewhere from the last checkpoint (lit-dpret "
+                f"export task.checkpoint={folder} hydra.run.dir=...); or, if nothing was made from the run, remove "
+                f"{folder / CARD_NAME} and resume."
+            ) from error
+        return False
+    return carded and (folder / MODEL_FOLDER / CARD_NAME).is_file()
 
 
 def _logged(folder: Path) -> dict[str, float]:

@@ -208,9 +208,15 @@ def test_a_copied_run_folder_does_not_run_beside_its_original(tmp_path: Path) ->
     stopped(tmp_path / "a", module(tmp_path), after=2)
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
     train(tmp_path / "a", module(tmp_path), resume=True)
+    before = contents(tmp_path)
     with pytest.raises(LedgerError, match="copied or restored"):
         train(tmp_path / "copy", module(tmp_path), resume=True)
+    assert contents(tmp_path) == before, "what was made from the run names its ledger and its card"
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class GoOnInACopy(L.Callback):
@@ -224,11 +230,13 @@ class GoOnInACopy(L.Callback):
         if not batch.last or batch.step + 1 != 2:
             return
         shutil.copytree(self.tmp_path / "a", self.tmp_path / "copy")
+        before = contents(self.tmp_path / "copy")
         accountant = PrivacyAccountant(run_dir=self.tmp_path / "copy", resume=True, replay="never", eps_log_points=1)
         try:
             train(self.tmp_path / "copy", module(self.tmp_path, **self.settings), accountant=accountant, resume=True)
         except LedgerError as error:
             self.refusal = error
+        assert contents(self.tmp_path / "copy") == before
 
 
 def test_a_copied_run_folder_does_not_run_while_its_original_does(tmp_path: Path) -> None:

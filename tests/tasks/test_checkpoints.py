@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -208,8 +209,12 @@ def test_the_empty_ledger_of_a_finished_run_is_refused_by_its_name(tmp_path: Pat
         fit(resume=True)
 
 
-@pytest.mark.parametrize("lost", [None, "privacy_card.json", "model/model.safetensors"])
-def test_a_finished_run_is_left_as_it_is_unless_something_of_it_is_lost(lost: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lost", "refused"), [(None, False), ("privacy_card.json", False), ("model/model.safetensors", True)]
+)
+def test_a_finished_run_is_left_as_it_is_unless_its_card_is_lost(
+    lost: str | None, refused: bool, tmp_path: Path
+) -> None:
     """A card that was made from it names its card by the SHA-256."""
     folder = tmp_path / "run"
 
@@ -224,6 +229,11 @@ def test_a_finished_run_is_left_as_it_is_unless_something_of_it_is_lost(lost: st
     if lost is not None:
         (folder / lost).unlink()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if refused:
+        with pytest.raises(ResumeError, match=rf"resume=true.*{re.escape(str(folder))}"):
+            fit(resume=True)
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        (folder / "privacy_card.json").unlink()
     assert fit(resume=True) == pytest.approx(first)
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert (before == after) == (lost is None)

@@ -254,8 +254,9 @@ def require_room(
 ) -> None:
     """Refuse a run that its data-set ledger does not cover, before anything is written.
 
-    A run that the ledger counts already is let through: its reservation is replaced when it goes on. So is one that
-    names this ledger and was killed before the reservation, which then decides.
+    A run that the ledger counts already is let through, unless it goes on elsewhere or its own ledger is an older one:
+    its reservation is replaced when it goes on. So is one that names this ledger and was killed before the reservation,
+    which then decides.
 
     Args:
         ledger: The data set's ledger.
@@ -266,11 +267,17 @@ def require_room(
 
     Raises:
         BudgetExceededError: The data set's limit does not cover it.
+        LedgerError: The run is going on elsewhere, or its own ledger is an older one.
     """
     records = PrivacyLedger.read(path).records if path.exists() else []
     # The file is not made by asking: a run that is refused leaves nothing behind.
     if ledger.path.exists():
         known = ledger.run_ids() & {record["run_id"] for record in records if record["kind"] == "plan"}
+        for run_id in known:  # now, while the folder is as it was: the reservation would come after its next record
+            lock = RunLock(ledger.path, run_id)
+            lock.take()
+            lock.release()
+            ledger.check_history(run_id, [str(record["hash"]) for record in records])
         if known or ledger.begin() in counted_in(records):
             return
     made = [int(record["step"]) for record in records if record["kind"] == "intent"]

@@ -279,6 +279,14 @@ class DatasetLedger:
         """Return the permanent identities of all runs that ever made a reservation."""
         return set(DatasetFile.read(self.path).book.entries)
 
+    def check_history(self, run_id: str, heads: Sequence[str]) -> None:
+        """Refuse a run as `reserve` would, by the hashes of its own ledger's records, without taking the lock.
+
+        Raises:
+            LedgerError: That ledger lacks what it had at its last reservation or settlement.
+        """
+        _check_history(run_id, DatasetFile.read(self.path).book, heads)
+
     def reserve(
         self,
         run_id: str,
