@@ -12,11 +12,12 @@ from typing import Any
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.costs.estimate import FACTOR, duration, estimate
-from lit_dpret.errors import LitDpretError, UnplannedError
+from lit_dpret.errors import LitDpretError, ResumeError, UnplannedError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, composed
-from lit_dpret.privacy.ledger.siblings import among_siblings
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.siblings import among_siblings, tells_of_all
 from lit_dpret.report.table import Table, plain
 from lit_dpret.sweeps.report import claimed_epsilon
 from lit_dpret.tasks.fit import Fit, PlannedFit
@@ -72,6 +73,37 @@ def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Togeth
 def cost_of_all(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Together:
     """Return what `tell_cost` prints."""
     made = [run.make() for run in runs]
+    found = _planned(runs, made, varied)
+    if found.siblings is not None:
+        for _, parts in made:
+            _refuse_untold(parts, found.siblings)
+    return found
+
+
+def _refuse_untold(parts: Parts, siblings: Mapping[str, Any]) -> None:
+    """Refuse to keep a finished run whose card does not tell of all the private runs beside it.
+
+    To tell of them it would have to be written again with its ledger, and what was made from the run names both.
+    """
+    if not parts.resume or parts.trial_of is not None:
+        return
+    for path in (parts.run_dir / LEDGER_NAME, *sorted(parts.run_dir.glob(f"*/{LEDGER_NAME}"))):
+        if not path.is_file() or not (path.parent / CARD_NAME).is_file():
+            continue
+        records = PrivacyLedger.read(path).records
+        private = any(record["kind"] == "plan" and record.get("plan") is not None for record in records)
+        ended = private and (records[-1]["kind"], records[-1].get("reason")) == ("end", "finished")
+        if ended and not tells_of_all(records, siblings):
+            raise ResumeError(
+                f"resume=true: {path.parent} holds a finished run of another command, and this one would start more "
+                "private runs beside it: its card would not tell of them, or of what a choice among all costs. Set "
+                f"the runs that it was begun with, or begin all {siblings['runs']} in another hydra.sweep.dir without "
+                "resume=true."
+            )
+
+
+def _planned(runs: Sequence[ComposedRun], made: Sequence[tuple[Any, Parts]], varied: Sequence[str]) -> Together:
+    """Return what the runs cost together, after refusing cards that would tell of another choice."""
     modes = [parts.make_privacy() for _, parts in made]
     releases = [release_behind(mode, parts) for mode, (_, parts) in zip(modes, made, strict=True)]
     for task, parts in made:

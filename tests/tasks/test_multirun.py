@@ -132,6 +132,23 @@ def test_each_of_several_seeds_is_carded_with_what_all_of_them_cost(tmp_path: Pa
     assert tell_cost([composed(runs[0])]).siblings is None
 
 
+def test_a_multirun_keeps_no_finished_run_whose_card_does_not_tell_of_the_runs_that_it_adds(tmp_path: Path) -> None:
+    cards = lambda folder: [PrivacyCard(run_dir=folder, tuning_data="none")]  # noqa: E731
+    runs = [trial_parts(tmp_path, tmp_path / name, callbacks=cards) for name in ("a", "b", "c")]
+    again = [composed(replace(one, resume=True), str(i)) for i, one in enumerate(runs)]
+    with among_siblings(tell_cost([composed(one, str(i)) for i, one in enumerate(runs[:2])], ["seed"]).siblings):
+        Fit(min_free_mb=1).run(runs[0])
+    before = contents(tmp_path / "a")
+    with pytest.raises(ResumeError, match=rf"resume=true.*{tmp_path / 'a'}.*hydra\.sweep\.dir"):
+        tell_cost(again, ["seed"])
+    assert contents(tmp_path / "a") == before
+    assert tell_cost(again[:2], ["seed"]).siblings is not None, "the same command goes on"
+    tell_cost(again[:1], ["seed"])
+    Fit(min_free_mb=1).run(runs[2])
+    with pytest.raises(ResumeError, match=rf"resume=true.*{tmp_path / 'c'}"):
+        tell_cost([again[1], again[2]], ["seed"])
+
+
 def test_several_runs_of_a_task_whose_cost_is_not_known_beforehand_know_of_each_other(tmp_path: Path) -> None:
     made = trial_parts(tmp_path, tmp_path / "run")
     found = tell_cost([composed(made, task=votes("none"))] * 2, ["seed"]).siblings

@@ -52,6 +52,15 @@ def siblings_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     return dict(sorted(found, key=_size)[-1]) if found else None
 
 
+def tells_of_all(records: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> bool:
+    """Return whether a run's ledger tells of as many runs as its command now starts, and of no lower cost."""
+    if (known := siblings_of(records)) is None:
+        return False
+    before, now = _size(known), _size(facts)
+    cheaper = now[1] != float("inf") and before[1] < now[1] * (1 - 1e-9)
+    return before[0] >= now[0] and not cheaper
+
+
 def _is_of_siblings(record: Mapping[str, Any]) -> bool:
     return record.get("kind") == "event" and record.get("name") == SIBLINGS_EVENT
 
