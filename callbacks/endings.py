@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import signal
+import threading
 from collections.abc import Iterator
 from types import CodeType
 
@@ -40,6 +42,14 @@ def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
     if isinstance(error, OSError) and error.errno in (_FULL if reading else _OF_THE_DISK):
         return False
     return at_hand or reading
+
+
+def hear_no_worker() -> None:
+    """Let the news that a worker of the loader died, which torch raises anywhere, interrupt no more of this process."""
+    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Else the next loader with workers would not set it again.
+        signal_handling._SIGCHLD_handler_set = False  # type: ignore[attr-defined]
 
 
 def _passed(error: BaseException) -> Iterator[CodeType]:

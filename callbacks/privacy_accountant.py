@@ -26,7 +26,7 @@ from lit_dpret.callbacks.checkpoints import (
     count_by_steps,
     hide_batches,
 )
-from lit_dpret.callbacks.endings import ends_by_rows
+from lit_dpret.callbacks.endings import ends_by_rows, hear_no_worker
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
@@ -611,6 +611,7 @@ class PrivacyAccountant(Callback):
             tie_again(pl_module, self._shared)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        hear_no_worker()
         self._allow_calls()
         self._remember(pl_module)
         begun = hasattr(self, "_gate") and not self._ended  # once ended, the card names the ledger's last record

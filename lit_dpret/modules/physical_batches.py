@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from lit_dpret.errors import DeviceMemoryError
+from lit_dpret.errors import DataError, DeviceMemoryError
 from lit_dpret.memory import give_back_memory, is_out_of_memory
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows
 from lit_dpret.progress import tell_here
@@ -30,7 +30,10 @@ class PhysicalBatches:
           that fails alone, and may be dropped, does not.
         - The size that fits into memory is found once and stays. What is cut smaller because a unit failed is cut so in
           its step alone.
-        - A failure other than for want of memory is raised as it is, unless all failing units are dropped.
+        - A failure other than for want of memory is raised as it is, unless all failing units are dropped; but a
+          StopIteration as a RuntimeError, because Lightning drops the former, and the batch with it.
+        - A batch that is missing before another one of its step, or comes twice, is refused where it is said which are
+          due: with a unit that had its batch left out or taken twice, all units of it would move.
 
     Args:
         contribute: Adds one physical batch; the number is the place of its first unit in the batch of the loader.
@@ -49,6 +52,7 @@ class PhysicalBatches:
         self._fitted = False  # whether any unit ever did
         # Of this step, by the part of a batch in which a unit failed: the slots that do not fail, as they are cut.
         self._sound: dict[int, list[slice]] = {}
+        self._due: tuple[int, int, int] | None = None  # attempt, step and part of the next batch
 
     def begin(self) -> None:
         """Discard the batches of an interrupted step; keep the size that fits."""
@@ -56,7 +60,15 @@ class PhysicalBatches:
             self.limit = self._lowered_from
         self._step, self._sound, self._lone, self._lowered_from = [], {}, False, self.limit
 
-    def add(self, batch: UnitBatch, *, may_split: bool, advice: str, drops: Drops = "none") -> None:
+    def add(
+        self,
+        batch: UnitBatch,
+        *,
+        may_split: bool,
+        advice: str,
+        drops: Drops = "none",
+        parts: tuple[int, int] | None = None,
+    ) -> None:
         """Contribute ``batch``, the next one of its step.
 
         Args:
@@ -68,10 +80,29 @@ class PhysicalBatches:
                 rows, and each unit still adds what follows from itself, or nothing. With ``all`` it is found by
                 bisection, which takes time.
 
+            parts: Which parts of a step come here: the first, and how far apart they are; None for any.
+
         Raises:
+            DataError: Another batch is due.
             DeviceMemoryError: It does not fit, however small; of units that may be dropped, none of a step fits, or
                 none ever did.
         """
+        if parts is None:
+            self._add(batch, may_split=may_split, advice=advice, drops=drops)
+            return
+        key, (first, apart) = (batch.attempt, batch.step), parts
+        due = first if self._due is None or self._due[:2] != key else self._due[2]
+        if batch.part != due:
+            raise DataError(
+                f"Physical batch {batch.part} of step {batch.step} arrived where {due} was due: a step takes all units "
+                "that were drawn for it. Let datamodule.train_dataloader hand out every batch of its sampler, once and "
+                "in order, and let training_step pass each on to PrivateModule; drop bad rows before training.",
+                trap="T38",
+            )
+        self._add(batch, may_split=may_split, advice=advice, drops=drops)
+        self._due = (*key, first if batch.last else due + apart)
+
+    def _add(self, batch: UnitBatch, *, may_split: bool, advice: str, drops: Drops) -> None:
         if self._step and (batch.attempt, batch.step) != (self._step[0].attempt, self._step[0].step):
             self.begin()  # after a step that was never finished
         if may_split:
@@ -145,6 +176,8 @@ class PhysicalBatches:
             self._fitted = self._fitted or batch.rows is not None
         except Exception as error:
             lacks_memory = is_out_of_memory(error)
+            if isinstance(error, StopIteration) and not drops:
+                raise RuntimeError("per_row_loss raised StopIteration.") from error
             if not drops and not lacks_memory:
                 raise
             if drops:

@@ -34,7 +34,6 @@ from lit_dpret.distributed.xla import read, sync_device
 from lit_dpret.distributed.xla import seed as seed_xla
 from lit_dpret.errors import (
     ConfigurationError,
-    DataError,
     DeviceMemoryError,
     DivergenceError,
     LitDpretError,
@@ -81,8 +80,8 @@ _ARGUMENTS = {
 #: What `PrivateModule.save_model` writes.
 WEIGHTS = "weights.pt"
 # What `PrivateModule._leave_run` sets.
-_OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_due", "_batches_seen",
-             "_loss_sum", "_losses")  # fmt: skip
+_OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum",
+             "_losses")  # fmt: skip
 
 
 def save_weights(state: dict[str, Any], folder: str | Path) -> Path:
@@ -176,7 +175,6 @@ class PrivateModule(Checkpointed):
         self._handover: Handover = GradHandover(self, self._ranks)
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
         self._held_error: LitDpretError | None = None
-        self._due: tuple[int, int, int] | None = None  # attempt, step and part of the next physical batch here
         self._couplings = CouplingCheck()
         self._hooks = HookWatch()
         self._rehearses = False
@@ -293,7 +291,7 @@ class PrivateModule(Checkpointed):
         kept = self._shards  # of an earlier fit, whose parameters stay sharded
         self._handover = GradHandover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
-        self._held_error = self._due = None
+        self._held_error = None
         self.updating = False
         self._couplings.begin()
         self._hooks.begin()
@@ -402,7 +400,10 @@ class PrivateModule(Checkpointed):
             of_memory: Drops = "memory" if self.privacy.guarantee == "dp" else "none"
             drops: Drops = "all" if self.drops_failing_units else of_memory
             advice = memory_advice(split)
-            self._or_hold_error(lambda: self._take_in(batch, may_split=split, advice=advice, drops=drops))
+            parts = (self._ranks.rank, self._ranks.world_size) if self.privacy.guarantee == "dp" else None
+            self._or_hold_error(
+                lambda: self._physical.add(batch, may_split=split, advice=advice, drops=drops, parts=parts)
+            )
         if batch.last:
             self._ranks.together(self._raise_held_error, quick=True)
             try:
@@ -420,27 +421,6 @@ class PrivateModule(Checkpointed):
         if watched:
             coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
             self._hooks.note(self, coin, ends_epoch=self._is_last_of_something())
-
-    def _take_in(self, batch: UnitBatch, **settings: Any) -> None:
-        """Contribute a physical batch, unless another one of its step was left out before it, or it comes twice.
-
-        A unit that had its batch left out, or taken twice, would move the other units of it.
-        """
-        key, rank = (batch.attempt, batch.step), self._ranks.rank
-        due = rank if self._due is None or self._due[:2] != key else self._due[2]
-        if batch.part != due:
-            raise DataError(
-                f"Physical batch {batch.part} of step {batch.step} arrived where {due} was due: a step takes all units "
-                "that were drawn for it. Let datamodule.train_dataloader hand out every batch of its sampler, once and "
-                f"in order, and {type(self).__name__}.training_step pass each on to PrivateModule; drop bad rows "
-                "before training.",
-                trap="T38",
-            )
-        try:
-            self._physical.add(batch, **settings)
-        except StopIteration as error:  # which Lightning drops, and the batch with it
-            raise RuntimeError(f"{type(self).__name__}.per_row_loss raised StopIteration.") from error
-        self._due = (*key, rank if batch.last else due + self._ranks.world_size)
 
     def _is_last_of_something(self) -> bool:
         """Return whether an epoch or the training ends with this batch."""
