@@ -3,7 +3,7 @@
 The retriever that learns from DP synthetic queries stands beside everything that one would compare
 it with: BM25, the untrained encoder, the same retriever trained on the real queries without privacy,
 the same trained on them directly under DP, and the same trained on pseudo-queries that nobody asked.
-Each private system is a release of its own; a reader who publishes two of them adds them up.
+Each private system is a release of its own; a reader who publishes two of them, or the better one, adds them up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _notes(rows: Sequence[RowResult]) -> list[str]:
         "What is promised at the top of the page holds for the synthetic queries and for the retriever that learned "
         "from them. Every other row has its own promise, in the table.",
         "Each row that learned from the real queries is a release of its own. Who publishes several has spent up to "
-        "the sum of their epsilons, at the sum of their deltas.",
+        "the sum of their epsilons, at the sum of their deltas. So has who compares them and publishes the better one, "
+        "and the card of neither tells of the other.",
         "The numbers are computed on the test queries of the log, which no epsilon protects: show them to those who "
         "may see these queries.",
     ]
@@ -408,6 +409,11 @@ class Pipeline:
             self._report(table, where)
         else:
             say(where)
+        if all((folder / one / LEDGER_NAME).exists() for one in _PRIVATE_STAGES):  # now, or before task.only changed
+            say(
+                "Two private trainings are compared here, and the card of neither tells of the other: who publishes "
+                "both, or the better one, has spent up to the sum of their epsilons, at the sum of their deltas."
+            )
         seconds = self._stages.seconds
         say(f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items()))
         return {row.system: row.metrics["nDCG@10"].mean for row in table}

@@ -37,8 +37,11 @@ def pipeline(**changes: Any) -> Pipeline:
     return Pipeline(**settings | changes)
 
 
-def test_without_privacy_the_same_chain_is_the_upper_bound_and_no_card_claims_anything(tmp_path: Path) -> None:
+def test_without_privacy_the_same_chain_is_the_upper_bound_and_no_card_claims_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = pipeline().run(parts(tmp_path, make_privacy=NoPrivacy))
+    assert "sum of their epsilons" not in " ".join(capsys.readouterr().out.split())
     assert "original queries, direct DP" not in told and 0 <= told["synthetic/nDCG@10"] <= 1
     for stage in ("generator", "synthetic/data", "from_synthetic"):
         assert read_card(tmp_path / "run" / stage)["claim"]["guarantee"] == "none"
@@ -80,8 +83,11 @@ def claimed(folder: Path) -> float:
     return float(read_card(folder)["claim"]["epsilon"])
 
 
-def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(tmp_path: Path) -> None:
+def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = pipeline(tuning_data="private", tuning_note="chosen on dev").run(parts(tmp_path))
+    assert "sum of their epsilons" in " ".join(capsys.readouterr().out.split()), "the cards do not say so"
     run = tmp_path / "run"
     assert list(told) == [
         "BM25", "zero-shot encoder", "original queries, no privacy", "original queries, direct DP",
