@@ -18,7 +18,7 @@ from stand_ins import KillAt, Killed, Regression, dp, fit
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant
-from lit_dpret.errors import ResumeError
+from lit_dpret.errors import DataError, ResumeError
 from lit_dpret.privacy.ledger.gate import ReleaseGate
 from lit_dpret.privacy.ledger.private_run import PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, charged_releases
@@ -118,5 +118,5 @@ def test_a_resume_that_starts_its_sampler_anew_is_refused(tmp_path: Path, monkey
         self.sampler.next_step = 0
 
     monkeypatch.setattr(ReleaseGate, "begin", mutant)
-    with pytest.raises(ResumeError, match="A batch of step 0, attempt 1, arrived where step 2"):
+    with pytest.raises(DataError, match="A batch of step 0, attempt 1, arrived where step 2"):
         noise_of_a_resumed_run(tmp_path, "never", monkeypatch)
