@@ -220,7 +220,7 @@ def refuse_saved_data(module: Any, data: Any) -> None:
 
 def _saved(module: Any, data: Any) -> Iterator[tuple[str, str, Any]]:
     """The hyper-parameters of classes from outside this package: whose, their names and values."""
-    for owner in (module, data):
+    for owner in (getattr(module, "keeps_hparams_of", module), data):
         kind = getattr(owner, "own_class", type(owner))
         if not kind.__module__.startswith(_KNOWN):
             yield from ((kind.__name__, str(name), value) for name, value in getattr(owner, "hparams", {}).items())

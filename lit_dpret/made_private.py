@@ -100,6 +100,11 @@ class MadePrivate(PrivateModule):
         self._hparams_name = getattr(module, "_hparams_name", None)
 
     @property
+    def keeps_hparams_of(self) -> nn.Module:
+        """Return the module whose hyper-parameters checkpoints and logs hold, so that those are examined."""
+        return self.module
+
+    @property
     def hparams(self) -> Any:
         """The plain ones of the inner module, for ``load_from_checkpoint`` of its class."""
         found = getattr(self.module, "hparams", {})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lit_dpret import PrivacyAccountant
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.errors import LitDpretError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, LitDpretError, UnsupportedModelError
 from lit_dpret.modules.module_state import HookWatch
 
 ONCE = {"max_steps": -1, "max_epochs": 1}
@@ -284,3 +284,17 @@ def test_an_average_of_trained_weights_that_a_loss_reads_is_declared(declared: b
         return
     fit(tmp_path, private, callbacks=[Follows()])
     assert (tmp_path / "model" / "weights.pt").is_file()
+
+
+class KeepsTexts(Classifier):
+    def __init__(self, vocabulary: list[str]) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_data_in_the_hyper_parameters_that_checkpoints_keep_for_the_class_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"KeepsTexts\.save_hyperparameters keeps vocabulary") as refusal:
+        fit(tmp_path / "texts", made(KeepsTexts([f"word {number}" for number in range(100)])), max_steps=2)
+    assert refusal.value.trap == "T25"
+    fit(tmp_path / "few", made(KeepsTexts(["word"])), max_steps=2)
+    assert any("KeepsTexts.vocabulary" in one["text"] for one in card_in(tmp_path / "few")["assumptions"])
