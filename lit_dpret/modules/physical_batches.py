@@ -58,7 +58,7 @@ class PhysicalBatches:
         """Discard the batches of an interrupted step; keep the size that fits."""
         if self._lone:  # a unit that fits nowhere lowered it, and not the others
             self.limit = self._lowered_from
-        self._step, self._sound, self._lone, self._lowered_from = [], {}, False, self.limit
+        self._step, self._sound, self._lone, self._lowered_from, self._due = [], {}, False, self.limit, None
 
     def add(
         self,
@@ -79,7 +79,6 @@ class PhysicalBatches:
                 whatever reason (``all``); say so on the terminal alone. Then no such failure tells anybody of private
                 rows, and each unit still adds what follows from itself, or nothing. With ``all`` it is found by
                 bisection, which takes time.
-
             parts: Which parts of a step come here: the first, and how far apart they are; None for any.
 
         Raises:

@@ -13,7 +13,7 @@ from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit, records
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.errors import DeviceMemoryError, ResumeError, UnsupportedModelError
+from lit_dpret.errors import DataError, DeviceMemoryError, ResumeError, UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.modules.physical_batches import PhysicalBatches, piece_of, slots_of
@@ -444,3 +444,19 @@ def test_no_measure_of_memory_enters_the_run_folder(undisturbed: tuple[Path, Ten
         lines = [(each / "run" / file).read_text(encoding="utf-8").splitlines() for each in (whole, tmp_path)]
         keys = [[sorted(json.loads(line)) for line in each if '"kind": "plan"' not in line] for each in lines]
         assert keys[0][-STEPS:] == keys[1][-STEPS:]
+
+
+def test_a_run_that_begins_anew_begins_with_the_first_part_and_takes_each_once() -> None:
+    physical = PhysicalBatches(lambda piece, first: None, lambda: None)
+
+    def add(part: int, *, last: bool = False) -> None:
+        batch = UnitBatch(rows=None, unit_ids=torch.arange(0), mask=torch.ones(1).bool(), step=0, part=part, last=last)
+        physical.add(batch, may_split=True, advice="", parts=(1, 2))
+
+    add(1)
+    for wrong in (1, 2, 5):
+        with pytest.raises(DataError):
+            add(wrong)
+    physical.begin()
+    add(1)
+    add(3, last=True)
