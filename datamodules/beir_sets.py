@@ -102,9 +102,6 @@ def beir_set(name: str) -> BeirSet:
     Example:
         >>> beir_set("covid").name, beir_set("msmarco").split, beir_set("Quora").drops_self_matches
         ('trec-covid', 'dev', True)
-
-    Raises:
-        ConfigurationError: There is no such public set; the message lists those there are.
     """
     key = name.strip().lower()
     found = BEIR_SETS.get(_ALIASES.get(key, key))

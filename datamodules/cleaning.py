@@ -34,13 +34,7 @@ _KNOB = "task.write_clean"
 
 
 def check_clean(log: str | Path, out: Path) -> RecordFile:
-    """Return the reader of ``log``; refuse a copy ``out`` that could not be written or would be of other units.
-
-    Raises:
-        ConfigurationError: It exists, or is of another format than the log; the log is a table of parquet, or a note
-            beside it says what its units are.
-        DataError: The log is missing, or of an unknown format.
-    """
+    """Return the reader of ``log``; refuse a copy ``out`` that could not be written or would be of other units."""
     file = RecordFile(log, knob="datamodule.pairs")
     if out.exists():
         raise ConfigurationError(f"{_KNOB}={out} exists, and nothing is overwritten. Name a new file.")
@@ -87,10 +81,6 @@ def write_clean(
 
     Returns:
         How many records were left out by kind, and what that did to the units. Private numbers.
-
-    Raises:
-        DataError: What is left has problems of its own, or is not what could be read of the log.
-        StorageError: The file cannot be written.
     """
     quiet = RecordFile(file.path, complain=lambda problem: None)
     records = {number: record for number, record in quiet if number in refused}

@@ -243,9 +243,6 @@ def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = 
         root: A file or a folder.
         splits: What the folder calls the splits: ``{"dev": "holdout"}``. None for the usual names.
         named: Whether names say the split; else all files are for training.
-
-    Raises:
-        DataError: There is no file, a split that was named has none, or only some of the names say a split.
     """
     names = SPLIT_NAMES if splits is None else {name: split for split, name in splits.items()}
     if root.is_file() and not named:

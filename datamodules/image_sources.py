@@ -87,24 +87,14 @@ class Source:
 
 
 def read_source(name: SourceName, folder: Path, split: ImageSplit, *, image_size: int | None = None) -> RawSplit:
-    """Read one split of a data set in ``folder``, with the names and groups of its source.
-
-    Raises:
-        DataError: The folder or a file is missing or broken; the message says where to get the data.
-        ConfigurationError: A package that the format needs is not installed.
-    """
+    """Read one split of a data set in ``folder``, with the names and groups of its source."""
     if not folder.is_dir():
         raise DataError(f"datamodule.folder={folder} is not a folder. {SOURCES[name].missing}")
     return _described(name, SOURCES[name].read(folder, split, image_size))
 
 
 def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
-    """Read one split of a data set of the Hugging Face hub, through the package ``datasets``; it is downloaded.
-
-    Raises:
-        ConfigurationError: ``datasets`` is not installed.
-        DataError: The data set cannot be loaded, or lacks a column.
-    """
+    """Read one split of a data set of the Hugging Face hub, through the package ``datasets``; it is downloaded."""
     datasets = optional("datasets", f"datamodule.hub={hub}", "lit-dpret[vision]")
     try:
         table: Any = datasets.load_dataset(hub, split=split)

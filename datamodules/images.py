@@ -107,9 +107,6 @@ class ImagesDataModule(SampledDataModule):
             refused under ``add_or_remove``.
         max_test_images: The same of the test split.
         physical_batch_size: As for `SampledDataModule`, and 256 unless set.
-
-    Raises:
-        ConfigurationError: A setting is out of range or contradicts another; the message names it.
     """
 
     source: SourceName

@@ -96,11 +96,6 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
         - Both ways give the same ids and texts in the same order, and the same complaints.
         - A store is built once for a file; a file that was changed gets another one.
         - A store that lacks a record which was complained about is not kept.
-
-    Raises:
-        DataError: A record is malformed, repeats an id or, unless ``allow_empty``, has neither title
-            nor text; the message names the lines. There is no passage.
-        StorageError: The cache cannot be written.
     """
     how = how or CorpusSettings()
     file = RecordFile(path, knob=how.knob, header=how.header, complain=complain)
@@ -179,9 +174,6 @@ def read_queries(
         knob: What the user set to name it, for messages.
         header: The names of the columns of a TSV file without a header line.
         complain: Gets every problem. By default the first one is raised; else the record is left out.
-
-    Raises:
-        DataError: A record is malformed or repeats an id; the message names the lines. There is no query.
     """
     file = RecordFile(path, knob=knob, header=header, complain=complain)
     found = Queries()
@@ -372,9 +364,6 @@ def folder_parts(
     """Find the files of a BEIR folder, for `read_parts`.
 
     ``corpus`` stands in for the folder's own; ``knob`` is the setting that a message names.
-
-    Raises:
-        DataError: The folder or one of its parts is missing.
     """
     root = Path(folder)
     if not root.is_dir():

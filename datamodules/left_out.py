@@ -40,11 +40,7 @@ class LeftOut:
         return complain
 
     def checked(self, collection: Collection, *, allow_empty_passages: bool) -> Collection:
-        """Return the collection without unjudged queries.
-
-        Raises:
-            DataError: There is a contradiction that the measured split has a part in.
-        """
+        """Return the collection without unjudged queries."""
         judged = {query for qrels in collection.qrels.values() for query, found in qrels.items() if found}
         unjudged = [query for query in collection.queries if query not in judged]
         asked = {query: text for query, text in collection.queries.items() if query in judged}

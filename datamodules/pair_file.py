@@ -47,11 +47,7 @@ class PairColumns:
 
     @classmethod
     def renamed(cls, names: Mapping[str, str]) -> PairColumns:
-        """Return the columns with other names: ``{"query": "question", "user_id": "author"}``.
-
-        Raises:
-            ConfigurationError: A key is not a column, or a name is not text.
-        """
+        """Return the columns with other names: ``{"query": "question", "user_id": "author"}``."""
         known = {**{name: name for name in ("query", "passage", "query_id", "passage_id", "domain", "split")},
                  "user_id": "user"}  # fmt: skip
         for column, name in names.items():
@@ -75,10 +71,6 @@ def read_pairs(
 
     With ``corpus`` the passages are those of that file, read as ``how`` says, and every pair must name one of them,
     by ``passage_id`` or by its exact text.
-
-    Raises:
-        DataError: A record is malformed, contradicts another (same id, other text or user or
-            split), repeats a pair, or names a passage the corpus lacks.
     """
     reader = PairReader(corpus=open_corpus(corpus, how, complain=complain) if corpus else None, columns=columns)
     reader.add(RecordFile(path, knob="datamodule.pairs", complain=complain))
@@ -116,9 +108,6 @@ class PairReader:
             records: What to read; problems go to its ``complain``, and the record is then left out.
             split: The split of records that do not name one; None for train.
             limit: Take so many records at most, the first ones.
-
-        Raises:
-            DataError: See `read_pairs`.
         """
         self._sources.append(records)
         count = 0
@@ -153,11 +142,7 @@ class PairReader:
         return f"row-{number}" if file == 1 else f"row-{file}.{number}"
 
     def collection(self, source: str) -> Collection:
-        """Return everything that was added.
-
-        Raises:
-            DataError: That is nothing.
-        """
+        """Return everything that was added."""
         if not self._pairs:
             raise DataError(f"{source} holds no pairs.", kind="empty file")
         return Collection(

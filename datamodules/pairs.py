@@ -77,9 +77,6 @@ class PairsDataModule(SampledDataModule):
             user has, how many copies each text. Refused under ``add_or_remove``, and under ``replace_one`` unless the
             unit is a query and duplicates are kept.
         max_eval_queries: At most so many queries of each evaluation split.
-
-    Raises:
-        ConfigurationError: Arguments that contradict each other; the message names them.
     """
 
     folder: str | Path | None = None

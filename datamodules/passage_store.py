@@ -135,9 +135,6 @@ def build_store(path: Path, passages: Iterable[tuple[str, str]], repeated: Calla
         path: The file.
         passages: Ids and texts.
         repeated: Called with an id that comes again, which is left out, whatever its text.
-
-    Raises:
-        StorageError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -456,11 +456,7 @@ def _what_json_says(error: json.JSONDecodeError) -> str:
 
 
 def parse_json_file(path: Path) -> Any:
-    """Read a JSON file, decompressed if its name ends in .gz.
-
-    Raises:
-        DataError: It cannot be read, or is not JSON; the message names the line.
-    """
+    """Read a JSON file, decompressed if its name ends in .gz."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
             return json.load(stream)
@@ -479,10 +475,6 @@ def ir_records(source: str, records: str) -> Iterator[Any]:
     Args:
         source: The name of the data set.
         records: ``docs``, ``queries`` or ``qrels``.
-
-    Raises:
-        ConfigurationError: ir-datasets is not installed.
-        DataError: It cannot give them.
     """
     instead = "Or name the folder of the data that you have."
     library = optional(

@@ -83,9 +83,6 @@ class SampledDataModule(LightningDataModule):
         rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
         seed: The seed of public choices, such as a sample of the data.
         num_workers: Worker processes of the train loader.
-
-    Raises:
-        ConfigurationError: A setting is out of range; the message names it.
     """
 
     sampling: SamplingName = "truncated_poisson"

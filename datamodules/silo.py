@@ -22,9 +22,6 @@ class SiloDataModule(PairsDataModule):
 
     Args:
         folder: ``.../clients/NAME``.
-
-    Raises:
-        ConfigurationError: Settings that contradict each other.
     """
 
     folder: str | Path = field()

@@ -91,11 +91,7 @@ class Silo:
                 )
 
     def check(self) -> Silo:
-        """Refuse the first contradiction; return the silo itself.
-
-        Raises:
-            DataError: One line with the ids concerned; never a text.
-        """
+        """Refuse the first contradiction; return the silo itself."""
         for problem in self.contradictions():
             raise problem
         return self
@@ -113,11 +109,6 @@ def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str
         silos: At least one; names differ.
         facts: Where the data come from and how they were made; go into the manifest.
         knob: What the user set to name the folder, for messages.
-
-    Raises:
-        ConfigurationError: The folder exists.
-        DataError: A silo contradicts itself, two share a name, or there is none.
-        StorageError: The folder cannot be written.
     """
     folder = Path(folder)
     clients: dict[str, Any] = {}
@@ -151,11 +142,7 @@ def write_silo(folder: Path, silo: Silo) -> dict[str, Any]:
 
 
 def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[str, Any]:
-    """Read the manifest of a folder of silos, or of one client's folder.
-
-    Raises:
-        DataError: There is none, it is not a JSON object, or a newer version wrote it.
-    """
+    """Read the manifest of a folder of silos, or of one client's folder."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise DataError(
@@ -170,11 +157,7 @@ def read_manifest(folder: str | Path, *, knob: str = "federated.data") -> dict[s
 
 
 def silo_folders(folder: str | Path, *, knob: str = "federated.data") -> dict[str, Path]:
-    """Return the folder of each client by name, in the manifest's order.
-
-    Raises:
-        DataError: There is no manifest, or a client of it has no folder.
-    """
+    """Return the folder of each client by name, in the manifest's order."""
     names = read_manifest(folder, knob=knob).get("clients")
     if not isinstance(names, dict) or not names:
         raise DataError(f"{Path(folder) / MANIFEST} lists no clients.", kind="empty part")
@@ -192,9 +175,6 @@ def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool =
         folder: ``.../clients/NAME``.
         complain: Gets every problem of a record; unless it raises it, the record is left out.
         verify: Compare the files with the SHA-256 of the manifest first.
-
-    Raises:
-        DataError: A file is missing, was changed, or contradicts itself; the message names file and line.
     """
     root = Path(folder)
     manifest = read_manifest(root)

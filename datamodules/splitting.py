@@ -36,11 +36,7 @@ _TINY = 1e-9
 
 
 def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of each split, in the order train, dev, test; those of 0 are omitted.
-
-    Raises:
-        ConfigurationError: A name or a number is impossible, or the shares do not add up to 1.
-    """
+    """Return the share of each split, in the order train, dev, test; those of 0 are omitted."""
     knob = f"task.fractions={dict(fractions)}"
     if unknown := sorted(set(fractions) - set(SPLITS)):
         raise ConfigurationError(f"{knob}: {unknown[0]!r} is not one of {', '.join(SPLITS)}.")
@@ -65,10 +61,6 @@ def split_collection(
         seed: The seed of the hash; public.
         by: ``user``, ``text``, or ``auto`` for users where any query has one. A query without a user is split by
             its text.
-
-    Raises:
-        ConfigurationError: The fractions are impossible, or there are no users to split by.
-        DataError: A split that was asked for would be empty.
     """
     shares = checked_fractions(fractions)
     if by == "user" and not collection.users:
@@ -100,11 +92,7 @@ def divides_by(collection: Collection, by: SplitBy) -> Literal["user", "text"]:
 
 
 def division_of(data: Path) -> dict[str, Any]:
-    """Return what `write_split` noted of a data set, a folder or a file: ``by`` and ``query_ids``; empty if nothing.
-
-    Raises:
-        DataError: The note cannot be read.
-    """
+    """Return what `write_split` noted of a data set, a folder or a file: ``by`` and ``query_ids``; empty if nothing."""
     note = (data if data.is_dir() else data.parent) / DIVISION_FILE
     if not (data.exists() and note.is_file()):
         return {}
@@ -132,11 +120,6 @@ def write_split(
 
     Returns:
         The settings of ``datamodule=pairs`` that read it.
-
-    Raises:
-        ConfigurationError: The folder exists.
-        DataError: An id cannot stand in a TSV file.
-        StorageError: The folder cannot be written.
     """
     with new_folder(folder, knob="task.write_split") as draft:
         if public_passages:

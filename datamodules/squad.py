@@ -38,9 +38,6 @@ class SquadDataModule(PairsDataModule):
             the train split.
         unanswerable: What to do about questions that version 2 marks as impossible: ``drop`` or ``refuse`` them. One of
             train that is dropped stays a unit without rows (``drop_queries_without_passage``, which this sets).
-
-    Raises:
-        ConfigurationError: Settings that contradict each other.
     """
 
     folder: str | Path = field()

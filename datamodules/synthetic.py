@@ -151,11 +151,7 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def keep_queries(collection: Collection, path: Path) -> Collection:
-    """Return the collection with only the train queries whose ids ``path`` lists, one per line.
-
-    Raises:
-        DataError: The file is missing, empty, or lists an id that no train query has.
-    """
+    """Return the collection with only the train queries whose ids ``path`` lists, one per line."""
     try:
         listed = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:

@@ -51,10 +51,6 @@ class GroupedUnitDataset:
             lowest, whatever the file order and the ids of queries, which may be line numbers. None keeps all.
         split: The split to train on.
         planted: Units that stand in no file of the data: canaries, copy by copy.
-
-    Raises:
-        ConfigurationError: ``unit="user"`` without user ids, or together with ``duplicates="merge"``.
-        DataError: The collection has no such split.
     """
 
     def __init__(
@@ -175,10 +171,6 @@ class Planted:
         Args:
             duplicates: The policy of the data on equal texts.
             passages: The passages of the data, by id.
-
-        Raises:
-            ConfigurationError: Equal texts would become one unit.
-            DataError: A planted passage has the id of a passage of the data, and another text.
         """
         if duplicates == "merge":
             raise ConfigurationError(

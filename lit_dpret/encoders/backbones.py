@@ -39,12 +39,7 @@ _LONG_ROPE, _HELD = "longrope", "longrope, held"
 
 
 def resolve_folder(encoder: str | Path, revision: str | None = None) -> Path:
-    """Return the local folder for ``encoder``: a path, ``minilm``, ``public_t5``, or a hub name.
-
-    Raises:
-        ConfigurationError: There is no such path, the package with the weights of ``minilm`` is not
-            installed, or the hub cannot be reached or has no such model.
-    """
+    """Return the local folder for ``encoder``: a path, ``minilm``, ``public_t5``, or a hub name."""
     name = str(encoder)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -203,9 +198,6 @@ def refuse_if_padding_counts(
 
     ``ids`` are the tokens of a text, which are repeated for one of half the length; ``outputs`` goes from
     ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
-
-    Raises:
-        UnsupportedModelError: It does, or cannot read such a text.
     """
     weight = next(model.parameters())
     tokens = min(max(2 * _FEW, int(_PRODUCTS / sum(p.numel() for p in model.parameters()))), longest)
@@ -233,12 +225,7 @@ def refuse_if_padding_counts(
 
 
 def keep_layers(backbone: Any, count: int) -> None:
-    """Drop all transformer layers except the first ``count``, in place.
-
-    Raises:
-        ConfigurationError: It has fewer.
-        UnsupportedModelError: Its layers are not one list.
-    """
+    """Drop all transformer layers except the first ``count``, in place."""
     have: int = backbone.config.num_hidden_layers
     if not 1 <= count <= have:
         raise ConfigurationError(f"layers={count}: {type(backbone).__name__} has 1 to {have} layers to keep.")

@@ -81,10 +81,6 @@ POOLINGS: dict[str, Pooling] = {"mean": mean, "cls": cls, "max": max}
 
 
 def get_pooling(name: str) -> Pooling:
-    """Return the pooling of that name.
-
-    Raises:
-        ConfigurationError: There is none; the message lists those there are.
-    """
+    """Return the pooling of that name."""
     require_choice("pooling", name, POOLINGS)
     return POOLINGS[name]

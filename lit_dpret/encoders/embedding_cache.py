@@ -87,12 +87,6 @@ def encode_to_file(
         progress: Called with (texts done, texts in all), on the ranks that give it.
         job: The ranks that share the work; each calls this with the same arguments, and all see the folder of
             ``path``. None for this process alone.
-
-    Raises:
-        DataError: An embedding holds a NaN or infinity.
-        ResumeError: Something else was begun at ``path``.
-        StorageError: The file cannot be written.
-        WorkerError: Another rank died.
     """
     job = Job() if job is None else job
     begun = {  # everything that the bytes of the matrix depend on, as its journal keeps it
@@ -142,11 +136,7 @@ class WindowGroups:
         return int(torch.searchsorted(self._sorted_places, start + self._step))
 
     def embed(self, start: int) -> Tensor:
-        """Return the embeddings of a group, in the order of ``rows``.
-
-        Raises:
-            DataError: One holds a NaN or infinity.
-        """
+        """Return the embeddings of a group, in the order of ``rows``."""
         places = self._window.places[self.rows(start)] - start
         found = self._window.embed(start, start + self._step, self._made.batch_size)[places]
         if broken := int((~found.isfinite()).any(dim=1).sum()):
@@ -258,13 +248,7 @@ class SharedMatrix:
         return self.path.with_name(self.path.name + ".parts")
 
     def fill(self, file: Unfinished | None, encoding: OneSide, texts: Sequence[str], progress: Progress | None) -> None:
-        """Compute what is missing; ``file`` is the matrix on the first rank, and None on the others.
-
-        Raises:
-            DataError: An embedding holds a NaN or infinity.
-            StorageError: A part cannot be written.
-            WorkerError: Another rank died.
-        """
+        """Compute what is missing; ``file`` is the matrix on the first rank, and None on the others."""
         for window_at in range(0, len(texts), self.made.buffer_size):
             part = texts[window_at : window_at + self.made.buffer_size]
             there = self.job.share(partial(_has_window, file, window_at, len(part)))

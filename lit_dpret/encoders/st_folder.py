@@ -72,11 +72,7 @@ class ModelFolder:
 
 
 def read_folder(folder: Path) -> ModelFolder:
-    """Read the description in a transformers or sentence-transformers folder.
-
-    Raises:
-        UnsupportedModelError: It is neither, or holds a module whose effect we would not reproduce.
-    """
+    """Read the description in a transformers or sentence-transformers folder."""
     if not (folder / "modules.json").is_file():
         if not (folder / "config.json").is_file():
             raise UnsupportedModelError(
@@ -192,10 +188,6 @@ def save_sentence_transformer(
         passage_encoder: Turns passages into embeddings.
         similarity: ``cosine`` or ``dot``, noted for the reader; by default cosine where embeddings are
             normalised.
-
-    Raises:
-        ConfigurationError: The two sides do not end in the same space, or share a backbone and not the lower case.
-        StorageError: The folder cannot be written.
     """
     passage_encoder = query_encoder if passage_encoder is None else passage_encoder
     query, passage = query_encoder.contract, passage_encoder.contract
@@ -330,10 +322,6 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
     """Load a dual encoder from any folder that `save_sentence_transformer` can write.
 
     The arguments are those of `TextEncoder.from_pretrained`.
-
-    Raises:
-        ConfigurationError: A setting is impossible, or the model cannot be found.
-        UnsupportedModelError: The folder holds no model we would compute faithfully.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(_DTYPES)}.")
@@ -374,11 +362,7 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
 
 
 def cut(towers: Towers, *, query_max_length: int | None = None, passage_max_length: int | None = None) -> Towers:
-    """Return the same encoders with shared weights and other maximal lengths; None keeps a length.
-
-    Raises:
-        ConfigurationError: A length is not positive, or more than the model has positions for.
-    """
+    """Return the same encoders with shared weights and other maximal lengths; None keeps a length."""
     chosen = {"query_max_length": query_max_length, "passage_max_length": passage_max_length}
     lengths: dict[str, Any] = {name: length for name, length in chosen.items() if length is not None}
 

@@ -50,10 +50,6 @@ class TextEncoder(nn.Module):
         tokenizer: Its tokenizer; copied.
         contract: Pooling, normalisation, prefixes, lengths.
         projection: A linear map after pooling and before normalisation.
-
-    Raises:
-        ConfigurationError: The contract is impossible for this model.
-        UnsupportedModelError: The tokenizer cannot pad, or padding changes what the model makes of a text.
     """
 
     def __init__(
@@ -111,10 +107,6 @@ class TextEncoder(nn.Module):
             contract: Fields of `Contract`. What is not given, or None, is taken from the folder, where a
                 sentence-transformers folder says it; else it is mean pooling, normalised, without prefixes, cut at the
                 tokenizer's limit.
-
-        Raises:
-            ConfigurationError: A setting is impossible, or the model cannot be found.
-            UnsupportedModelError: The folder holds no model we would compute faithfully.
         """
         from lit_dpret.encoders.st_folder import load_towers  # which builds encoders of this class
 
@@ -137,11 +129,7 @@ class TextEncoder(nn.Module):
         return other
 
     def with_projection(self, projection: nn.Linear) -> Self:
-        """Return the same encoder, sharing its weights, with a linear map before normalisation.
-
-        Raises:
-            ConfigurationError: There is one already, or it does not fit.
-        """
+        """Return the same encoder, sharing its weights, with a linear map before normalisation."""
         if self.projection is not None:
             raise ConfigurationError("The encoder has a projection already; fold the two into one.")
         return self.changed(projection=projection)
@@ -159,9 +147,6 @@ class TextEncoder(nn.Module):
 
         Returns:
             Shape ``(rows, dim)``.
-
-        Raises:
-            ConfigurationError: T5 would run in float16.
         """
         self._refuse_float16()
         mask = features["attention_mask"]
@@ -206,9 +191,6 @@ class TextEncoder(nn.Module):
 
         Returns:
             float32 (float64 for a float64 encoder) on the CPU, shape ``(texts, dim)``.
-
-        Raises:
-            StorageError: The cache cannot be written.
         """
         size = (_APART_AT_ONCE if apart else _BATCH) if batch_size is None else batch_size
         _require_positive(batch_size=size)

@@ -45,11 +45,7 @@ SIMILARITIES: dict[str, Similarity] = {"dot": dot, "cosine": cosine}
 
 
 def get_similarity(name: str) -> Similarity:
-    """Return the similarity of that name.
-
-    Raises:
-        ConfigurationError: There is none; the message lists those there are.
-    """
+    """Return the similarity of that name."""
     require_choice("similarity", name, SIMILARITIES)
     return SIMILARITIES[name]
 

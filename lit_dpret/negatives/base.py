@@ -85,9 +85,6 @@ class PassageSource(NegativeSource):
         - What is named for a row is a function of that row, of the public list, of public coins and of
           weights: not of the order of the rows, nor of the other rows, nor of where in a file it stands.
         - No passage that answers the row's query, and none with the text of one, is named.
-
-    Raises:
-        ConfigurationError: A number is out of range.
     """
 
     per_query: int = 1  # how many passages a row gets

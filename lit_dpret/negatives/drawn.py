@@ -40,9 +40,6 @@ class GoldNegatives(PassageSource):
     **Under a private mode a file rests on an assumption** that has to be declared: the line of a query was made
     of that query and of public data alone. A file that was mined with a model trained on all queries, or
     cleaned by what other queries were answered by, is none.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     name: ClassVar[str] = "gold"
@@ -82,12 +79,7 @@ class GoldNegatives(PassageSource):
 
 
 def read_hard_negatives(path: Path) -> dict[str, list[str]]:
-    """Return negative passage ids by query id, merged over miners, from either form of the file.
-
-    Raises:
-        ConfigurationError: The file does not exist.
-        DataError: A line has another form; the message tells which, and no text of it.
-    """
+    """Return negative passage ids by query id, merged over miners, from either form of the file."""
     if not path.is_file():
         raise ConfigurationError(f"model.negatives.gold.file={path} does not exist.")
     found: dict[str, list[str]] = {}
@@ -133,11 +125,7 @@ _LARGEST = 3.4028234663852886e38  # of float32: beyond it one private record wou
 
 
 def read_labels(path: str | Path) -> list[LabelledNegative]:
-    """Read a file of labels in GPL's format: query id, passage id, negative id and margin, tab-separated.
-
-    Raises:
-        DataError: It cannot be read, or a line is malformed; the message names the line.
-    """
+    """Read a file of labels in GPL's format: query id, passage id, negative id and margin, tab-separated."""
     place = Path(path)
     try:
         lines = place.read_text(encoding="utf-8").split("\n")
@@ -171,9 +159,6 @@ class LabelledNegatives(PassageSource):
 
     **Under a private mode this rests on an assumption** that has to be declared: the labels of a query were made
     of that query and of public data alone.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     name: ClassVar[str] = "labelled"

@@ -59,9 +59,6 @@ class MarginFilter:
     Guarantees:
         - What is kept of a row's candidates is a function of their scores and of that of the row's own
           passage: not of other rows.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     absolute_margin: float | None = None  # a negative scores at least so much less than the row's own passage
@@ -124,9 +121,6 @@ class MinedSource(PassageSource, MarginFilter):
 
     Guarantees:
         - What is drawn for a row depends on (``seed``, epoch) and on its own record and public data.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     depth: int = 200  # among how many of the best they are drawn

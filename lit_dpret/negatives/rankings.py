@@ -188,9 +188,6 @@ class MinedShards:
         key: What the mining is made of, or which run and epoch it belongs to.
         count: How many queries it has.
         private: Whether the queries are private; then name and permissions of the folder say so.
-
-    Raises:
-        StorageError: The folder cannot be made.
     """
 
     def __init__(self, cache_dir: Path, *, name: str, key: str, count: int, private: bool) -> None:
@@ -215,11 +212,7 @@ class MinedShards:
             at = max(at, stop)
 
     def write(self, span: range, part: Mined) -> None:
-        """Add a shard.
-
-        Raises:
-            StorageError: It cannot be written; those before it are kept.
-        """
+        """Add a shard."""
         path = self._path(span)
         content = io.BytesIO()
         np.savez(content, schema=np.array(SCHEMA), **vars(part))
@@ -267,11 +260,7 @@ def _make_private(folder: Path) -> None:
 
 
 def check_private_place(folder: Path, knob: str) -> None:
-    """Refuse to store rankings of private queries in a folder whose path is not marked private.
-
-    Raises:
-        ConfigurationError: No part of the path is called ``private``.
-    """
+    """Refuse to store rankings of private queries in a folder whose path is not marked private."""
     if PRIVATE not in folder.parts:
         raise ConfigurationError(
             f"{knob}={folder} would hold rankings for private queries, as private as they are. Name a folder in whose "

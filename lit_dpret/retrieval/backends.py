@@ -60,10 +60,6 @@ class Faiss:
             cosine: Whether to normalise passages.
             device: ``cpu`` or ``cuda`` (all GPUs).
             seed: The seed of the sample that an index is trained on.
-
-        Raises:
-            ConfigurationError: faiss does not know the string, or is missing, or is installed twice.
-            DataError: There are no passages, or too few to train on.
         """
         faiss = load_faiss()
         if not len(passages):
@@ -87,11 +83,7 @@ class Faiss:
 
     @classmethod
     def read(cls, path: str | Path, *, device: str = "cpu") -> Faiss:
-        """Read an index that `write` wrote.
-
-        Raises:
-            DataError: It cannot be read.
-        """
+        """Read an index that `write` wrote."""
         faiss = load_faiss()
         try:
             index = faiss.read_index(str(path))
@@ -120,10 +112,6 @@ class Scann:
     Args:
         passages: What to search; held in memory, in float32.
         cosine: Whether to normalise passages.
-
-    Raises:
-        ConfigurationError: ScaNN is not installed.
-        DataError: There are no passages.
     """
 
     def __init__(self, passages: Rows, *, cosine: bool = False) -> None:
@@ -202,11 +190,7 @@ def make_search(name: str, *, device: str | None = None) -> Callable[..., TopK]:
 
 
 def check_search(name: str) -> None:
-    """Refuse, before any work, an unknown search or one that is not installed.
-
-    Raises:
-        ConfigurationError: As said.
-    """
+    """Refuse, before any work, an unknown search or one that is not installed."""
     if name.startswith("faiss:"):
         load_faiss()
     elif name == "scann":
@@ -220,11 +204,7 @@ def check_search(name: str) -> None:
 
 
 def load_faiss() -> Any:
-    """Import faiss; exactly one of its packages must be installed.
-
-    Raises:
-        ConfigurationError: None is, or both are: they write the same files, and which one works is chance.
-    """
+    """Import faiss; exactly one of its packages must be installed."""
     found = [name for name in ("faiss-cpu", "faiss-gpu") if _installed(name)]
     if len(found) == 2:
         raise ConfigurationError(

@@ -23,11 +23,7 @@ from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, top_k_
 
 @dataclass(frozen=True, kw_only=True)
 class BM25Settings:
-    """The settings that determine a score besides the texts.
-
-    Raises:
-        ConfigurationError: k1 or b is out of range, or there is no such stemmer or list of stop words.
-    """
+    """The settings that determine a score besides the texts."""
 
     k1: float = 0.9  # how slowly a repeated word stops counting; at least 0
     b: float = 0.4  # how much a long passage is discounted, in [0, 1]

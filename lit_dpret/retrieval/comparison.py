@@ -72,10 +72,6 @@ def compare_values(
 
     Each is data set to metric to one value per query, of the system of that name. ``resamples`` are random swaps per
     test; the smallest possible p-value is one over one more.
-
-    Raises:
-        ConfigurationError: ``level`` or ``resamples`` is out of range.
-        DataError: The two differ in data sets or metrics, or nothing is to be compared.
     """
     if a.keys() != b.keys() or any(a[data].keys() != b[data].keys() for data in a):
         raise DataError(f"{names[0]} and {names[1]} were not measured on the same data sets by the same metrics.")

@@ -186,9 +186,6 @@ def gains_of_indices(
 
     Returns:
         Shape ``(queries, depth)``.
-
-    Raises:
-        DataError: ``indices`` does not fit the ids.
     """
     if indices.ndim != 2 or len(indices) != len(query_ids):
         raise DataError(f"A ranking of shape {indices.shape} does not rank passages for {len(query_ids)} queries.")

@@ -71,10 +71,6 @@ class FileRows:
         path: The file.
         dim: The width of a row.
         storage: ``float32`` or ``bfloat16``, in the byte order of the machine.
-
-    Raises:
-        ConfigurationError: There is no such storage.
-        DataError: The file cannot be read, or its length is not a whole number of rows.
     """
 
     def __init__(self, path: str | Path, *, dim: int, storage: Storage = "float32") -> None:

@@ -47,9 +47,6 @@ def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
 
     Returns:
         Long, shape ``(passages,)``; 0 for the passage that wins every tie.
-
-    Raises:
-        DataError: An id occurs twice.
     """
     keys = [name.encode("utf-8") for name in passage_ids]
     order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
@@ -129,9 +126,6 @@ def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
 
     There is one ranking for each shard of the passages, with indices counted over all shards; each must go down to
     rank ``k`` or hold its whole shard. ``tie_rank`` is that of all passages.
-
-    Raises:
-        ConfigurationError: There is no part, k is not positive, or the parts rank different numbers of queries.
     """
     if not parts or k < 1 or len({len(part.scores) for part in parts}) != 1:
         raise ConfigurationError(f"{len(parts)} rankings cannot be merged into one of k={k} for the same queries.")

@@ -39,9 +39,6 @@ class RetrievalMetric(_RetrievalMetric):
         name: What `Metric.parse` reads.
         kwargs: Torchmetrics' own: ``empty_target_action`` (``neg`` counts a query without a relevant passage as 0, as
             trec_eval does), ``ignore_index``, ``aggregation``, and those of every ``torchmetrics.Metric``.
-
-    Raises:
-        ConfigurationError: The name is not a measure.
     """
 
     def __init__(self, name: str = "ndcg@10", **kwargs: Any) -> None:
@@ -54,10 +51,6 @@ class RetrievalMetric(_RetrievalMetric):
 
         All are of the same shape: scores, ``-inf`` for a passage that was judged but not returned; grades, of which 0
         and below is not relevant; and the query of each row, long.
-
-        Raises:
-            DataError: A score is NaN.
-            ValueError: torchmetrics': shapes or types do not fit.
         """
         if bool(preds.isnan().any()):
             raise DataError(f"{int(preds.isnan().sum())} of {preds.numel()} scores are NaN.")

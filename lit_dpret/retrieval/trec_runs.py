@@ -270,11 +270,7 @@ def _lines(path: str | Path, what: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def check_qrels(qrels: Qrels, *, query_ids: Collection[str], passage_ids: Collection[str]) -> None:
-    """Refuse judgements of missing queries or passages: no system could answer them.
-
-    Raises:
-        DataError: Naming the first unknown id, and how many there are.
-    """
+    """Refuse judgements of missing queries or passages: no system could answer them."""
     queries, passages = set(query_ids), set(passage_ids)
     if unknown := [query for query in qrels if query not in queries]:
         raise DataError(f"The judgements name the unknown query {unknown[0]!r} ({len(unknown)} such ids).")
@@ -334,11 +330,7 @@ def write_evaluation(
 
 
 def read_per_query(folder: Path, metrics: Sequence[str]) -> dict[str, Values]:
-    """Return the values that `write_evaluation` left in a folder, one per query in order, by metric.
-
-    Raises:
-        DataError: The file is missing or lacks a metric.
-    """
+    """Return the values that `write_evaluation` left in a folder, one per query in order, by metric."""
     path = folder / PER_QUERY
     try:
         header, *lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
@@ -353,9 +345,6 @@ def find_runs(path: Path) -> dict[str, Path]:
     """Return the TREC runs at a path: the file itself, or those of a folder by data set.
 
     A folder of ``task=evaluate`` has one run, that of ``task=zero_shot`` one in each subfolder.
-
-    Raises:
-        DataError: There is no such path, or no run in it.
     """
     if path.is_file():
         return {path.stem: path}

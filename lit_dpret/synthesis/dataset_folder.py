@@ -73,11 +73,7 @@ class ReleasedQuery:
 
 
 def check_passages(passages: Mapping[str, str]) -> None:
-    """Refuse ids that the formats cannot represent.
-
-    Raises:
-        DataError: There is no passage, or an id is empty or holds white space that a TSV splits at.
-    """
+    """Refuse ids that the formats cannot represent."""
     if not passages:
         raise DataError("There are no passages to write queries for.")
     for name in passages:
@@ -231,11 +227,7 @@ _DECLARED = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataCard:
-    """The text of a data card, without counts and privacy claim.
-
-    Raises:
-        ConfigurationError: A code is not one.
-    """
+    """The text of a data card, without counts and privacy claim."""
 
     title: str
     origin: list[str] = field(default_factory=list)  # what wrote the queries, as Markdown list items

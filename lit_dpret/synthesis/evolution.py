@@ -129,11 +129,7 @@ def votes(
 
 
 def survivors(counts: np.ndarray, *, least: float) -> list[int]:
-    """Return the places of the candidates with more than ``least`` noised votes, the best first.
-
-    Raises:
-        DataError: There is none.
-    """
+    """Return the places of the candidates with more than ``least`` noised votes, the best first."""
     order = [int(place) for place in np.argsort(-counts, kind="stable") if counts[place] > least]
     if not order:
         raise DataError(

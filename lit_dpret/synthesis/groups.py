@@ -43,11 +43,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Sampling settings of a data set; plain values, so that they can be sent to a process.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
-    """
+    """Sampling settings of a data set; plain values, so that they can be sent to a process."""
 
     queries_per_passage: int = 1  # draws for each passage
     seed: int = 0  # public; an experiment's seed, not the noise secret
@@ -165,10 +161,6 @@ def draw_groups(
         how: Drawn with; device and lengths are known.
         workers: Processes beside this one; 0 draws here.
         generator: The loaded generator, for ``workers=0``.
-
-    Raises:
-        WorkerError: A process died or met an error that nobody foresaw.
-        LitDpretError: What a process refused, in its own words.
     """
     if workers == 0:
         with fixed_arithmetic(how.threads):

@@ -59,9 +59,6 @@ def pseudo_queries(
         - A query has between ``min_words`` and ``max_words`` words, or fewer where its passage has
           fewer content words; it is empty only where the passage has no words.
         - The queries depend on the passages, and on nothing else.
-
-    Raises:
-        ConfigurationError: The word limits or the number of queries make no sense.
     """
     if queries_per_passage < 1:
         raise ConfigurationError(f"queries_per_passage={queries_per_passage} must be at least 1.")

@@ -209,11 +209,7 @@ def decode(model: PreTrainedModel, passages: Prefilled, numbers: np.ndarray, dec
 
 
 def end_marks(model: PreTrainedModel) -> list[int]:
-    """Return the token ids that end a query.
-
-    Raises:
-        UnsupportedModelError: The model has none.
-    """
+    """Return the token ids that end a query."""
     end = model.config.eos_token_id
     if end is None:
         raise UnsupportedModelError(
@@ -293,9 +289,6 @@ def target_scores(
 
     There is one passage for every target, or one for all of them. With ``decoding`` targets are also scored under
     this way of sampling.
-
-    Raises:
-        UnsupportedModelError: The model gives NaN or infinite scores.
     """
     width = max(map(len, targets))
     log_probs = torch.zeros(len(targets), width, dtype=torch.float64)

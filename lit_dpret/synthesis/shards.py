@@ -32,11 +32,7 @@ def json_line(value: object) -> str:
 
 
 def write_chunks(path: Path, chunks: Iterable[str]) -> str:
-    """Write a file atomically; return its SHA-256.
-
-    Raises:
-        StorageError: The disk is full or the folder cannot be written; ``path`` is as it was.
-    """
+    """Write a file atomically; return its SHA-256."""
     digest = hashlib.sha256()
 
     def data() -> Iterator[bytes]:
@@ -106,11 +102,7 @@ class ShardStore:
             self.adopt({int(fact["shard"]): str(fact["sha256"]) for fact in facts[1:] if "shard" in fact})
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield all records of all shards in order.
-
-        Raises:
-            DataError: A shard is missing or damaged.
-        """
+        """Yield all records of all shards in order."""
         for index in range(self.count):
             if not self._is_whole(index):
                 raise DataError(

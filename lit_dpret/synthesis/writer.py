@@ -289,9 +289,6 @@ def write_set(
         about: Its origin gets the passages and the decoding behind its first line.
         card_of: Makes the privacy card, given the SHA-256 of the files and the environment.
         amount: How much was drawn, in words.
-
-    Raises:
-        DataError: No query has any word.
     """
     counts, hashes = write_dataset(folder, queries, texts)
     if counts.queries == 0:
@@ -349,10 +346,6 @@ def opened(
     """Yield the shards for this rank to write; the first rank finds the missing ones and tells the others.
 
     The first rank calls ``check`` before anything is written to ``folder``, which all ranks see.
-
-    Raises:
-        ResumeError: The folder was begun with another configuration.
-        StorageError: It cannot be written, or is in use by another job.
     """
     if job.is_first:
         with ExitStack() as stack:

@@ -43,9 +43,6 @@ class Augmentation:
           around the mean of the one image, and nothing is normalised over the batch.
         - The same numbers give the same view; torch's global random state is neither read nor moved.
         - Views have the size of the images, and values between 0 and 1.
-
-    Raises:
-        ConfigurationError: A number is out of range; the message names it.
     """
 
     # Share of the image's area that a crop keeps, drawn uniformly between the two.

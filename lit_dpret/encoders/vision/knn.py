@@ -47,10 +47,6 @@ def nearest(train: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) ->
 
     Returns:
         Indices into ``train``, nearest first, shape (m, k).
-
-    Raises:
-        ConfigurationError: ``k`` is not between 1 and n.
-        DataError: The widths differ, or a value is not finite.
     """
     if not 1 <= k <= len(train):
         raise ConfigurationError(f"k={k} neighbours cannot be found among {len(train)} train embeddings.")
@@ -87,10 +83,6 @@ def knn_predict(
 
     Returns:
         Predicted labels, int64, shape (m,).
-
-    Raises:
-        ConfigurationError: ``k`` is not between 1 and n, or ``ties`` is not a rule.
-        DataError: Shapes differ, or a value is not finite.
     """
     require_choice("ties", ties, get_args(Ties))
     predicted, _ = _by_rule(_neighbour_labels(train, labels, queries, k=k, chunk_size=chunk_size), classes)

@@ -75,9 +75,6 @@ class ResNet18(nn.Module):
         stem: ``cifar`` opens with one 3 x 3 convolution and keeps the resolution, as usual for images of
             32 x 32; ``imagenet`` opens with 7 x 7 at stride 2 and a pooling layer, as in the original.
         in_channels: 3 for colour, 1 for grey images.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     def __init__(

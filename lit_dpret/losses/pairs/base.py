@@ -66,9 +66,6 @@ class PairwiseLoss(ABC):
     after replacement. Then G = sum_ij m_ij c_ij(S~) gbar_ij = sum_ij c_ij(S~) (m_ij gbar_ij). Here S~_ij
     lies in the range and depends on the records i and j alone, and so does m_ij gbar_ij, whose length is at
     most B. These are the premises of the unmasked bound, for every loss of the table, diagonal or not.
-
-    Raises:
-        ConfigurationError: A setting is out of its range.
     """
 
     similarity: Literal["cosine", "dot"] = "cosine"  # ``dot`` of embeddings that are no longer than ``radius``

@@ -203,10 +203,6 @@ def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple
         encoder: ``minilm``, a folder or a hub name.
         is_public: Declared, for another one than ``minilm``.
         knob: The setting that names it; with ``_is_public`` behind it, the declaration.
-
-    Raises:
-        PrivateDataError: A run of this program trained it.
-        ConfigurationError: It is not declared public.
     """
     folder = Path(str(encoder)).expanduser()
     if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:
@@ -229,9 +225,6 @@ def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encod
     """Return the bins of a histogram.
 
     ``encoder`` says where the encoder of topics lies, if it is none that is known by name.
-
-    Raises:
-        DataError: The spec is not one of `Bins.spec`.
     """
     try:
         if spec["kind"] == LengthBins.kind:

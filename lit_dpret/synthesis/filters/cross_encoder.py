@@ -34,12 +34,7 @@ class CrossEncoder:
 
     @classmethod
     def load(cls, source: str | Path, *, max_length: int | None = None, device: str = "cpu") -> CrossEncoder:
-        """Load from a folder or a hub name.
-
-        Raises:
-            ConfigurationError: There is no such folder, or the hub cannot be reached.
-            UnsupportedModelError: It is not a sequence classifier with one output, lacks weights, or cannot pad.
-        """
+        """Load from a folder or a hub name."""
         folder = resolve_folder(source)
         try:
             model, report = transformers.AutoModelForSequenceClassification.from_pretrained(

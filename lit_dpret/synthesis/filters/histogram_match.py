@@ -150,10 +150,6 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
     releases that their card states (that of another histogram, where one chose among them before). A card to which an
     audit added results in between is the same ancestor, where it lies within reach, gives back the one that was named
     when the results are taken off, and is not contradicted by them.
-
-    Raises:
-        PrivateDataError: The queries' claim and the histogram's are not composed in one ledger.
-        DataError: The card is missing, or is not what lies there.
     """
     card = read_card(folder)
     if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):

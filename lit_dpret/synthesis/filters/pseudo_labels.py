@@ -42,9 +42,6 @@ def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int
 
     Guarantees:
         - What is drawn for a query is a function of (``seed``, query id) and of its ranking.
-
-    Raises:
-        DataError: There are fewer than two passages.
     """
     if not 1 <= per_query <= depth:
         raise ConfigurationError(f"per_query={per_query} is not between 1 and depth={depth}.")

@@ -72,11 +72,7 @@ class ReleasedQueries:
 
 
 def require_released(value: object, what: str) -> ReleasedQueries:
-    """Return ``value`` if it is `ReleasedQueries`; refuse it otherwise.
-
-    Raises:
-        PrivateDataError: It is anything else, a data set of private queries above all.
-    """
+    """Return ``value`` if it is `ReleasedQueries`; refuse it otherwise."""
     if isinstance(value, ReleasedQueries):
         return value
     raise PrivateDataError(
@@ -86,12 +82,7 @@ def require_released(value: object, what: str) -> ReleasedQueries:
 
 
 def require_of_its_folder(released: ReleasedQueries) -> None:
-    """Refuse queries under a card that are not those of the card's folder.
-
-    Raises:
-        PrivateDataError: A query has another text or passage there, is not there, or a passage has another text.
-        DataError: The folder is not what its card describes any more.
-    """
+    """Refuse queries under a card that are not those of the card's folder."""
     if released.provenance != "card" or released.folder is None:
         return
     check_dataset_card(released.folder / CARD_NAME)
@@ -213,12 +204,6 @@ def require_covered(
 
     ``declared_public`` says that nothing private went into a model that has no card; ``knob`` is what the user set to
     name it.
-
-    Raises:
-        PrivateDataError: It has a card of other private training, or of a choice on private data, or a note or ledger
-            of a run that trained it and no card.
-        DataError: Its card is of something else.
-        ConfigurationError: It has no card, and was not declared public.
     """
     folder = Path(str(model)).expanduser()
     if (str(model) == "bm25" and knob == "encoder") or (str(model) == "minilm" and not folder.is_dir()):

@@ -40,10 +40,6 @@ def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *
         synthetic: Texts.
         references: For each of them its references, in any number; those without any are left out and counted.
         lower_case: Compare without regard to case; the signature says so.
-
-    Raises:
-        ConfigurationError: sacrebleu is not installed.
-        DataError: The two differ in length, or no text has a reference.
     """
     if len(synthetic) != len(references):
         raise DataError(f"{len(synthetic)} texts came with {len(references)} lists of references; give one list each.")

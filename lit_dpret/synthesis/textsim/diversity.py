@@ -40,10 +40,6 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
     >>> distinct_n(["a b a", "b a"], 1), distinct_n(["a b a", "b a"], 2)
     (0.4, 0.6666666666666666)
-
-    Raises:
-        ConfigurationError: ``n`` is below 1.
-        DataError: There is no text.
     """
     check_n(n)
     check_texts(texts, "texts")
@@ -52,11 +48,7 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
 
 def lengths(texts: Sequence[str]) -> dict[str, float]:
-    """Return mean, median and 90th percentile of the number of words.
-
-    Raises:
-        DataError: There is no text.
-    """
+    """Return mean, median and 90th percentile of the number of words."""
     check_texts(texts, "texts")
     counts = sorted(len(words(text)) for text in texts)
     return {"mean": mean(counts), "median": float(median(counts)), "p90": float(counts[int(0.9 * (len(counts) - 1))])}

@@ -95,11 +95,6 @@ def mauve(
         buckets: How many; None for a tenth of the smaller sample.
         restarts: Runs of k-means for each seed, of which the best is kept.
         scaling: The paper's c.
-
-    Raises:
-        ConfigurationError: A setting is out of range, or scikit-learn is not installed.
-        DataError: The features are no two tables of the same width, hold NaN or infinity, or there are fewer
-            texts than buckets.
     """
     p, q = _table(p_features, "p_features"), _table(q_features, "q_features")
     if p.shape[1] != q.shape[1]:
@@ -138,9 +133,6 @@ def divergence_curve(p: ArrayLike, q: ArrayLike, *, scaling: float = SCALING) ->
     """Return the divergence curve of two histograms with its end points, from (1, 0) to (0, 1); ``(weights + 2, 2)``.
 
     Both are shares that sum to 1, shape ``(buckets,)``.
-
-    Raises:
-        DataError: One is not a histogram, or they differ in size.
     """
     first, second = _histogram(p), _histogram(q)
     if len(first) != len(second):

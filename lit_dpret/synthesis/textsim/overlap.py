@@ -41,10 +41,6 @@ def overlap(texts: Sequence[str], references: Sequence[str], *, n: int = 8) -> O
         - A text without any word is never found.
 
     ``n`` words in a row count as copied. A text with fewer cannot share them and is not in that share's total.
-
-    Raises:
-        ConfigurationError: ``n`` is below 1.
-        DataError: One of the lists is empty.
     """
     check_n(n)
     check_texts(texts, "synthetic queries")
@@ -68,10 +64,6 @@ class Share:
     The interval is Clopper and Pearson's (Biometrika 26, 1934), which holds at least ``level`` for every
     share and every total, also where no positive was found. It is about the choice of the texts that were
     looked at, as an independent draw from many more; where they are all there are, it says nothing.
-
-    Raises:
-        DataError: The counts are impossible.
-        ConfigurationError: ``level`` does not lie between 0 and 1.
     """
 
     positives: int

@@ -67,10 +67,6 @@ def find_in_corpus(
 
     Returns:
         What was found of each list, and how much was read.
-
-    Raises:
-        ConfigurationError: ``n`` is below 1.
-        DataError: A list is empty, or no text of it has any word.
     """
     check_n(n)
     wanted: dict[str, list[list[str]]] = {}
@@ -107,9 +103,6 @@ def bounds(found: Share, sampled: float) -> tuple[float, float]:
 
     >>> [round(bound, 4) for bound in bounds(Share(2, 100), 0.5)]
     [0.0024, 0.1408]
-
-    Raises:
-        ConfigurationError: ``sampled`` is not above 0 and at most 1.
     """
     if not 0 < sampled <= 1:
         raise ConfigurationError(f"A sample of {sampled} of the corpus is impossible; give a share above 0, up to 1.")

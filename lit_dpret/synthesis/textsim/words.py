@@ -28,11 +28,7 @@ def words(text: str) -> list[str]:
 
 
 def ngrams(tokens: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
-    """Yield every run of ``n`` consecutive words; none where there are fewer.
-
-    Raises:
-        ConfigurationError: ``n`` is below 1.
-    """
+    """Yield every run of ``n`` consecutive words; none where there are fewer."""
     check_n(n)
     return (tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
@@ -44,11 +40,7 @@ def check_n(n: int) -> None:
 
 
 def check_texts(texts: Sequence[object], what: str) -> None:
-    """Refuse an empty list, whose shares are undefined.
-
-    Raises:
-        DataError: There is no text.
-    """
+    """Refuse an empty list, whose shares are undefined."""
     if not texts:
         raise DataError(f"There are no {what} to compare.")
 
@@ -57,10 +49,6 @@ _NEEDS = {"sacrebleu": ("BLEU", "sacrebleu"), "sklearn": ("MAUVE", "scikit-learn
 
 
 def need(package: Literal["sacrebleu", "sklearn"]) -> Any:
-    """Return the imported package.
-
-    Raises:
-        ConfigurationError: It is not installed; the message says how to.
-    """
+    """Return the imported package."""
     measure, name = _NEEDS[package]
     return optional(package, measure, "lit-dpret[quality]", package=name)
