@@ -39,14 +39,15 @@ def planned_once(run: ComposedRun, task: Any, parts: Parts, known: dict[str, lis
     return known[key]
 
 
-def cost_together(plans: Sequence[PlannedFit]) -> tuple[float, str]:
-    """Return epsilon of all trainings together, at the smallest of their deltas, and the accountant used."""
+def planned_together(plans: Sequence[PlannedFit]) -> dict[str, Any]:
+    """Return epsilon of all trainings together, at the smallest of their deltas, as `siblings_now` has it."""
     budget = min((one.plan.budget for one in plans), key=lambda budget: budget.delta)
     value, how = compose_across_runs(
         composed(Charge.of(one.releases, one.start.earlier() if one.start else ()) for one in plans),
         delta=budget.delta, neighbours=budget.neighbours, accountant=plans[0].plan.accountant,
     )  # fmt: skip
-    return value, str(how)
+    return {"epsilon": value, "delta": budget.delta, "unit": budget.unit, "neighbours": budget.neighbours,
+            "accountant": str(how)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,13 @@ def _planned(runs: Sequence[ComposedRun], made: Sequence[tuple[Any, Parts]], var
     if len(kinds) > 1:
         words.append(f"Their epsilons are of different units and do not add up: {', '.join(units)}")
     elif plans:
-        epsilon, how = cost_together(plans)
-        budget = min(budgets, key=lambda budget: budget.delta)
+        planned = planned_together(plans)
         words.append(
-            f"Together epsilon {epsilon:.4g} at delta {show_delta(budget.delta)} for one {units[0]}, composed by "
-            f"{how}: whoever sees several of the models, or one that was chosen among them, has this and not the "
-            "epsilon of one card"
+            f"Together epsilon {planned['epsilon']:.4g} at delta {show_delta(planned['delta'])} for one {units[0]}, "
+            f"composed by {planned['accountant']}: whoever sees several of the models, or one that was chosen among "
+            "them, has this and not the epsilon of one card"
         )
         if beside is not None:
-            planned = {"epsilon": epsilon, "delta": budget.delta, "unit": budget.unit,
-                       "neighbours": budget.neighbours, "accountant": how}  # fmt: skip
             beside |= {"private_runs": len(plans), "planned": planned}
     if math.isfinite(seconds):
         words.append(f"Training takes {duration(seconds)} here, give or take a factor of {FACTOR:g}")

@@ -9,7 +9,7 @@ Each private system is a release of its own; a reader who publishes two of them,
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -26,6 +26,7 @@ from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import OutputFolder
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.siblings import among_siblings, siblings_now
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode, SyntheticData
 from lit_dpret.privacy.noise import load_secret
 from lit_dpret.report.html import RunReport
@@ -39,6 +40,7 @@ from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.encoder_privacy import PUBLIC, privacy_of_encoder, refuse_trained
 from lit_dpret.tasks.fit import PlannedFit, Training, plan_fit, refuse_several_ranks, train
+from lit_dpret.tasks.multirun import planned_together, siblings_facts
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, some_of
 from lit_dpret.tasks.pipeline_stages import set_batch, stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
@@ -53,8 +55,7 @@ def _notes(rows: Sequence[RowResult]) -> list[str]:
         "What is promised at the top of the page holds for the synthetic queries and for the retriever that learned "
         "from them. Every other row has its own promise, in the table.",
         "Each row that learned from the real queries is a release of its own. Who publishes several has spent up to "
-        "the sum of their epsilons, at the sum of their deltas. So has who compares them and publishes the better one, "
-        "and the card of neither tells of the other.",
+        "the sum of their epsilons, at the sum of their deltas. So has who compares them and publishes the better one.",
         "The numbers are computed on the test queries of the log, which no epsilon protects: show them to those who "
         "may see these queries.",
     ]
@@ -152,6 +153,7 @@ class Pipeline:
             log.collection.queries, log.collection.passages, log.collection.qrels, log.collection.users
         )
         self._require_room(privacy)
+        self._siblings = self._together(privacy)
         L.seed_everything(parts.seed, verbose=False)
         self._searched = self._data(max_passages=self.max_passages)
         self._searched.setup("fit")
@@ -213,6 +215,17 @@ class Pipeline:
             budget = min((fit.plan.budget for fit in planned), key=lambda budget: budget.delta)
             ledger = privacy.ledger_of_dataset(budget, run_dir=self._parts.run_dir)
             ledger.require([release for fit in planned for release in fit.releases])
+
+    def _together(self, privacy: Any) -> Mapping[str, Any] | None:
+        """Return what the ledger of each private training tells of the other; nothing where there is one.
+
+        A command or a sweep that starts this task several times knows of more of them.
+        """
+        if siblings_now() is not None or privacy.guarantee != "dp" or self._parts.trial_of is not None:
+            return siblings_now()
+        planned = [fit for stage in _PRIVATE_STAGES for fit in self._planned(stage)]
+        found = siblings_facts(len(planned), ["what is trained"], private_runs=len(planned))
+        return None if found is None else found | {"planned": planned_together(planned)}
 
     # -- pieces ------------------------------------------------------------------------------
 
@@ -300,16 +313,17 @@ class Pipeline:
                 whole.setup("fit")
                 model.prepare(whole)
             source = data or self._data_of_system(model.privacy)
-            train_retriever(
-                model,
-                source,
-                folder,
-                parts=self._parts,
-                steps=self.retriever_steps,
-                batch=self.retriever_batch,
-                callbacks=self._callbacks(folder, resume, f"retriever ({label})"),
-                resume=resume,
-            )
+            with among_siblings(self._siblings if model.privacy.guarantee == "dp" else siblings_now()):
+                train_retriever(
+                    model,
+                    source,
+                    folder,
+                    parts=self._parts,
+                    steps=self.retriever_steps,
+                    batch=self.retriever_batch,
+                    callbacks=self._callbacks(folder, resume, f"retriever ({label})"),
+                    resume=resume,
+                )
             result = self._score(model)
             return {"intervals": {m: [i.mean, i.low, i.high] for m, i in result.intervals.items()}}
 
@@ -327,12 +341,13 @@ class Pipeline:
         return self._trained("from_synthetic", label, SyntheticData, made)
 
     def _train_generator(self, folder: Path, resume: bool, privacy: PrivacyMode) -> dict[str, Any]:
-        how = Training(
-            run_dir=folder, make_trainer=self._trainer(self.generator_steps), resume=resume,
-            callbacks=self._callbacks(folder, resume, "query generator"),
-            loggers=self._parts.make_loggers(run_dir=folder),
-        )  # fmt: skip
-        return train(self.generator(privacy=privacy), self._log, how)
+        with among_siblings(self._siblings):
+            how = Training(
+                run_dir=folder, make_trainer=self._trainer(self.generator_steps), resume=resume,
+                callbacks=self._callbacks(folder, resume, "query generator"),
+                loggers=self._parts.make_loggers(run_dir=folder),
+            )  # fmt: skip
+            return train(self.generator(privacy=privacy), self._log, how)
 
     def _synthesize(self, folder: Path, resume: bool) -> dict[str, Any]:
         passages = self._searched.public_passages()
@@ -411,8 +426,8 @@ class Pipeline:
             say(where)
         if all((folder / one / LEDGER_NAME).exists() for one in _PRIVATE_STAGES):  # now, or before task.only changed
             say(
-                "Two private trainings are compared here, and the card of neither tells of the other: who publishes "
-                "both, or the better one, has spent up to the sum of their epsilons, at the sum of their deltas."
+                "Two private trainings are compared here: who publishes both, or the better one, has spent up to the "
+                "sum of their epsilons, at the sum of their deltas. Each card that knew of both has a smaller bound."
             )
         seconds = self._stages.seconds
         say(f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items()))

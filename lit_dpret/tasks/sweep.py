@@ -24,7 +24,7 @@ from lit_dpret.sweeps.folder import SWEEP, SweepTerms
 from lit_dpret.sweeps.report import write_report
 from lit_dpret.sweeps.runner import check_command
 from lit_dpret.tasks.fit import PlannedFit
-from lit_dpret.tasks.multirun import cost_together, planned_once
+from lit_dpret.tasks.multirun import planned_once, planned_together
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.trial import check_trial, release_behind
 
@@ -125,10 +125,8 @@ class Sweep:
         budget = self._one_guarantee([planned.plan for planned in plans])
         planned_total = None
         if budget is not None:
-            value, how = cost_together(plans)
-            planned_total = {"epsilon": value, "delta": budget.delta, "unit": budget.unit,
-                             "neighbours": budget.neighbours, "accountant": how}  # fmt: skip
-            self._refuse_uncounted(parts, value, budget.delta)
+            planned_total = planned_together(plans)
+            self._refuse_uncounted(parts, planned_total["epsilon"], budget.delta)
         ledger = self._ledger(budget)
         terms = {} if ledger is None else ledger.terms()
         if budget is not None and self.metric_data == "private" and terms["delta"] > budget.delta:

@@ -32,7 +32,7 @@ from lit_dpret.synthesis.filters import RoundTrip
 from lit_dpret.synthesis.filters.bins import LengthBins
 from lit_dpret.tasks import Evaluate, Evolve, Filter, Fit, Histogram, Ranker, Synthesize, trial
 from lit_dpret.tasks.fit import plan_fit
-from lit_dpret.tasks.multirun import Outcomes, cost_together, siblings_facts, tell_cost
+from lit_dpret.tasks.multirun import Outcomes, planned_together, siblings_facts, tell_cost
 from lit_dpret.tasks.parts import ComposedRun, Parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -47,7 +47,7 @@ def epsilon_of(runs: Sequence[Parts]) -> float:
         plan for one in runs
         for plan in plan_fit(one.make_privacy(), one.read_data(), one.make_trainer(), make_module=one.make_module)
     ]  # fmt: skip
-    return cost_together(plans)[0]
+    return float(planned_together(plans)["epsilon"])
 
 
 def test_the_cost_of_all_runs_is_told_as_the_composition_of_what_each_releases(

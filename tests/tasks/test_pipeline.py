@@ -104,6 +104,13 @@ def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(
         spent = epsilon(charged_releases(records), delta=1 / 112, neighbours="zero_out")
         assert claimed(run / stage) == pytest.approx(spent) and 0 < spent <= 8
         assert len(noise_keys(records)) == STEPS
+    both = pytest.approx(cost_of(*planned))
+    for told_of in ("generator", "direct", "synthetic/data", "from_synthetic"):
+        tuning = read_card(run / told_of)["tuning"]
+        assert "together are within epsilon" in tuning["text"] and not tuning["accounted"], told_of
+    for stage in ("generator", "direct"):
+        assert read_card(run / stage)["tuning"]["siblings"]["planned"]["epsilon"] == both
+    assert "siblings" not in read_card(run / "original")["tuning"], "it spends nothing"
     assert claimed(run / "synthetic" / "data") == claimed(run / "from_synthetic") == claimed(run / "generator")
     assert read_card(run / "original")["claim"]["guarantee"] == "none"
     for stage in ("from_synthetic", "direct", "original"):
