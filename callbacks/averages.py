@@ -140,7 +140,6 @@ def go_on_averaging(trainer: L.Trainer, module: Any) -> None:
 
 
 def _refuse_steps(where: str, *, every: object, first: object, epoch: object = None) -> None:
-    """Refuse numbers of steps and epochs that are none; there is no null for ``every``."""
     require_whole(where, {"update_every_n_steps": every}, 1)
     require_whole(where, {"update_starting_at_step": first, "update_starting_at_epoch": epoch}, 0, null=True)
 
@@ -163,7 +162,6 @@ def _refuse_swa(trainer: L.Trainer, module: nn.Module) -> None:
 
 
 def _average_of(callback: Any) -> nn.Module | None:
-    """The averaged module, once an update was made."""
     model: Any = getattr(callback, "_average_model", None)
     if isinstance(callback, StochasticWeightAveraging):
         count = callback._init_n_averaged if callback.n_averaged is None else callback.n_averaged  # of the checkpoint

@@ -1,10 +1,8 @@
 """Checkpoint files: written atomically, and the search for the newest complete one.
 
-Lightning writes a checkpoint into the machine's temporary folder and moves it; between two file
-systems that move is a copy, and a kill in the middle of it leaves half a checkpoint under the name
-of a whole one. Whatever made a checkpoint unreadable, it costs no more than the steps since the one
-before it: the ledger knows which steps were released, so going on from an older checkpoint, or from
-the start, is charged for what it repeats.
+Lightning moves a checkpoint from the machine's temporary folder; between two file systems that is a copy, and a kill
+leaves half of it. An unreadable checkpoint costs no more than the steps since the one before it: the ledger knows
+which steps were released, and charges those that are repeated.
 """
 
 from __future__ import annotations
@@ -29,15 +27,9 @@ DRAFT = ".{}.tmp"
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Lightning's checkpoint writing, made safe against a kill at any moment.
+    """Write checkpoints so that a kill at any moment leaves under a name the old file, the new one, or none.
 
-    Guarantees:
-        - Under the checkpoint's name there is at any moment the old file, the new one, or none;
-          never a part of one.
-        - When ``save_checkpoint`` returns, the file and its name are on the disk (fsync).
-        - A write that fails leaves what was there before, and no draft.
-
-    A path with a scheme (``s3://``) is left to Lightning.
+    When ``save_checkpoint`` returns, the file and its name are on the disk. A path with a scheme is left to Lightning.
     """
 
     def save_checkpoint(
@@ -73,17 +65,9 @@ def remove_drafts(folder: Path) -> None:
 def newest_checkpoint(folder: Path, *, run_id: str | None = None, quiet: bool = False) -> Path | None:
     """Return the readable checkpoint in ``folder`` with the most steps; None without one.
 
-    What Lightning writes where SLURM requeues a job lies beside the folder, and is one of them.
-
-    Guarantees:
-        - A checkpoint that is cut short or damaged (by its CRC sums) is passed over with a warning
-          that names it, and the one before it is chosen.
-        - So is one of another run than ``run_id``, where that is given.
-        - Attempt and step stand inside the file; its name and its time play no part.
-        - Nothing is said of a file, and none is an error, where ``quiet``: the folder may be anybody's.
-
-    Raises:
-        ResumeError: A newer version of lit-dpret wrote one of them.
+    A checkpoint that is damaged, or of another run than ``run_id``, is passed over with a warning, or without one where
+    ``quiet``. Attempt and step stand inside the file; its name and its time play no part. What Lightning writes where
+    SLURM requeues a job lies beside the folder, and is one of them.
     """
     pass_over = (lambda path, why: None) if quiet else _pass_over
     ranked: list[tuple[tuple[int, int, bool], Path]] = []
@@ -112,7 +96,6 @@ def newest_checkpoint(folder: Path, *, run_id: str | None = None, quiet: bool = 
 
 
 def _position(path: Path) -> Position:
-    """Return where a checkpoint was taken; its run is empty where there was no accountant."""
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     found = Position.among(content["callbacks"], place=str(path))
     return found or Position("", 0, int(content["global_step"]))

@@ -42,14 +42,8 @@ class BetweenSteps:
           after the fit. One that it refuses is not written; after an error it is left out with a warning.
         - SLURM's request to requeue the job is met after the step that it came in, by all ranks at once.
 
-    Args:
-        trainer: The fit's Trainer; its ``save_checkpoint`` is replaced until `release`, and what puts a checkpoint
-            together until its next fit.
-        module: The run's module, whose ``updating`` tells whether an update is under way.
-        complete: Called with each checkpoint before it is written.
-
-    Attributes:
-        saving: Whether a checkpoint is being put together.
+    The Trainer's ``save_checkpoint`` is replaced until `release`, and what puts a checkpoint together until its next
+    fit.
     """
 
     def __init__(self, trainer: L.Trainer, module: Any, complete: Callable[[dict[str, Any]], None]) -> None:

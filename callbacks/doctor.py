@@ -1,8 +1,7 @@
 """Examine a run without training: which traps are absent, present, or impossible?
 
-The examination goes the way that a fit goes, with the functions that a fit calls, and stops before the first
-release: settings, plan, secret, clipping engine, loader, and a rehearsal in which a few units are
-clipped and forgotten. A fit stops at the first refusal; here all are reported.
+The examination calls what a fit calls, in its order, and stops before the first release; a few units are clipped and
+forgotten. A fit stops at the first refusal; here all are reported.
 """
 
 from __future__ import annotations
@@ -56,13 +55,7 @@ class Finding:
 
 @dataclass
 class Examination:
-    """All findings about one run.
-
-    Attributes:
-        privacy: The mode.
-        findings: One for each trap, and one more for each further refusal.
-        planned: What would run; None where it cannot be planned.
-    """
+    """All findings about one run: one for each trap, and one more for each further refusal."""
 
     privacy: str
     findings: list[Finding] = field(default_factory=list)
@@ -146,8 +139,6 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
 
 
 class _Look:
-    """The stages of an examination: those that were passed, and the refusals."""
-
     def __init__(self) -> None:
         self.refusals: list[LitDpretError] = []
         self._done: set[Stage] = set()
@@ -158,7 +149,6 @@ class _Look:
 
     @contextmanager
     def at(self, stage: Stage) -> Iterator[None]:
-        """Note that ``stage`` was gone through, or what it refused."""
         try:
             yield
         except LitDpretError as error:
@@ -262,7 +252,7 @@ def _bounded(finding: Finding, plan: PrivacyPlan) -> Finding:
 
 
 def _declared(module: Any, callbacks: list[Any]) -> dict[str, str]:
-    """The leaks that the settings of module and callbacks ask for, by the trap that they are."""
+    """Return the leaks that settings of module and callbacks ask for, by trap."""
     told = {}
     shown = [leak for callback in callbacks if (leak := getattr(callback, "declared_leak", None))]
     if getattr(module, "log_private_loss", False):

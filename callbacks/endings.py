@@ -28,12 +28,8 @@ _DRAWING = PrivateBatchSampler.__iter__.__code__
 def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
     """Return whether an error that ends a run may follow from a private row.
 
-    So may every error while rows are read or computed, since it is not known why it happened; but not that the budget
-    is spent, that the released weights diverged, that the disk is full, or that somebody ends the run.
-
-    Args:
-        error: Ends the run.
-        at_hand: Whether rows were checked or computed when it was raised.
+    So may every error while rows are read or computed (``at_hand``), since it is not known why it happened; but not
+    that the budget is spent, that the released weights diverged, that the disk is full, or that somebody ends the run.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, *_OF_NO_ROW)):
         return False

@@ -122,11 +122,10 @@ def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
 
 
 def place_early(trainer: L.Trainer, module: L.LightningModule) -> Shared:
-    """Move the module to its XLA device before its parameters are used, and enable full-precision products.
+    """Move the module to its XLA device early; return the names of shared ones for `tie_again`.
 
-    There, unlike on a GPU, moving makes new parameters, and unties those that are shared. Lightning, which does this
-    later, then finds everything in place. Returns the names of shared parameters, for `tie_again`: when the training is
-    over, Lightning moves the module back to the CPU, and unties them.
+    There, unlike on a GPU, moving makes new parameters, and unties those that are shared, as Lightning does again when
+    it moves the module back to the CPU.
     """
     device = trainer.strategy.root_device
     if not is_lazy(device):

@@ -1,9 +1,7 @@
 """The gate between a private run and all displays of numbers: loggers, ``callback_metrics``, the progress bar.
 
-Two things leak through a logger. One is what is logged: a loss on private rows is a release that nobody counts,
-whoever logs it and by whatever way. The other is when: how long a step takes depends on the private texts in it, and
-most loggers stamp each number with the time. So inside a run with a guarantee a number passes only if its name is
-declared to be public, and a logger that writes times gets its numbers when the run is over.
+Two things leak through a logger: what is logged, since a loss on private rows is a release that nobody counts; and
+when, since a step takes as long as its private texts are, and most loggers stamp each number with the time.
 """
 
 from __future__ import annotations
@@ -40,17 +38,11 @@ class LogGate:
 
     Guarantees:
         - A number whose name is not declared public reaches no logger, no ``callback_metrics`` and no progress bar,
-          by ``log``, ``log_dict``, a logger's method or its ``experiment``. With ``declare`` it does, and ``declare``
-          was called with its name before.
+          by ``log``, ``log_dict``, a logger's method or its ``experiment``. With ``declare``, which notes it on the
+          ledger, it does.
         - A logger that stamps what it is given with the time is given it when the fit ends, also by an exception. A
           run that is killed leaves nothing in it; ``metrics.jsonl`` has no times and is written at once.
         - A name is logged at most once for each logical step, so that nobody learns how many physical batches it had.
-
-    Args:
-        trainer: Its loggers are watched until Lightning finalizes them.
-        module: Names its mode, and what it declares to be public.
-        step: How many logical steps are done.
-        declare: Notes on the ledger that a private number is shown; None where that is refused.
     """
 
     def __init__(
@@ -82,7 +74,6 @@ class LogGate:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Allow everything within the block, where logged values were already checked."""
         before, self.open = self.open, True
         try:
             yield
@@ -100,7 +91,6 @@ class LogGate:
                 self.private(repr(name))
 
     def private(self, what: str) -> None:
-        """Refuse a private number, or record it."""
         if self._declare is None:
             raise undeclared_metric(what, self._module.privacy)
         self._declare(what)
@@ -116,7 +106,6 @@ class LogGate:
         return found, step
 
     def let_go(self) -> None:
-        """Restore the Trainer's own logging interval."""
         self._trainer.log_every_n_steps = self._every
 
 

@@ -1,9 +1,8 @@
 """Loggers for a private run: ``metrics.jsonl``, and external services, which receive only public values.
 
-W&B, MLflow and TensorBoard by themselves collect private things: the command line, the arguments of constructors and
-the configuration hold paths of private files, the console may show whatever a library prints, and the code of the
-working tree is the owner's. All of that is off here, and so is measuring the machine. No text is logged: nobody can
-tell a private query from a public one by looking at it.
+W&B, MLflow and TensorBoard by themselves collect the command line, arguments with paths of private files, the console
+and the code of the working tree. All of that is off here, and so is measuring the machine. No text is logged: nobody
+can tell a private query from a public one by looking at it.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class _PublicLogger(Logger):
     """What the loggers of services have in common here; it stands before the class of Lightning.
 
     Guarantees:
-        - The service gets curves, numbers and the card, and nothing that was written by a person: no text, no path of
-          data, no command line, no code and no console output. The machine is not measured.
+        - The service gets curves, numbers and the card: no text, path, command line, code or console output.
         - The service begins its run with the first number that it is told. Under a guarantee that is when training is
           over (`LogGate`), so that no time that it keeps depends on a private step.
         - What a module keeps of its arguments, and a graph of it, go nowhere: they may name paths, or hold rows.
@@ -93,11 +91,6 @@ class _PublicLogger(Logger):
     _begun = _claimed = False
 
     def _keep(self, package: str, save_dir: str | Path, settings: Mapping[str, Any] | None) -> Any:
-        """Keep where the card is looked for and what may be told of the settings; return the package of the service.
-
-        Raises:
-            ConfigurationError: It is not installed; it is an extra of the same name.
-        """
         self._run_dir, self._settings = Path(save_dir), dict(public_settings(settings or {}))
         return optional(package, f"logger={package}", f"lit-dpret[{package}]")
 
@@ -120,7 +113,6 @@ class _PublicLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Give the service the card of the run, once it is there."""
         if not self._begun:
             return
         if not self._claimed and (self._run_dir / CARD_NAME).is_file():

@@ -1,9 +1,8 @@
 """A one-run audit for any training: canaries included by coin flips, and guesses of the coins at the end.
 
-The canaries are planted before the run is planned, as private units like all others, and scored with the model before
-its first step and after its last. How many of the coins can be guessed from what the model gained bounds epsilon from
-below (`lit_dpret.audit.statistics.one_run`, `lit_dpret.audit.canaries.coin_flips`). Where the bound contradicts what
-the ledger claims, something is broken: the model and its card are written first, and then the run ends with an error.
+The canaries are planted before the run is planned, as private units like all others, and scored before its first step
+and after its last. How many coins can be guessed bounds epsilon from below (`lit_dpret.audit.statistics.one_run`).
+Where the bound contradicts the ledger, model and card are written first, and then the run ends with an error.
 """
 
 from __future__ import annotations
@@ -47,24 +46,19 @@ from lit_dpret.settings import require_choice, require_whole
 
 @dataclass(frozen=True)
 class Best:
-    """The result of perfect guesses: the bound at the claim's delta, and whether the audit would raise.
-
-    ``alarms`` is None where there is no claim to contradict.
-    """
+    """What perfect guesses would show: the bound at the claim's delta, and whether it raises (None: no claim)."""
 
     eps_lower: float
     alarms: bool | None
 
     @classmethod
     def of(cls, canaries: int, claim: ClaimedCurve | None, *, confidence: float) -> Best:
-        """Audit perfect scores against ``claim``."""
         perfect = perfect_scores(canaries)
         bound = both_ends_audit(perfect, delta=0.0 if claim is None else claim.delta, confidence=confidence)
         alarms = None if claim is None else refute(perfect, claim.pairs).contradicts(confidence=ALARM)
         return cls(bound.eps_lower, alarms)
 
     def describe(self, canaries: int) -> str:
-        """Describe the most that an audit of ``canaries`` canaries can show."""
         told = f"{canaries} canaries show {self.eps_lower:.3g} at most"
         silent = f", and no guesses of theirs contradict this claim with confidence {ALARM:g}"
         return told + silent if self.alarms is False else told
@@ -202,12 +196,7 @@ class OneRunAudit(Callback):
     # -- before the run ----------------------------------------------------------------------
 
     def plant_canaries(self, trainer: L.Trainer, module: Any, data: Any) -> None:
-        """Plant the canaries in ``data``; the accountant calls this before it plans the run.
-
-        Raises:
-            ConfigurationError: The run cannot be audited so; the message says why.
-            ResumeError: The run folder holds another audit, or none, and a ledger.
-        """
+        """Plant the canaries in ``data``; the accountant calls this before it plans the run."""
         self._judged, self._violation, self._scores = False, None, None
         self._refuse(trainer, module, data)
         mode = module.privacy
@@ -333,7 +322,7 @@ class OneRunAudit(Callback):
         return self._coins
 
     def _score(self, module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Scores of the canaries and, where they stand in for them, of their twins."""
+        """Return the scores of the canaries and, where they stand in for them, of their twins."""
         with torch.random.fork_rng(devices=[module.device] if module.device.type == "cuda" else []):
             rows = module.canary_scores(list(self._planted.rows))
             twins = module.canary_scores(list(self._planted.twins)) if self._neighbours == "replace_one" else ()

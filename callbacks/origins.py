@@ -37,14 +37,7 @@ from lit_dpret.privacy.ledger.trained import (
 
 
 class OwnWeights:
-    """The weights of one fit, recognisable by later runs in this process.
-
-    Args:
-        module: As it is when the fit begins; values that the fit leaves unchanged do not count as its own.
-        run: The run.
-        start: The run that ``init_from`` names.
-        callbacks: Callbacks of the Trainer, some of which hold averages of the weights.
-    """
+    """The weights of one fit, recognisable by later runs; values that it leaves unchanged are not its own."""
 
     def __init__(self, module: Any, run: TrainedIn, start: Start | None, *, callbacks: Sequence[Any] = ()) -> None:
         self._run, self._before, self._marked = run, fingerprints(module), False
@@ -71,14 +64,7 @@ class OwnWeights:
 
 
 def refuse_other_weights(module: Any, accountant: Any, data: Any, *, part: nn.Module | None = None) -> None:
-    """Refuse weights from a private run whose releases this run's claim does not count.
-
-    Args:
-        module: The run's module.
-        accountant: The run's accountant, which knows which runs are counted.
-        data: The run's DataModule.
-        part: The module that holds the weights, where it is another one.
-    """
+    """Refuse weights (of ``part``, if given) from a private run whose releases this run's claim does not count."""
     if accountant.counted_by_others or module.privacy.guarantee == "none":
         return
     part = module if part is None else part
@@ -157,13 +143,11 @@ def _origins(module: Any, start: Start | None) -> list[Path]:
 
 
 def _folders(named: Iterable[Any]) -> list[Path]:
-    """Those names that are folders."""
     found = dict.fromkeys(str(name) for name in named if isinstance(name, (str, Path)) and name != "")
     return [place for name in found if (place := Path(name).expanduser()).is_dir()]
 
 
 def _base_models(settings: Any) -> list[Any]:
-    """The models that a part's adapters stand on, as peft knows them."""
     found = settings.values() if isinstance(settings, Mapping) else ()
     return [getattr(each, "base_model_name_or_path", None) for each in found]
 
@@ -178,12 +162,7 @@ def _base_model_in(folder: Path) -> list[Any]:
 
 
 def _runs_behind(place: Path) -> frozenset[TrainedIn]:
-    """The runs that trained the model in ``place``, by its note or by a ledger in or around it.
-
-    Raises:
-        DataError: The note cannot be read.
-        LedgerError: A ledger cannot be read.
-    """
+    """The runs that trained the model in ``place``, by its note or by a ledger in or around it."""
     noted = noted_in(place)
     known = {run.run for run in noted}  # a note also gives the mode of a run that a ledger mentions only as a start
     return noted.union(run for ledger in ledgers_of(place) for run in _runs_in(ledger) if run.run not in known)

@@ -70,10 +70,6 @@ def refuse_first_come(module: Any, data: Any) -> None:
     Whoever comes first decides what all later ones are made of. Lists and dicts that the user's code reaches
     (attributes, closures, globals) are put back between two rounds in which the first rows come in opposite orders.
     This runs before anything else reads the rows; what was filled earlier is not seen.
-
-    Raises:
-        DataError: The first rows of the data set depend on who was asked for before.
-        UnsupportedModelError: What is made of a row depends on what was collated before.
     """
     dataset = getattr(data, "dataset", None)
     if dataset is None or not hasattr(data, "train_units"):
@@ -93,7 +89,7 @@ def refuse_first_come(module: Any, data: Any) -> None:
 
 
 def _depends_on_the_first(roots: Sequence[Any], calls: Sequence[Callable[[], Any]]) -> bool:
-    """Whether what ``calls`` return depends on which of them was made first, by containers that ``roots`` reach."""
+    """Return whether the results of ``calls`` depend on their order, by containers that ``roots`` reach."""
     held = [(each, len(each)) for each in _containers(roots)]
     with kept_generators():
         forward = [_answer(number, call) for number, call in enumerate(calls)]
@@ -173,12 +169,8 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
 def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
     """Yield the names of classes and functions from outside this package and the libraries that it stands on.
 
-    Objects of those libraries are looked into, as a callback of Lightning that was given functions, or a module that
-    was given a loss or a source of negatives; what is the user's own is named and not looked into.
-
-    Args:
-        roots: Where to begin.
-        apart: A class that is not named.
+    Objects of those libraries are looked into, as a module that was given a loss; what is the user's own is named,
+    except ``apart``, and not looked into.
     """
     waiting, seen = list(reversed(roots)), set[int]()
     while waiting and len(seen) < _OBJECTS:
@@ -264,11 +256,6 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
 
     Ours is built unit by unit. Where rows have no names (`row_key`) nothing can be seen, and asking ends early. Returns
     whether the rows of one unit are known to be all rows of one query, user or image.
-
-    Raises:
-        ConfigurationError: It fetches the rows of several units at once.
-        DataError: It has another number of units, answered for another unit, or gave rows of one query, user or image
-            for two units.
     """
     dataset = loader.dataset
     if hasattr(dataset, "__len__") and len(dataset) != sampler.units:

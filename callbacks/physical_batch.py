@@ -1,8 +1,7 @@
 """`datamodule.physical_batch_size=auto`: measure how many units fit on the device at once.
 
-Before the first release, batches of rows as long as the model reads them are clipped and forgotten, twice as many each
-time, until memory runs out. The rows are random token ids: the answer depends on the model and the device alone, so
-that nothing about private texts is learned from it. Where a batch of the run itself does not fit after all, the
+Before the first release, batches of random tokens of full length are clipped and forgotten, twice as many each time,
+until memory runs out: nothing about private texts is learned. Where a batch of the run does not fit after all, the
 step begins again in smaller ones (`lit_dpret.modules.physical_batches`).
 """
 
@@ -44,10 +43,6 @@ def fit_physical_batch(trainer: L.Trainer, module: Any, data: Any, planned: Plan
     """Return the planned run with the largest physical batches that fit; unchanged for a given number.
 
     Every rank tries on its own device, and all take the smallest answer.
-
-    Raises:
-        ConfigurationError: Batches of this module or strategy cannot be tried.
-        DeviceMemoryError: Not even one unit fits.
     """
     if not getattr(data, "finds_physical_batch_size", False):
         return planned
@@ -104,7 +99,6 @@ def _most(module: Any, data: Any, planned: PlannedRun, device: torch.device) -> 
 
 
 def _try(trainer: L.Trainer, module: Any, beside: int, device: torch.device, size: int) -> None:
-    """Clip so many rows and forget the sum, as much memory being taken as the optimizer's states will take."""
     held = torch.empty(beside, dtype=torch.uint8, device=device)
     with trainer.precision_plugin.train_step_context():
         module.rehearse([_batch(module.longest_rows(size), size, device)])
@@ -116,14 +110,8 @@ def largest_that_fits(
 ) -> int:
     """Return the largest power of two up to ``most`` for which ``attempt`` does not run out of memory.
 
-    Args:
-        attempt: Takes a size; its failures for want of memory are caught, all others raised.
-        most: The largest to try; itself where it is not a power of two and everything below fits.
-        room: The peak bytes so far and the free bytes, where attempts do not fail when memory is short; doubling stops
-            before it would take more than `SHARE_ON_CPU` of what is free.
-
-    Raises:
-        DeviceMemoryError: Not even 1 fits.
+    Where attempts do not fail when memory is short, ``room`` returns the peak bytes so far and the free bytes; doubling
+    stops before it would take more than `SHARE_ON_CPU` of what is free.
     """
     best, size, before = 0, 1, room()
     while True:

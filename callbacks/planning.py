@@ -1,8 +1,7 @@
 """From settings to the planned run: the plan, the law, the number of steps, and the agreement of all ranks.
 
-One process of several with an older checkout, another file of data or another setting would draw other units, or hand
-out another number of batches: at best the job hangs, at worst the claim is about nothing that happened. So each rank
-hashes what it is about to do, and all hashes must be the same.
+A process with an older checkout, another file or another setting would draw other units: at best the job hangs, at
+worst the claim is about nothing that happened. So each rank hashes what it is about to do, and all must agree.
 """
 
 from __future__ import annotations
@@ -94,11 +93,7 @@ class PlannedRun:
 
 
 def begin_from(mode: PrivacyMode, start: Start | None) -> None:
-    """Make ``mode`` plan a claim about ``start`` and the run together, at the smaller delta of both.
-
-    Raises:
-        ConfigurationError: The two make no one claim.
-    """
+    """Make ``mode`` plan a claim about ``start`` and the run together, at the smaller delta of both."""
     if start is not None:
         start.check(mode)
     mode.delta_at_most = None if start is None else start.facts.get("delta")
@@ -117,11 +112,7 @@ def plan_run(
     """Plan the run of ``trainer`` on ``data`` under ``mode``, with budget for ``reserve`` repeated steps.
 
     A mode for coupled losses reads the loss of ``module``. The claim is about ``start`` as well, where there is one.
-    A run that was ``begun_with`` more steps than the Trainer is given now keeps its plan, which its claim covers, and
-    ends earlier.
-
-    Raises:
-        ConfigurationError: Something is missing, out of range, or cannot meet the budget.
+    A run that was ``begun_with`` more steps than the Trainer is given now keeps its plan, and ends earlier.
     """
     begin_from(mode, start)
     data.use_unit(mode.unit, mode.neighbours)

@@ -269,14 +269,13 @@ class PrivacyAccountant(Callback):
                 self.log_gate.log_every_batch()
 
     def _begun_with(self) -> int | None:
-        """The number of steps that a run was planned with that is gone on with; None for a new one."""
+        """Return how many steps a resumed run was planned with."""
         if not self.resume or not self._ledger_path.exists():
             return None
         plans = [record for record in PrivacyLedger.read(self._ledger_path).records if record["kind"] == "plan"]
         return int(plans[-1]["planned_steps"]) if plans else None
 
     def _planned(self, trainer: L.Trainer, module: Any, data: Any, begun_with: int | None) -> PlannedRun:
-        """Plan the run, once nothing speaks against it."""
         refuse_broken_claims(trainer, module, data)
         if self._ranks.is_first:
             refuse_protected_queries(trainer, module, data)
@@ -297,7 +296,6 @@ class PrivacyAccountant(Callback):
         return published_secret(mode.noise_seed)
 
     def _open(self, trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun, secret: bytes) -> str:
-        """Begin the ledger or go on with it, on rank 0; returns the id of the run."""
         mode: PrivacyMode = module.privacy
         self._dataset = self._dataset_ledger(mode)
         if self.resume and self._ledger_path.exists():  # what is refused leaves the folder as it is
@@ -338,7 +336,6 @@ class PrivacyAccountant(Callback):
         return self._run.run_id
 
     def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
-        """The ledger of the data set, if there is one; a run that it has no room for leaves nothing behind."""
         if self.plan is None:
             return None
         ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
@@ -356,7 +353,6 @@ class PrivacyAccountant(Callback):
         return () if start is None else start.uncounted(ledger)
 
     def _attach(self, trainer: L.Trainer, module: Any, data: Any, stream: KeyedStream) -> None:
-        """Hand sampler, collation, noise and gate to those who use them."""
         mode: PrivacyMode = module.privacy
         if averaging(trainer) is not None and hasattr(module, "prepare"):
             self._ranks.in_turn(lambda: module.prepare(data))  # what is copied for the average has its final shapes
@@ -385,10 +381,7 @@ class PrivacyAccountant(Callback):
         self._restored = Position.from_dict(state_dict, place="The checkpoint") if state_dict else None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse another run's checkpoint under a claim; mark the module, which already has its weights.
-
-        The counters are set to this run's own: batches may be counted otherwise than by the run that wrote it.
-        """
+        """Refuse another run's checkpoint, and set the counters to this run's own: it may count batches otherwise."""
         module: Any = pl_module
         if trainer.state.fn != "fit" or "_gate" not in vars(self):
             return
@@ -466,7 +459,6 @@ class PrivacyAccountant(Callback):
             self._writes.refuse_before_saving(self._checkpoint_gate)
 
     def _reserve(self) -> None:
-        """Reserve the run's steps in the ledger of its data set, on rank 0."""
         if self._dataset is not None:
             earlier = self._uncounted(self._dataset)
             self._account = DatasetAccount(
@@ -558,10 +550,7 @@ class PrivacyAccountant(Callback):
             self._note_private(name)
 
     def _complete(self, checkpoint: dict[str, Any]) -> None:
-        """Complete a checkpoint: remember its weights, set its counters to a whole step, and check what it holds.
-
-        Where the number of physical batches may be private, it is hidden.
-        """
+        """Complete a checkpoint: remember its weights, set its counters to a whole step, and check what it holds."""
         trainer = self._trainer
         # The second is there where an average took the first's place.
         states = [checkpoint[name] for name in ("state_dict", "current_model_state") if name in checkpoint]
@@ -596,7 +585,6 @@ class PrivacyAccountant(Callback):
             self._gate.share_epsilon()  # for who asks another rank when the run is over
 
     def _finish(self, reason: str) -> None:
-        """Settle with the ledger of the data set, and end the run's own."""
         self._gate.take_forfeits()
         if self._account is not None:
             self._account.settle()

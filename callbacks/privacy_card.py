@@ -1,8 +1,7 @@
 """Write the card within the run, from the ledger, beside its model.
 
-A card written after ``fit`` by whoever remembers would describe the configuration; under spawning
-strategies it could not even see the ledger. This callback exports the model and writes the card as
-the last act of training, and again, marked as interrupted, when a run ends early.
+This callback exports the model and writes the card as the last act of training, and again, marked as interrupted, when
+a run ends early. What is written after ``fit`` could only describe the configuration.
 """
 
 from __future__ import annotations
@@ -129,11 +128,7 @@ class PrivacyCard(Callback):
         new_protocols(records, self.audit_protocols)
 
     def refuse_protected(self, module: Any, data: Any) -> None:
-        """Refuse an overlap counted on train queries of ``data``, which is set up.
-
-        Raises:
-            ConfigurationError: More than a tenth of the queries that were declared public are train queries of the run.
-        """
+        """Refuse an overlap of which over a tenth of the queries, declared public, are train queries of ``data``."""
         if not self._overlapping or module.privacy.guarantee != "dp":
             return
         trained = text_hashes(train_queries(data))

@@ -1,7 +1,6 @@
 """Progress and speed of a training run, on the terminal only.
 
-How long a step takes depends on how long its private texts are and how many were drawn. Times are therefore shown to
-whoever watches the run and written nowhere: not to a logger, the ledger or the card. Rates are computed from public
+How long a step takes depends on its private texts, so times are written nowhere else. Rates are computed from public
 sizes: the expected batch at full lengths, never the tokens of the batch.
 """
 

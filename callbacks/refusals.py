@@ -1,7 +1,6 @@
 """Refuse settings under which the claim of a run would be false, before it starts.
 
-One list of checks serves a fit, which raises the first refusal, and ``task=doctor``, which reports all of them. Each
-check looks at a `Candidate` and raises, or returns nothing.
+One list of checks serves a fit, which raises the first refusal, and ``task=doctor``, which reports all of them.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Candidate:
         return {name for callback in found for name in getattr(callback, "public_metrics", ())}
 
     def _spends_another_claim(self, callback: Callback) -> bool:
-        """Whether it evaluates on a synthetic set, other than the one that the run is trained on and claims for."""
+        """Return whether it evaluates on a synthetic set other than the one that the run claims for."""
         if getattr(callback, "data", None) != "synthetic":
             return False
         inherited = getattr(getattr(self.module, "privacy", None), "guarantee", "none") == "inherited"
@@ -177,11 +176,7 @@ def _starts_from_numbers(run: Candidate) -> None:
 
 
 def refuse_endless_losses(module: Any) -> None:
-    """Refuse a loss that is not finite on rows that are no data (`PrivateModule.probe_losses`), at no privacy cost.
-
-    Raises:
-        ConfigurationError: No unit would add anything to the steps, which would be paid for noise alone.
-    """
+    """Refuse a loss that is not finite on rows that are no data (`PrivateModule.probe_losses`), at no privacy cost."""
     if any(parameter.is_meta for parameter in module.parameters()):
         return
     try:

@@ -16,14 +16,7 @@ from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
 
 
 def refuse_checkpoint_of_other_run(module: Any, found: Position | None, own: Position, run_dir: Path | None) -> None:
-    """Refuse another run's checkpoint; mark the module, which already has its weights.
-
-    Args:
-        module: The run's module, under a claim.
-        found: Where the checkpoint was taken; None where no accountant took part.
-        own: Where the run is.
-        run_dir: The run's folder, for the message.
-    """
+    """Refuse another run's checkpoint under a claim; mark the module, which already has its weights."""
     if found is not None and found.run_id == own.run_id:
         return
     mark_trained(module, [TrainedIn("another checkpoint", "unknown")], whole=True)
@@ -39,18 +32,7 @@ def refuse_checkpoint_of_other_run(module: Any, found: Position | None, own: Pos
 def refuse_other_positions(
     trainer: L.Trainer, restored: Position | None, run: PrivateRun | None, run_dir: Path | None, ranks: Ranks
 ) -> None:
-    """Refuse ranks with different checkpoints, and a restart if the ledger has releases.
-
-    Args:
-        trainer: The fit's Trainer.
-        restored: Where this rank's checkpoint was taken; None without one.
-        run: On rank 0; None on the others.
-        run_dir: The run's folder.
-        ranks: Who takes part.
-
-    Raises:
-        ResumeError: It is one of these; a run of which no checkpoint is left may start over, and is charged again.
-    """
+    """Refuse ranks with different checkpoints, and a restart while a checkpoint of a run with releases is left."""
     for rank, position in enumerate(positions := ranks.gather(restored)):
         if position != positions[0]:
             raise ResumeError(

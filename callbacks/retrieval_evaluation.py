@@ -1,10 +1,8 @@
 """Validation within a run: retrieval metrics of the current model, and the kind of their queries.
 
-A metric is a statement about the queries that it was computed on. On public queries, or on synthetic ones that
-have a privacy card of their own, it costs nothing more. On private dev queries it is a release that no noise
-covers, whatever mode the model is trained under: it is refused, or declared and then written down in the ledger
-before each evaluation, and the card states no epsilon. That is also so where the private training queries are others,
-since the claim may be about users who have queries in both.
+On public queries, or on synthetic ones that have a privacy card of their own, a metric costs nothing more. On private
+dev queries it is a release that no noise covers, whatever the mode: it is refused, or declared, and then the card
+states no epsilon; also where the training queries are others, since a user may have queries in both.
 """
 
 from __future__ import annotations
@@ -119,12 +117,7 @@ class RetrievalEvaluation(Callback):
         return tuple(f"{self.prefix}/{name}" for name in self.metrics) if self.data in ("public", "synthetic") else ()
 
     def refuse_undeclared(self, module: Any, data: Any) -> None:
-        """Refuse an evaluation whose data are undeclared, or contradict their declaration.
-
-        Raises:
-            ConfigurationError: Naming what to declare.
-            DataError: ``data=synthetic``, and the card does not describe the files.
-        """
+        """Refuse an evaluation whose data are undeclared, or contradict their declaration."""
         if getattr(getattr(module, "privacy", None), "guarantee", "none") == "none":
             return
         if self.data is None:
@@ -158,11 +151,7 @@ class RetrievalEvaluation(Callback):
             self._check_synthetic(source)
 
     def refuse_protected(self, module: Any, data: Any) -> None:
-        """Refuse queries declared public that are train queries of ``data``, which is set up.
-
-        Raises:
-            ConfigurationError: `trains_on` finds them there.
-        """
+        """Refuse queries declared public that are train queries of ``data``, which is set up."""
         if self.data != "public" or getattr(getattr(module, "privacy", None), "guarantee", "none") != "dp":
             return
         queries, _, _ = self._load(self.datamodule if self.datamodule is not None else data)
@@ -175,15 +164,7 @@ class RetrievalEvaluation(Callback):
             )
 
     def refuse_queries_behind(self, folders: Sequence[Path], data: Any) -> None:
-        """Refuse queries declared public that artefacts which the run's claim rests on were trained on.
-
-        Args:
-            folders: The folders of those artefacts.
-            data: The run's own DataModule, set up.
-
-        Raises:
-            ConfigurationError: `training_behind` recognises their log, and `trains_on` finds the queries in it.
-        """
+        """Refuse queries declared public that an artefact in ``folders``, behind the claim, was trained on."""
         if self.data != "public":
             return
         source = self.datamodule if self.datamodule is not None else data
@@ -272,11 +253,7 @@ class RetrievalEvaluation(Callback):
         return self.measure(module)
 
     def measure(self, module: Any) -> EvaluationResult:
-        """Return the metrics of a module, with intervals and values per query.
-
-        Raises:
-            ConfigurationError: There is nothing loaded to measure on; ``setup`` loads it.
-        """
+        """Return the metrics of a module, with intervals and values per query; ``setup`` loads the data."""
         if self._loaded is None:
             raise ConfigurationError("RetrievalEvaluation has no data before the fit has set it up.")
         queries, qrels, passages = self._loaded

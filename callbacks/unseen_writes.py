@@ -22,13 +22,8 @@ _CASTS = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 class UnseenWrites:
     """Refuse writes by a hook of the module or a callback outside a step, while private rows are accessible.
 
-    Between two steps the module looks by itself (`HookWatch`).
-
-    Args:
-        trainer: The fit's Trainer.
-        module: As it is in ``setup`` of the fit.
-        ranks: Who takes part.
-        whole: Whether this process holds whole weights under a guarantee; else what is written early is not seen.
+    Between two steps the module looks by itself (`HookWatch`). ``whole`` says that this process holds whole weights
+    under a guarantee; else what is written early is not seen.
     """
 
     def __init__(self, trainer: L.Trainer, module: Any, ranks: Ranks, *, whole: bool) -> None:
@@ -52,17 +47,11 @@ class UnseenWrites:
             self._ranks.together(self._refuse_early)
 
     def refuse_after_last_batch(self) -> None:
-        """Refuse writes by a hook after the last batch; on this rank."""
         if hasattr(self._module, "look_at_last_hooks"):
             self._module.look_at_last_hooks(trained=averaging(self._trainer) is None)
 
     def refuse_before_saving(self, gate: CheckpointGate | None) -> None:
-        """Refuse, before saving weights, all of this, and with ``gate`` other content of a state dict.
-
-        Raises:
-            UnsupportedModelError: Something was written; the message names it.
-            ConfigurationError: The state of the module holds something else that changed since training began.
-        """
+        """Refuse, before saving weights, all of this, and with ``gate`` other content of a state dict."""
         self.refuse_before_first_batch()  # a run that went on from its very last step has no batch
         self._ranks.together(lambda: self._look_before_saving(gate))
 
@@ -86,10 +75,7 @@ class UnseenWrites:
                 )
 
     def _held(self, state: Mapping[str, Any] | None = None) -> dict[str, int]:
-        """Return checksums of what the module holds; what it makes of public passages later is left out.
-
-        ``state`` is a state dict that is loaded into it, to take its values in the place of the module's.
-        """
+        """Checksum what the module holds, or gets from ``state``; not of what it makes of public passages."""
         made_later = getattr(self._module, "made_of_public", ())
         tensors = chain(self._module.named_parameters(), self._module.named_buffers())
         held = {name: tensor.detach() for name, tensor in tensors if name not in made_later}

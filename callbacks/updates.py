@@ -32,11 +32,7 @@ def _is_step_of_a_base(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class UpdateCounter:
-    """Count updates, and pass each count to the check against granted steps.
-
-    Args:
-        check: Called with the updates so far, after each.
-    """
+    """Count updates, and pass each count to the check against granted steps."""
 
     def __init__(self, check: Callable[[int], None]) -> None:
         self._check = check
@@ -55,7 +51,6 @@ class UpdateCounter:
         self._hook = optimizer.register_step_pre_hook(count)
 
     def reset(self) -> None:
-        """Restart the count for another fit."""
         self._counts.clear()
 
     def count(self, by: str) -> None:
@@ -64,6 +59,5 @@ class UpdateCounter:
         self._check(self._counts[by])
 
     def release(self) -> None:
-        """Stop watching the optimizer."""
         if self._hook is not None:
             self._hook.remove()

@@ -169,11 +169,7 @@ class MadePrivate(PrivateModule):
         return module.configure_optimizers() if self.optimizer_spec is None else super().configure_optimizers()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return an accountant and a card, each if the Trainer has none.
-
-        Raises:
-            UnsupportedModelError: The Trainer is asked for something else than a fit.
-        """
+        """Return an accountant and a card, each if the Trainer has none."""
         super().configure_callbacks()
         present: list[Callback] = [] if self._trainer is None else self._trainer.callbacks  # type: ignore[attr-defined]
         if self._trainer is not None and (asked := self.trainer.state.fn) not in (None, "fit"):

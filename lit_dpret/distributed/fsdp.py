@@ -54,9 +54,6 @@ class ShardedParameters:
             message of its own, the rest in one more.
         mesh: One-dimensional: the ranks.
         compute_dtype: What the gathered copies are in; None for that of the parameters, which stay as they are.
-
-    Raises:
-        UnsupportedModelError: A parameter cannot be cut.
     """
 
     def __init__(self, module: nn.Module, mesh: Any, *, compute_dtype: torch.dtype | None = None) -> None:
@@ -81,7 +78,6 @@ class ShardedParameters:
         self.gathered = False
 
     def gather(self) -> None:
-        """Gather every parameter on every rank; a collective call."""
         with noticing_death():
             for found in self._sharded:
                 found.unshard()  # of one that is whole, nothing; FSDP cuts them up unasked where a state dict is taken
@@ -95,7 +91,6 @@ class ShardedParameters:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather parameters inside the block, and restore the previous state; a collective call."""
         before = self.gathered
         self.gather()
         try:
@@ -137,15 +132,13 @@ class ShardedParameters:
         return found
 
     def handover(self, ranks: Ranks) -> Handover:
-        """Return the handover of the shards for a training loop."""
         return _ShardHandover(self, ranks)
 
     @contextmanager
     def assembled(self, *, here: bool) -> Iterator[None]:
-        """Put the whole master weights, on the CPU, into the module of ranks with ``here``.
+        """Put the whole master weights, on the CPU, into the module of ranks with ``here``, for writing a model.
 
-        For writing a model: gathered copies may be in a lower precision. All ranks enter it; one that does not say
-        ``here`` keeps its shards. Parameters are in shards before and after.
+        All ranks enter it; one that does not say ``here`` keeps its shards. Parameters are in shards before and after.
         """
         places: list[tuple[nn.Module, str, Any]] = [
             (layer, name, parameter)

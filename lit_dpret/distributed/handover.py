@@ -1,8 +1,7 @@
 """How finished gradients reach the optimizer, and which part of the sums each rank completes.
 
-A strategy that leaves parameters, gradients and optimizer to PyTorch (one device, DDP) takes them in ``.grad``. One
-that has an engine of its own says here how a clipping pass sees whole parameters, how sums come together, and where
-a noised gradient goes. Everything that the claim rests on stays outside: clipping comes before, and what is handed
+One device and DDP take them in ``.grad``. A strategy with an engine of its own says here how a clipping pass sees
+whole parameters, how sums come together, and where a noised gradient goes. Clipping comes before, and what is handed
 over is noised already, so nothing that the other side does with it costs privacy (post-processing).
 """
 
@@ -86,11 +85,7 @@ def is_zero_state(state: Mapping[str, Any]) -> bool:
 
 
 def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a ZeRO checkpoint if another strategy would continue from it.
-
-    Raises:
-        ResumeError: It is one.
-    """
+    """Refuse a ZeRO checkpoint if another strategy would continue from it."""
     if any(map(is_zero_state, checkpoint.get("optimizer_states", ()))):
         raise ResumeError(
             "The checkpoint was written under trainer=deepspeed: its optimizer state has ZeRO's format, which no "
@@ -199,10 +194,7 @@ def gradient_slot(optimizer: Any, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def keep_masters(state: dict[str, Any], module: nn.Module, optimizers: Iterable[Any]) -> None:
-    """Replace rounded weights in a state dict of ``module`` by their masters.
-
-    Loaded into a module in half precision they are rounded as before; loaded into one in float32 nothing is lost.
-    """
+    """Replace rounded weights in a state dict of ``module`` by their masters."""
     masters = _masters(optimizers)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state and id(parameter) in masters:

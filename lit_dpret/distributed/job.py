@@ -1,11 +1,8 @@
 """A job of several ranks that share a list of work: passages to write queries for, or texts to embed.
 
-Training needs every rank at every step. Here the ranks need each other only to agree on what there is to do, and to say
-when it is done; in between each takes the next item from a common list whenever it is free. So a slow rank delays no
-other, and a rank that dies loses only its current item. An item must not depend on the rank that takes it; then neither
-do the files.
-
-The ranks are those of ``torchrun`` (``RANK``, ``WORLD_SIZE``) or of SLURM (``SLURM_PROCID``, ``SLURM_NTASKS``).
+Each rank takes the next item from a common list whenever it is free, so a slow rank delays no other, and a rank that
+dies loses only its current item. An item must not depend on the rank that takes it; then neither do the files. The
+ranks are those of ``torchrun`` (``RANK``, ``WORLD_SIZE``) or of SLURM (``SLURM_PROCID``, ``SLURM_NTASKS``).
 """
 
 from __future__ import annotations
@@ -37,11 +34,7 @@ _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "S
 
 
 def device_named(name: str, *, knob: str = "device") -> torch.device:
-    """Return the device of a setting, where ``auto`` prefers a GPU.
-
-    Raises:
-        ConfigurationError: It cannot be used here; names ``knob``.
-    """
+    """Return the device of a setting, where ``auto`` prefers a GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -75,15 +68,7 @@ class Job:
         return self.ranks.world_size
 
     def deal(self, name: str, items: Sequence[int]) -> Iterator[int]:
-        """Yield the items for this rank, the next free one on each request.
-
-        Args:
-            name: The name of the list; one that no other list of the job has.
-            items: The same on every rank.
-
-        Raises:
-            WorkerError: The process that keeps the list is gone.
-        """
+        """Yield the items of the list ``name`` for this rank, the next free one on each request."""
         if self.store is None:
             yield from items
             return
@@ -121,11 +106,7 @@ class Job:
         return device
 
     def require_same(self, what: str, value: str) -> None:
-        """Refuse a job whose ranks were called with different arguments.
-
-        Raises:
-            ConfigurationError: On every rank, where ``value`` differs between two.
-        """
+        """Refuse a job whose ranks were called with different arguments."""
         given = self.gather(value)
         if len(set(given)) > 1:
             raise ConfigurationError(
@@ -147,15 +128,7 @@ def _in_these_words() -> Iterator[None]:
 
 @contextmanager
 def job_here(environment: Mapping[str, str] | None = None) -> Iterator[Job]:
-    """Yield the job of this process; a job of one rank if it was started alone.
-
-    Args:
-        environment: Where to look; null for that of the process.
-
-    Raises:
-        ConfigurationError: The environment is incomplete.
-        WorkerError: The other processes did not come in time.
-    """
+    """Yield the job of this process, by ``environment`` or its own; a job of one rank if it was started alone."""
     given = dict(os.environ if environment is None else environment)
     world = _number(given, "WORLD_SIZE")
     if world is None or world == 1:

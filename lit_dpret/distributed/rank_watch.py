@@ -1,9 +1,8 @@
 """Watch the processes that the command line starts for one job: if one fails, all end soon, with a message.
 
 Lightning starts the ranks of a machine by repeating the command. A rank that dies takes the others with it, but what
-is then said is for developers, or nothing: the first process is killed by a thread that watches its children. And
-a child that is still getting ready does not learn that its parent is gone. Under torchrun and SLURM the ranks are
-watched by those.
+is then said is for developers, and a child that is still getting ready does not learn that its parent is gone. Under
+torchrun and SLURM the ranks are watched by those.
 """
 
 from __future__ import annotations
@@ -82,11 +81,7 @@ def wait_for_launcher(*, at_most: float = 30.0) -> None:
 
 
 def leave(before: dict[str, str]) -> None:
-    """Forget the ranks of a finished job, so that the next one in this process starts its own.
-
-    Args:
-        before: ``os.environ`` as it was before the job.
-    """
+    """Forget the ranks of a finished job, so that the next starts its own; ``before`` is the earlier environment."""
     dist = sys.modules.get("torch.distributed")  # a job that never loaded it had no ranks
     if "LOCAL_RANK" in before or dist is None or not dist.is_available():
         return

@@ -77,18 +77,10 @@ class Ranks:
         return self.rank == 0
 
     def sum_(self, tensors: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
-        """Sum tensors over all ranks, in place.
+        """Sum tensors over all ranks, in place; ``counts``, a vector on the CPU, too.
 
-        Guarantees:
-            - Sums are formed in float32 or wider, whatever the tensors are kept in.
-            - Every rank holds the same bits afterwards.
-
-        Args:
-            tensors: By name; the same names, shapes and types on every rank.
-            counts: A vector of numbers that is added up too, on the CPU.
-
-        Raises:
-            WorkerError: Another rank is gone.
+        Sums are formed in float32 or wider, whatever the tensors are kept in, and every rank holds the same bits
+        afterwards. Names, shapes and types are the same on every rank.
         """
         if self.world_size == 1:
             return
@@ -106,17 +98,7 @@ class Ranks:
                 dist.all_reduce(counts, group=groups.quick)
 
     def sum_rows(self, rows: Tensor) -> Tensor:
-        """Sum matrices over all ranks; each rank gets its own row of the total.
-
-        Args:
-            rows: ``(world size, n)``; the same shape and type on every rank.
-
-        Returns:
-            Row ``rank`` of the sum, ``(n,)``.
-
-        Raises:
-            WorkerError: Another rank is gone.
-        """
+        """Sum matrices ``(world size, n)`` over all ranks; each rank gets its own row of the total, ``(n,)``."""
         if self.world_size == 1:
             return rows[0]
         total = torch.empty_like(rows[0])
@@ -125,17 +107,7 @@ class Ranks:
         return total
 
     def gather_rows(self, row: Tensor) -> Tensor | None:
-        """Return the value of each rank, by rank, on rank 0; None on the others.
-
-        Args:
-            row: ``(n,)``; the same length and type on every rank.
-
-        Returns:
-            ``(world size, n)``, on the CPU.
-
-        Raises:
-            WorkerError: Another rank is gone.
-        """
+        """Return the vectors ``(n,)`` of all ranks, ``(world size, n)``, on the CPU of rank 0; None on the others."""
         if self.world_size == 1:
             return row.detach().cpu()[None]
         with noticing_death():
@@ -146,18 +118,10 @@ class Ranks:
         return None if gathered is None else torch.stack([each.cpu() for each in gathered])
 
     def share(self, work: Callable[[], T], *, quick: bool = False) -> T:
-        """Run ``work`` on rank 0 and return its result, or raise its error, on every rank.
+        """Run ``work`` on rank 0 alone and return its result, or raise its error, on every rank.
 
-        Guarantees:
-            - ``work`` runs on rank 0 alone.
-            - What it raises is raised on every rank, of the same class and with the same message.
-
-        Args:
-            work: Its result is pickled; it may be secret within the job.
-            quick: Whether the others wait no longer for it than for a sum; else they wait for an export, say.
-
-        Raises:
-            WorkerError: Another rank is gone or stuck, or the error cannot be sent as it is.
+        Its result is pickled, and may be secret within the job. With ``quick`` the others wait no longer for it than
+        for a sum; else they wait for an export, say.
         """
         if self.world_size == 1:
             return work()
@@ -182,15 +146,7 @@ class Ranks:
         return found
 
     def together(self, work: Callable[[], T], *, quick: bool = False) -> T:
-        """Run ``work`` on every rank; if it fails, all raise the error of the lowest failing rank.
-
-        Args:
-            work: What each rank does.
-            quick: As in `share`.
-
-        Returns:
-            What it gave on this rank.
-        """
+        """Run ``work`` on every rank and return its result; if one fails, all raise the error of the lowest failing."""
         if self.world_size == 1:
             return work()
         result: Any = None
@@ -330,20 +286,11 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def all_rows(own: Tensor) -> Tensor:
-    """Return the rows of all ``torch.distributed`` processes, including this one's, in rank order.
+    """Return the rows, ``(rows of all, ...)``, of all ``torch.distributed`` processes in rank order.
 
-    Guarantees:
-        - Processes may have different numbers of rows.
-        - The gradient of a process's rows is the sum of what all processes' losses send to them. So where every
-          process takes the loss of its own rows, the sum of the parameters' gradients over processes is that of
-          one process with all rows.
-        - Where nothing is distributed it returns ``own``.
-
-    Args:
-        own: Shape ``(rows, ...)``, the rest equal in all processes.
-
-    Returns:
-        Shape ``(rows of all, ...)``.
+    Processes may have different numbers of rows. The gradient of a process's rows is the sum of what all processes'
+    losses send to them: where every process takes the loss of its own rows, the sum of the parameters' gradients over
+    processes is that of one process with all rows. Where nothing is distributed it returns ``own``.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return own

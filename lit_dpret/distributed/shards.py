@@ -1,12 +1,8 @@
 """Sums over several ranks that each keep a part: for strategies that shard every parameter.
 
-ZeRO and its kin split the flat parameters into shards and give each rank some of them, with the optimizer's state and
-the master weights. Of a clipped sum a rank then needs its own shards alone. They are added up in float32 or wider,
-once, and every coordinate gets to exactly one rank: the rank that adds its noise.
-
-FSDP2 shards each parameter by itself (``DTensor``, along the first axis). Noise belongs to coordinates, not to ranks,
-so the code that adds it asks `place_of` which coordinates of the whole parameter this process holds. A plain tensor is
-whole.
+Of a clipped sum a rank needs its own shards alone. They are added up in float32 or wider, once, and every coordinate
+gets to exactly one rank: the rank that adds its noise. Noise belongs to coordinates, not to ranks, so the code that
+adds it asks `place_of` which coordinates of the whole parameter this process holds. A plain tensor is whole.
 """
 
 from __future__ import annotations
@@ -44,9 +40,6 @@ class ShardLayout:
         layout: The shards of each rank, by rank; at most one of a parameter on a rank.
         sizes: How many coordinates each parameter has.
         ranks: Who takes part.
-
-    Raises:
-        UnsupportedModelError: A coordinate belongs to no rank, or to several.
     """
 
     def __init__(self, layout: Sequence[Sequence[Shard]], sizes: Mapping[str, int], ranks: Ranks) -> None:
@@ -58,11 +51,7 @@ class ShardLayout:
 
     @classmethod
     def agree(cls, own: Sequence[Shard], sizes: Mapping[str, int], ranks: Ranks) -> ShardLayout:
-        """Exchange the shards of this rank with the others; a collective call.
-
-        Raises:
-            UnsupportedModelError: Together they do not have every coordinate once.
-        """
+        """Exchange the shards of this rank with the others; a collective call."""
         return cls(ranks.gather(list(own)), sizes, ranks)
 
     def add_up(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -75,9 +64,6 @@ class ShardLayout:
 
         Returns:
             The own shards, flat, by name.
-
-        Raises:
-            WorkerError: Another rank is gone.
         """
         wide = torch.float32
         for tensor in sums.values():
@@ -100,17 +86,7 @@ class ShardLayout:
         return {name: own[end - shard.count : end] for end, (name, shard) in zip(ends, self.own.items(), strict=True)}
 
     def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gather flat tensors from all ranks on rank 0; the inverse of `take`.
-
-        Args:
-            own: The own shards, flat, by name, all of one type; called by all ranks.
-
-        Returns:
-            Whole flat tensors by name, on the CPU, on rank 0; nothing on the others.
-
-        Raises:
-            WorkerError: Another rank is gone.
-        """
+        """Gather flat own shards of one type from all ranks; return whole flat tensors, on the CPU, on rank 0 alone."""
         kinds = set().union(*self.ranks.gather({tensor.dtype for tensor in own.values()}))
         dtype = next(iter(kinds)) if len(kinds) == 1 else torch.float32
         row = torch.cat([torch.empty(0, dtype=dtype), *(own[name].detach().cpu().to(dtype) for name in self.own)])
@@ -129,7 +105,6 @@ class ShardLayout:
         return whole
 
     def take(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's shards of whole tensors, flat, by name."""
         return {
             name: whole[name].reshape(-1)[shard.start : shard.start + shard.count] for name, shard in self.own.items()
         }
@@ -177,9 +152,6 @@ def place_of(tensor: Tensor) -> tuple[Tensor, int]:
         >>> local, start = place_of(torch.ones(3))
         >>> local.shape, start
         (torch.Size([3]), 0)
-
-    Raises:
-        UnsupportedModelError: It is sharded in another way than along its first axis over one row of ranks.
     """
     if not is_sharded(tensor):
         return tensor, 0

@@ -100,11 +100,7 @@ def strategy(name: str) -> Strategy:
 
 
 def markdown_table(modes: Iterable[Declares], engines: Iterable[str]) -> str:
-    """Return the table as Markdown: a row per strategy, a column per mode, and the reasons below.
-
-    A mode is ``yes``, a number that stands for the reason against it, or ``yes`` with the numbers of the engines that
-    are refused.
-    """
+    """Return the table as Markdown: a row per strategy, a column per mode, and the numbered reasons below."""
     modes, engines, reasons = list(modes), list(engines), dict[str, int]()
 
     def number(reason: str) -> str:

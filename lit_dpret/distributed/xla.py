@@ -1,10 +1,8 @@
 """XLA (for TPUs) evaluates lazily: when to evaluate, and how to read results.
 
-An XLA tensor is a promise. Operations are written down, and what was written down since the last *cut* is compiled
-as one graph and run. Two things follow. A value that is read in the middle cuts there, and a graph that was not
-seen before, by a size or a constant of its own, is compiled again, which takes seconds to minutes. So the private
-step reads no value and has fixed shapes, and the cuts stand where they are meant: after each physical batch, after
-the noise, and after the update. On every other device these functions do next to nothing.
+Operations are written down, and what was written down since the last *cut* is compiled as one graph and run. A value
+that is read cuts there, and a graph of another size or constant is compiled again, for seconds to minutes. So the
+private step reads no value and has fixed shapes, and cuts after each physical batch, the noise and the update.
 """
 
 from __future__ import annotations

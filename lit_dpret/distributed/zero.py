@@ -38,17 +38,7 @@ from lit_dpret.settings import require_number
 
 
 def zero_handover(engine: Any, module: nn.Module, ranks: Ranks) -> ZeroHandover:
-    """Return the handover of ``module`` for a DeepSpeed engine; a collective call.
-
-    Args:
-        engine: What ``deepspeed.initialize`` returned.
-        module: The module whose parameters the engine trains.
-        ranks: The engine's data-parallel ranks.
-
-    Raises:
-        ConfigurationError: The engine's optimizer is none of ZeRO's stages 1 to 3.
-        UnsupportedModelError: What is trained is not what the optimizer keeps.
-    """
+    """Return the handover of ``module`` for what ``deepspeed.initialize`` returned; a collective call."""
     kind = type(engine.optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":
         return _Stage12(engine, module, ranks)
@@ -70,16 +60,7 @@ class _Group:
 
 
 class ZeroHandover(ABC):
-    """Base of all stages: shards of parameters in flat tensors.
-
-    Args:
-        engine: DeepSpeed's.
-        module: The module that it trains.
-        ranks: Its data-parallel ranks.
-        groups: The groups of the optimizer.
-        own: The shards of this rank.
-        shapes: The whole shape of every trained parameter.
-    """
+    """Base of all stages: shards of parameters (``own`` on this rank) in the flat tensors of ``groups``."""
 
     def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, groups: list[_Group], own: list[Shard],
                  shapes: Mapping[str, torch.Size]) -> None:  # fmt: skip
@@ -134,11 +115,7 @@ class ZeroHandover(ABC):
         return {name: flat.view(self._shapes[name]) for name, flat in whole.items()}
 
     def load_masters(self, whole: Mapping[str, Tensor]) -> None:
-        """Load whole weights into master weights and parameters.
-
-        Raises:
-            ResumeError: They are of another model.
-        """
+        """Load whole weights into master weights and parameters."""
         self._refuse_others(whole, "weights")
         with torch.no_grad():
             self._lay([group.master for group in self._groups], whole)
@@ -160,11 +137,7 @@ class ZeroHandover(ABC):
         return found if self._ranks.is_first else {}
 
     def load_optimizer_state(self, found: Mapping[str, Any]) -> None:
-        """Load the state from `optimizer_state`, on any number of ranks.
-
-        Raises:
-            ResumeError: It is of another model or optimizer.
-        """
+        """Load the state from `optimizer_state`, on any number of ranks."""
         if not is_zero_state(found) or len(found["groups"]) != len(self._groups):
             raise ResumeError("The checkpoint's optimizer state is not one of trainer=deepspeed for this model.")
         for whole in found["states"].values():
@@ -207,7 +180,6 @@ class ZeroHandover(ABC):
                 layer._parameters[local] = parameter
 
     def _parts(self, flats: list[Tensor]) -> dict[str, Tensor]:
-        """Return the own shards out of one flat tensor per group."""
         found: dict[str, Tensor] = {}
         for group, flat in zip(self._groups, flats, strict=True):
             for name, place in group.places.items():
@@ -216,7 +188,6 @@ class ZeroHandover(ABC):
         return found
 
     def _lay(self, flats: list[Tensor], whole: Mapping[str, Tensor]) -> None:
-        """The reverse: own shards of whole tensors into one flat tensor per group."""
         own = self._shards.take(whole)
         for group, flat in zip(self._groups, flats, strict=True):
             for name, place in group.places.items():
@@ -317,7 +288,6 @@ class _Stage3(ZeroHandover):
 
 
 def _wide(optimizer: Any) -> bool:
-    """Return whether an optimizer counts its steps in float64."""
     return type(optimizer).__name__ == "DPAdamBC"
 
 
@@ -332,7 +302,6 @@ def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
 
 
 def _refuse_other_values(name: str, master: Tensor, here: Tensor) -> None:
-    """Make sure that what is taken for a parameter's master weights are those."""
     if not torch.equal(master.to(here.device, here.dtype), here[: master.numel()]):
         raise UnsupportedModelError(
             f"DeepSpeed's master weights of {name} are not where they were looked for, so its gradient would be given "

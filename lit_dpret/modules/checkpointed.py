@@ -47,9 +47,8 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
     def keep_settings(self, settings: Mapping[str, Any]) -> None:
         """Store a constructor's plain arguments in every checkpoint, for ``load_from_checkpoint``.
 
-        Args:
-            settings: ``dict(locals())``, taken as the constructor's first act. What is not a plain value (a
-                privacy mode, a ready encoder) is left out, and has to be given again.
+        ``settings`` is ``dict(locals())``, taken as the constructor's first act; what is no plain value has to be given
+        again.
         """
         kept = {name: plain_value(v) for name, v in settings.items() if name not in _NOT_KEPT and is_plain(v)}
         self.save_hyperparameters(kept, logger=False)
@@ -71,9 +70,6 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
                 ``resume=true``, which keeps its ledger.
             optimizer: As for the constructor.
             settings: Arguments of the constructor that are not plain values, or shall differ.
-
-        Raises:
-            DataError: The file is not a checkpoint of this class.
         """
         if not Path(checkpoint_path).is_file():
             raise DataError(f"The checkpoint {checkpoint_path} does not exist.")
@@ -100,11 +96,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
             self._refuse_another_optimizer(checkpoint.get(OPTIMIZER_KEY, {}))
 
     def _refuse_another_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Refuse settings that the state of the optimizer in a checkpoint would replace without a word.
-
-        Raises:
-            ResumeError: Naming the first one that differs.
-        """
+        """Refuse settings that the state of the optimizer in a checkpoint would replace without a word."""
         now = _optimizer_of(self)
         for name in sorted(saved.keys() & now.keys()):
             if saved[name] != now[name]:

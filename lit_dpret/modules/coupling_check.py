@@ -1,10 +1,8 @@
 """Check during training whether a row's loss depends on other rows, or on rows of earlier batches.
 
-Clipping bounds what a unit adds by its own gradient. It bounds nothing where the unit also moves the gradients of
-the others: through a statistic of the batch, through mixed inputs, through the number of rows, or through something
-that the module keeps from one batch to the next. An engine sees the way of a gradient, so it misses a dependence
-without one. Here the loss is computed again in the mode in which it trains, with the other rows replaced, and
-compared.
+Clipping bounds what a unit adds by its own gradient, and nothing where the unit also moves the gradients of others:
+through a statistic of the batch, mixed inputs, the number of rows, or something kept from one batch to the next. An
+engine misses a dependence without a gradient, so the loss is computed again with the other rows replaced.
 """
 
 from __future__ import annotations
@@ -58,13 +56,7 @@ class CouplingCheck:
         self._single: Any = None
 
     def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
-        """Decide whether to check a batch; if so, store the state of ``module`` before the batch.
-
-        Args:
-            module: The `PrivateModule`.
-            batch: With rows.
-            seed: The seed of the batch's random numbers.
-        """
+        """Decide whether to check a batch; if so, store the state of ``module`` before it. ``seed`` is the batch's."""
         modes = _modes(module)
         if modes != self._modes:  # a loss may couple rows in one mode alone
             single = self._single
@@ -79,16 +71,7 @@ class CouplingCheck:
         self._before = KeptState(module) if due or self._as_collated else None
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
-        """Check a physical batch that the module just contributed, if `prepare` chose it.
-
-        Args:
-            module: The `PrivateModule`.
-            batch: The one of `prepare`.
-            seed: The seed of the batch's random numbers.
-
-        Raises:
-            UnsupportedModelError: Rows depend on each other, or are not tensors that could be looked at.
-        """
+        """Check the physical batch that the module just contributed, if `prepare` chose it."""
         alone = _of_one_unit(batch)
         previous = None
         if alone:
@@ -150,10 +133,6 @@ class CouplingCheck:
         """Compare ``collate_rows`` of some rows before and after a call with other rows.
 
         Both are kept for the first look, which compares the losses of rows that were collated together.
-
-        Raises:
-            UnsupportedModelError: The two differ, or rows take random numbers from a generator that nobody seeds
-                for each unit.
         """
         self._collated = None
         with Passes(module, KeptState(module), seed=0) as passes:

@@ -47,12 +47,7 @@ _DEPENDS = "the loss of a row is different when other rows are in the batch, or 
 
 
 class Rows:
-    """Rows of a batch: some are kept, the others replaced.
-
-    Attributes:
-        slots: The units that have rows.
-        kept: Which rows belong to the first half of these units, or to the ``last``, ``(rows,)`` booleans.
-    """
+    """Rows of a batch: those of the first half of the units, or of the ``last``, are ``kept``, the others replaced."""
 
     def __init__(self, module: Any, batch: UnitBatch, slots: list[int], *, last: bool = False) -> None:
         self.batch, self.slots, self.module = batch, slots, module
@@ -214,11 +209,7 @@ class Passes:
             self._refuse_memory()
 
     def compare_rounding(self, rows: Rows) -> None:
-        """Compare the gradient of a row's loss among others with that of the row alone.
-
-        Raises:
-            UnsupportedModelError: It consists of rounding errors, which depend on the shape of the batch.
-        """
+        """Compare the gradient of a row's loss among others with that of the row alone."""
         found = []
         for features in rows.extreme():
             self._kept_state.reset()

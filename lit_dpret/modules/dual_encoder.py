@@ -173,7 +173,7 @@ class DualEncoder(PairModule):
         self._grad_cache_rows = _checked_grad_cache(grad_cache_rows, privacy)
 
     def _make_negatives(self, sources: Sources | None) -> StepNegatives | None:
-        """Sources that ask for more than the privacy mode does by itself; None where there are none."""
+        """Return sources that ask for more than the privacy mode does by itself; None where there are none."""
         if isinstance(self.loss, MarginMSELoss):
             listed = sources.values() if isinstance(sources, Mapping) else sources or ()
             if [source.name for source in listed] != ["labelled"]:
@@ -203,7 +203,6 @@ class DualEncoder(PairModule):
         return None if self._negatives is None else self._negatives.of_rows
 
     def tower(self, side: Side) -> TextEncoder:
-        """Return the encoder of one side."""
         return self.encoder if side == "query" or self.passage_encoder is None else self.passage_encoder
 
     def text_encoder(self, side: Side) -> TextEncoder:
@@ -231,12 +230,7 @@ class DualEncoder(PairModule):
             self.learn_negatives(TrainTexts.of(data), device=self.trainer.strategy.root_device)
 
     def learn_negatives(self, texts: TrainTexts, *, device: torch.device | None = None) -> None:
-        """Let the sources of negatives read the texts; ``setup`` does it for the Trainer's DataModule.
-
-        Args:
-            texts: Public passages and train queries.
-            device: Where to encode; where the module is, by default.
-        """
+        """Let the sources of negatives read the texts, encoding on ``device``; ``setup`` does it for the DataModule."""
         if self._negatives is not None:
             self._negatives.learn(self, texts, device)
 
@@ -411,25 +405,12 @@ def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
 
 
 def embed_in_chunks(embed: Callable[[Any], Tensor], features: Any, *, count: int, rows_at_once: int) -> Tensor:
-    """Return embeddings of rows, storing activations for only ``rows_at_once`` rows at a time.
+    """Return embeddings of rows, ``(count, dim)``, storing activations for only ``rows_at_once`` rows at a time.
 
     A contrastive loss needs the embeddings of all rows together, but not what the encoder remembered on the way to
-    them. This is GradCache (Gao et al., 2101.06983). Seen from autograd it is a checkpoint around each chunk, and
-    PyTorch's own keeps the states of random generators and of autocast.
-
-    Guarantees:
-        - Values and gradients are those of embedding the chunks one after the other in one graph: dropout
-          masks of the second pass are those of the first.
-        - The random state after a backward pass is the one that was there before it.
-
-    Args:
-        embed: Given the features of some rows; returns ``(rows, dim)``. It must not write any state.
-        features: Tensors, or nested dicts of them, whose first axis is the rows.
-        count: How many rows there are.
-        rows_at_once: Rows of a chunk.
-
-    Returns:
-        Shape ``(count, dim)``.
+    them. This is GradCache (Gao et al., 2101.06983): a checkpoint around each chunk. Values and gradients are those of
+    embedding the chunks one after the other in one graph, dropout masks included, and the random state after a backward
+    pass is the one that was there before it. ``embed`` must not write any state.
     """
     if not torch.is_grad_enabled():
         return torch.cat([embed(take_rows(features, part)) for part in rows_in_turn(count, rows_at_once)])

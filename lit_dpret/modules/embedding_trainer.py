@@ -176,11 +176,7 @@ FACTS = "net.json"
 
 
 def save_net(net: nn.Module, folder: str | Path) -> Path:
-    """Write ``model.safetensors`` and ``net.json``, which names the class.
-
-    Raises:
-        StorageError: The folder cannot be written.
-    """
+    """Write ``model.safetensors`` and ``net.json``, which names the class."""
     place = Path(folder)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_of_part(net).items()}
     facts = {"schema": SCHEMA, "net": f"{type(net).__module__}.{type(net).__qualname__}"}
@@ -195,11 +191,7 @@ def save_net(net: nn.Module, folder: str | Path) -> Path:
 
 
 def load_net(net: nn.Module, folder: str | Path) -> None:
-    """Load exactly the weights that `save_net` wrote into ``net``.
-
-    Raises:
-        UnsupportedModelError: The folder holds no net, one of a newer format, or one of another shape.
-    """
+    """Load exactly the weights that `save_net` wrote into ``net``."""
     place = Path(folder)
     try:
         read_json(place / FACTS, SCHEMA)

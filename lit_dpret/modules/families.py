@@ -130,8 +130,7 @@ class DecoderOnly:
 def only_at(head: nn.Module, places: Tensor) -> Iterator[None]:
     """Restrict the output layer to the hidden states at ``places``, ``(rows, query tokens)``.
 
-    A vocabulary is a hundred times as wide as a hidden state: logits of a passage's tokens would take most of a step's
-    memory, and nobody reads them. The model's own forward still runs, so whatever it does to logits is done.
+    Logits of a passage's tokens would take most of a step's memory, and nobody reads them.
     """
 
     def gather(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -151,12 +150,7 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def require_writer(model: PreTrainedModel, source: object) -> None:
-    """Refuse a model that cannot write token by token, by trying it on four tokens.
-
-    Raises:
-        UnsupportedModelError: A token sees those after it, as in BERT, or what was read is not kept as keys and values,
-            as in Mamba.
-    """
+    """Refuse a model that cannot write token by token, by trying it on four tokens."""
     ids = torch.tensor([[3, 5, 7, 3], [3, 5, 7, 5]]) % int(model.get_input_embeddings().num_embeddings)
     cache, was_training = DynamicCache(), model.training
     try:

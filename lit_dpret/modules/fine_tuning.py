@@ -12,11 +12,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 
 
 def refuse_two_choices(choices: Mapping[str, Any]) -> None:
-    """Refuse more than one setting of ``model`` that selects the trained parameters.
-
-    Raises:
-        ConfigurationError: More than one is not null.
-    """
+    """Refuse more than one setting of ``model`` that selects the trained parameters."""
     given = [f"model.{name}" for name, value in choices.items() if value is not None]
     if len(given) > 1:
         raise ConfigurationError(
@@ -26,12 +22,7 @@ def refuse_two_choices(choices: Mapping[str, Any]) -> None:
 
 
 def freeze_all_but(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Train only the parameters whose name matches a pattern.
-
-    Raises:
-        ConfigurationError: A pattern is not a regular expression, or matches nothing.
-        UnsupportedModelError: There is no pattern.
-    """
+    """Train only the parameters whose name matches a pattern."""
     parameters = dict(model.named_parameters())
     chosen: set[str] = set()
     for pattern in patterns:

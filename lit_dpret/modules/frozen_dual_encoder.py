@@ -1,11 +1,8 @@
 """A frozen encoder, and a linear head trained on private queries.
 
-Passages are public, so their embeddings can be made once and looked at by everybody. What is left
-to learn from a private query is one matrix. With passages fixed, the softmax of a query over a
-*public* pool of them depends on no other query: the training loss is a sum over queries, and plain
-DP-SGD protects each of them. The classical in-batch loss has no such form, which is why direct
-private training of a dual encoder was thought to need much more noise; it can be chosen here as well, to
-compare.
+Passages are public, so their embeddings are made once. With passages fixed, the softmax of a query over a *public*
+pool of them depends on no other query: the loss is a sum over queries, and plain DP-SGD protects each of them. The
+classical in-batch loss has no such form; it can be chosen here as well, to compare.
 """
 
 from __future__ import annotations
@@ -213,13 +210,7 @@ class FrozenDualEncoder(PairModule):
     # -- texts to embeddings, once -----------------------------------------------------------
 
     def prepare(self, data: Texts, *, progress: Progress | None = None) -> None:
-        """Encode the public passages and the train queries of a DataModule, or load them from the cache.
-
-        Called by ``setup`` for the Trainer's DataModule where nobody did before.
-
-        Raises:
-            ConfigurationError: The DataModule has no public list of passages.
-        """
+        """Encode public passages and train queries of a DataModule, or load them from the cache; ``setup`` calls it."""
         queries = {row.query_id: row.query for row in data.pair_rows("train")}
         passages = dict(sorted(data.public_passages().items()))  # one order: the cache knows the same set again
         if self._labels is not None:  # fail early on an unreadable file
@@ -274,7 +265,6 @@ class FrozenDualEncoder(PairModule):
             return F.normalize(F.linear(embeddings, weight), dim=-1)
 
     def _matrix(self, head: nn.Linear) -> Tensor:
-        """Return the head as one matrix on embeddings, on the CPU, ``(dim, dim)``."""
         weight = head.weight.detach().cpu()
         if self.basis is None:
             return weight
@@ -398,7 +388,6 @@ class FrozenDualEncoder(PairModule):
 
 
 def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
-    """Return whether a row's negatives are public passages rather than those of other rows."""
     if privacy.candidates == "pool":
         if negatives == "batch":
             raise ConfigurationError(
@@ -442,14 +431,7 @@ _AT_ONCE = 1024  # texts that are dealt out to places, where each is embedded ap
 
 
 class FrozenTexts:
-    """A frozen encoder and a cache of its embeddings, hidden from ``nn.Module``.
-
-    Args:
-        tower: The encoder.
-        cache_dir: Where embeddings are kept between runs.
-        batch_size: Texts per forward pass, of those that are encoded together.
-        queries_apart: Whether no query may have a say in another one's embedding.
-    """
+    """A frozen encoder and a cache of its embeddings, hidden from ``nn.Module``."""
 
     def __init__(
         self, tower: TextEncoder, cache_dir: str | Path | None, batch_size: int, *, queries_apart: bool

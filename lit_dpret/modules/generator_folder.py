@@ -67,10 +67,7 @@ class GeneratorContract:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str = CONTRACT_NAME) -> GeneratorContract:
-        """Read it back; refuse another format or an unknown key.
-
-        ``place`` is the file, for the message.
-        """
+        """Read it back from ``place``; refuse another format or an unknown key."""
         found = facts.get("format") if isinstance(facts, Mapping) else None
         if found != CONTRACT_FORMAT or isinstance(found, bool):
             raise UnsupportedModelError(
@@ -120,11 +117,7 @@ class TextCodec:
         return self._ids([before + text for text in cased], tail, None if whole else self.contract.max_passage_length)
 
     def require_room(self) -> None:
-        """Refuse a prompt that leaves no room for a passage.
-
-        Raises:
-            ConfigurationError: Names the tokens of the prompt and ``model.max_passage_length``.
-        """
+        """Refuse a prompt that leaves no room for a passage."""
         taken, most = len(self.token_ids([""], "passage", whole=True)[0]), self.contract.max_passage_length
         if taken == 0:
             raise ConfigurationError(
@@ -160,11 +153,7 @@ class Example:
 
     @classmethod
     def read(cls, source: str | Path | Sequence[Mapping[str, str]] | None) -> list[Example]:
-        """Return the examples of a file of JSON lines, or of records; each has a ``passage`` and a ``query``.
-
-        Raises:
-            ConfigurationError: A record is none, or the file cannot be read.
-        """
+        """Return the examples of a file of JSON lines, or of records; each has a ``passage`` and a ``query``."""
         if isinstance(source, str | Path):
             try:
                 lines = Path(source).expanduser().read_text(encoding="utf-8").splitlines()
@@ -188,9 +177,6 @@ def whole_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, examples: Sequ
 
     With ``chat`` they are turns of the tokenizer's chat template, up to where the last answer begins; else texts with
     a blank line between them.
-
-    Raises:
-        ConfigurationError: The tokenizer has no chat template.
     """
     asked = [(prompt.replace(PASSAGE, example.passage), example.query) for example in examples]
     if not chat:
@@ -298,11 +284,7 @@ def load_generator(folder: str | Path) -> GeneratorModel:
 
 
 def read_contract(folder: str | Path) -> GeneratorContract:
-    """Return the contract of a saved generator.
-
-    Raises:
-        UnsupportedModelError: The folder is not a generator of this package.
-    """
+    """Return the contract of a saved generator."""
     file = Path(folder) / CONTRACT_NAME
     try:
         return GeneratorContract.from_dict(json.loads(file.read_text(encoding="utf-8")), place=str(file))
@@ -317,11 +299,7 @@ def read_contract(folder: str | Path) -> GeneratorContract:
 
 
 def refuse_tuned_prompt(source: str | Path) -> None:
-    """Refuse to continue from a generator with a tuned prompt, which would be lost.
-
-    Raises:
-        ConfigurationError: It is the folder of a generator with virtual tokens.
-    """
+    """Refuse to continue from a generator with a tuned prompt, which would be lost."""
     if is_generator(source) and read_contract(source).virtual_ids:
         raise ConfigurationError(
             f"model.pretrained={source} is a generator with a tuned prompt (model.prompt_tuning), which is not a model "

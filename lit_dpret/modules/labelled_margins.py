@@ -21,19 +21,7 @@ from lit_dpret.privacy.modes import PrivacyMode
 
 
 class LabelledMargins:
-    """Labelled passages by place, and the error of the margins relative to the labels.
-
-    Guarantees:
-        - The loss of a row is a function of its own query, passage and labels, and of public passages.
-
-    Args:
-        sources: ``labelled`` and nothing else.
-        loss: The loss of the margins.
-        privacy: ``none``, ``synthetic``, or ``dp_sgd``, which clips each row.
-
-    Raises:
-        ConfigurationError: There are other sources, another loss, or a mode that is for other losses.
-    """
+    """Labelled passages by place, and the margins' error, a function of a row's own query, passage and labels."""
 
     def __init__(self, sources: Sources, loss: Any, privacy: PrivacyMode) -> None:
         listed = list(sources.values()) if isinstance(sources, Mapping) else list(sources)
@@ -65,13 +53,7 @@ class LabelledMargins:
         return self._texts().keys(rows)
 
     def before_batch(self, batch: UnitBatch, place: Mapping[str, int], *, epoch: int) -> None:
-        """Put places and labels of its rows into a batch, ``compared_at`` and ``margins``, ``(rows, each)``.
-
-        Args:
-            batch: With the `keys` of its rows.
-            place: Where the embedding of each passage stands, by id.
-            epoch: The epoch.
-        """
+        """Put ``compared_at`` and ``margins``, ``(rows, each)``, into a batch; ``place`` is each passage's, by id."""
         nothing: Any = None
         chosen = self.of_rows.places(batch.rows, step=batch.step, epoch=epoch, embed=nothing)
         own_at, names = chosen["own_at"], self._texts().passage_ids
@@ -85,13 +67,7 @@ class LabelledMargins:
         return self.of_rows.texts
 
     def row_losses(self, queries: Tensor, rows: Mapping[str, Tensor], passages: Tensor) -> Tensor:
-        """Return the error of every row's margins, ``(rows,)``.
-
-        Args:
-            queries: Embeddings, ``(rows, dim)``.
-            rows: The batch's rows, after `before_batch`.
-            passages: Embeddings of the whole list, ``(passages, dim)``.
-        """
+        """Return the error of every row's margins, ``(rows,)``; ``passages`` are the embeddings of the whole list."""
         at, margins = rows["compared_at"], rows["margins"]
         own, others = passages[rows["positive"]], passages[at.clamp(min=0)]
         found: Tensor = self.loss(queries, own, others, margins, (at == NOBODY) | margins.isnan())

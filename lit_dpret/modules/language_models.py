@@ -34,9 +34,6 @@ def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTo
     """Return a tokenizer by hub name, folder, ``public_t5``, ``smollm2``, or itself.
 
     One without a padding mark, as those of GPT-2 and Llama are, pads with its end mark: padding is never looked at.
-
-    Raises:
-        UnsupportedModelError: There is none, or it has no end mark.
     """
     if isinstance(source, PreTrainedTokenizerBase):
         tokenizer = source
@@ -60,9 +57,6 @@ def load_language_model(source: str | Path, *, dropout: float | None = None) -> 
 
     Returns:
         An encoder-decoder model, or a decoder-only one, as its config says.
-
-    Raises:
-        UnsupportedModelError: There is no such model, it does not write, or weights are missing.
     """
     place = _place(source)
     try:
@@ -90,9 +84,6 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
     """Return the Hugging Face config of a new model from its fields (``model_type`` defaults to ``t5``).
 
     Special token ids and ``vocab_size`` come from the tokenizer where they are not given.
-
-    Raises:
-        ConfigurationError: A field is unknown, or the vocabulary is smaller than the tokenizer's.
     """
     given = dict(config)
     kind = str(given.pop("model_type", "t5"))
@@ -129,9 +120,6 @@ def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any
     Args:
         source: As for `load_language_model`.
         known: Fields of configs by hub name, taken where the hub's own is not in the cache.
-
-    Raises:
-        UnsupportedModelError: There is no such model.
     """
     shapes = known or {}
     if str(source) in shapes and (str(source) == SMOLLM2 or not _is_cached(_place(source))):
@@ -151,10 +139,6 @@ def build_language_model(
     """Return a new model from the fields of its Hugging Face config (``model_type`` defaults to ``t5``).
 
     Special token ids and ``vocab_size`` come from the tokenizer where they are not given.
-
-    Raises:
-        ConfigurationError: A field is unknown, or the vocabulary is smaller than the tokenizer's.
-        UnsupportedModelError: A model of that type does not write.
     """
     full = config_of_new(config, tokenizer)
     try:
@@ -184,7 +168,6 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 
 
 def _place(source: str | Path) -> str:
-    """Return the folder or hub name that Hugging Face is asked for."""
     if str(source) == PUBLIC_T5:
         from lit_dpret.assets import public_t5_path  # here, so that only its users need the asset
 

@@ -17,29 +17,12 @@ from lit_dpret.lazy import optional
 
 
 def add_lora(encoder: TextEncoder, settings: Mapping[str, Any]) -> None:
-    """Freeze the encoder and train its low-rank adapters instead (LoRA, 2106.09685, by ``peft``).
-
-    Args:
-        encoder: Changed in place. A projection after pooling stays trainable.
-        settings: Arguments of ``peft.LoraConfig``.
-
-    Raises:
-        ConfigurationError: peft is missing, or refuses the settings.
-    """
+    """Freeze the encoder and train its low-rank adapters instead (LoRA, 2106.09685, by ``peft``)."""
     encoder.backbone = with_lora(encoder.backbone, settings)
 
 
 def with_lora(model: nn.Module, settings: Mapping[str, Any]) -> nn.Module:
-    """Return a Hugging Face model with low-rank adapters and all else frozen.
-
-    Args:
-        model: Changed in place.
-        settings: Arguments of ``peft.LoraConfig``.
-
-    Raises:
-        ConfigurationError: peft is missing, or refuses the settings; they train one use of a tied weight; or what they
-            train could not be merged into the weights and saved.
-    """
+    """Return a Hugging Face model with adapters by ``peft.LoraConfig(**settings)`` and all else frozen, in place."""
     peft = _peft()
     tied = _tied(model)
     try:

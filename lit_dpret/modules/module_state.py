@@ -1,8 +1,8 @@
 """The state that a module keeps between batches: restored after checks, compared around hooks.
 
-A forward pass of private rows is watched while it runs (`StateWatch`). Around it, hooks of the module and of callbacks
-have the batch and its losses at hand. What they write into a weight, a buffer or a tensor of the module reaches later
-steps without noise; what they write into the rows couples these.
+A forward pass is watched while it runs (`StateWatch`). Around it, hooks have the batch and its losses at hand. What
+they write into a weight, a buffer or a tensor of the module reaches later steps without noise; what they write into
+the rows couples these.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class KeptState:
         self._now = held
 
     def begin(self) -> None:
-        """Store the current state, for `put_back`."""
         self._now = [_data_of(part) for part in self._parts]
 
     def reset(self) -> None:
@@ -69,7 +68,6 @@ class KeptState:
         return {name: _copied(value) for name, value in held if isinstance(value, kinds)}
 
     def put_back(self) -> None:
-        """Restore the original state."""
         self._install(self._now)
 
     def refuse_writes(self, refuse: Callable[[], NoReturn]) -> None:
@@ -109,7 +107,6 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples, sets and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -207,16 +204,7 @@ class HookWatch:
         self._seen = _values(module) if self._looks.due(coin) or ends_epoch else None
 
     def compare(self, module: Any, batch: UnitBatch, public: Collection[str]) -> None:
-        """Compare with the stored state, before a batch starts.
-
-        Args:
-            module: The `PrivateModule`.
-            batch: The one that is about to be trained on.
-            public: Names that no private row is behind.
-
-        Raises:
-            UnsupportedModelError: Something was written in between.
-        """
+        """Refuse, before ``batch`` starts, what was written since the stored state; names in ``public`` pass."""
         seen, self._seen = self._seen, None
         self._looks_now = seen is not None
         if seen is not None:
@@ -224,12 +212,9 @@ class HookWatch:
             _refuse_writes(module, seen, _values(module), public, "between two batches")
 
     def compare_last(self, module: Any, public: Collection[str], *, trained: bool) -> None:
-        """Compare the stored state after the last batch with the current state of ``module``.
+        """Refuse what was written after the last batch.
 
         ``trained`` is false where an average of the weights has taken their place by now.
-
-        Raises:
-            UnsupportedModelError: Something was written since.
         """
         if (seen := self._seen) is not None:
             now = _values(module)
@@ -239,11 +224,7 @@ class HookWatch:
 
     @contextmanager
     def optimizing(self, module: Any, optimizer: Any, public: Collection[str]) -> Iterator[None]:
-        """Watch the optimizer's update, during which hooks may write nothing else.
-
-        Raises:
-            UnsupportedModelError: Something else was written, the noised gradients included.
-        """
+        """Watch the optimizer's update, during which hooks may write nothing else."""
         if not self._looks_now:
             yield
             return

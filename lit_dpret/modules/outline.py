@@ -1,8 +1,7 @@
 """`GeneratorOutline`: a generator without its weights, sufficient to plan a run of any size.
 
-The model is built on PyTorch's ``meta`` device, where a tensor has a shape and no memory, so that a
-3B model is planned on a laptop. The shapes of the published T5s are known here by their hub names,
-and those of some decoder-only models, because a plan must not need a network.
+The model is built on PyTorch's ``meta`` device, so that a 3B model is planned on a laptop. The shapes of published
+models are known here by their hub names, because a plan must not need a network.
 """
 
 from __future__ import annotations
@@ -90,17 +89,14 @@ class GeneratorOutline:
 
     @property
     def parameters(self) -> int:
-        """The number of weights, tied ones once, adapters included."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def trained(self) -> int:
-        """The number of trained weights."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     @property
     def largest(self) -> int:
-        """The number of weights of the largest trained parameter."""
         return max((p.numel() for p in self.model.parameters() if p.requires_grad), default=0)
 
     @classmethod

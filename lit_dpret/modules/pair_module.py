@@ -102,12 +102,7 @@ class PairModule(PrivateModule):
     def pair_loss(self, expected: float) -> PairwiseLoss:
         """Return the loss as a function of the matrix of similarities, if it is one.
 
-        Args:
-            expected: Fills in the normaliser of a loss that has one and was given none. Under privacy that
-                is a public number; the privacy mode passes it.
-
-        Raises:
-            UnsupportedModelError: The loss is none of a table of similarities.
+        ``expected`` fills in the normaliser of a loss that has one and was given none: under privacy a public number.
         """
         loss = self.loss
         if isinstance(loss, InBatchSoftmaxLoss) and loss.similarity == "cosine":
@@ -145,11 +140,7 @@ class PairModule(PrivateModule):
         raise UnsupportedModelError(f"{type(self).__name__} does not implement pair_shape().")
 
     def row_temperature(self) -> float:
-        """Return the temperature of a loss whose rows are softmaxes over passages.
-
-        Raises:
-            UnsupportedModelError: It is another loss.
-        """
+        """Return the temperature of a loss whose rows are softmaxes over passages; refuse another loss."""
         if not isinstance(self.loss, (InBatchSoftmaxLoss, SoftmaxPairLoss)) or self.loss.similarity != "cosine":
             raise UnsupportedModelError(
                 f"privacy={self.privacy.name} clips the rows of a softmax over passages; model.loss="
@@ -158,16 +149,9 @@ class PairModule(PrivateModule):
         return self.loss.temperature
 
     def copied_loss(self, batch: UnitBatch, part: slice) -> Callable[[], Tensor]:
-        """Return a function for the losses of some rows, each with its own copy of the batch's passages.
+        """Return a function for the losses of rows ``part``, each with its own copy of the batch's passages.
 
-        In it no row shares anything with another one, so that each has a gradient of its own.
-
-        Args:
-            batch: A sub-batch with one row per unit.
-            part: The rows of it to take.
-
-        Raises:
-            UnsupportedModelError: As `row_temperature`.
+        In it no row shares anything with another one, so that each has a gradient of its own. A unit has one row.
         """
         temperature, rows = self.row_temperature(), batch.rows
         count, of_part = len(batch.unit_ids), part.stop - part.start
@@ -212,7 +196,6 @@ class PairModule(PrivateModule):
         return own - others
 
     def _both_sides(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Return embeddings of queries and passages, ``(rows, dim)`` each."""
         own: Any = self
         if hasattr(own, "encode_queries") and hasattr(own, "encode_passages"):
             return own.encode_queries([r.query for r in rows]), own.encode_passages([r.passage for r in rows])
@@ -274,7 +257,6 @@ class PairModule(PrivateModule):
 
 
 def _rows_of(features: Any) -> int:
-    """Return how many rows nested features have."""
     while isinstance(features, dict):
         features = next(iter(features.values()))
     return len(features)
@@ -290,11 +272,7 @@ def make_encoder(
     query_prefix: str | None,
     passage_prefix: str | None,
 ) -> TextEncoder:
-    """Return the shared tower that a dual encoder's settings describe, normalised, in float32.
-
-    Raises:
-        ConfigurationError: ``encoder`` and ``config`` are both given or both missing.
-    """
+    """Return the shared tower that a dual encoder's settings describe, normalised, in float32."""
     if isinstance(encoder, TextEncoder):
         if not encoder.contract.normalise:
             raise ConfigurationError("model.encoder does not normalise its embeddings; set normalise=True in it.")

@@ -1,9 +1,8 @@
 """The physical batches of one logical step, made smaller if memory runs out, or if failures must stay hidden.
 
-How a logical batch is cut does not change the sum of clipped gradients, and nothing of a step is
-released before its last physical batch. So a step that breaks off for want of memory may begin again:
-the draw is the same (it is keyed by the step), the sum so far is forgotten before any noise was
-drawn, and the ledger, which is asked for a permit after the last batch, never hears of it.
+How a logical batch is cut does not change the sum, and nothing is released before its last physical batch. So a step
+that breaks off may begin again: the draw is keyed by the step, the sum so far is forgotten before any noise was drawn,
+and the ledger never hears of it.
 """
 
 from __future__ import annotations
@@ -75,16 +74,11 @@ class PhysicalBatches:
             batch: As the loader handed it out.
             may_split: Whether its units may be taken apart; not where they see each other.
             advice: What to do where a single unit, or a batch that may not be split, does not fit.
-            drops: Where units may be taken apart, leave out one that fails alone: for want of ``memory``, or for
-                whatever reason (``all``); say so on the terminal alone. Then no such failure tells anybody of private
-                rows, and each unit still adds what follows from itself, or nothing. With ``all`` it is found by
-                bisection, which takes time.
+            drops: Leave out a unit that fails alone: for want of ``memory``, or for whatever reason (``all``, which is
+            found
+                by bisection); say so on the terminal alone. Then no such failure tells anybody of private rows, and
+                each unit still adds what follows from itself, or nothing.
             parts: Which parts of a step come here: the first, and how far apart they are; None for any.
-
-        Raises:
-            DataError: Another batch is due.
-            DeviceMemoryError: It does not fit, however small; of units that may be dropped, none of a step fits, or
-                none ever did.
         """
         if parts is None:
             self._add(batch, may_split=may_split, advice=advice, drops=drops)
@@ -152,16 +146,11 @@ class PhysicalBatches:
         tell_here(f"Memory ran out; a step begins again with at most {self.limit} units at once.")
 
     def _slots(self, batch: UnitBatch) -> list[slice]:
-        """Return how a batch is cut in this step."""
         found = self._sound.get(batch.part)
         return slots_of(batch, self.limit) if found is None else found
 
     def _tried(self, due: list[UnitBatch], *, drops: bool) -> tuple[int, slice, bool] | None:
-        """Contribute all of ``due``.
-
-        Returns:
-            The part of the batch that failed, its slots, and whether for want of memory; None where nothing failed.
-        """
+        """Contribute ``due``; return the part that failed, its slots, and whether for want of memory, or None."""
         for batch in due:
             for slots in self._slots(batch):
                 if (error := self._failure(batch, slots, drops=drops)) is not None:
@@ -186,7 +175,6 @@ class PhysicalBatches:
         return None
 
     def _set_aside(self, batch: UnitBatch, failed: slice, lacks_memory: bool) -> None:
-        """Cut what failed into parts that do not, without the units that fail alone."""
         cut, sound = self._slots(batch), self._bisected(batch, failed)
         sizes = [slots.stop - slots.start for slots in sound]
         if lacks_memory and sum(sizes) == failed.stop - failed.start:

@@ -1,15 +1,10 @@
 r"""The training loop that all model families share.
 
-A subclass says what one row's loss is. This class turns physical batches into logical steps, asks
-for permission before each release, lets the privacy mode clip and noise, and steps the optimizer.
-It drives any mode, ``none`` included, under a plain ``lightning.Trainer``; nothing here needs
-Hydra.
+A subclass says what one row's loss is. This class turns physical batches into logical steps, asks for permission
+before each release, lets the privacy mode clip and noise, and steps the optimizer, under a plain ``Trainer``.
 
-Manual optimization was chosen over the surrogate loss sum_p <p, stopgrad(G_p)>: on one device it
-keeps gradient clipping, accumulation and averaging of the Trainer out of the way (Lightning
-refuses ``gradient_clip_val`` and ``accumulate_grad_batches`` under it), and a step that is refused
-leaves the optimizer untouched. The mode hands over sums by parameter name, so that a strategy with
-a reducer of its own can take them another way.
+Optimization is manual: it keeps gradient clipping, accumulation and averaging of the Trainer out of the way, and a
+step that is refused leaves the optimizer untouched.
 """
 
 from __future__ import annotations
@@ -168,7 +163,6 @@ class PrivateModule(Checkpointed):
         self._leave_run()
 
     def _leave_run(self) -> None:
-        """Be in no run: nobody to ask, nothing added up."""
         self._guard: Guard | None = None
         self._ranks = Ranks()
         self._shards: ShardedParameters | None = None
@@ -197,10 +191,7 @@ class PrivateModule(Checkpointed):
         frame: types.FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Store the constructor's arguments as Lightning does, except ``privacy`` and ``optimizer``.
-
-        Those are objects, which neither a logger nor a checkpoint can write; ledger and card describe them.
-        """
+        """Store the constructor's arguments as Lightning does, except ``privacy`` and ``optimizer``."""
         current = inspect.currentframe()
         frame = frame or (None if current is None else current.f_back)
         ignored = [ignore] if isinstance(ignore, str) else list(ignore or ())
@@ -215,13 +206,7 @@ class PrivateModule(Checkpointed):
         raise UnsupportedModelError(f"{type(self).__name__} does not implement collate_rows(rows).")
 
     def examine_collation(self, rows: list[Row], others: list[Row]) -> None:
-        """Collate some rows alone, after others and with others, and restore the state.
-
-        The losses of those that were collated with others are compared in the first batch.
-
-        Raises:
-            UnsupportedModelError: ``collate_rows`` remembers what it was given.
-        """
+        """Refuse a ``collate_rows`` that remembers: collate rows alone, after others and with others."""
         with self._replayable_dropout(0):
             self._couplings.compare_collations(self, rows, others)
 
@@ -304,11 +289,7 @@ class PrivateModule(Checkpointed):
             self._hooks.note_first(self)
 
     def look_at_last_hooks(self, *, trained: bool) -> None:
-        """Compare the state after the last batch with the current one, before it is saved.
-
-        Raises:
-            UnsupportedModelError: A hook wrote something; the message names it.
-        """
+        """Refuse what a hook wrote after the last batch, before it is saved."""
         if self.privacy.guarantee == "dp" and not self.log_private_loss:
             self._hooks.compare_last(self, self._public() | ALWAYS, trained=trained)
 
@@ -338,11 +319,7 @@ class PrivateModule(Checkpointed):
         super().on_save_checkpoint(checkpoint)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log as Lightning does; under a guarantee, only declared public values or declared leaks.
-
-        Raises:
-            ConfigurationError: Nobody lists ``name`` in ``public_metrics``, and it is not the epoch or the step.
-        """
+        """Log as Lightning does; under a guarantee, only declared public values or declared leaks."""
         watched = self.privacy.guarantee == "dp" and not self.log_private_loss
         if watched and name not in self._public() and not tells_progress(name, value, self._trainer):
             raise undeclared_metric(repr(name), self.privacy)
@@ -355,7 +332,6 @@ class PrivateModule(Checkpointed):
 
     @property
     def _counted_by(self) -> Guard:
-        """Who is asked for permits; a fit without an accountant is refused."""
         if self._guard is None:
             raise no_accountant(type(self).__name__)
         return self._guard
@@ -459,18 +435,12 @@ class PrivateModule(Checkpointed):
         self._contribute(batch, guard.stream.model_seed(guard.attempt, batch.step, batch.part) + first)
 
     def _forget_step(self) -> None:
-        """Forget what was added since the logical step began; nothing of it was released."""
         self.privacy.forget()
         self._loss_sum = 0.0
         self._losses.clear()
 
     def rehearse(self, batches: Iterable[UnitBatch]) -> None:
-        """Clip some physical batches as in training, and discard the sum without any release or update.
-
-        Raises:
-            UnsupportedModelError: What the first steps of training would raise.
-            ConfigurationError: A loss logs what nobody declares to be public.
-        """
+        """Clip some physical batches as in training, and discard the sum without any release or update."""
         self._rehearses = True
         try:
             for batch in batches:
@@ -539,7 +509,6 @@ class PrivateModule(Checkpointed):
                 schedule.step()
 
     def _add_up_counts(self) -> None:
-        """Add up what the ranks counted, so that each has the counts of the whole logical batch."""
         if self._ranks.world_size == 1:
             return
         counts = self.privacy.counts
@@ -629,11 +598,7 @@ class PrivateModule(Checkpointed):
 
 
 def refuse_infinite(module: nn.Module, step: int) -> None:
-    """Refuse trained weights that are NaN or infinite, as far as they lie on this rank, after logical step ``step``.
-
-    Raises:
-        DivergenceError: There are some.
-    """
+    """Refuse trained weights that are NaN or infinite, as far as they lie on this rank, after logical step ``step``."""
     held = {name: _lies_here(one) for name, one in module.named_parameters() if one.requires_grad}
     held = {name: one for name, one in held.items() if one.is_floating_point() and one.numel()}
     if not held or bool(nn.utils.get_total_norm(held.values(), math.inf).isfinite()):

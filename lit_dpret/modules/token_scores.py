@@ -144,10 +144,7 @@ def in_batches_by_length(
 ) -> Iterator[list[int]]:
     """Yield indices of all texts by length, longest first: little padding, and memory errors come first.
 
-    Args:
-        lengths: The length of each text, in any unit.
-        batch_size: Most places in a batch.
-        progress: Called with (texts done, texts in all) after each batch.
+    ``progress`` is called with (texts done, texts in all) after each batch.
 
     Example:
         >>> list(in_batches_by_length([3, 9, 5], 2))

@@ -46,11 +46,6 @@ class PromptTuning:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> PromptTuning:
-        """Return the settings of a configuration.
-
-        Raises:
-            ConfigurationError: One of them is unknown or out of range.
-        """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(map(str, settings)) - set(known)):
             raise ConfigurationError(
@@ -63,14 +58,7 @@ class PromptedEmbedding(nn.Module):
     """Frozen embeddings of words, and trained ones of virtual tokens (Lester et al. 2021, 2104.08691, section 2).
 
     The ids of virtual tokens come after all words. Whoever turns texts into ids puts them before every passage, so
-    masks, lengths and whatever else counts tokens need not know of them.
-
-    Guarantees:
-        - An embedding is a function of its id alone, wherever it stands and whatever stands beside it.
-
-    Args:
-        words: Embeddings of the words, ids ``0 .. vocabulary - 1``.
-        start: What the virtual tokens, ids from ``vocabulary``, start from, of shape ``(tokens, dim)``.
+    masks, lengths and whatever else counts tokens need not know of them. ``start`` has the shape ``(tokens, dim)``.
     """
 
     def __init__(self, words: nn.Embedding, start: Tensor) -> None:
@@ -101,18 +89,9 @@ class PromptedEmbedding(nn.Module):
 def add_prompt(
     model: PreTrainedModel, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[int, ...]:
-    """Freeze a language model and add trainable virtual tokens, read by its encoder if it has one.
+    """Freeze a language model and add trainable virtual tokens, read by its encoder if it has one; return their ids.
 
-    Args:
-        model: Changed in place.
-        settings: The settings of `PromptTuning`.
-        tokenizer: The model's tokenizer; null for shapes alone, as on the ``meta`` device.
-
-    Returns:
-        The ids of the virtual tokens, which are to be put before every passage.
-
-    Raises:
-        ConfigurationError: A setting is refused, or the model's embeddings are not a plain table.
+    The ids are to be put before every passage. Without ``tokenizer`` shapes alone are made, as on the ``meta`` device.
     """
     wanted = PromptTuning.of(settings)
     plain: Any = model
@@ -197,11 +176,7 @@ def _with_zeros(weight: Tensor, rows: int) -> Tensor:
 
 
 def drop_virtual_tokens(model: PreTrainedModel, count: int) -> None:
-    """Prevent a saved generator from generating virtual tokens, the last ``count`` rows of the vocabulary.
-
-    Guarantees:
-        - Its scores are those of the model in training, of the same shape.
-    """
+    """Prevent a saved generator from generating virtual tokens, the last ``count`` rows of the vocabulary."""
     head: Any = model.get_output_embeddings()
     weight = head.weight.detach()[:-count]
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=head.bias is not None, device="meta")
