@@ -1,8 +1,4 @@
-"""Read the files of `configs/` for ``list``, ``--help`` and the documentation: choices, settings, comments.
-
-``lit-dpret list`` prints them (`listed`), and `configuration_page` writes them as a page of the documentation, so that
-neither can fall behind the files.
-"""
+"""Read the files of `configs/` for ``list``, ``--help`` and the documentation: choices, settings, comments."""
 
 from __future__ import annotations
 
@@ -58,11 +54,7 @@ class Key:
 
     @property
     def text(self) -> str:
-        """The constructor's documentation of the key; empty if no constructor of ours has it.
-
-        It imports that class. ``--help`` and the lists of choices never ask, since all classes together load torch and
-        more.
-        """
+        """The constructor's documentation of the key, else empty; it imports that class, which may take long."""
         return "" if self.argument is None else arguments_of(self.argument[0]).get(self.argument[1], "")
 
     @property
@@ -105,7 +97,6 @@ def names(group: str) -> list[str]:
 
 
 def _files(group: str) -> dict[str, Traversable]:
-    """The file of each choice of a group, by its name."""
     folders: list[Traversable] = [files(CONFIG_MODULE).joinpath(group), STUDIES / group]
     parts = [part for folder in folders if folder.is_dir() for part in folder.iterdir()]
     # Files that begin with _ are parts that several choices share.
@@ -125,11 +116,7 @@ def alike(word: str, known: Iterable[str], cutoff: float = 0.8) -> list[str]:
 
 
 def choices(group: str) -> list[Choice]:
-    """Return the choices of a group, by name.
-
-    Raises:
-        ConfigurationError: There is no such group.
-    """
+    """Return the choices of a group, by name."""
     if group not in groups():
         raise ConfigurationError(f"{group!r} is not a group of settings. There are: {', '.join(groups())}.")
     return [_read(group, name, file.read_text(encoding="utf-8")) for name, file in sorted(_files(group).items())]
@@ -143,13 +130,8 @@ def top_level() -> Choice:
 def listed(word: str | None = None) -> str:
     """Return what ``lit-dpret list`` prints, for a terminal.
 
-    Args:
-        word: Nothing: the groups with their choices. A group: its choices, with a sentence each. ``group=choice``: the
-            settings of that choice. Any other word: the choices and settings that have it in their name, or else in
-            what the files say of them.
-
-    Raises:
-        ConfigurationError: The group has no such choice, or nothing has that word.
+    Without a ``word`` the groups with their choices; of a group its choices with a sentence each; of ``group=choice``
+    its settings; of any other word, what has it in its name, or else in what the files say of it.
     """
     if word is None:
         width = max(map(len, groups()))
@@ -210,7 +192,6 @@ def _last(key: Key) -> str:
 
 
 def _settings(keys: Iterable[Key], where: dict[str, list[str]]) -> list[str]:
-    """The lines of each setting: name and default, what it does, and by name the choices that have it."""
     lines = []
     for key in keys:
         lines.append(f"{key.name} = {key.default}")
@@ -423,7 +404,6 @@ def arguments_of(target: str) -> dict[str, str]:
 
 
 def _told(doc: str) -> dict[str, str]:
-    """The section ``Args:`` of a docstring in Google's style."""
     section = re.search(r"^Args:\n((?:[ ]{4}.*\n?|\n)+)", f"{doc}\n", flags=re.MULTILINE)
     found: dict[str, str] = {}
     names: list[str] = []

@@ -1,9 +1,7 @@
 """Errors that a user can cause and fix, and the names of settings in their messages.
 
-A refusal is one sentence that names the value, the reason and the knob, written in the words of the
-command line. The command line prints it alone, without a traceback, and exits with status 2;
-inside another project it is an ordinary exception, whose text says Python's words for settings and
-values (`in_python`). Nothing here imports anything of ours, so every layer may raise it.
+The command line prints a refusal alone, without a traceback, and exits with status 2; inside another project it is an
+ordinary exception, whose text says Python's words for settings and values (`in_python`).
 """
 
 import gzip

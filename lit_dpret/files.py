@@ -103,12 +103,7 @@ def read_json(path: Path, schema: str) -> dict[str, Any]:
 
 
 def json_sha256(value: object, *, default: Callable[[Any], Any] | None = None) -> str:
-    """Return the SHA-256 of a value as JSON, independent of key order, to compare settings on a resume.
-
-    Args:
-        value: Plain JSON values.
-        default: Turns what JSON has no form for into a plain value; None refuses it with ``TypeError``.
-    """
+    """Return the SHA-256 of a value as JSON, independent of key order; ``default`` as for ``json.dumps``."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=default).encode()).hexdigest()
 
 

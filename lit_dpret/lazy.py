@@ -9,12 +9,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__``, which imports a public name's submodule at its first use.
-
-    Args:
-        package: the package's ``__name__``.
-        modules: the submodule, without the package's name, that holds each public name.
-    """
+    """Return a package's ``__getattr__``, which imports the submodule of a public name at its first use."""
 
     def get(name: str) -> Any:
         if name not in modules:

@@ -41,12 +41,8 @@ def require_switch(where: str, settings: object, *names: str) -> None:
 def require_whole(where: str, settings: object, least: int, *names: str, null: bool = False) -> None:
     """Refuse settings that are not whole numbers of at least ``least``, nor null where ``null`` allows it.
 
-    Args:
-        where: Comes before each name in the message.
-        settings: An object with attributes of these names; or values by name, of which all are looked at.
-        least: The least that is allowed.
-        names: The names of the settings.
-        null: Whether None passes.
+    ``settings`` is an object with attributes ``names``, or values by name, of which all are looked at; ``where`` comes
+    before each name in the message.
     """
     for name, value in _named(settings, names):
         wrong = not is_whole(value) or value < least

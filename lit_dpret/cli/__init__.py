@@ -145,7 +145,6 @@ def _data_line(cfg: DictConfig, task: Any) -> str:
 
 
 def _choice(group: str, node: Any) -> str:
-    """Return what was chosen in a group, or the class where nobody chose."""
     chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
     return str(chosen.get(group) or str(node.get("_target_")).rpartition(".")[2])
 
@@ -316,7 +315,6 @@ def _note_interrupt() -> Callable[[], bool]:
 
 
 def _way_on() -> str:
-    """Say how a command that was ended goes on."""
     for knob, folder in _places:
         if holds_a_run(folder):
             place = as_typed([f"{knob}={folder}"])

@@ -28,11 +28,7 @@ _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 
 
 def listing(arguments: list[str]) -> str:
-    """Run ``lit-dpret list``, ``list GROUP``, ``list GROUP=CHOICE`` and ``list WORD``; `listed` says what each shows.
-
-    Raises:
-        ConfigurationError: There is nothing of that name, or more than one was named.
-    """
+    """Run ``lit-dpret list`` with a group, a choice, a word, or nothing, as `listed` has it."""
     if len(arguments) > 1:
         raise ConfigurationError(
             f"list takes one group, group=choice or word at most, not {' '.join(arguments)}: for example "
@@ -53,11 +49,6 @@ def with_task(arguments: list[str]) -> list[str]:
         ['task=verify', 'hydra.run.dir=.', 'hydra.output_subdir=null', "task.card='runs/a'"]
         >>> with_task(["plan", "-m", "privacy.eps=1,3"])
         ['-m', 'task=plan', 'privacy.eps=1,3']
-
-    Raises:
-        ConfigurationError: The first argument is neither a setting, nor an option, nor a task, or ``compare`` is
-            not followed by two runs, ``verify`` by one card, ``audit`` by one run or ``sweep`` by one file; or a
-            setting is written as an option, or an option does not exist.
     """
     for argument in arguments:
         if "\r" in argument:

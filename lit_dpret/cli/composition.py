@@ -160,7 +160,6 @@ def _plain_refusals() -> Iterator[None]:
 
 
 def _start(cfg: DictConfig) -> dict[str, str]:
-    """The model setting that ``init_from`` stands for."""
     if cfg.init_from is None:
         if cfg.init_from_is_public:
             raise ConfigurationError("init_from_is_public=true says something about init_from, which is null.")
@@ -188,11 +187,7 @@ def _start(cfg: DictConfig) -> dict[str, str]:
 
 
 def checked_task(cfg: DictConfig) -> Any:
-    """Return the task of a composed configuration, which must accept every chosen group.
-
-    Raises:
-        ConfigurationError: The task would ignore a chosen group.
-    """
+    """Return the task of a composed configuration, which must accept every chosen group."""
     if missing := sorted(OmegaConf.missing_keys(cfg.task)):  # said before the task's imports, which take long
         raise ConfigurationError(_lacking(cfg, missing))
     if sys.stderr.isatty() and rank_watch.is_first() and "torch" not in sys.modules:  # a log needs no such line
@@ -216,7 +211,6 @@ def checked_task(cfg: DictConfig) -> Any:
 
 
 def _lacking(cfg: DictConfig, missing: Sequence[str]) -> str:
-    """Return the error for missing settings, with a complete example."""
     name = HydraConfig.get().runtime.choices.get("task") if HydraConfig.initialized() else None
     example = next((one.example for one in choices("task") if one.name == name), "")
     shown = f", for example: {example.replace('python train.py', program())}" if example else "."

@@ -125,7 +125,6 @@ def _explain_composition(error: BaseException) -> str:
 
 
 def _explain_no_choice() -> str:
-    """Name the first choice of the command line that does not exist."""
     for group, _, name in (override.partition("=") for override in shown_overrides()):
         if group in groups() and name not in names(group):
             return f"{group}={name} does not exist. Choose one of {', '.join(names(group))}."
@@ -133,7 +132,6 @@ def _explain_no_choice() -> str:
 
 
 def _composed_again(without: str = "") -> DictConfig:
-    """Return the configuration of this command with that of Hydra, to explain what is wrong with it."""
     overrides = [o for o in shown_overrides() if o.split("=")[0].lstrip("+~") not in (without, "hydra.run.dir")]
     GlobalHydra.instance().clear()
     with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
@@ -159,7 +157,6 @@ def _by_full_name(line: str) -> str:
 
 
 def _setting_names(cfg: DictConfig) -> list[str]:
-    """Return the dotted names of all settings of a command, groups of them included."""
 
     def below(node: Any, place: str) -> Iterator[str]:
         for key, value in node.items():

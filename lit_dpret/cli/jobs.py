@@ -82,9 +82,6 @@ def refuse_other_proposals(cfg: DictConfig) -> None:
     """Refuse to go on with the jobs of a sweeper that would propose other settings for their numbers.
 
     With a seed a sweeper proposes the same again, job by job, as those that are done return the same results.
-
-    Raises:
-        ResumeError: It has no seed, or remembers the earlier jobs and proposes further ones.
     """
     known: Any = HydraConfig.get()
     if not cfg.resume or is_basic(known) or not holds_a_run(Path(known.sweep.dir)):

@@ -35,11 +35,7 @@ def estimate(
     precision: str = "32-true",
     secure_rng: bool = False,
 ) -> dict[str, Any]:
-    """Estimate seconds and bytes of a step and of the run, by formulas.
-
-    Raises:
-        ConfigurationError: The model is not a generator, whose shape the formulas know.
-    """
+    """Estimate seconds and bytes of a step and of the run, by formulas."""
     work = work_of(outline)
     half = precision == "bf16-true"
     rows = plan.physical_batch_size
@@ -98,13 +94,7 @@ def measure(
 ) -> dict[str, Any]:
     """Clip, noise and update on random token ids at full lengths; return the time and the peak memory.
 
-    Guarantees:
-        - No row of data is read, and no release is made: the ids are random, and the noise comes from a
-          stream that is thrown away.
-
-    Raises:
-        ConfigurationError: The model is not a generator, or this machine does not say how
-            much memory a process takes.
+    No row of data is read, and no release is made: the noise comes from a stream that is thrown away.
     """
     if not isinstance(module, QueryGenerator):
         raise ConfigurationError(

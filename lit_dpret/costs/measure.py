@@ -55,14 +55,9 @@ class Measured:
 def measure_step(
     module: Any, plan: PrivacyPlan, device: torch.device, *, rows: int, autocast: bool = False, secure_rng: bool = False
 ) -> Measured:
-    """Clip, noise and update as in later steps of a run, and measure time and peak memory.
+    """Clip, noise and update as in later steps of a run, and measure time and peak memory; this trains ``module``.
 
     The optimizer's states are there before memory is measured, as they are from the second step on.
-
-    ``module`` is changed by training. ``rows`` are those of a physical batch.
-
-    Raises:
-        ConfigurationError: This machine does not say how much memory a process takes.
     """
     base = resident(device) - (_bytes_of(module) if device.type == "cpu" else 0)
     step = TrialStep(module, plan, device, autocast=autocast, secure_rng=secure_rng)
@@ -216,11 +211,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def resident(device: torch.device, field: str = "VmRSS") -> int:
-    """Return the bytes in use now, or at the peak with ``VmHWM``.
-
-    Raises:
-        ConfigurationError: The system has no ``/proc`` to ask.
-    """
+    """Return the bytes in use now, or at the peak with ``VmHWM``."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     try:
@@ -251,13 +242,10 @@ def _bytes_of(module: torch.nn.Module) -> int:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the live storages that operations create while active.
+    """Count the live storages that operations create while active, as `torch.cuda.max_memory_allocated` does.
 
-    It is what `torch.cuda.max_memory_allocated` counts, without rounding up to blocks. What a kernel takes and
-    gives back inside one operation is not seen.
-
-    Attributes:
-        peaks: The most there were at once inside of each phase of clipping (`lit_dpret.privacy.clipping.ghost`).
+    ``peaks`` are the most there were at once inside of each phase of clipping. What a kernel takes and gives back
+    inside one operation is not seen.
     """
 
     def __init__(self) -> None:

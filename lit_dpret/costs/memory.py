@@ -1,15 +1,9 @@
-"""The peak memory of a private step, from the tensors that are held simultaneously.
+"""The peak memory of a private step, from the tensors that are held simultaneously; not what an allocator adds.
 
-While batches are clipped, memory holds the weights, the optimizer's states, the sum of clipped gradients, and the
-buffers of each phase of clipping (`lit_dpret.privacy.clipping.ghost`): a fixed part, and a part per row of the physical
-batch. In the first batch, and where the pattern of calls changes, the engine goes through the graph once more to check
-itself: it needs more per row, then autograd's gradient of every trained weight, and a float64 copy of one parameter's
-gradient at a time. During the update, memory holds the weights, the states, the sum, the noised gradients, and the
-noise of one parameter. The largest of these is the peak.
-
-Bytes of weights, sums and states are counted. Those of the phases are measured on slices (`lit_dpret.costs.slices`), or
-estimated from the number of values by `COPIES`. Tensors are counted: what an
-allocator keeps beside them (holes, blocks rounded up, libraries) is not.
+While batches are clipped, memory holds weights, optimizer states, the sum of clipped gradients, and buffers of each
+phase of clipping: a fixed part, and one per row. A batch in which the engine checks itself needs more.
+During the update it holds noised gradients, and the noise of one parameter, in the place of the buffers.
+Those of the phases are measured on slices (`lit_dpret.costs.slices`), or estimated by `COPIES`; the rest is counted.
 """
 
 from __future__ import annotations
@@ -137,11 +131,7 @@ STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 def check_sharding(strategy: str, world: int) -> None:
-    """Refuse combinations that `on_each_device` does not support.
-
-    Raises:
-        ConfigurationError: The strategy is unknown, or ``world`` is not a whole number of at least 1.
-    """
+    """Refuse combinations that `on_each_device` does not support."""
     require_choice("task.strategy", strategy, STRATEGIES)
     require_whole("task", {"world_size": world}, 1)
 
@@ -158,9 +148,6 @@ def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
 
     A unit's norm is of its gradient in all layers, so clipping wants all weights at once, and a rank adds up every
     weight's gradient of its own rows before anything is reduced. No strategy divides those two: they set the peak.
-
-    Raises:
-        ConfigurationError: The strategy is unknown, or ``world`` is not a whole number of at least 1.
     """
     check_sharding(strategy, world)
 

@@ -1,11 +1,8 @@
 """Predict a private step on another accelerator, from the vendor's rates for each kind of work.
 
-One rate for everything would be wrong by a factor: forward and backward products run in bfloat16, norms and weighted
-sums in float32 (`lit_dpret.privacy.clipping.ghost`) or, where the engine says so, with low-precision inputs
-(`lit_dpret.privacy.clipping.low_precision`), what lies between is bound by memory, noise is drawn on the
-processor or, by passes over memory, on the accelerator, and ranks exchange sums and weights. So each class has a rate
-of its own, and a step is told as a range: from every class at its peak, which nothing passes, to every class at an
-assumed share of it. Nothing here was measured on a GPU.
+One rate for everything would be wrong by a factor, so products in bfloat16 and in float32, passes over memory, noise
+and messages have a rate each, and a step is told as a range: from every class at its peak to every class at an assumed
+share of it. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -66,16 +63,12 @@ def predict(
         strategy: One of `lit_dpret.costs.memory.STRATEGIES`.
         noise: The plan's noise.
         engine: The plan's engine; any but ``ghost_tf32`` and ``ghost_bf16`` is taken for ``ghost``.
-        secure_rng: Whether noise is drawn from ChaCha20, and so on the device, as ``discrete`` noise always is. Else
-            each rank draws it on one thread of its processor.
+        secure_rng: Noise is drawn from ChaCha20 on the device, as ``discrete`` noise always is; else on the processor.
         seconds_of_a_normal: How long one takes on the processor; None measures it here.
 
     Returns:
         Bytes on each device, ``rows_that_fit`` (0 where none does), ``seconds`` of each class of work ``at_peak`` and
         ``assumed``, and their sums ``seconds_per_step`` (from, to); None where no row fits.
-
-    Raises:
-        ConfigurationError: The device or strategy is unknown, or ``world`` is not a whole number of at least 1.
     """
     known, work, on_device = accelerator(device), work_of(outline), secure_rng or noise == "discrete"
     part = on_each_device(estimated_bytes(outline, work), strategy=strategy, world=world)
@@ -155,7 +148,6 @@ def products_of(work: Work, *, again: bool, size: int = 2, engine: str = "ghost"
 
 
 def _sent(outline: Any, strategy: str, world: int, *, batches: int) -> float:
-    """Return the bytes that a rank sends in a step: sums in float32, weights in bfloat16."""
     sums, weights = 4 * int(outline.trained), 2 * int(outline.parameters)
     if strategy == "ddp":
         weights = 0

@@ -1,9 +1,8 @@
 """Time and memory of a model that is too large to run, extrapolated from slices of it.
 
-A slice is the model with one or three layers on a side, at its full width and lengths. What a physical batch takes is
-very nearly linear in the number of layers, so three slices tell what the whole would take: what is there once
-(embeddings, logits, loss), and what each layer of the encoder and of the decoder adds. The real engine runs, so that
-whatever it does to a layer is in the answer, at the rates at which this machine does it.
+A slice is the model with one or three layers on a side, at its full width and lengths. A physical batch is very nearly
+linear in the number of layers, so three slices tell what is there once, and what each layer of either side adds, by
+the real engine, at the rates of this machine.
 """
 
 from __future__ import annotations
@@ -78,9 +77,6 @@ def measure_slices(
     """Run three slices of the model for a few batches of random rows.
 
     The weights of ``outline`` are not needed. ``progress`` is told which slice runs.
-
-    Raises:
-        ConfigurationError: The model cannot be sliced.
     """
     work = work_of(outline)  # refuses what is not a language model
     found = []
@@ -112,11 +108,7 @@ def _each(small: Part, large: Part) -> Part:
 
 
 def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGenerator:
-    """Return the model with this many layers and random weights.
-
-    Raises:
-        ConfigurationError: The model cannot be sliced.
-    """
+    """Return the model with this many layers and random weights."""
     config = outline.model.config.to_dict()  # type: ignore[operator, union-attr]
     if config["is_encoder_decoder"]:
         names = ("num_layers", "num_decoder_layers") if "num_layers" in config else ("encoder_layers", "decoder_layers")

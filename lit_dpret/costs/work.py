@@ -36,10 +36,8 @@ class Work:
     Attributes:
         products: The linear layers, equal ones counted.
         scores: Attention weights of all heads and layers.
-        width: Columns of a head times heads, summed over attention layers: the other side of the products with scores.
+        score_products: Multiplications with them.
         logits: Values of the output layer.
-        encoder_layers: Layers of the encoder; 0 where there is none.
-        decoder_layers: Layers of the decoder.
     """
 
     products: dict[Product, int]
@@ -87,11 +85,7 @@ class Outline(Protocol):
 
 
 def work_of(outline: Outline) -> Work:
-    """Count the work of one row at the full lengths.
-
-    Raises:
-        ConfigurationError: The model is not a language model, whose shape these counts know.
-    """
+    """Count the work of one row at the full lengths."""
     model: Any = outline.model
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
@@ -181,11 +175,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 
 
 def accelerator(name: str) -> Accelerator:
-    """Return the accelerator of that name.
-
-    Raises:
-        ConfigurationError: It is none of `ACCELERATORS`.
-    """
+    """Return the accelerator of that name."""
     if name not in ACCELERATORS:
         raise ConfigurationError(f"task.device={name!r} is not one of {', '.join(ACCELERATORS)}.")
     return ACCELERATORS[name]

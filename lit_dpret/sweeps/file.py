@@ -62,11 +62,7 @@ class SweepFile:
 
     @classmethod
     def read(cls, path: str | Path) -> SweepFile:
-        """Read and check a file, or one shipped with the package, such as ``quickstart``.
-
-        Raises:
-            ConfigurationError: It is missing, is not a sweep, or its trials cannot be listed in advance.
-        """
+        """Read and check a file, or one shipped with the package, such as ``quickstart``."""
         file = Path(path).expanduser()
         shipped = {f.name.removesuffix(".yaml"): f for f in SHIPPED.iterdir() if f.name.endswith(".yaml")}
         source = shipped.get(str(path), file) if not file.exists() else file
@@ -163,7 +159,6 @@ class SweepFile:
 
 
 def _values(file: Path, name: str, given: Any) -> list[Any]:
-    """Return the values of one parameter; a single one where it is fixed."""
     if isinstance(given, dict) and set(given) <= {"value"} and "value" in given:
         return [given["value"]]
     if isinstance(given, dict) and isinstance(given.get("values"), list) and given["values"]:

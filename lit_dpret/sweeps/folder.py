@@ -1,8 +1,7 @@
 """The folder of a sweep: its plan, its reservations, and the results of its trials.
 
-``sweep.json`` is written before anything is reserved and never changed. Each trial has a folder in ``trials``, named
-by its id, and says in ``trial.json`` when it is done what it was and what it reached. So several processes, and
-agents of W&B, can work in one folder: whether a trial is done can be read off its folder.
+``sweep.json`` is written before anything is reserved and never changed. Each trial says in ``trials/ID/trial.json``
+when it is done what it reached. So several processes, and agents of W&B, can work in one folder.
 """
 
 from __future__ import annotations
@@ -91,12 +90,7 @@ class SweepFolder:
 
     @classmethod
     def read(cls, folder: str | Path) -> SweepFolder:
-        """Read a planned sweep.
-
-        Raises:
-            ConfigurationError: There is none.
-            DataError: Its file is damaged, or of another version.
-        """
+        """Read a planned sweep."""
         path = Path(folder).expanduser() / SWEEP
         if not path.exists():
             raise ConfigurationError(f"{folder} holds no {SWEEP}: plan the sweep first, by task=sweep.")
@@ -191,12 +185,7 @@ class SweepFolder:
 
 
 def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedger | None, mode: str) -> DatasetLedger:
-    """Return the ledger in which a private trial takes over a reservation of its sweep.
-
-    Raises:
-        ConfigurationError: The trial names a ledger of its own (``own``), the sweep planned no private run, or its
-            ledger is another one now.
-    """
+    """Return the ledger in which a private trial takes over a reservation of its sweep."""
     if own is not None:
         raise ConfigurationError(
             f"privacy.dataset_ledger={own.path} in a trial: a sweep's ledger is set by its plan. Pass it to task=sweep "

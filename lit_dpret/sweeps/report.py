@@ -57,7 +57,6 @@ def write_report(sweep: SweepFolder) -> Report:
 
 
 def _row(sweep: SweepFolder, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """One trial: settings, the epsilon of its card, metrics."""
     settings = dict(setting.partition("=")[::2] for setting in found["settings"])
     epsilon = claimed_epsilon(sweep.trial_folder(name))
     return {"trial": name, "settings": settings, "epsilon": epsilon, "metrics": dict(found["metrics"])}

@@ -55,8 +55,7 @@ def run_trials(
         - A trial that fails is named with its reason, and the others are run.
         - When this is interrupted, the trial that is running is ended too, and has time to settle what it spent.
 
-    With ``offline``, W&B writes to the trials' folders and sends nothing. ``progress`` is called with (trials done,
-    trials in all, what the last one was).
+    ``offline``: W&B writes to the trials' folders and sends nothing. ``progress`` takes (done, all, the last one).
     """
     outcome = Outcome()
     progress(0, len(trials), "")
@@ -141,7 +140,6 @@ def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offlin
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code; an interruption of this process ends the trial first."""
     try:
         return process.wait()
     except BaseException:
@@ -156,7 +154,6 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _reason(code: int, log: Path) -> str:
-    """Return the line in which a trial refused, or how it ended."""
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     with open(log, "rb") as file:

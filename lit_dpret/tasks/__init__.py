@@ -1,10 +1,9 @@
-"""The tasks of the command line; one class each, selected by ``task=``.
+"""The tasks of the command line; one class each, selected by ``task=`` and imported when it is asked for.
 
-A class is imported when it is asked for: a command that reads two files starts without what a training needs.
 What a setting means is said once, in `configs/task/NAME.yaml`, and on the site's page of every setting.
 
 The package is long because five attacks, two audits and the trials of a sweep train models of their own,
-and each task documents and checks a dozen settings.
+and each task checks a dozen settings.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`task=audit`: measure the canaries of a run, and whether they contradict its claim.
 
-Everything that is computed here comes from the trained model, which the claim covers, and from planted secrets: it is
-post-processing, and may stand on the card. The files with single canaries and generated queries are internal all the
-same: under a broken or missing guarantee they may hold private texts.
+It computes from the trained model and from planted secrets: post-processing, which may stand on the card. Files with
+single canaries and generated queries are internal: under a broken guarantee they may hold private texts.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Settings for measuring canaries.
-
-    A dual encoder draws nothing, and judges pairs (`lit_dpret.audit.canaries.scores`); none of this is about it.
-    """
+    """Settings for measuring canaries; a dual encoder draws nothing, and judges pairs."""
 
     draws: int = 20  # queries that are drawn for each canary's passage
     # top_p, temperature, max_new_tokens: Of those draws; take the settings of the release.
@@ -74,10 +70,7 @@ class Measurement:
         return Decoding(top_p=self.top_p, temperature=self.temperature, max_new_tokens=self.max_new_tokens)
 
     def of(self, model: Path, canaries: Sequence[Canary], *, seed: int) -> list[dict[str, Any]]:
-        """Return ``score`` and ``leak`` of each canary as JSON values, including samples of generated queries.
-
-        A model that writes no text is taken for a dual encoder: its leaks are of no draw.
-        """
+        """Return ``score`` and ``leak`` of each canary as JSON values; the leaks of a dual encoder are of no draw."""
         if not is_generator(model):
             towers = load_towers(model)
             with ProgressLine("scoring canaries") as progress:
@@ -96,10 +89,7 @@ class Measurement:
 def limits_by_copies(
     card: Mapping[str, Any], ledger: Path, measure: Measurement, *, copies: Sequence[int], candidates: int
 ) -> dict[int, Limits]:
-    """Return the limits that a card's ledger sets for secrets with this many copies in the data.
-
-    Where several units together have no known bound, the ceilings are trivial. Without a guarantee there are none.
-    """
+    """Return by copies the limits that a card's ledger sets for secrets; trivial where a group has no bound."""
     claim = card["claim"]
     if claim["guarantee"] != "dp":
         return {}
@@ -132,13 +122,7 @@ class Audit:
         self.run_folder, self.measure, self.card, self.min_free_mb = Path(run), measure, card, min_free_mb
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Measure, write ``audit.*`` into the task's folder and the results to the card; return bounds by row.
-
-        Raises:
-            DataError: The run has no canaries, or others than its ledger says; or its model is not the one on its card.
-            PrivacyViolation: A bound at confidence 1 - 1e-4 exceeds the claim, or an attack its ceiling; after all
-                files were written.
-        """
+        """Measure, write ``audit.*`` into the task's folder and the results to the card; return bounds by row."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         card, canaries = self._read()
         copies = sorted({canary.copies for canary in canaries.canaries})
@@ -215,7 +199,6 @@ class Audit:
         return card, canaries
 
     def _coins(self, found: Sequence[dict[str, Any]], delta: float, confidence: float) -> list[Evidence]:
-        """Return the one-run audit of the canaries of each number of copies, where coins decided about them."""
         evidence = []
         for copies in sorted({one["score"]["copies"] for one in found}):
             scores = [one["score"] for one in found if one["score"]["copies"] == copies]
@@ -258,10 +241,7 @@ def _candidates(canaries: CanarySet) -> int:
 
 
 def _results(cell: Cell, candidates: int, *, told: bool) -> list[AttackResult]:
-    """Say for the card, by numbers of planted data alone, what a cell says; untold cells only what contradicts.
-
-    What contradicts the claim is there for every cell, with the confidence by which it does.
-    """
+    """Say for the card what a cell says; an untold cell says only what contradicts the claim."""
     what = f"planted secrets ({cell.kind}, secret in the {cell.side})"
     common: dict[str, Any] = {"n": cell.canaries, "copies": cell.copies}
     surely = [_excess_result(one, f"{what}, held against the claim", common) for one in cell.excesses]
@@ -282,7 +262,6 @@ def _results(cell: Cell, candidates: int, *, told: bool) -> list[AttackResult]:
 
 
 def _leak_result(cell: Cell, what: str, claimed: bool, common: dict[str, Any]) -> AttackResult:
-    """Return how often a secret was written out, for a model that writes."""
     return AttackResult(
         attack=f"{what}, looked for in {cell.draws} generated queries each", metric="leaked share",
         estimate=cell.leaked.mean, ci=(cell.leaked.low, cell.leaked.high),
@@ -291,7 +270,6 @@ def _leak_result(cell: Cell, what: str, claimed: bool, common: dict[str, Any]) -
 
 
 def _excess_result(excess: Excess, attack: str, common: dict[str, Any]) -> AttackResult:
-    """Return a contradiction, in the form in which a card knows one."""
     if (bound := excess.evidence) is None:
         return AttackResult(
             attack=attack, metric=excess.what, estimate=excess.estimate, ci=(excess.at_least, 1.0),

@@ -69,13 +69,7 @@ class CheckData:
         self.fractions = checked_fractions(_FRACTIONS if self.fractions is None else self.fractions)
 
     def run(self, parts: Parts, *, show: bool = True) -> dict[str, float]:
-        """Write and ``show`` the report; write the clean log and the split if requested; return the number of problems.
-
-        Raises:
-            DataError: There are problems, and no clean log was written; the exit status of the command line is then
-                not 0.
-            ConfigurationError: The datamodule has no texts, or the split cannot be written.
-        """
+        """Write and ``show`` the report; write a clean log and a split if asked; return the number of problems."""
         check_run_dir(parts.run_dir, min_free_mb=1)
         if self.write_split is not None and self.write_split.exists():
             raise ConfigurationError(f"task.write_split={self.write_split} exists already. Name a new folder.")
@@ -148,7 +142,6 @@ class CheckData:
         return clean, collection
 
     def _log_to_clean(self, data: Any) -> RecordFile | None:
-        """Return the log that ``write_clean`` copies; None without it."""
         if self.write_clean is None:
             return None
         if type(data) is not PairsDataModule or not data.pairs:
@@ -160,11 +153,7 @@ class CheckData:
         return check_clean(data.pairs, self.write_clean)
 
     def _read(self, data: TextData, problems: Problems, facts: dict[str, Any]) -> Collection | None:
-        """Everything readable, and every problem; None where there is nothing to examine.
-
-        Raises:
-            DataError: A file that was named is not there.
-        """
+        """Everything readable, and every problem; None where there is nothing to examine."""
         try:
             columns: dict[str, Any] = getattr(data, "file_columns", dict)()
             facts["columns"] = {part: list(names) for part, names in columns.items()}
@@ -238,7 +227,6 @@ def _units(collection: Collection, facts: Mapping[str, Any]) -> int:
 
 
 def _cautions(collection: Collection, facts: Mapping[str, Any]) -> list[str]:
-    """Return what is weak about the promise that so many units can be given by default."""
     units = _units(collection, facts)
     delta = 1 / (2 * max(1, units))
     return [large_delta(delta, units)] if delta > LARGE_DELTA else []
@@ -270,7 +258,6 @@ def _source(data: TextData) -> str:
 
 
 def _says(data: TextData, name: str) -> bool:
-    """Return a switch that a DataModule may have; off where it has none."""
     return bool(getattr(data, name, False))
 
 

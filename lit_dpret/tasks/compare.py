@@ -55,11 +55,7 @@ class Compare:
         self.metrics = tuple(str(Metric.parse(name)) for name in self.metrics)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``comparison.json`` and ``comparison.md``, and print the table; return the differences.
-
-        Raises:
-            DataError: A run or the judgements are missing or malformed, or the two have no data set in common.
-        """
+        """Write ``comparison.json`` and ``comparison.md``, and print the table; return the differences."""
         first, second = find_runs(self.run_a), find_runs(self.run_b)
         shared = [name for name in first if name in second]
         if not shared and len(first) == len(second) == 1:  # two files of any name
@@ -105,7 +101,6 @@ class Compare:
         return {f"{cell.data}/{cell.metric}": cell.difference.mean for cell in comparison.cells}
 
     def _beside(self, *runs: Path) -> Path:
-        """Return the judgements in the folders of the runs, which must be the same."""
         found = [path.parent / JUDGEMENTS for path in runs if (path.parent / JUDGEMENTS).is_file()]
         if not found:
             raise DataError(

@@ -28,12 +28,7 @@ class Doctor:
     takes_start: ClassVar[bool] = True
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Return the number of findings by status.
-
-        Raises:
-            ConfigurationError: Something is refused, or there is a federation; the exit status of the command line is
-                then not 0.
-        """
+        """Return the number of findings by status."""
         federation = parts.make_federation()
         if federation is not None:
             say(trust_table(federation.settings(parts.seed)))

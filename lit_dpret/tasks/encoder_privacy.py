@@ -38,9 +38,6 @@ def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
     Args:
         encoder: The name or folder that it was loaded from; None if unknown.
         model: The encoder, or a model that contains it, if already built.
-
-    Raises:
-        DataError: A card lies with other files than it describes.
     """
     place = None if encoder is None else Path(encoder).expanduser()
     found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}

@@ -49,9 +49,6 @@ class Evaluate(Ranker):
         """Write ``evaluation.json``, the run, the judgements and the values per query; return the means.
 
         What is wrong elsewhere than in the split is left out and said (`lit_dpret.datamodules.left_out`).
-
-        Raises:
-            ConfigurationError: The queries are declared public, and the encoder was trained on these data privately.
         """
         check_run_dir(parts.run_dir, min_free_mb=50)
         data = parts.make_datamodule()
@@ -89,11 +86,7 @@ class Evaluate(Ranker):
 
 
 def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:
-    """Return the metrics under the names used in results.
-
-    Raises:
-        ConfigurationError: There is none, one is unknown, or one looks deeper than ``top_k``.
-    """
+    """Return the metrics under the names used in results."""
     parsed = [Metric.parse(name) for name in metrics]
     if not parsed:
         raise ConfigurationError("task.metrics names no metric; name at least one, as [ndcg@10].")

@@ -200,7 +200,6 @@ class Evolve(SetDrawing):
         return mode
 
     def _module(self, parts: Parts, mode: GaussianMode) -> QueryGenerator:
-        """Return the public model; one that a run has trained is refused."""
         module = parts.make_module(privacy=mode)
         if not isinstance(module, QueryGenerator):
             raise ConfigurationError(
@@ -447,7 +446,6 @@ def _check_variation(text: str) -> None:
 
 
 def _named(sources: Iterable[str], drawn: Counter[str]) -> list[tuple[str, str]]:
-    """Return new candidates of these passages by name and passage."""
     sources = list(sources)
     return list(zip(numbered(sources, drawn), sources, strict=True))
 

@@ -53,14 +53,12 @@ class Export:
     """Write ``model/`` from a checkpoint, with a model card and a privacy card; or ``data/`` from a synthetic set.
 
     Guarantees:
-        - A synthetic set goes out only if its card, its files, and all that the card was derived from pass the checks
-          of `task=verify`; with it go the cards and the ledger that those checks read, and nothing else of its
-          folder. What is sent passes them alone. They go with a model too, where they are found around its run.
-        - The folder's privacy card repeats the claim of the run that the checkpoint belongs to and names its
-          card by SHA-256; a run without a card is refused.
-        - Cards and ledgers that tell of a failure over private rows are handed on with nothing: the export is refused.
-        - What proves no guarantee goes to no hub unless that is said (``push_without_guarantee``), and nothing goes
-          into a repository that anybody can read (``push_private``).
+        - A synthetic set goes out only if its card, its files and all that the card was derived from pass the checks of
+          `task=verify`, with the cards and ledgers that those read; what is sent passes them alone.
+        - The privacy card repeats the claim of the run of the checkpoint; a run without a card is refused.
+        - After a failure over private rows nothing is exported.
+        - What proves no guarantee goes to no hub without ``push_without_guarantee``, and nothing goes into a repository
+          that anybody can read without ``push_private=false``.
         - Nothing in the checkpoint is run: it is read as data, and only classes of this package are built.
     """
 
@@ -220,7 +218,6 @@ class Export:
         return _handed_on("data", new, hub)
 
     def _header(self, card: dict[str, Any], scores: dict[str, Any], *, encoder: bool) -> dict[str, Any]:
-        """Return what a hub reads on the model card."""
         private = ["differential-privacy"] if card["claim"]["guarantee"] == "dp" else []
         header: dict[str, Any] = {
             "library_name": "sentence-transformers" if encoder else "transformers",
@@ -287,11 +284,7 @@ class Export:
 
 @contextmanager
 def _beside(new: Path) -> Iterator[Path]:
-    """Yield a folder to write, which becomes ``new`` if nothing fails; of a killed export nothing is taken over.
-
-    Raises:
-        StorageError: It cannot be written; nothing of it is left.
-    """
+    """Yield a folder to write, which becomes ``new`` if nothing fails; of a killed export nothing is taken over."""
     draft = new.with_name(f".{new.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -308,11 +301,7 @@ def _beside(new: Path) -> Iterator[Path]:
 
 
 def _files_of_set(source: Path, names: Set[str]) -> list[Path]:
-    """Return the files of a set that go out, by their names; say which others lie in its folder and stay behind.
-
-    Raises:
-        DataError: One is a link, which may lead to anything.
-    """
+    """Return the files of a set that go out, by their names; say which others lie in its folder and stay behind."""
     there = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if not file.is_dir()}
     if links := [name for name in there if name in names and there[name].is_symlink()]:
         raise DataError(f"task.data={source}: {links[0]} is a link. Put the file itself there.")
@@ -334,12 +323,7 @@ def _handed_on(what: str, folder: Path, hub: HubRepository | None) -> dict[str, 
 
 
 def load_module(path: Path) -> Any:
-    """Return the module of a checkpoint, of any class of this package.
-
-    Raises:
-        DataError: It is not a checkpoint of this package.
-        ConfigurationError: It is of a class outside this package, whose name alone is no reason to import it.
-    """
+    """Return the module of a checkpoint, of any class of this package."""
     try:
         name = torch.load(path, map_location="cpu", weights_only=True).get(CLASS_KEY)
     except Exception as error:
@@ -383,6 +367,5 @@ def _refuse_other_run(path: Path, ledger: Path) -> None:
 
 
 def _precision(module: torch.nn.Module) -> str:
-    """Return the numbers that the weights were written in."""
     kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}
     return ", ".join(sorted(kinds))

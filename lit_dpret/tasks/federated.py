@@ -44,11 +44,7 @@ _HOW_NOT_WHAT = ("hydra.run.dir=", "federated.secret_file=")
 
 @dataclass(kw_only=True)
 class Federated:
-    """Run the unfinished systems, and report their results.
-
-    Raises:
-        ConfigurationError: A system is unknown, or seeds are missing or not distinct.
-    """
+    """Run the unfinished systems, and report their results."""
 
     takes_federation: ClassVar[bool] = True
 
@@ -180,7 +176,6 @@ def _declared(folder: Path) -> int:
 
 
 def _withheld(plan: FederationPlan, rows: Sequence[FederatedRow]) -> list[str]:
-    """Say that a run of silos elsewhere is finished whose measures nobody here is told."""
     if plan.transport not in ELSEWHERE or all(any(row.values.values()) for row in rows):
         return []
     return [

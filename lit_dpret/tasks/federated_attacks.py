@@ -53,11 +53,7 @@ Attack = Literal["requests", "updates"]
 class FederatedAttacks:
     """Attack a folder of silos: a silo that matches requests, and a server that reads word embeddings.
 
-    The attacked messages come from the code that a federation runs: requests from its centroids under its ledger,
-    updates from a silo's first round. The model is the public one that a run begins with.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
+    The attacked messages come from the code that a federation runs, the model is the public one that it begins with.
     """
 
     silos: Path
@@ -100,12 +96,7 @@ class FederatedAttacks:
         self.lr = float(self.lr)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``federated_attacks.json`` and ``.md``; ``internal_federated_attacks`` for private silos.
-
-        Raises:
-            DataError: The silos are malformed.
-            ConfigurationError: There is only one silo, or one that is too small.
-        """
+        """Write ``federated_attacks.json`` and ``.md``; ``internal_federated_attacks`` for private silos."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         folders = silo_folders(self.silos, knob="task.silos")
         counts = {name: dict(read_manifest(data)["counts"]) for name, data in folders.items()}
@@ -131,7 +122,6 @@ class FederatedAttacks:
     def _requests(
         self, parts: Parts, stages: Stages, folders: Mapping[str, Path], make: AS2Maker
     ) -> list[dict[str, Any]]:
-        """Run the silo's attack on each way to ask."""
         module, _ = start_weights(make)
         askers: dict[str, Asker] = {}
 
@@ -148,11 +138,7 @@ class FederatedAttacks:
         return [stages.run(f"request-{number}", partial(attacked, way=way)) for number, way in listed]
 
     def _attack_requests(self, askers: Mapping[str, Asker], way: Way, folder: Path, seed: int) -> dict[str, Any]:
-        """Make every silo's request in one way, and attack it as another silo; its ledgers are in ``folder``.
-
-        Returns:
-            Facts for the report: per silo, pooled, and from rows that are another silo's.
-        """
+        """Make every silo's request in one way, and attack it as another silo; its ledgers are in ``folder``."""
         plan = CentroidPlan(count=self.centroids, iterations=self.centroid_iterations, seed=seed)
         settings: dict[str, Any] = {
             "candidates": self.candidates, "confidence": self.confidence, "seed": seed,
@@ -185,7 +171,6 @@ class FederatedAttacks:
     def _updates(
         self, parts: Parts, stages: Stages, folders: Mapping[str, Path], make: AS2Maker
     ) -> list[dict[str, Any]]:
-        """Run the server's attack on each defence."""
         module, start = start_weights(make)
         encoder = module.encoder
         table = word_table(module)
@@ -220,7 +205,6 @@ class FederatedAttacks:
         return PddAs2(stage1=stage, stage2=stage2, privacy=FederatedPrivacy(eps=defence.eps), seed=seed)
 
     def _maker(self) -> AS2Maker:
-        """Return the maker of the model of a federation with these settings."""
         return AS2Maker(
             encoder=str(model_of(self.encoder)), layers=self.layers, max_query_length=self.max_query_length,
             max_sentence_length=self.max_passage_length, weight_decay=self.weight_decay,
@@ -301,11 +285,7 @@ def ways(request_eps: Sequence[float]) -> list[Way]:
 
 
 def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
-    """Embed the queries of a silo's request, and others that it could have used.
-
-    Raises:
-        DataError: It has no dev or test query to distinguish train queries from.
-    """
+    """Embed the queries of a silo's request, and others that it could have used."""
     data = SiloDataModule(folder=folder)
     texts = list(data.evaluation_set("train")[0].values())
     known = {normalise(text) for text in texts}
@@ -441,8 +421,7 @@ def updates_of(
 def _state(folder: Path) -> Path:
     """Return the state folder of a finished round, or a new one.
 
-    A round that was killed stays charged in its own ledger, and no budget allows it twice. Nothing of this study
-    leaves the machine, so the round is repeated under another ledger.
+    A killed round stays charged in its ledger; nothing of this study leaves the machine, so another is begun.
     """
     number = 0
     while (one := folder / f"attempt-{number}").exists() and not (one / "stage1-000.safetensors").is_file():
@@ -451,11 +430,7 @@ def _state(folder: Path) -> Path:
 
 
 def word_table(module: AS2DualEncoder) -> str | None:
-    """Return the name of the word embeddings in an update; None if no update has them.
-
-    Raises:
-        UnsupportedModelError: The encoder does not say which of its parameters they are.
-    """
+    """Return the name of the word embeddings in an update; None if no update has them."""
     table = getattr(module.encoder.backbone, "get_input_embeddings", lambda: None)()
     if table is None or not hasattr(table, "weight"):
         raise UnsupportedModelError(

@@ -47,12 +47,9 @@ class FederatedGenerators(Drawing):
     """Train the missing generators, let them write, and report the spending of each budget.
 
     Guarantees:
-        - Every silo's data, budget and declaration of public sentences are checked before the first is trained.
+        - Every silo is checked before the first is trained.
         - ``resume=true`` repeats nothing that is finished. A generator that was killed stays charged, and is trained
           again only if the budget covers both.
-
-    Raises:
-        ConfigurationError: A number is out of range.
     """
 
     takes_federation: ClassVar[bool] = True
@@ -77,13 +74,7 @@ class FederatedGenerators(Drawing):
         )  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Return the largest epsilon spent by a silo; write ``internal_generators.json``.
-
-        Raises:
-            ConfigurationError: A setting is refused, or a silo is unknown.
-            DataError: A silo declares no sentence public.
-            BudgetExceededError: A silo's ledger does not cover its generator.
-        """
+        """Return the largest epsilon spent by a silo; write ``internal_generators.json``."""
         plan: FederationPlan = parts.federation()
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         settings = plan.settings(parts.seed)
@@ -122,7 +113,6 @@ class FederatedGenerators(Drawing):
         return {name: data for name, data in found.items() if self.names is None or name in self.names}
 
     def _check(self, folders: dict[str, Path], settings: PddAs2, parts: Parts) -> None:
-        """Refuse whatever would be refused in the middle of the work, before it begins."""
         for name, data in folders.items():
             check_generator(data, settings, self.training)
             public_sentences(data)
@@ -175,7 +165,6 @@ class FederatedGenerators(Drawing):
 
 
 def _generator(parts: Parts, privacy: Any) -> QueryGenerator:
-    """Build the generator of the command line under a mode; refuse another kind of model."""
     made = parts.make_module(privacy=privacy)
     if not isinstance(made, QueryGenerator):
         raise ConfigurationError(

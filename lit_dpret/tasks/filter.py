@@ -107,6 +107,5 @@ def _examples(applied: Sequence[Applied], passages: Mapping[str, str]) -> str:
 
 
 def _beginning(text: str) -> str:
-    """Return so much of a passage that one sees what it is about."""
     words = text.split()
     return " ".join(words[:_SHOWN_WORDS]) + (" ..." if len(words) > _SHOWN_WORDS else "")

@@ -57,16 +57,8 @@ def plan_fit(
 ) -> list[PlannedFit]:
     """Return the plan of one training, as a list; empty for a mode without releases.
 
-    Args:
-        mode: The privacy mode.
-        data: The datamodule, read already.
-        trainer: The Trainer, which says how long.
-        make_module: Makes the module, given ``privacy``; called for modes whose noise depends on the loss.
-        callbacks: Those of the training; the accountant may pay for steps in advance and name a start, and an audit
-            among them plants canaries.
-
-    Raises:
-        ConfigurationError: What will run cannot be known from this, or nothing could be claimed for it.
+    ``make_module``, given ``privacy``, is called for modes whose noise depends on the loss. Of the ``callbacks`` the
+    accountant may pay for steps in advance and name a start, and an audit plants canaries.
     """
     if mode.guarantee != "dp":
         return []
@@ -85,11 +77,7 @@ def reserve_and_start(callbacks: Sequence[Any]) -> tuple[int, Start | None]:
 
 
 def plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
-    """Plant as many blank units as the audits among the callbacks of a training will plant canaries.
-
-    Raises:
-        UnplannedError: One of them does not say how many.
-    """
+    """Plant as many blank units as the audits among the callbacks of a training will plant canaries."""
     for one in callbacks:
         if not hasattr(one, "plant_canaries"):
             continue
@@ -182,10 +170,6 @@ def _is_finished(folder: Path) -> bool:
     """Whether a run made its planned steps, and its ledger, its model and its card are still as it left them.
 
     To go on would append to the ledger and write another card, and what was made from this one names it by its SHA-256.
-
-    Raises:
-        LedgerError: The ledger was emptied.
-        ResumeError: Of all this the model alone is lost or changed.
     """
     try:
         records, card = PrivacyLedger.read(folder / LEDGER_NAME).records, read_card(folder)
@@ -221,7 +205,6 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _logged(folder: Path) -> dict[str, float]:
-    """Return the last value of each metric that a run logged."""
     found: dict[str, Any] = {}
     path = folder / "metrics.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -295,15 +278,10 @@ def train(
 
     Guarantees:
         - Checkpoints are written whole or not at all, unless ``make_trainer`` brings a way of its own.
-        - A run that is killed at any moment goes on; one that was killed after its last step still
-          gets its model and its card.
+        - A run that is killed at any moment goes on; after its last step it still gets its model and its card.
         - ``canaries`` are planted before anything reads the training data, and kept in ``canaries.json``.
         - Of several ranks, rank 0 writes what there is one of, and the others end when it has.
         - What is trained without privacy, or so that no claim is left, lies in a folder for its owner alone.
-
-    Raises:
-        ConfigurationError: The Trainer has several processes, and who calls this has work for one.
-        ResumeError: There is nothing to go on with, or the checkpoints of an earlier run lie where a new one begins.
     """
     run_dir, resume, callbacks = how.run_dir, how.resume, list(how.callbacks)
     trainer = how.make_trainer(
@@ -360,7 +338,6 @@ def _claims_nothing(module: Any) -> bool:
 
 
 def _run_id(run_dir: Path) -> str | None:
-    """Return the run that the ledger in a folder is of; None where there is none."""
     path = run_dir / LEDGER_NAME
     records = PrivacyLedger.read(path).records if path.exists() else []
     return next((record["run_id"] for record in records if record["kind"] == "plan"), None)

@@ -1,9 +1,7 @@
-"""`task=fit_scored`: train a query generator, and score it by BLEU on held-out queries.
+"""`task=fit_scored`: train a query generator, and score it by BLEU on held-out queries, as a search for settings needs.
 
-A search for settings needs a number to compare trials by. For a generator the papers take BLEU on validation
-queries. Whose queries those are decides what the number may do: of public or synthetic queries it is anybody's; of
-private ones it is a measure of people's queries that no epsilon of this run covers, so it stays in the run folder,
-for its owner alone.
+Of public or synthetic queries the number is anybody's. Of private ones it is covered by no epsilon, so it stays in the
+run folder, for its owner alone.
 """
 
 from __future__ import annotations

@@ -202,13 +202,7 @@ class Histogram:
 
 
 def read_units(parts: Parts, mode: Any) -> tuple[Any, Any]:
-    """Read the data and group them for a release of counts over units; return data module and units.
-
-    Raises:
-        ConfigurationError: Their queries carry a claim of their own, which a new card would not name, or
-            ``privacy.max_units_per_user`` is not true of them.
-        DataError: A data set from outside this package gave rows of one unit for two (`UnitOwners`).
-    """
+    """Read the data and group them for a release of counts over units; return data module and units."""
     data = parts.read_data()
     refuse_another_claim(data)
     data.use_unit(mode.unit, mode.neighbours)

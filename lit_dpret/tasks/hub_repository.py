@@ -25,12 +25,7 @@ class HubRepository:
     kind: Literal["model", "dataset"] = "model"
 
     def check(self) -> None:
-        """Refuse an impossible upload before the work starts.
-
-        Raises:
-            ConfigurationError: There is no token, the hub does not answer or does not know it, or the repository is
-                there and anybody can read it, while it should be private.
-        """
+        """Refuse an impossible upload before the work starts."""
         from huggingface_hub import get_token
 
         if get_token() is None:
@@ -52,11 +47,7 @@ class HubRepository:
             )
 
     def send(self, folder: Path) -> str:
-        """Upload the files of a folder in one commit; return the address of the repository.
-
-        Raises:
-            StorageError: The hub did not take them; the folder stays.
-        """
+        """Upload the files of a folder in one commit; return the address of the repository."""
 
         def sent(api: Any) -> str:
             url = api.create_repo(self.name, repo_type=self.kind, private=self.private, exist_ok=True)

@@ -52,11 +52,10 @@ class Index:
 
 @dataclass(kw_only=True)
 class Search:
-    """Print the passages nearest to a query.
+    """Print the passages nearest to a query, which is embedded in memory and written nowhere by this task.
 
-    The query is embedded in memory and written nowhere by this task; Hydra, though, keeps the command
-    in the run folder (``.hydra/overrides.yaml``), so a private query does not belong on a command line
-    of which that folder is shared.
+    Hydra keeps the command in the run folder (``.hydra/overrides.yaml``): a private query does not belong on a command
+    line of which that folder is shared.
     """
 
     index: Path

@@ -1,9 +1,8 @@
 """A searchable folder: embeddings, ids, texts, and a manifest that describes them.
 
-``index.json`` names every file by SHA-256, the encoder by the fingerprint of its two towers, and
-whether anything private went in. It is written last, so a folder without it is unfinished. A query
-encoded by another model finds nothing sensible in here, and nothing would show it: the fingerprint is
-compared before a query is embedded.
+``index.json`` names every file by SHA-256, the encoder by the fingerprint of its two towers, and whether anything
+private went in. It is written last, so a folder without it is unfinished. The fingerprint is compared before a query is
+embedded: another model finds nothing sensible in here, and nothing would show it.
 """
 
 from __future__ import annotations
@@ -95,12 +94,7 @@ class IndexFolder:
         - Queries are embedded by the encoder that the folder was made with, or not at all.
         - Embeddings are read from the file as they are needed, never as a whole.
 
-    Args:
-        folder: The folder.
-        verify: Compare every file with its SHA-256 first; reads all of it.
-
-    Raises:
-        DataError: It is unfinished, malformed, newer than this version reads, or not what its manifest says.
+    ``verify`` compares every file with its SHA-256 first, which reads all of it.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
@@ -157,14 +151,7 @@ class IndexFolder:
         return str(beside) if beside.is_dir() else name
 
     def query_encoder(self, encoder: str | Path | None = None) -> TextEncoder:
-        """Return the query encoder for these passages.
-
-        Args:
-            encoder: Where it lies now, if it has moved.
-
-        Raises:
-            ConfigurationError: The encoder found there is another one, or this folder holds queries.
-        """
+        """Return the query encoder for these passages; ``encoder`` says where it lies now, if it has moved."""
         if self.manifest.side != "passage":
             raise ConfigurationError(f"{self.folder} holds queries; only passages can be searched.")
         known = self.manifest.encoder
@@ -178,13 +165,7 @@ class IndexFolder:
         return found.query_encoder
 
     def search(self, query_embeddings: Tensor, k: int, *, device: str | None = None) -> TopK:
-        """Return the ``k`` best passages of each query, with the index of this folder.
-
-        Args:
-            query_embeddings: From `query_encoder`, shape ``(queries, dim)``.
-            k: How many.
-            device: ``cpu``, ``cuda`` and so on; the CPU by default.
-        """
+        """Return the ``k`` best passages of query embeddings of shape ``(queries, dim)``."""
         if self.manifest.kind == "exact":
             return search(query_embeddings, self.rows, k, tie_rank=self.tie_rank, device=device)
         where = "cpu" if device is None else torch.device(device).type
@@ -217,11 +198,7 @@ Declared = Literal["public", "private"]
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """Settings for embedding texts, and the kind of the texts.
-
-    Raises:
-        ConfigurationError: A setting is impossible, or queries are neither declared public nor private.
-    """
+    """Settings for embedding texts, and the kind of the texts."""
 
     side: Side = "passage"  # ``passage``, which is public, or ``query``
     # Where they are queries, whether those are ``public`` (published ones, or synthetic ones, whose claim the
@@ -285,17 +262,9 @@ def encode_folder(
         out: The folder to write or to go on with.
         how: As passages in float32, where it is None.
         progress: Called with (texts done, texts in all).
-        job: The ranks that share the work, each calling this with the same arguments and a folder that all of them
-            see; the first one writes the folder, and the others wait for it.
+        job: The ranks that share the work, each calling this alike; the first one writes the folder, which all see.
         claim: The privacy card of the queries, where they have one and ``how`` calls them public.
         about: Which data the texts are of, for the manifest (`data_facts`).
-
-    Raises:
-        ConfigurationError: The encoder cannot compute so, or was trained under another claim than that of the queries.
-        DataError: There are no texts, an embedding is not finite, or the encoder's card is not about these weights.
-        ResumeError: ``out`` was begun with another encoder, texts or settings.
-        StorageError: ``out`` cannot be written.
-        WorkerError: Another rank died.
     """
     job = job or Job()
     how = how or Encoding()
@@ -379,9 +348,7 @@ def index_folder(
     seed: int = 0,
     tuning_data: str = "unknown",
 ) -> IndexFolder:
-    """Build a search index over the embeddings of a folder, in a new folder.
-
-    The embeddings are linked, not copied, where the file system allows it.
+    """Build a search index over the embeddings of a folder, which are linked where possible, in a new folder.
 
     Args:
         source: What `encode_folder` wrote.
@@ -391,11 +358,6 @@ def index_folder(
         device: ``cpu``, or ``cuda`` to build faiss's structure on GPUs.
         seed: The seed of the sample that faiss trains on.
         tuning_data: What ``search`` was chosen on, for the card.
-
-    Raises:
-        ConfigurationError: The search is unknown or not installed, or the texts are private and that was not said.
-        DataError: ``source`` is not what its manifest says, or too small for the structure.
-        StorageError: ``out`` cannot be written.
     """
     kind, _, factory = search.partition(":")
     if search != "exact" and (kind != "faiss" or not factory):
@@ -491,7 +453,6 @@ def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
 
 
 def _refuse_another(folder: Path, begun: Mapping[str, Any]) -> None:
-    """Refuse to write over a finished folder of something else."""
     if not (folder / MANIFEST).is_file():
         return
     known = IndexFolder(folder).manifest.encoder.get("begun", {})
@@ -527,7 +488,6 @@ def _seal(
     begun: Mapping[str, Any],
     facts: CardFacts,
 ) -> IndexFolder:
-    """Write the card, and then the manifest that makes the folder whole."""
     files = [folder / name for name in names]
     card = None
     if parent is not None:

@@ -49,16 +49,7 @@ DROPPED = {
 
 
 class Claim:
-    """The claim of a run, as ceilings at any false positive rate.
-
-    Attributes:
-        line: The card's claim, in words.
-        eps: The claimed epsilon, recomputed from the ledger; None where none is claimed about whole queries.
-        delta: Its delta; None where nothing is claimed.
-        neighbours: Its relation; None where nothing is claimed.
-        ceilings: From false positive rates to what no attack can exceed; None where no library computes it.
-        caveats: What a reader of the attacks has to know of the claim.
-    """
+    """The claim of a run, as ceilings at any false positive rate."""
 
     def __init__(self, line: str) -> None:
         self.line = line
@@ -70,11 +61,7 @@ class Claim:
 
     @classmethod
     def of(cls, folder: Path) -> Claim:
-        """Return the claim of a finished run, from its card and ledger.
-
-        Raises:
-            DataError: The folder lacks one of them.
-        """
+        """Return the claim of a finished run, from its card and ledger."""
         if not (folder / CARD_NAME).is_file() or not (folder / LEDGER_NAME).is_file():
             raise DataError(f"task.run={folder} lacks {CARD_NAME} or {LEDGER_NAME}: it is not a finished run.")
         card, records = read_card(folder), PrivacyLedger.read(folder / LEDGER_NAME).records
@@ -169,13 +156,7 @@ class Membership(MembershipSettings):
         self.run_folder = Path(run)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``internal_membership.json`` and ``.md``; return AUC by attack.
-
-        Raises:
-            DataError: The run's model is not the one on its card.
-            PrivacyViolation: An attack is above its ceiling, or evidence above the claim, with the confidence
-                ``alarm``; the reports are written all the same.
-        """
+        """Write ``internal_membership.json`` and ``.md``; return AUC by attack."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         target = self._target()
         self._releases()

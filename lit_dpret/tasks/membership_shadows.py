@@ -82,23 +82,11 @@ class Suspects:
 
 
 def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: int, rows: int, seed: int) -> Suspects:
-    """Draw suspects from the target's training data.
+    """Draw ``count`` suspects with their first ``rows`` passages from the target's training data.
 
     Guarantees:
         - With ``coins``, who is attacked does not depend on the coins, as the theorem of the one-run audit asks.
         - With a split, half of the attacked are members as far as there are enough.
-
-    Args:
-        data: The datamodule of the target, set up.
-        others: Where queries that it was not trained on come from.
-        coins: The coins of the target's run.
-        count: Queries to attack.
-        rows: Passages of a query that are looked at, from the first on.
-        seed: The seed of the draw.
-
-    Raises:
-        ConfigurationError: There are no coins where ``others=coins`` says so.
-        DataError: The coins are of other data, or there are too few queries on one side.
     """
     collection = data.collection
     trained = list(collection.split("train"))
@@ -234,20 +222,14 @@ class Trained:
 
 
 class Shadows:
-    """Train, score and discard shadow models, one stage for each.
+    """Train, score and discard ``count`` shadow models, one stage for each, in ``minutes`` of estimated wall time.
 
     Guarantees:
         - A shadow model that is done is not trained again; one that was interrupted starts again.
         - Each has as many steps as the target's configuration, however slow the machine is.
-        - There are ``count`` of them, or as many as fit into the time by the speed of a few steps that are timed
-          before, and none where not even four do. How many is decided once, before the first, and is an even number:
-          every text is in the training data of half of them. A machine that slows down later makes the task longer.
+        - There are ``count`` of them, or an even number that fits into the time by the speed of a few steps, and none
+          where not even four do. How many is decided once: every text is in the training data of half of them.
         - Nothing of a shadow model is kept but its signals and its ledger.
-
-    Args:
-        parts: The target's configuration: model, data, privacy mode and trainer.
-        count: How many at most.
-        minutes: Wall time of all of them, by that estimate.
     """
 
     def __init__(self, parts: Parts, *, count: int, minutes: float) -> None:
@@ -368,8 +350,6 @@ def models_in(seconds: float, each: float, *, wanted: int) -> int:
 
 
 class _Watch(Callback):
-    """Seconds of each logical step."""
-
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self._since = 0.0

@@ -59,13 +59,7 @@ class Together:
 
 
 def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Together:
-    """Print and return the number of runs, their total cost, and their duration, if known.
-
-    ``varied`` are the settings in which they differ.
-
-    Raises:
-        LitDpretError: One of them cannot be made, or its card would tell of another choice, so that none begins.
-    """
+    """Print and return the number of runs, their total cost, and their duration, if known."""
     found = cost_of_all(runs, varied)
     say(found.text)
     return found
@@ -104,7 +98,6 @@ def _refuse_untold(parts: Parts, siblings: Mapping[str, Any]) -> None:
 
 
 def _planned(runs: Sequence[ComposedRun], made: Sequence[tuple[Any, Parts]], varied: Sequence[str]) -> Together:
-    """Return what the runs cost together, after refusing cards that would tell of another choice."""
     modes = [parts.make_privacy() for _, parts in made]
     releases = [release_behind(mode, parts) for mode, (_, parts) in zip(modes, made, strict=True)]
     for task, parts in made:

@@ -45,12 +45,7 @@ class OwnLog(Pipeline):
         require_whole("task", self, 8, "passage_length", null=True)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Run the check, the split and every unfinished stage of the pipeline; return its numbers.
-
-        Raises:
-            ConfigurationError: The passages of the log are not declared public, or its size is not public.
-            DataError: The log has problems; the report names all of them.
-        """
+        """Run the check, the split and every unfinished stage of the pipeline; return its numbers."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         neighbours = getattr(parts.make_privacy(), "neighbours", "zero_out")
         if neighbours == "add_or_remove":
@@ -79,11 +74,7 @@ class OwnLog(Pipeline):
         raise UnplannedError("task=own_log decides its sizes when it runs. In a sweep or a plan use task=pipeline.")
 
     def _split(self, parts: Parts, data: Any) -> dict[str, Any]:
-        """Return the settings that read the log with a test split: those given, or those of a split that is written.
-
-        Raises:
-            ResumeError: The split is of an earlier command, or the log is another one than it was made of.
-        """
+        """Return the settings that read the log with a test split: those given, or those of a split that is written."""
         folder, check = parts.run_dir / SPLIT, parts.run_dir / CHECK
         begun = Stages(check, resume=parts.resume, fingerprint="task=own_log")
         if folder.exists() and not (check / MARK).exists():

@@ -69,11 +69,7 @@ class Parts:
         return data
 
     def federation(self) -> Any:
-        """Return the federation plan of the task.
-
-        Raises:
-            ConfigurationError: None is configured.
-        """
+        """Return the federation plan of the task."""
         plan = self.make_federation()
         if plan is None:
             raise ConfigurationError("This task needs to know of which federation. Add federated=inprocess.")
@@ -105,11 +101,7 @@ T = TypeVar("T")
 
 
 def some_of(knob: str, given: Sequence[T] | None, known: Collection[T]) -> list[T]:
-    """Return the members of ``known`` that a setting names, each once and in order; all if it names none.
-
-    Raises:
-        ConfigurationError: It names another one, one twice, or none at all.
-    """
+    """Return the members of ``known`` that a setting names, each once and in order; all if it names none."""
     chosen = list(known if given is None else given)
     if not chosen or set(chosen) - set(known) or len(set(chosen)) < len(chosen):
         raise ConfigurationError(
@@ -143,11 +135,7 @@ def say_unaccounted(card: Mapping[str, Any], knob: str = "task.tuning_data") -> 
 
 
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
-    """Refuse a run folder that cannot be written or is on a nearly full disk.
-
-    Raises:
-        StorageError: Naming the folder, the reason and the knob.
-    """
+    """Refuse a run folder that cannot be written or is on a nearly full disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder) as probe:
@@ -171,9 +159,6 @@ def check_output(name: str, value: str, *, folder: bool) -> None:
         name: The setting.
         value: The path that it was given; it need not exist, and nothing is made here.
         folder: Whether a folder is written there, and not a file.
-
-    Raises:
-        ConfigurationError: It is a folder in the place of a file or the reverse, or lies where nothing can be written.
     """
     path = Path(value).expanduser()
     try:

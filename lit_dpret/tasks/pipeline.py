@@ -1,8 +1,7 @@
 """`task=pipeline`: from a private query log to synthetic queries, a retriever, a card and a report.
 
-The retriever that learns from DP synthetic queries stands beside everything that one would compare
-it with: BM25, the untrained encoder, the same retriever trained on the real queries without privacy,
-the same trained on them directly under DP, and the same trained on pseudo-queries that nobody asked.
+The retriever that learns from DP synthetic queries stands beside BM25, the untrained encoder, and the same retriever
+trained on the real queries without privacy, on them under DP, and on pseudo-queries that nobody asked.
 Each private system is a release of its own; a reader who publishes two of them, or the better one, adds them up.
 """
 
@@ -49,7 +48,6 @@ from lit_dpret.tasks.stages import Stages, settings_fingerprint
 
 
 def _notes(rows: Sequence[RowResult]) -> list[str]:
-    """Return what a reader of the table must know, whatever was run."""
     bare = [row.system for row in rows if row.privacy.startswith("no privacy guarantee")]
     found = [
         "What is promised at the top of the page holds for the synthetic queries and for the retriever that learned "
@@ -68,7 +66,6 @@ def _notes(rows: Sequence[RowResult]) -> list[str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return what a run wrote, by what it is."""
     found = {
         "query generator": folder / "generator" / "model",
         "its privacy card": folder / "generator" / "privacy_card.html",
@@ -200,11 +197,6 @@ class Pipeline:
         """Plan all private trainings first, so that none is found impossible after another has spent its budget.
 
         Each of them reserves for itself when it begins, so another run may still take the room between them.
-
-        Raises:
-            ConfigurationError: One of them cannot be made with these settings.
-            BudgetExceededError: Those that were not begun yet would bring the total of the data set past
-                ``privacy.total_eps``.
         """
         # A sweep has planned and reserved its trials, and what was begun before is counted already.
         if privacy.guarantee != "dp" or self._parts.trial_of is not None:
@@ -252,7 +244,6 @@ class Pipeline:
         return made
 
     def _whole_log(self) -> PairsDataModule:
-        """Return what the generator is trained on."""
         made: PairsDataModule = self._parts.make_datamodule(
             max_passages=None,
             expected_batch_size=self.generator_batch,
@@ -368,7 +359,6 @@ class Pipeline:
         return {"passages": len(passages)}
 
     def _made(self, folder: Path, keep: Path | None = None, *, card: bool = True) -> SyntheticDataModule:
-        """Return queries that were made for public passages, as training data."""
         return SyntheticDataModule(
             folder=folder,
             evaluation=self._searched,

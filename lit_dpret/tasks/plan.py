@@ -182,10 +182,7 @@ class Plan:
 def format_plan(facts: Mapping[str, Any]) -> str:
     """Return the facts of `describe_plan`, and ``cost``, as terminal tables: first the claim, then its meaning.
 
-    Guarantees:
-        - The first line holds epsilon with its delta, unit and relation.
-        - A number that is not proved is not printed; the combination is named instead. Where no epsilon may be
-          stated at all, the text ends with what would be done.
+    The first line holds epsilon with its delta, unit and relation. A number that is not proved is not printed.
     """
     told = {"other_bound": OTHER_BOUND, "off_by": FACTOR, "duration": duration, "size": size}
     return render("plan.md", {"cost": None, **facts, **told}).rstrip()

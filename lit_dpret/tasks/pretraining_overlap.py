@@ -54,11 +54,7 @@ class PretrainingOverlap:
         self.card = None if self.card is None else Path(self.card)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; return the shares found.
-
-        Raises:
-            DataError: The corpus is missing or empty, a record of it has no text, or ``card`` has none to mark.
-        """
+        """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; return the shares found."""
         check_run_dir(parts.run_dir, min_free_mb=1)
         if self.card is not None and not (self.card / CARD_NAME).is_file():
             raise DataError(

@@ -21,12 +21,7 @@ _OF_LABELLING = (
 
 @dataclass(kw_only=True)
 class PseudoLabels:
-    """Label synthetic queries against passages that a retriever confuses with their own.
-
-    Guarantees:
-        - An interrupted run goes on where it stopped, and writes the same files.
-        - Nothing is read but released queries, public passages, and models that their claim covers.
-    """
+    """Label synthetic queries against passages that a retriever confuses with their own; an interrupted run goes on."""
 
     data: Path
     cross_encoder: str | Path

@@ -86,11 +86,7 @@ def score_bm25(queries: Mapping[str, str], passages: Mapping[str, str], qrels: Q
 
 @dataclass(kw_only=True)
 class Ranker:
-    """Rank passages for queries, best first.
-
-    Raises:
-        ConfigurationError: A setting of encoders is given for ``bm25``.
-    """
+    """Rank passages for queries, best first."""
 
     encoder: str  # ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``
     max_passage_length: int | None = None  # tokens of a passage that are read; null for what the encoder's folder says

@@ -31,11 +31,7 @@ _MAY_CHANGE = {  # when a fit goes on: how fast it goes, and where files lie
 
 
 def trained_settings(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by full name the settings that decide what a fit trains, and not how fast or from which folder.
-
-    Args:
-        groups: ``seed``, and the settings of ``model``, ``datamodule``, ``privacy`` and ``trainer`` (`LENGTHS` alone).
-    """
+    """Return by full name the settings that decide what a fit trains, and not how fast or from which folder."""
     found: dict[str, Any] = {"seed": groups["seed"]}
 
     def add(node: Any, place: str) -> None:

@@ -1,10 +1,8 @@
 """Check whether a synthetic query retrieves the passage that it was written for.
 
-Round-trip recall is the share of synthetic queries whose source passage is among the first k that a
-retriever ranks for them. It needs no private data, so it may be computed, tuned on and published
-freely. Its number means little alone: a retriever that loves some passages finds them for any query.
-The control asks the same queries for a wrong passage each, in a derangement of the passages, and is
-to be read beside it. (Round-trip consistency: Alberti et al., 2019; as a filter, Dai et al., 2022.)
+Round-trip recall is the share of synthetic queries whose source passage is among the first k that a retriever ranks;
+it needs no private data. The control asks the same queries for a wrong passage each, in a derangement of the passages.
+(Round-trip consistency: Alberti et al., 2019; as a filter, Dai et al., 2022.)
 """
 
 from __future__ import annotations
@@ -38,13 +36,7 @@ def hits(sources: Mapping[str, str], ranked: Mapping[str, Sequence[str]], k: int
 
 
 def wrong_sources(sources: Mapping[str, str], seed: int = 0) -> dict[str, str]:
-    """Return each query with another passage, moving every passage's queries together.
-
-    The distinct passages are permuted by one random cycle (Sattolo's algorithm), so none stays in place.
-
-    Raises:
-        DataError: There are fewer than two passages.
-    """
+    """Return each query with another passage, by one random cycle of the passages (Sattolo's algorithm)."""
     passages = sorted(set(sources.values()))
     if len(passages) < 2:
         raise DataError(f"A shuffled control needs two passages with queries; there are {len(passages)}.")
@@ -74,10 +66,6 @@ def check_round_trip(
 
     Returns:
         ``recall`` and ``control`` as [mean, low, high], ``k``, ``queries`` and ``kept``, as JSON values.
-
-    Raises:
-        DataError: No query passes.
-        PrivateDataError: ``released`` is something else, or the model was trained on other private data.
     """
     require_released(released, "check_round_trip")
     if model.pretrained is not None:  # without a trace of a run it is public, as everywhere in training

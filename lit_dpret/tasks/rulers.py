@@ -28,11 +28,7 @@ class Ruler:
 
 
 def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
-    """Return a ruler for each side by the tokenizer of ``model=``, or by words if it is unavailable.
-
-    Returns:
-        The rulers, and what they measure by, in words.
-    """
+    """Return a ruler for each side by the tokenizer of ``model=``, else by words; and what they measure by."""
     words = Ruler(unit="words", count=count_words)
     try:
         module = parts.make_module(privacy=privacy)
@@ -44,11 +40,7 @@ def make_rulers(parts: Parts, privacy: Any) -> tuple[dict[Side, Ruler], str]:
 
 
 def rulers_of(module: Any) -> dict[Side, Ruler]:
-    """Return a ruler for each side by the tokenizer of a module.
-
-    Raises:
-        AttributeError: It reads no texts.
-    """
+    """Return a ruler for each side by the tokenizer of a module; AttributeError where it reads no texts."""
     return {side: _ruler(module, side) for side in SIDES}
 
 

@@ -18,11 +18,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def silo_command(arguments: Sequence[str]) -> None:
-    """Check a silo, print the trust table and the spent budget, and start it unless ``--check`` was given.
-
-    Raises:
-        LitDpretError: Of the checks, before anything is started.
-    """
+    """Check a silo, print the trust table and the spent budget, and start it unless ``--check`` was given."""
     given = silo_parser().parse_args(arguments)
     if given.new_signing_key is not None:
         from lit_dpret.federated.keys import make_identity

@@ -111,14 +111,7 @@ class Similarity:
         self.reference_file = None if self.reference_file is None else Path(self.reference_file)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; return the scores.
-
-        Raises:
-            DataError: The two have nothing that could be compared, or too few texts; or the card beside the synthetic
-                queries is of others.
-            ConfigurationError: A package of the extra ``quality`` is missing, or queries that the training read are
-                declared public.
-        """
+        """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; return the scores."""
         check_run_dir(parts.run_dir, min_free_mb=50)
         for measure, package in _PACKAGES.items():
             if measure in self.chosen:
@@ -160,7 +153,6 @@ class Similarity:
         return scores_of(facts)
 
     def _privacy(self) -> str:
-        """Say what the synthetic data promise, in a line."""
         path = self.synthetic / CARD_NAME
         if not path.is_file():
             return "no privacy card"

@@ -38,22 +38,16 @@ def described(settings: object) -> str:
 
 
 class Stages:
-    """Run named stages in order inside one run folder.
+    """Run named stages in order inside one run folder; stage ``x`` gets ``run_dir/x``.
 
     Guarantees:
         - A stage that finished is not run again; its recorded result is returned.
         - A stage is recorded as finished only after all of it was written, for its owner alone: results are often
           measures of single private queries.
         - What a finished stage leaves with a card that claims nothing lies in a folder for its owner alone.
-        - A run that is bound to its data (`on_data`) does not go on with others.
-        - A run whose first stage was refused before it wrote anything was never begun: the corrected command may
-          take its folder.
-
-    Args:
-        run_dir: The folder of the run; stage ``x`` gets ``run_dir/x``.
-        resume: Accept stages that an earlier attempt finished.
-        fingerprint: What the run was configured to do; another one is refused on resume.
-        scratch: Folders below ``run_dir`` that hold nothing but copies of what is computed again.
+        - A run that is bound to its data (`on_data`) does not go on with others, nor with another ``fingerprint``.
+        - A run whose first stage was refused before it wrote anything but ``scratch`` was never begun: the corrected
+          command may take its folder.
     """
 
     def __init__(self, run_dir: Path, *, resume: bool, fingerprint: str, scratch: Sequence[str] = ()) -> None:
@@ -75,11 +69,7 @@ class Stages:
         self._begun_on = begun[1] if len(begun) > 1 else ""
 
     def on_data(self, *measured: Mapping[str, Any]) -> Stages:
-        """Bind the run to the content of its inputs, by id; return self.
-
-        Raises:
-            ResumeError: The run was begun on other data: what it has done and what it would do belong apart.
-        """
+        """Bind the run to the content of its inputs, by id; return self."""
         self._data = content_sha256(*measured)
         if self._begun_on not in ("", self._data):
             raise ResumeError(

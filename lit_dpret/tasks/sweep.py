@@ -34,8 +34,7 @@ class Sweep:
     """Run a W&B sweep file without a server, in a folder that W&B's agents can share.
 
     Guarantees:
-        - Before the first trial starts, all of them are reserved in the ledger of the data set; where the limit
-          does not cover them, nothing starts, and the refusal says how many it would cover.
+        - Before the first trial starts, all of them are reserved in the ledger of the data set, or nothing starts.
         - A trial that is done is not run again; one that was interrupted goes on.
     """
 
@@ -107,7 +106,6 @@ class Sweep:
     # -- the plan ------------------------------------------------------------------------------
 
     def _planned(self, parts: Parts, trials: Sequence[Trial]) -> SweepFolder:
-        """Return the sweep as it was planned, now or by an earlier call."""
         if (parts.run_dir / SWEEP).exists():
             sweep = SweepFolder.read(parts.run_dir)
             sweep.require(self.sweep, self.dataset_ledger, self.total_eps, self.metric_data)
@@ -178,13 +176,11 @@ class Sweep:
         return min(budgets, key=lambda budget: budget.delta, default=None)
 
     def _ledger(self, budget: PrivacyBudget | None) -> DatasetLedger | None:
-        """Return the ledger, or the one that will be begun; None where no trial is private."""
         if budget is None or self.dataset_ledger is None:
             return None
         return DatasetLedger(self.dataset_ledger, total_eps=self.total_eps, budget=budget)
 
     def _refuse_uncounted(self, parts: Parts, epsilon: float, delta: float) -> None:
-        """Refuse private trials without a ledger, or with a new one whose limit nobody named."""
         cost = f"all trials together cost epsilon {epsilon:.4g} at delta {show_delta(delta)}"
         if self.dataset_ledger is None:
             raise ConfigurationError(

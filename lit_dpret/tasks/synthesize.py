@@ -117,7 +117,6 @@ class Synthesize(SetDrawing):
 
 
 def _promises(generator: Path) -> bool:
-    """Return whether the card of a generator claims a guarantee."""
     return (generator / CARD_NAME).is_file() and read_card(generator)["claim"]["guarantee"] == "dp"
 
 

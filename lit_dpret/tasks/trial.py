@@ -21,13 +21,7 @@ _WHOSE = ("data", "whose", "queries", "reference", "tuning_data")  # settings of
 
 
 class TrialOf:
-    """The sweep that ``trial_of=folder`` names.
-
-    Raises:
-        ConfigurationError: There is no such sweep, the trial lies where nobody would look for it, its task could train
-            what was not planned, it has no privacy in a sweep of private trials, it says otherwise than its sweep
-            on which data the choice is made, or the choice is by a number without privacy.
-    """
+    """The sweep that ``trial_of=folder`` names."""
 
     def __init__(self, folder: str | Path, task: Any, parts: Parts) -> None:
         run_dir = parts.run_dir
@@ -55,13 +49,7 @@ class TrialOf:
         self._left_out = results_without_privacy(task, mode)
 
     def finish(self, overrides: Sequence[str], result: Any) -> None:
-        """Record the trial and its result, on the first rank.
-
-        Args:
-            overrides: The settings that it was called with.
-            result: The metrics that its task returned; those that have no privacy in a private trial are left out,
-                so that nobody chooses by them.
-        """
+        """Record the trial and its result, on the first rank; nobody may choose by results without privacy."""
         if getattr(rank_zero_only, "rank", 0):
             return
         named = self.sweep.parameters
@@ -100,15 +88,7 @@ def private_scores(task: Any, callbacks: Sequence[Any]) -> list[str]:
 
 
 def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, sweep: SweepFolder | None) -> bool:
-    """Refuse an undeclared objective on private queries: a sweeper writes it beside all trials.
-
-    Returns:
-        Whether the result is on private queries, so that only its owner may read what the sweeper writes.
-
-    Raises:
-        ConfigurationError: The sweep says that nothing is compared; or the result is on private queries, and no planned
-            sweep says that the choice is by them.
-    """
+    """Refuse an undeclared objective on private queries; return whether it is on private ones."""
     if sweep is not None and sweep.facts["metric_data"] == "none":
         raise ConfigurationError(
             f"objective={name} in a trial of a sweep with task.metric_data=none: a sweeper compares trials by it, and "
@@ -149,12 +129,8 @@ def refuse_other_choice(
         task: What a run of it does.
         parts: The parts of that run.
         objective: What a sweeper compares the runs by; None where nobody compares them by a number.
-        varied: The settings in which the runs differ; only those that differ in their seed alone are not a choice.
+        varied: The settings in which the runs differ; a difference in the seed alone is not a choice.
         releases: What each of the runs is derived from, by `release_behind`; None where it is not known.
-
-    Raises:
-        ConfigurationError: The card would say that nothing was chosen by trainings on private data, or that nobody
-            knows how many there are.
     """
     if parts.trial_of is not None:
         return
@@ -184,13 +160,7 @@ def _of_several_releases(task: Any, mode: Any, differing: Sequence[str], release
 
 
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:
-    """Refuse a trial without a bounded cost, or that contradicts its sweep about the comparison data.
-
-    Raises:
-        ConfigurationError: Its releases are not known beforehand, its own ledger would let nothing be claimed for it,
-            a score is of private queries and the sweep does not say so, the trial's card would tell of another choice,
-            or the choice has no privacy.
-    """
+    """Refuse a trial without a bounded cost, or that contradicts its sweep about the comparison data."""
     if not hasattr(task, "planned_fits"):
         raise ConfigurationError(
             f"trial_of and task.file are for task=fit and task=pipeline: the releases of {type(task).__name__} are not "

@@ -69,18 +69,7 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
 
 
 def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> None:
-    """Refuse queries declared public that are an artefact's private training queries, if detectable.
-
-    It is seen where `training_behind` sees it. Anything else is taken on trust.
-
-    Args:
-        data: The datamodule, set up.
-        folder: The artefact that is measured; None, or a name that is not a folder, where there is none.
-        knob: The setting that declares the queries public.
-
-    Raises:
-        ConfigurationError: They are that training's own data.
-    """
+    """Refuse queries declared public that ``folder`` was privately trained on, as far as `training_behind` sees it."""
     if folder is None or not Path(folder).is_dir():
         return
     if (run := training_behind(Path(folder), data)) is not None:
@@ -92,11 +81,7 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
 
 
 def declare(folder: Path | None, whose: Whose | None, *, measured: str, where: str) -> str | None:
-    """Write on the card in ``folder`` that numbers about private queries will be computed.
-
-    Returns:
-        What to say beside the numbers; None where the queries are not private.
-    """
+    """Write on the card that numbers about private queries come; return what to say beside them, or None."""
     if whose != "private":
         return None
     marked = NO_CARD
@@ -121,12 +106,7 @@ def _copies(folder: Path) -> list[Path]:
 
 
 def check_synthetic(data: Any, split: str) -> None:
-    """Refuse a ``split`` declared synthetic that does not match a privacy card.
-
-    Raises:
-        ConfigurationError: It has no such card, or the split holds the real queries of its ``evaluation``.
-        DataError: The card does not describe the files.
-    """
+    """Refuse a ``split`` declared synthetic that does not match a privacy card."""
     if not hasattr(data, "privacy_card_path"):
         raise ConfigurationError(
             f"Declared synthetic, but {type(data).__name__} reads data without a privacy card. Use "

@@ -34,12 +34,7 @@ class Verify:
         self.card, self.parents = Path(self.card), [Path(parent) for parent in self.parents]
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Print a line for each check; return the number of checks by result.
-
-        Raises:
-            ConfigurationError: There is nothing at ``card``.
-            VerificationError: Something failed; the exit status of the command line is then not 0.
-        """
+        """Print a line for each check; return the number of checks by result."""
         if not self.card.exists():
             raise ConfigurationError(
                 f"task.card={self.card} does not exist: name a folder that holds a card, or its file."
@@ -76,7 +71,6 @@ class Verify:
 
 
 def _is_dataset_ledger(path: Path) -> bool:
-    """Return whether a file begins as a ledger of a data set does."""
     try:
         with path.open(encoding="utf-8") as file:
             return path.is_file() and json.loads(file.readline()).get("kind") == "dataset"
