@@ -1,16 +1,8 @@
 r"""Private centroids of embeddings, sent instead of the embeddings as requests and answers.
 
-Noise on every query's own embedding drowns it: at epsilon 8 and 768 dimensions the noise is thirty times as long as
-the signal. A centroid of fifty is worth more, because all fifty add to it and noise is added once. The centroids are
-found by Lloyd's iterations whose sums and counts are noised (Blum et al., "Practical Privacy: the SuLQ
-Framework", PODS 2005, section 3.1; Su et al., "Differentially Private K-Means Clustering", CODASPY 2016). One row x,
-assigned to centroid j, adds (x, radius) to place j of a table, x scaled down to length ``radius``; one row of a unit of
-privacy counts. So a unit moves the table by at most
-
-    C = sqrt(2) * radius
-
-when it is emptied, added or removed, and by 2 C when it is replaced. Each iteration releases the table once with
-Gaussian noise of standard deviation ``noise_multiplier * C``; everything else is computed from released tables.
+Lloyd's iterations with noised sums and counts (Blum et al., "Practical Privacy: the SuLQ Framework", PODS 2005, section
+3.1; Su et al., "Differentially Private K-Means Clustering", CODASPY 2016): one centroid of fifty embeddings gets noise
+once, where fifty embeddings would drown in theirs. Everything but the noised tables is computed from released tables.
 """
 
 from __future__ import annotations
@@ -54,7 +46,9 @@ class CentroidPlan:
 def table_of(
     embeddings: Tensor, centroids: Tensor, plan: CentroidPlan, units: Sequence[Hashable] | None = None
 ) -> Tensor:
-    """Return sums and weighted counts of the rows by nearest centroid.
+    """Return sums and weighted counts of the rows by nearest centroid, float64, ``(count, dim + 1)``, the count last.
+
+    A row x adds (x, radius) to the place of its centroid, x scaled down to length ``radius``; one row of a unit counts.
 
     Guarantees:
         - Emptying, adding or removing the rows of one unit moves it by at most ``plan.sensitivity`` (L2), replacing
@@ -66,9 +60,6 @@ def table_of(
         centroids: Released before, ``(count, dim)``.
         plan: The bounds.
         units: The unit of each row; None makes each row a unit of its own.
-
-    Returns:
-        float64, ``(count, dim + 1)``, the count in the last column.
     """
     rows = embeddings.detach().double().cpu()
     if units is not None and len(units) != len(rows):

@@ -1,14 +1,8 @@
 """Evaluate answer sentence selection at both levels of the paper: sentences and passages.
 
-A passage scores as its best sentence does (paper 004, equation 9), so the ranking of passages is the ranking of
-sentences with every passage at the place of its first. Hence *any-hit* measures can only rise from sentences to
-passages: ``passage/success@k >= sentence/success@k`` for every query and k, and the same for MRR. The paper's
-Table 1 has it the other way round for R@20 (central: 0.553 of passages, 0.629 of sentences), which equation 9
-makes impossible.
-
-*Per-relevant* recall, the share of all that is relevant, has no such order: with three answers in one passage and
-one in another, three of four sentences can be found where one of two passages is. The two
-never share a name here: ``success@k`` is any-hit, ``recall@k`` per-relevant, as in `lit_dpret.retrieval.metrics`.
+A passage scores as its best sentence does (paper 004, equation 9), so *any-hit* measures (``success@k``, MRR) can only
+rise from sentences to passages; the paper's Table 1 has it the other way round for R@20. *Per-relevant* ``recall@k``
+has no such order.
 """
 
 from __future__ import annotations
@@ -60,11 +54,7 @@ def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> 
 
 
 def collapse(top: TopK, passage_of: Tensor, depth: int) -> TopK:
-    """Turn a ranking of sentences into one of passages, each with its best sentence's score.
-
-    Returns:
-        Exactly ``depth`` columns, padded with -inf and `MISSING`.
-    """
+    """Turn a ranking of sentences into one of passages by best sentence; ``depth`` columns, padded with `MISSING`."""
     queries = len(top.indices)
     owner = passage_of[top.indices.clamp(min=0)].masked_fill(top.indices == MISSING, MISSING)
     scores = torch.full((queries, depth), float("-inf"))

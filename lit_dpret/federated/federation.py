@@ -1,8 +1,7 @@
 """The server's view of a PDD-AS2 run (Algorithm 1 of paper 004, and its second stage), and its result.
 
-Which phases are run, how the rounds of stage 1 follow each other, and how their updates are combined is the same for
-every transport. How silos are asked is not: `lit_dpret.federated.transport` calls them, and
-`lit_dpret.federated.flower.server_app` sends messages.
+Phases, rounds and the combination of updates are the same for every transport. How silos are asked is not:
+`lit_dpret.federated.transport` calls them, and `lit_dpret.federated.flower.server_app` sends messages.
 """
 
 from __future__ import annotations

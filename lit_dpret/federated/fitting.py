@@ -49,19 +49,10 @@ def fit_epochs(
     module: Any, data: Any, folder: Path, *, epochs: int = 1, callbacks: Sequence[Callback] = (),
     progress: StepProgress | None = None, repeat: bool = False,
 ) -> None:  # fmt: skip
-    """Train ``module`` on ``data`` for this many epochs, with its ledger in ``folder``.
+    """Train ``module`` on ``data`` for this many epochs, with its ledger in ``folder``; log and checkpoint nothing.
 
-    Nothing is logged, validated or checkpointed: a local epoch yields the weights, and the ledger.
-
-    Args:
-        module: As it was at the start of the fit.
-        data: The data that it is trained on.
-        folder: The folder of the ledger.
-        epochs: How many.
-        callbacks: Callbacks of the Trainer, other than the accountant.
-        progress: Shows the steps; null shows nothing.
-        repeat: Go through a fit again that was broken off: what its ledger announced gets the same noise bit by bit and
-            costs nothing, and the rest is charged as planned (`broken_attempt`).
+    ``repeat`` goes through a fit again that was broken off: what its ledger announced gets the same noise bit by bit
+    and costs nothing, and the rest is charged as planned (`broken_attempt`).
     """
     lines = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")
@@ -138,13 +129,8 @@ class TowardsAnchor(Callback):
     """Add ``strength * (w - anchor)`` to every gradient: the term ``strength / 2 * |w - anchor|^2`` of the loss.
 
     With the weights of the round's start as the anchor it is FedProx (Li et al., 1812.06127, equation 2); with
-    the mean of the clients' personal models MR-MTL (Liu et al., "On Privacy and Personalization in Cross-Silo
-    Federated Learning", 2206.07902, section 5). The term is a function of released weights only. It is added
-    after clipping and noise, so that it costs no privacy and takes no part of the clipped gradient.
-
-    Args:
-        anchor: By parameter name.
-        strength: mu of FedProx, lambda of MR-MTL; positive.
+    the mean of the clients' personal models MR-MTL (Liu et al., 2206.07902, section 5). It is a function of released
+    weights only and is added after clipping and noise, so that it costs no privacy.
     """
 
     # The gradients, while the optimizer steps: by a function of released weights only.

@@ -1,12 +1,9 @@
 """Keys, signatures, boxes, shared secrets and identities for the secure sum and for sealing.
 
-X25519 (RFC 7748), HKDF-SHA256 (RFC 5869), ChaCha20-Poly1305 (RFC 8439) and Ed25519 (RFC 8032), all of the package
-cryptography; keys are their 32 raw bytes. Every derived key, signature and box is bound to a `label` that states its
-purpose, so that none of them is valid anywhere else.
-
-A silo's identity is its long-term signing key, and the roster of everybody's public keys. The roster is written by
-people, distributed over another channel than the federation's server, and the same file at every silo. The number of a
-silo is the place of its name in alphabetical order, so that everybody with the same roster means the same silo by it.
+X25519, HKDF-SHA256, ChaCha20-Poly1305 and Ed25519 of the package cryptography; keys are their 32 raw bytes. Every
+derived key, signature and box is bound to a `label` that states its purpose. A silo's identity is its long-term signing
+key; the roster of everybody's public keys is written by people and distributed past the federation's server. A silo's
+number is the place of its name in alphabetical order.
 """
 
 from __future__ import annotations
@@ -120,14 +117,9 @@ SECRET_BYTES, SHARE_BYTES = 32, 66
 
 
 def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, bytes]:
-    """Split a secret among holders so that any ``threshold`` of them recover it and fewer learn nothing.
+    """Split 32 bytes so that any ``threshold`` of the holders, positive numbers, recover them and fewer learn nothing.
 
     Shamir, "How to share a secret", 1979. Fewer shares are uniformly distributed, whatever the secret is.
-
-    Args:
-        secret: 32 bytes.
-        threshold: How many shares are needed, 1 to the number of holders.
-        holders: Different positive numbers.
     """
     if len(secret) != SECRET_BYTES:
         raise ConfigurationError(f"A secret of {len(secret)} bytes cannot be shared; {SECRET_BYTES} are needed.")

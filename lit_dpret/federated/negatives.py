@@ -1,9 +1,7 @@
 """Negatives from other clients' collections (paper 004, section 2.2): their messages, and the source that draws them.
 
-Three acts: the asker makes *request rows*, each asked client answers with a *block*, the asker merges the blocks
-into a *pool*. Nothing here sends anything; transports do.
-
-What each kind of request and response tells of whom stands in `lit_dpret.federated.trust`, for any settings.
+The asker makes *request rows*, each asked client answers with a *block*, the asker merges the blocks into a *pool*.
+Transports send them; `lit_dpret.federated.trust` states what each kind tells whom.
 """
 
 from __future__ import annotations
@@ -186,8 +184,7 @@ def merged_pool(
 ) -> FedPool:  # fmt: skip
     """Merge the answers to a request of ``rows`` into the asker's pool, with lists if the rows are queries.
 
-    Each answer is read with the number of rows that it has to answer, and the most entries of a row; ``refuse`` is
-    told of those that cannot be read.
+    Each answer is read with its size; ``refuse`` is told of those that cannot be read.
     """
     # A request that says nothing is answered as one empty row, by a sample.
     size = {"rows": 1, "limit": stage.n} if stage.request == "none" else {"rows": len(rows), "limit": stage.top_k}

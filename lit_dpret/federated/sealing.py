@@ -1,14 +1,8 @@
 """Messages between silos, sealed so that the relaying server sees only their sizes.
 
-For every refresh of negatives each silo draws an X25519 key, which is on its disk until the refresh is over; recordings
-of older refreshes cannot be opened with anything that a silo still has. A *letter* is one body for all its readers,
-encrypted under a key of its own, and for each reader this key in a box that only sender and reader can make or open
-(static Diffie-Hellman between their keys of the refresh, HKDF-SHA256, ChaCha20-Poly1305). The box is bound to the run,
-the refresh, the global weights, sender, reader, kind of letter and the hash of the body: a letter that was changed,
-comes from another refresh, or was meant for another silo does not open.
-
-With a roster keys are signed by their owners. Without one a server in the middle could read everything, and is trusted
-not to. Sizes stay visible, and show how many rows a request has.
+Each silo draws an X25519 key for every refresh and deletes it afterwards. A *letter* is one body for all its readers
+under a key of its own, and for each reader this key in a box, bound to run, refresh, weights, sender, reader, kind and
+the hash of the body. With a roster keys are signed by their owners; without one a server in the middle is trusted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The weighted mean of the clients' updates by a secure sum: the masked vectors, and the mean of their sum.
 
-Vectors are whole numbers modulo 2^32, in which masks cancel exactly, as floating-point sums would not. A client's
-weight is at most 1 and is masked together with its change, so that the server divides by the sum of the weights without
-knowing any of them.
+Vectors are whole numbers modulo 2^32, in which masks cancel exactly. A client's weight is at most 1 and is masked
+together with its change, so that the server divides by the sum of the weights without knowing any of them.
 """
 
 from __future__ import annotations

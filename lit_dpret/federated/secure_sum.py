@@ -1,43 +1,8 @@
 """A sum that a server learns without learning any summand, even if some clients drop out during the protocol.
 
-Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), section 4,
-figure 4. Every pair of clients agrees on a mask that one adds and the other subtracts; each adds a mask of its own as
-well; and the keys to both are shared among all, so that after a dropout exactly one of the two can be recovered for
-anybody. Five acts, whatever carries the messages:
-
-1. `Client.advertise`: two public keys each.
-2. `Client.share`: for every peer sealed shares of the own mask's seed and of the mask key, and whether the client has
-   an update.
-3. `Client.mask`: the vector under all its masks, from clients whose shares arrived.
-4. `Client.sign`: a signature over who is left, who was lost, and everybody's keys; once in a sum.
-5. `Client.unmask`: with the signatures of ``threshold`` clients over the very lists that this client was given, and
-   where ``threshold`` of those who are left have an update, for each client that sent its vector a share of the seed,
-   for each that did not of the key.
-
-What is promised to the honest of n clients, with threshold t:
-
-- **Without a roster**: a server that follows the protocol and only looks (honest but curious) learns the sum. One that
-  lies about lists or relays keys of its own reads single vectors. Act 4 is left out, since it would prove nothing.
-- **With a roster** of long-term signing keys, whatever the server does together with c clients, c < 2t - n
-  (`Session.colluders`): it can learn only the sum of all honest clients of one list, at least t - c of them.
-  An honest client signs one list, so two lists cannot both have t signatures: that takes 2(t - c) honest clients of
-  n - c. Nor does it help to let a client mask with only a few others. Say that k clients of the list have not signed
-  it: then at most n - t - k are lost, and of the t - 1 or more others that such a client masked with, c collude,
-  n - t - k are lost and k - 1 have not signed. The 2t - n - c that are left have signed, and nobody can remove their
-  masks.
-- **A client without an update** masks zeros, takes part in every act, and says so to its peers alone. Nothing that is
-  sent before the last act depends on it: a client that refused to mask for want of updates would tell a server, which
-  decides whose shares it gets, who has none. In the last act it unmasks a sum of ``threshold`` updates or more, and
-  else refuses as all others do. So a server that learns of the sum learns one of at least ``threshold`` updates, at
-  least t - c of them of honest clients, and of one that is refused that it is of fewer. With a roster it can ask that
-  of one list. A peer, and whoever it tells, knows which of the clients have no update.
-- **Not promised**: that the sum is right (a client can mask anything); that there is one (any client or the server can
-  stop it); that the updates in it are large enough to hide each other; that sums of several rounds reveal nothing
-  together; or anything about the sum itself, which is released. It is not differential privacy: noise has to be in the
-  vectors.
-
-Masks are ChaCha20 key streams under keys from X25519 and HKDF-SHA256, added modulo 2^32 (`FixedPoint`). Flower's own
-SecAgg+ folds the secret into 32 bits and seeds a Mersenne twister with it, which a server can break by trying all.
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), figure 4, with masks
+of ChaCha20 added modulo 2^32. What is promised against whom, why ``colluders`` is the limit, and what is not promised
+(above all, it is no differential privacy) stands in ``docs/federated.md``, section Secure sum.
 """
 
 from __future__ import annotations
@@ -137,7 +102,7 @@ class Unmasking:
 
 
 class Client:
-    """One client's side of one sum; used once.
+    """One client's side of one sum; used once, act by act.
 
     Guarantees:
         - Everything it sends before act 5 is uniformly distributed to anybody with fewer than ``threshold`` views.
@@ -149,9 +114,8 @@ class Client:
     Args:
         session: The sum.
         number: The client's own.
-        identity: Its long-term signing key, 32 bytes; with it ``roster``, the public halves of everybody's by
-            number. Null trusts the keys that the server relays.
-        roster: See ``identity``.
+        identity: Its long-term signing key; null trusts the keys that the server relays.
+        roster: With ``identity``, the public halves of everybody's by number.
         has_update: Whether the vector is an update, and not zeros in place of one.
     """
 
@@ -194,12 +158,7 @@ class Client:
         return Keys(self.number, sealing, mask, signature)
 
     def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
-        """Phase 2: return for every peer a sealed pair of shares and whether this client has an update.
-
-        Raises:
-            DataError: Fewer than ``threshold`` clients advertised, a number is repeated or unknown, two clients have
-                one key, or a signature is not by the key on the roster; or it was asked before.
-        """
+        """Phase 2: return for every peer a sealed pair of shares and whether this client has an update."""
         if self._peers:
             raise DataError("This client has shared its secrets in this sum, and does so once.", kind="bad protocol")
         found = list(advertised)
@@ -228,16 +187,7 @@ class Client:
         }
 
     def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
-        """Phase 3: return the vector under all its masks.
-
-        Args:
-            words: The client's vector (`FixedPoint.encode`).
-            sealed: The shares that each peer sealed for this client; missing peers have dropped out.
-
-        Raises:
-            DataError: Fewer than ``threshold`` clients shared, or a share does not open.
-            ConfigurationError: It was called before.
-        """
+        """Phase 3: return the vector under all its masks, given the shares of the peers that are still there."""
         if self._masked:
             raise ConfigurationError("A client masks one vector in one sum: two under the same masks would show both.")
         for peer, box in sealed.items():
@@ -263,9 +213,6 @@ class Client:
 
         The keys represent the sealed shares as well: a client shares once under its keys, and nobody else can seal
         between two honest clients.
-
-        Raises:
-            DataError: The lists overlap, are not those of act 3, lack this client, or leave fewer than ``threshold``.
         """
         alive, lost = self._checked(active, dead)
         keys = [part for one in sorted(self._peers) for part in (one, self._peers[one].seal, self._peers[one].mask)]
@@ -274,12 +221,7 @@ class Client:
         return _about(self.session, "lists") + hashlib.sha256(label(*parts)).digest()
 
     def sign(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """Phase 4, with a roster: sign the lists; a client signs one pair of lists for each sum.
-
-        Raises:
-            DataError: As for `statement`; or it has signed other lists.
-            ConfigurationError: There is no roster.
-        """
+        """Phase 4, with a roster: sign the lists; a client signs one pair of lists for each sum."""
         if self._identity is None:
             raise ConfigurationError("A client without a signing key signs no lists.")
         found = self.statement(active, dead)
@@ -294,10 +236,6 @@ class Client:
         """Phase 5: reveal a seed share of every client whose vector arrived, and a key share of every other one.
 
         With a roster the signatures of act 4 are needed, by client.
-
-        Raises:
-            DataError: As for `statement`; it has signed other lists, fewer than ``threshold`` of the active clients
-                have signed these, or have an update, or it was asked before.
         """
         if self.done:
             raise DataError("This client has unmasked this sum already, and does so once.", kind="bad protocol")
@@ -424,11 +362,7 @@ class Server:
         return sorted(self.sharers - set(self.masked))
 
     def total(self, unmaskings: Iterable[Unmasking]) -> Words:
-        """Remove the masks; return the sum of the active clients' vectors.
-
-        Raises:
-            DataError: Fewer than ``threshold`` clients unmasked, or a share was changed.
-        """
+        """Remove the masks; return the sum of the active clients' vectors."""
         answers = {one.client: one for one in unmaskings}
         if len(answers) < self.session.threshold:
             raise DataError(

@@ -1,7 +1,7 @@
 """One client of a federation, beside its data: its training rounds, requests, answers and measures.
 
 Everything that a transport has to move is an argument or a return value here; everything else stays in the silo's
-state folder: its ledgers, its personal query encoder, and the files of each round of training.
+state folder.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class SiloClient:
     Guarantees:
         - With ``privacy.eps`` set, everything that a method returns and that depends on queries is charged to the
           silo's ledger before it is returned, and nothing is returned that the budget does not cover. With
-          ``hides_failures``, which `build_client_app` sets, that holds of what a training raises too: a query that
-          fails under somebody's weights counts for nothing.
+          ``hides_failures``, which `build_client_app` sets, that holds of what a training raises too.
         - With ``train_on=synthetic`` everything that is trained or sent depends on the silo's own queries only through
           its generator, which the ledger has counted already.
 
@@ -97,13 +96,8 @@ class SiloClient:
         make_module: Builds the model of each round; the encoder is public.
         secret_file: Keys the noise; null for the user's state folder.
         credentials: The silo's signing key and the roster; needed and used only with ``roster=true``.
-        ledgers: Folder of the ledgers; null for one in ``state``. Epsilon composes over all runs with the same folder,
-            and over no others.
+        ledgers: Folder of the ledgers; null for one in ``state``. Epsilon composes over all runs with the same folder.
         told: What the server is told besides.
-
-    Raises:
-        ConfigurationError: Credentials are missing, or another silo's; or the silo has a budget, and the encoder was
-            trained on private data.
     """
 
     def __init__(
@@ -167,20 +161,12 @@ class SiloClient:
     # -- stage 1 -------------------------------------------------------------------------------
 
     def accept_round(self, weights: Mapping[str, Tensor], number: int) -> Path:
-        """Record that a round is served, before any computation; return the path of its result.
-
-        Raises:
-            DataError: The round was served with other weights, or is over (`Served`).
-        """
+        """Record that a round is served, before any computation; return the path of its result."""
         Served(self.state).round(number, dict(weights))
         return self.state / f"stage1-{number:03}.safetensors"
 
     def train_shared(self, weights: Mapping[str, Tensor], number: int) -> Weights:
-        """Train one local epoch of stage 1 from the global weights; repeated calls return the same weights.
-
-        Raises:
-            DataError: As for `accept_round`.
-        """
+        """Train one local epoch of stage 1 from the global weights; repeated calls return the same weights."""
         stage, done = self.settings.stage1, self.accept_round(weights, number)
         if done.is_file():
             return load_file(done)
@@ -276,14 +262,9 @@ class SiloClient:
     # -- stage 2 -------------------------------------------------------------------------------
 
     def request(self, weights: Mapping[str, Tensor], refresh: int) -> Tensor:
-        """Return the request rows for other clients, ``(rows, dim)``.
+        """Return the request rows for other clients, ``(rows, dim)``, computed once for a refresh and kept.
 
         There is no row under ``request=none``, and one of zeros, which says nothing, where the budget has nothing left.
-
-        Args:
-            weights: The global weights after stage 1.
-            refresh: The number of the refresh; under a budget each is charged. Its rows are computed once, with the
-                query encoder of that time, and kept.
         """
         stage = self.settings.stage2
         module = self._personal_module(weights)
@@ -339,14 +320,8 @@ class SiloClient:
     def personalise(self, weights: Mapping[str, Tensor], pool: FedPool | None, number: int) -> None:
         """Train one local epoch of the client's own query encoder, stored in its state folder.
 
-        Args:
-            weights: The global weights after stage 1.
-            pool: Other clients' sentences; None for the client's own (``negatives=dynamic``), and between two
-                refreshes for the last answers.
-            number: The number of the epoch.
-
-        Raises:
-            DataError: There are no answers yet.
+        ``pool`` holds other clients' sentences; None for the client's own (``negatives=dynamic``), and between two
+        refreshes for the last answers.
         """
         if self.has_personal(number):
             return
@@ -471,10 +446,6 @@ class SiloClient:
 
 
 def public_places(folder: Path, collection: SentenceCollection) -> list[int]:
-    """Return the places of the sentences declared public by the silo (`synthetic.public_sentences`).
-
-    Raises:
-        DataError: There is no declaration, or it names none of the collection.
-    """
+    """Return the places of the sentences declared public by the silo (`synthetic.public_sentences`)."""
     ids = public_sentences(folder)
     return [place for place, sid in enumerate(collection.sentence_ids) if sid in ids]

@@ -89,12 +89,9 @@ class SiloAccount:
         return str(json.loads(kept.read_text(encoding="utf-8"))) if kept.is_file() else None
 
     def end(self, lost: str) -> None:
-        """Let the silo continue without releases, with its current weights: no budget remains.
+        """Let the silo continue without releases, with its current weights: no budget remains after what was ``lost``.
 
         Whether that is so follows from what was announced and from where the process was killed.
-
-        Args:
-            lost: What was released, is charged, and cannot be repeated.
         """
         why = (
             f"federated.privacy.eps={self.settings.privacy.eps:g} is spent: what {lost} had released before it was "
@@ -106,12 +103,7 @@ class SiloAccount:
         rank_zero_warn(f"Silo {self.name}: {why}")
 
     def mode(self, *turn: object, noise_multiplier: float | None = None) -> PrivacyMode:
-        """Return the mode of one fit; without a budget, shuffling follows the public seed, so that runs repeat.
-
-        Args:
-            turn: Which fit it is.
-            noise_multiplier: The noise multiplier of a repeated fit; null for the planned one.
-        """
+        """Return the mode of one fit; without a budget, shuffling follows the public seed, so that runs repeat."""
         mode: PrivacyMode
         noise = self.noise
         if self.ledger is None or noise is None:
@@ -126,10 +118,8 @@ class SiloAccount:
     def keep_within(self, *, rounds: int = 0, epochs: int = 0, refreshes: int = 0) -> None:
         """Raise the noise of the remaining run if it would exceed the budget.
 
-        Args:
-            rounds: Rounds of stage 1 that are over, lost ones not among them.
-            epochs: Epochs of stage 2 that are over.
-            refreshes: The epoch from which on requests are still to be made.
+        ``rounds`` and ``epochs`` are over, lost ones not among them; requests are still to be made from ``refreshes``
+        on.
         """
         planned, ledger = self.noise, self.ledger
         if planned is None or ledger is None:
@@ -175,17 +165,10 @@ def centroids_once(
     noise: Callable[[bool], float],
     units: Sequence[Hashable] | None = None,
 ) -> Tensor:
-    """Release private centroids and store them in a file for free reuse.
+    """Release private centroids, charged to the ledger as ``label``, and store them in a file for free reuse.
 
-    Args:
-        kept: The file.
-        ledger: It is charged with them, as ``label``.
-        label: ``fed_request`` or ``fed_response``.
-        plan: How.
-        rows: Embeds the private texts, each by itself: none influences another one's embedding.
-        noise: Returns the noise multiplier, given whether an earlier try was broken off. What that released stays
-            charged, and more noise has to pay for it.
-        units: As for `table_of`.
+    ``rows`` embeds the private texts, none influencing another one's embedding. ``noise`` returns the noise multiplier,
+    given whether an earlier try was broken off: what that released stays charged, and more noise has to pay for it.
     """
     ledger.settle_broken_releases()
     begun, private = kept.with_suffix(".begun"), rows()

@@ -1,14 +1,8 @@
-"""One silo's spending over all rounds, stages and requests, in one file beside its data.
+"""One silo's spending over all rounds, stages and requests, in one file beside its data that the server never sees.
 
-A privacy engine that is created again in every round forgets what earlier rounds spent. Here every round is a private
-run with a ledger of its own, and all of them are counted in the silo's data-set ledger
-(`lit_dpret.privacy.ledger.dataset_ledger`): it reserves before the first noise is drawn, refuses what would exceed the
-budget, charges a round that was killed, and composes all releases as one list. A round that was killed goes on with the
-noise that it had; what cannot go on is settled to what it announced. The file stays with the silo: the server of a
-federation neither keeps nor sees it.
-
-Two ledgers, since epsilons of different units do not add up: one for the silo's queries (``unit: query``), and where
-the collection is private as well, one for its passages (``unit: passage``).
+Every round is a private run with a ledger of its own, and all are counted in the silo's data-set ledger
+(`lit_dpret.privacy.ledger.dataset_ledger`), which reserves before the first noise and composes all releases. Epsilons
+of different units do not add up, so queries have one ledger and a private collection's passages another.
 """
 
 from __future__ import annotations
@@ -93,11 +87,7 @@ class SiloLedger:
             )
 
     def require_whole(self, state: Path) -> None:
-        """Refuse to continue if rounds in a state folder made releases that this file lacks.
-
-        Raises:
-            LedgerError: The file was lost or replaced by an older copy: what it held is spent all the same.
-        """
+        """Refuse to continue if rounds in a state folder made releases that this file lacks."""
         self._require_known(sorted(state.glob(f"*/attempt-*/{LEDGER_NAME}")))
 
     def _require_known(self, ledgers: Sequence[Path]) -> None:
@@ -117,10 +107,7 @@ class SiloLedger:
                 )
 
     def training(self, *, noise_multiplier: float, max_grad_norm: float) -> DPSGD:
-        """Return the privacy mode of one round of training, charged to this silo.
-
-        The noise is that of `split_budget`, which plans it for all rounds together.
-        """
+        """Return the privacy mode of one round of training, charged to this silo."""
         budget = self.budget
         return DPSGD(
             eps=budget.eps,
@@ -142,17 +129,9 @@ class SiloLedger:
     ) -> Iterator[Callable[[Tensor, float], Tensor]]:
         """Yield a mechanism that adds noise to at most ``count`` tables of known sensitivity, each recorded first.
 
-        Args:
-            label: A name for what it is for, as ``fed_request``.
-            noise_multiplier: Standard deviation of the noise over the sensitivity.
-            count: Releases, reserved together before the first.
-
-        Yields:
-            A function of a table and its sensitivity C when one unit is emptied, added or removed.
-
-        Raises:
-            BudgetExceededError: The budget does not cover ``count`` more; nothing was released.
-            ConfigurationError: More tables were given than reserved, or a number is out of range.
+        The function takes a table and its sensitivity C when one unit is emptied, added or removed. All ``count``
+        releases are reserved before the first; ``noise_multiplier`` is the noise's standard deviation over the
+        sensitivity.
         """
         if not noise_multiplier > 0 or count < 1:
             raise ConfigurationError(
@@ -198,13 +177,10 @@ class SiloLedger:
             self._ledger.settle(run_id, spent=owed_releases(ledger.records), heads=heads(), name=label)
 
     def settle_broken(self, path: Path) -> None:
-        """Charge an abandoned, interrupted run exactly the releases that its own ledger announced.
+        """Charge an abandoned, interrupted run exactly the releases that its own ledger announced, made or not.
 
-        A release that was announced counts whether or not it was made. What had been reserved beyond is given back.
-
-        Raises:
-            LedgerError: The run still goes on in some process, or its ledger is damaged or older than this file; it
-                stays charged as it was.
+        What had been reserved beyond is given back. A run that still goes on, or a damaged ledger, raises a
+        `LedgerError`.
         """
         # Whoever releases something holds the run's ledger open for writing: that it opens here says that nobody does.
         with PrivacyLedger.open(path) as own:
@@ -250,11 +226,6 @@ class SiloLedger:
         """Return the charge of a private run here, given the records of its own ledger.
 
         After it returns, everything that the run released is counted in this file.
-
-        Raises:
-            PrivateDataError: The run was not charged to this ledger, or with something else, or started from the model
-                of another private run.
-            ConfigurationError: The ledger was begun under another budget.
         """
         if self.path.exists():
             self._ledger.require([])
@@ -299,10 +270,7 @@ def split_budget(
     spent: tuple[Release, ...] = (),
     accountant: AccountantName = "pld",
 ) -> NoisePlan:
-    """Return the least training noise that fits beside the requests.
-
-    Guarantees:
-        - The epsilon of all that is planned, composed, is at most ``budget.eps``.
+    """Return the least training noise with which all that is planned, composed, is within the budget.
 
     Args:
         budget: The budget of one silo.
@@ -311,9 +279,6 @@ def split_budget(
         request_share: The part of epsilon that the requests may cost by themselves, between 0 and 1.
         spent: What was spent on the same silo's units, before all that is planned.
         accountant: ``pld`` or ``rdp``.
-
-    Raises:
-        ConfigurationError: No noise meets the budget.
     """
     asked: list[Release] = [*spent]
     request = None
@@ -358,18 +323,7 @@ def noise_of_rest(
     Guarantees:
         - The epsilon of all that is left and all that is charged, composed, is at most ``budget.eps``.
         - It is the planned noise where that suffices. Otherwise that of training and of requests is raised by one
-          factor, the least of three digits.
-
-    Args:
-        planned: The noise of the whole run.
-        budget: The budget of the silo.
-        training: The law and the number of steps of each stage that are left.
-        requests: Iterations of centroids that are left.
-        spent: Everything that the silo's ledger is charged with.
-        accountant: ``pld`` or ``rdp``.
-
-    Raises:
-        NothingLeftError: What is charged leaves nothing for the rest.
+          factor, the least of three digits. Where nothing is left, it raises a `NothingLeftError`.
     """
     grid = DecimalGrid(digits=_DIGITS)
 
@@ -400,11 +354,7 @@ def noise_of_rest(
 def silo_budget(
     eps: float, delta: float | None, *, unit: Unit, neighbours: Neighbours, units: int | None
 ) -> PrivacyBudget:
-    """Return a silo's budget; a null delta is 1/(2n) if the number of units is public.
-
-    Raises:
-        ConfigurationError: Delta is null under ``add_or_remove``, or permits publishing one whole unit.
-    """
+    """Return a silo's budget; a null delta is 1/(2n) if the number of units is public."""
     public = None if neighbours == "add_or_remove" else units
     if delta is None and public is None:
         raise ConfigurationError(
@@ -422,17 +372,10 @@ def silo_budget(
 def spent_together(ledgers: Iterable[Path], *, accountant: AccountantName = "pld") -> float:
     """Return the epsilon of all charges in several ledgers of one silo, with one unit.
 
-    Systems and seeds of one study go on in copies of a ledger; whoever sees what several of them released has all of
-    it, composed.
-
     Guarantees:
         - A run or release that stands in several copies counts once; where copies charge it differently, all that they
           charge counts.
         - It is stated at the smallest delta of all, so that it is never less than what one of them says.
-
-    Raises:
-        LedgerError: One of them is damaged.
-        UnsupportedAccountingError: They are of different units or neighbours, and nothing is proved of them together.
     """
     books = [DatasetFile.read(path).book for path in ledgers]
     terms = [book.terms for book in books if book.terms is not None]

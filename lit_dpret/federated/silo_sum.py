@@ -1,12 +1,8 @@
 """A silo's part in the secure sum of one round, stored on its disk between messages.
 
-A deployed silo runs each message in a new process, so its secrets of a round are in one folder of its state, readable
-by its owner only, from `begin` until the sum is unmasked, a new one begins, or the server goes on to something else
-(`forget`). Deleted files may remain on the medium; that is left to the disk.
-
-**One update is in one sum.** Two sums of the same round over different silos would differ by single updates, and two
-lists of one sum would reveal both secrets of a silo. So a silo agrees to one list in a round, whatever sum it belongs
-to, and records that list before it signs or reveals anything.
+A deployed silo runs each message in a new process, so its secrets of a round are in its state folder from `begin` until
+the sum is unmasked or given up (`forget`). **One update is in one sum**: two sums of a round over different silos would
+differ by single updates, so a silo agrees to one list in a round, and records it before it signs or reveals anything.
 """
 
 from __future__ import annotations

@@ -120,9 +120,8 @@ class Served:
 
     Without it a server could ask for rounds 0, 1, 0 with other weights each time, and get an update of the same queries
     for each. A turn is recorded with the hash of the question before anything is computed. Asked the same again, the
-    silo repeats its answer, or computes it where it was ended before it had one; asked anything else, it refuses, and
-    so it does once a later round was asked for, whatever became of that. The record is in the state folder, where a
-    new server, or a new run of Flower's, finds it.
+    silo repeats its answer; asked anything else, or once a later round was asked for, it refuses. The record is in the
+    state folder, where a new server finds it.
     """
 
     def __init__(self, state: Path) -> None:

@@ -1,18 +1,8 @@
 """Synthetic queries from a silo's own DP generator instead of real ones: written, verified, charged once.
 
-A silo trains a query generator on its pairs under its own ledger, and lets it write queries for sentences that it
-declares public. Using these costs nothing more, however often (post-processing; Dwork and Roth 2014, proposition 2.1),
-so they serve two ends:
-
-* ``response=synthetic``: other silos get the sentence encoder's embeddings of these queries. A negative is then a
-  *question* where the paper has a sentence: near to the asker's questions, and no answer to them. There is no synthetic
-  sentence to send, since the generator writes queries only; and ``response=public`` sends the sentences that it read.
-* ``train_on=synthetic``: both stages train on these queries with their public sentences, and the silo's own queries are
-  never read again. Then its requests may be exact, since they are embeddings of synthetic queries too.
-
-A card beside a file proves nothing by itself. Before the first text is used, the whole chain from the data set to the
-generator's run is verified; and under a budget the run must be charged to this silo's own ledger, so that generator,
-rounds and requests compose to one epsilon.
+Using them costs nothing more (post-processing; Dwork and Roth 2014, proposition 2.1): ``response=synthetic`` sends
+their embeddings, ``train_on=synthetic`` trains on them. Before the first is used, the chain from the data set to the
+generator's run is verified; under a budget that run must be charged to this silo's own ledger.
 """
 
 from __future__ import annotations
@@ -63,11 +53,7 @@ class SyntheticSet:
 
 
 def public_sentences(folder: Path) -> dict[str, str]:
-    """Return the sentences, by id, that the silo declares public: one id per line of ``public_sids.txt``.
-
-    Raises:
-        DataError: There is no such file, or a line of it names no sentence of the collection.
-    """
+    """Return the sentences, by id, that the silo declares public: one id per line of ``public_sids.txt``."""
     path = folder / PUBLIC
     if not path.is_file():
         raise DataError(
@@ -107,7 +93,7 @@ def train_generator(
     ledgers: str | Path | None = None,
     label: str | None = None,
 ) -> Path:
-    """Train a silo's query generator on its train queries, charged to the ledger of its rounds.
+    """Train a silo's query generator on its train queries, charged to the ledger of its rounds; return its run folder.
 
     Guarantees:
         - No noise is drawn that the silo's budget does not cover beside everything else in its ledger.
@@ -116,23 +102,7 @@ def train_generator(
           for once. Where that is not possible, as on a GPU, what it released stays charged, and another is trained
           with the noise that the budget leaves, or not at all.
 
-    Args:
-        silo: The client's folder.
-        state: The client's state folder, as for `SiloClient`.
-        settings: The federation's settings; with ``privacy.eps``, the silo's budget.
-        make_generator: Builds the generator; takes ``privacy``.
-        terms: How it is trained.
-        secret_file: Keys the noise; null for the user's state folder.
-        ledgers: As for `SiloClient`.
-        label: The label of a progress line; null shows none.
-
-    Returns:
-        The run folder, with ``model/``, its ledger and its card.
-
-    Raises:
-        ConfigurationError: A number is out of range, or no noise gives ``eps``.
-        BudgetExceededError: The ledger does not cover it.
-        ResumeError: The state folder has a generator of other settings.
+    ``silo`` is the client's folder, ``state`` as for `SiloClient`, and ``label`` that of a progress line.
     """
     privacy, root = settings.privacy, Path(state) / GENERATOR
     data, budget = check_generator(silo, settings, terms)
@@ -178,11 +148,7 @@ def finished_generator(state: str | Path) -> Path | None:
 
 
 def check_generator(silo: str | Path, settings: PddAs2, terms: GeneratorTerms) -> tuple[SiloDataModule, PrivacyBudget]:
-    """Refuse what `train_generator` could not train; return the training data, and the silo's whole budget.
-
-    Raises:
-        ConfigurationError: A number is out of range, or there is no budget.
-    """
+    """Refuse what `train_generator` could not train; return the training data, and the silo's whole budget."""
     batch_size = terms.batch_size
     data, budget = units_and_budget(
         silo, settings.privacy, sampling="poisson", expected_batch_size=batch_size, physical_batch_size=batch_size,
@@ -232,10 +198,6 @@ def read_synthetic(
         - No query was written for a sentence of the collection that is not declared public.
         - With a budget: unit and neighbours are those of the budget, and the generator's run is charged to ``ledger``
           once.
-
-    Raises:
-        DataError: There is no such set, or it differs from its card.
-        PrivateDataError: The card does not cover what would be sent.
     """
     folder = Path(silo) / SYNTHETIC
     path = folder / CARD_NAME
@@ -260,10 +222,7 @@ def read_synthetic(
 
 
 def check_generated(silo: str | Path, state: str | Path, settings: PddAs2) -> SyntheticSet:
-    """Read the synthetic queries of a silo as its rounds will (`read_synthetic`), before any start.
-
-    ``state`` is the client's state folder, with the ledger that its rounds are charged to.
-    """
+    """Read the synthetic queries of a silo as its rounds will, with the ledger in its state folder ``state``."""
     privacy = settings.privacy
     if privacy.eps is None:
         return read_synthetic(silo, budget=None, ledger=None, near=[state])
@@ -279,11 +238,7 @@ def open_ledger(silo: str | Path, state: str | Path, privacy: FederatedPrivacy) 
 def units_and_budget(
     silo: str | Path, privacy: FederatedPrivacy, **sampling: Any
 ) -> tuple[SiloDataModule, PrivacyBudget]:
-    """Return a silo's train queries in units of privacy, and its whole budget.
-
-    Raises:
-        ConfigurationError: There is no budget, or its delta is out of range.
-    """
+    """Return a silo's train queries in units of privacy, and its whole budget."""
     if privacy.eps is None:
         raise ConfigurationError("federated.privacy.eps=null: there is no budget, and so no ledger of one. Set it.")
     data = SiloDataModule(folder=silo, **sampling)

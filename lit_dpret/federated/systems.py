@@ -1,7 +1,7 @@
 """The rows of the paper's Table 1, each a system that runs once per seed.
 
-Stage 1 is run once for a seed; the systems that build on it continue from there. The baselines without a federation are
-trained with the same losses, for as many epochs as the federation has rounds.
+Systems of a seed share its stage 1. The baselines without a federation are trained with the same losses, for as many
+epochs as the federation has rounds.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Decide by a fair coin for each query whether it is trained on, so that members and others have one distribution.
 
-A membership attack is measured on queries that were trained on and on queries that were not. Where these come from
-another split, from later weeks say, the attack may tell weeks apart instead of members. So the target of an honest
-attack is trained on the queries whose coin showed heads (``task=fit task.membership_coins=true``), and the file of
-coins lies beside the run.
-
-The coins come from the operating system, and are not a function of the data: removing one query moves no other query's
-coin, and the guarantee of the run is the one that it has for the queries that it was given. Whoever has the file knows
-who was trained on. It is its owner's alone, and belongs where the queries are.
+Others from another split may differ in more than membership. The coins (``task=fit task.membership_coins=true``) come
+from the operating system and are no function of the data: removing one query moves no other query's coin. Whoever has
+the file knows who was trained on; it is its owner's alone.
 """
 
 from __future__ import annotations
@@ -36,11 +31,7 @@ class Coins:
 
     @classmethod
     def toss(cls, query_ids: Iterable[str]) -> Coins:
-        """Toss a fair coin for each, from the operating system.
-
-        Raises:
-            DataError: All coins fell on one side: there are too few queries to hold any out.
-        """
+        """Toss a fair coin for each, from the operating system."""
         heads = {query: bool(secrets.randbits(1)) for query in query_ids}
         if len(set(heads.values())) < 2:
             raise DataError(f"{len(heads)} queries are too few to hold some of them out by coins.")
@@ -59,11 +50,7 @@ class Coins:
 
     @classmethod
     def read(cls, folder: Path) -> Coins:
-        """Read the coins of a run.
-
-        Raises:
-            DataError: There are none, or they cannot be read.
-        """
+        """Read the coins of a run."""
         path = folder / COINS_NAME
         facts = read_json(path, SCHEMA)
         heads = facts.get("heads")

@@ -1,9 +1,8 @@
 """A language model conditioned on an embedding before the first word.
 
-Paper 004 (PDD-AS2, section 3.6) feeds sentence embeddings to GPT-2 "as key-value pairs together with the text
-input": one linear map makes, for each layer, keys and values of some places before the text. ``embedding`` makes word
-vectors of those places instead. The same network without an embedding, or with somebody else's, is what it has to be
-compared with.
+Paper 004 (PDD-AS2, section 3.6) feeds sentence embeddings to GPT-2 as keys and values of some places before the text;
+``embedding`` makes word vectors of those places instead. The same network without an embedding, or with somebody
+else's, is what it has to be compared with.
 """
 
 from __future__ import annotations
@@ -28,15 +27,8 @@ SMALL = {"n_embd": 192, "n_layer": 3, "n_head": 4}
 class Words:
     """Texts as token ids with an end token, by any Hugging Face tokenizer.
 
-    Args:
-        tokenizer: The language model's tokenizer, or any other where the model is new.
-        max_tokens: Longest text, the end mark included.
-        only_of: For a new model: its vocabulary is the tokens of these texts, the end mark, and one for all other
-            tokens, which makes it many times faster. None keeps the tokenizer's.
-
-    Raises:
-        UnsupportedModelError: The tokenizer has no token to end a text with.
-        ConfigurationError: ``max_tokens`` leaves no room for a word.
+    ``max_tokens`` counts the end mark. ``only_of`` gives a new model the tokens of these texts as its vocabulary, the
+    end mark, and one for all other tokens, which makes it many times faster.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int, *, only_of: Sequence[str] | None = None) -> None:
@@ -85,9 +77,6 @@ class PrefixDecoder(nn.Module):
         end: The end mark, which also stands before the first word.
         how: Whether the map makes keys and values, or word vectors.
         places: Positions of the prefix.
-
-    Raises:
-        ConfigurationError: ``how`` or ``places`` is out of its range.
     """
 
     def __init__(
@@ -173,11 +162,7 @@ def new_language_model(vocabulary: int, *, max_tokens: int, places: int, seed: i
 
 
 def load_language_model(folder: str | Path) -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a local folder.
-
-    Raises:
-        UnsupportedModelError: The folder holds none.
-    """
+    """Load a causal language model and its tokenizer from a local folder."""
     try:
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
         return model, AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -199,9 +184,7 @@ def fit_decoder(
     seed: int,
     progress: Progress | None = None,
 ) -> list[float]:
-    """Train the whole decoder by Adam on the mean token loss; batches depend only on ``seed``.
-
-    ``lr`` falls linearly to zero; ``embeddings`` are those of the texts, shape ``(texts, dim)``.
+    """Train the whole decoder by Adam on the mean token loss; batches depend only on ``seed``, ``lr`` falls to zero.
 
     Returns:
         The mean loss of a token of each step's batch, in nats, before its update.

@@ -115,10 +115,6 @@ def embedding_gain(
 
     All are of shape ``(texts,)``: summed losses in nats with a text's ``own`` embedding and with another text's, and
     the number of its tokens.
-
-    Raises:
-        DataError: Shapes differ, or there are fewer than two texts.
-        ConfigurationError: ``confidence`` or ``resamples`` is out of its range.
     """
     tail = check_confidence(confidence) / 2
     check_count("resamples", resamples, least=1)
@@ -139,11 +135,7 @@ def embedding_gain(
 
 
 def shuffled_order(count: int, *, seed: int) -> NDArray[np.int64]:
-    """Return a permutation without a fixed point: every text gets the embedding of another one.
-
-    Raises:
-        DataError: There are fewer than two texts.
-    """
+    """Return a permutation without a fixed point: every text gets the embedding of another one."""
     if count < 2:
         raise DataError(f"{count} texts cannot be shuffled.")
     order = np.random.default_rng(seed).permutation(count)
@@ -180,12 +172,7 @@ def token_set_f1(written: str, original: str) -> float:
 
 
 def recovered(written: Sequence[str], originals: Sequence[str], *, cosines: Sequence[float] | None = None) -> Recovered:
-    """Compare reconstructed texts with the originals.
-
-    Raises:
-        DataError: There are not as many, or none.
-        ConfigurationError: sacrebleu is not installed.
-    """
+    """Compare reconstructed texts with the originals."""
     if len(written) != len(originals) or not originals:
         raise DataError(f"{len(written)} written texts do not go with {len(originals)} originals.")
     return Recovered(

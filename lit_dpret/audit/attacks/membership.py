@@ -1,12 +1,8 @@
 """How well an attack distinguished members from others, compared with the accountant's ceilings.
 
-Three readings of the same scores, and none replaces another:
-
-* AUC, accuracy and true positives at few false ones, with bootstrap intervals: what the attacker gets.
-* Exact lower bounds (Clopper and Pearson) on true positives, held against the accountant's ceiling at an exact upper
-  bound on the false ones. An attack above its ceiling has found a bug, or an assumption that does not hold.
-* A one-run audit, where a coin decided for each query: a lower bound on epsilon, free of the assumption that queries
-  do not touch each other in one training.
+AUC, accuracy and true positives at few false ones say what the attacker gets; exact bounds (Clopper and Pearson) held
+against the ceilings find a bug or a false assumption; a one-run audit, where a coin decided for each query, is free of
+the assumption that queries do not touch each other in one training.
 """
 
 from __future__ import annotations
@@ -104,9 +100,6 @@ def measure(
             be called so in any of the attacks.
         attacks: How many attacks were made on the same model.
         resamples: Resamples of the bootstrap.
-
-    Raises:
-        ConfigurationError: A number is out of its range.
     """
     error, least = (check_confidence(level) / max(1, attacks) for level in (confidence, alarm))
     ceilings, delta, claimed = promise.ceilings, promise.delta, promise.epsilon
@@ -144,10 +137,9 @@ def half_accuracy(scores: CanaryScores) -> float:
 def exceeded(scores: CanaryScores, ceilings: Ceilings, *, error: float) -> tuple[Exceeded, ...]:
     """Return the rates above their ceiling, with a probability of any error of at most ``error``.
 
-    For each rate f of `RATES` the threshold is the score of the others that f allows. The share of the population
-    beyond that score has a Beta distribution, whose quantiles are Clopper and Pearson's, so the threshold may well
-    come from the same scores. It takes for granted that scores are independent of each other, which those of one
-    training are not quite; the one-run audit does not need that.
+    The threshold for each rate of `RATES` is the score of the others that it allows; the share of the population beyond
+    it has a Beta distribution with Clopper and Pearson's quantiles, so it may come from the same scores. Scores are
+    taken to be independent, which those of one training are not quite; the one-run audit does not need that.
     """
     members, others = len(scores.in_scores), len(scores.out_scores)
     share = error / (len(RATES) + 1)

@@ -1,9 +1,8 @@
 """Attacks on a synthetic data set alone, without the model.
 
 Meeus et al. 2025, "The Canary's Echo", arXiv 2502.14921, for the first two; Amin et al. 2026, "Phantoms and
-Disclosures", for the third, which needs no planted text: some rare queries are held out by coins before training, and
-a release that repeats held-out ones as often as trained ones repeats common ways to ask. Neither paper's program was
-at hand; what is here follows the design of this package, and its numbers are not theirs.
+Disclosures", for the third: a release that repeats held-out rare queries as often as trained ones repeats common ways
+to ask. Neither paper's program was at hand, and these numbers are not theirs.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ _START, _END = "\x02", "\x03"
 class BigramModel:
     """Probability of each word given the previous one, with Laplace smoothing.
 
-    Args:
-        texts: The texts that it learns from.
-        vocabulary: Further texts whose words it has to know; a word that is in none of them counts as one unknown
-            word. Models that are compared need the same.
-
-    Raises:
-        DataError: There is no text.
+    ``vocabulary`` holds further texts whose words it has to know, any other word being one unknown word; models that
+    are compared need the same.
     """
 
     def __init__(self, texts: Sequence[str], *, vocabulary: Sequence[str] = ()) -> None:
@@ -67,17 +61,8 @@ class BigramModel:
 def bigram_scores(queries: Sequence[str], release: Sequence[str], reference: Sequence[str] | None = None) -> Floats:
     """Return each query's mean log probability under a bigram model of the release, minus that of the reference.
 
-    Args:
-        queries: Queries that may have been trained on.
-        release: The synthetic queries.
-        reference: Queries that resemble the release and that nobody in question had a part in: of another
-            generator, or public. None subtracts nothing, and finds common words rather than members.
-
-    Returns:
-        Shape ``(queries,)``; higher means member.
-
-    Raises:
-        DataError: The release or the reference is empty.
+    ``reference`` are queries that resemble the release and that nobody in question had a part in; None subtracts
+    nothing, and finds common words rather than members. Shape ``(queries,)``; higher means member.
     """
     both = [*release, *(reference or ())]
     scores = BigramModel(release, vocabulary=both).mean_log_probs(queries)
@@ -90,10 +75,6 @@ def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Fl
     """Return each query's mean cosine with the ``nearest`` synthetic ones, shape ``(queries,)``.
 
     ``queries`` and ``release`` are embeddings by an encoder that knows neither, shape ``(texts, dim)``.
-
-    Raises:
-        ConfigurationError: ``nearest`` is below 1.
-        DataError: One of the two is empty, or they are of different spaces.
     """
     if nearest < 1:
         raise ConfigurationError(f"nearest={nearest} must be at least 1.")

@@ -1,7 +1,7 @@
-"""Membership signals from a dual encoder: the similarity of a query to its passage, among public ones.
+"""Membership signals: of a dual encoder the similarity of a query to its passage, of a generator its likelihood.
 
-Training pulls a query to its passage and away from others. Whoever holds query and passage sees how far that went,
-by comparing with a fixed pool of public passages. The pool is the attacker's choice and is drawn once for all models.
+Training pulls a query to its passage and away from others; a fixed pool of public passages, the attacker's choice,
+shows how far that went.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ def encode_pairs(
     device: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> EncodedPairs:
-    """Embed pairs and pool with the encoder, without normalisation.
-
-    Raises:
-        DataError: Not as many passages as queries, none of them, or a pool of fewer than two texts.
-    """
+    """Embed pairs and pool with the encoder, without normalisation."""
     if len(queries) != len(passages) or not queries or len(pool) < 2:
         raise DataError(
             f"{len(queries)} queries, {len(passages)} passages and a pool of {len(pool)}: give a passage for each "
@@ -91,10 +87,6 @@ def encoder_signals(
     (2020, arXiv 2004.00053, section 5) with a public pool in place of a context window.
 
     ``temperature`` divides the similarity in the softmax: that of training, where it is known.
-
-    Raises:
-        ConfigurationError: ``temperature`` is not above 0.
-        DataError: The reference holds other pairs.
     """
     if not temperature > 0:
         raise ConfigurationError(f"temperature={temperature} must be above 0.")
@@ -142,23 +134,13 @@ def generator_signals(
     * ``loss``: mean log probability of a token (Yeom et al. 2018, arXiv 1709.01604).
     * ``logit``: ln(p / (1 - p)) of p = exp(loss), which is roughly normal and what shadow models are compared by
       (Carlini et al. 2022, arXiv 2112.03570, section IV.C).
-    * ``reference``: log probability of the query minus that under a model which never saw private data: the
-      model that the generator started from is free (Carlini et al. 2021, arXiv 2012.07805, section 5.2).
+    * ``reference``: log probability of the query minus that under a ``reference`` model which never saw private data
+      (Carlini et al. 2021, arXiv 2012.07805, section 5.2).
     * ``zlib``: the loss divided by the query's bytes after compression (the same).
     * ``min_k``: mean log probability of the least likely tokens, a share ``lowest`` of them (Shi et al. 2024,
       arXiv 2310.16789).
     * ``min_k_plus``: the same after each token's log probability was standardised by mean and deviation of the
-      model's next-token distribution (Zhang et al. 2024, arXiv 2404.02936).
-
-    Args:
-        scores: Under the attacked model; ``min_k_plus`` needs its moments and is left out without them.
-        queries: The texts.
-        reference: Under the public model; without it ``reference`` is left out. Its tokens may be others.
-        lowest: Share of tokens that ``min_k`` looks at; one token at least.
-
-    Raises:
-        ConfigurationError: ``lowest`` is not a share.
-        DataError: There are not as many queries as scores.
+      model's next-token distribution (Zhang et al. 2024, arXiv 2404.02936), where the scores have its moments.
     """
     if not 0 < lowest <= 1:
         raise ConfigurationError(f"lowest={lowest} must be above 0 and at most 1.")

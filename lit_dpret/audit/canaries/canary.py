@@ -1,12 +1,8 @@
 """A canary: texts with a gap, the secret that fills it, and its other candidates.
 
 The secret was drawn uniformly from the candidates, by a coin that has nothing to do with training; ranks and
-exposure mean nothing otherwise. A canary has no owner: planting it takes nothing from anybody's privacy, but the
-model that is trained on it is another model. The file of a run's canaries holds secrets and coins; it stays beside the
-run.
-
-A secret that a model's lengths cut away is trained on by nobody: its canary is an ordinary text, and the audit that
-rests on it finds nothing. So it is refused before training, for every candidate and on both sides (`check_all_fit`).
+exposure mean nothing otherwise. A secret that a model's lengths cut away is trained on by nobody, so it is refused
+before training, for every candidate and on both sides (`check_all_fit`).
 """
 
 from __future__ import annotations
@@ -123,10 +119,6 @@ def check_all_fit(reader: object, canaries: Iterable[Canary], *, shorter: str | 
     """Refuse a canary whose secret a model would truncate; a reader without tokens refuses nothing.
 
     ``shorter`` says what else can be done about a text that is too long, beside raising the length.
-
-    Raises:
-        ConfigurationError: A text with a secret in it is cut, naming canary and length; or two secrets are one to the
-            tokenizer.
     """
     for canary in canaries:
         check_sentinels(reader, canary)

@@ -1,23 +1,8 @@
 r"""Canaries with a fair coin each, and their replacement in the data if the coin excludes them.
 
-A one-run audit (Steinke et al. 2023, "Privacy Auditing with One (1) Training Run", arXiv 2305.08846, Theorem 5.2)
-guesses the coins of one training. Its theorem is about the map from m coins to what is released, and asks that this map
-be (eps, delta)-DP in one coin, the others fixed, and that the coins be fair and independent. So the data sets of a
-coin's two sides must be *neighbours under the relation of the claim*, and nothing else:
-
-- ``zero_out``: heads, the canary; tails, an empty unit in its place. That is the relation itself, and n, the sampling
-  rate and delta = 1/(2n) count m places whatever the coins say. Left out altogether, n would tell their number.
-- ``add_or_remove``: heads, the canary; tails, nothing. n is private there, and everything public was declared.
-- ``replace_one``: heads, the canary; tails, its *twin*, the same text with another secret. An empty place would be a
-  change of half the size, and test less than was claimed.
-
-In each case the bound is one on the claim's own epsilon, with no factor of two. What the canaries do to each other,
-through the weights or through the negatives of a batch, is the mechanism's affair: the theorem holds for any
-mechanism, and losses that couple the units of a batch change nothing about its coins.
-
-A run on images gets pictures of pure noise: noise belongs to nobody, no two pictures of it are alike, and a model that
-brings two views of one together has learned that picture. Coins and scores are kept beside the run, so that it can go
-on with them and the bound can be computed again; the scores of a model before it was trained tell nothing.
+A one-run audit (Steinke et al. 2023, arXiv 2305.08846, Theorem 5.2) asks that the map from coins to the release be
+(eps, delta)-DP in one coin. So the data sets of a coin's two sides must be *neighbours under the relation of the
+claim* (`CoinFlips.units`); the bound is then one on the claim's own epsilon, whatever canaries do to each other.
 """
 
 from __future__ import annotations
@@ -45,11 +30,7 @@ from lit_dpret.files import read_json, write_whole
 
 @dataclass(frozen=True, kw_only=True)
 class CoinFlips:
-    """Rows, and for each whether it is trained on.
-
-    Raises:
-        ConfigurationError: Their numbers differ.
-    """
+    """Rows, for each its twin, and whether it is trained on."""
 
     rows: Sequence[Any] = field(repr=False)
     twins: Sequence[Any] = field(repr=False)  # what takes a canary's place under ``replace_one``
@@ -63,9 +44,9 @@ class CoinFlips:
     def units(self, neighbours: str) -> list[tuple[Any, ...]]:
         """Return the units to train on, so that flipping one coin gives a neighbour under that relation.
 
-        Guarantees:
-            - Flipping a coin blanks a unit and keeps the others in their places (``zero_out``), exchanges its row
-              (``replace_one``), or takes it out (``add_or_remove``).
+        Tails is an empty unit under ``zero_out``, which keeps n whatever the coins say; the *twin*, the same text with
+        another secret, under ``replace_one``, where an empty place would be half the change; and nothing under
+        ``add_or_remove``.
         """
         found: list[tuple[Any, ...]] = []
         for row, twin, included in zip(self.rows, self.twins, self.included, strict=True):
@@ -83,11 +64,7 @@ class CoinFlips:
 
 
 def coins_of(canaries: CanarySet) -> CoinFlips:
-    """Return the coins and rows of canaries made with ``include=0.5``, one copy and two candidates each.
-
-    Raises:
-        ConfigurationError: They were made otherwise, so that a one-run audit does not cover them.
-    """
+    """Return the coins and rows of canaries made with ``include=0.5``, one copy and two candidates each."""
     for canary in canaries.canaries:
         if canary.copies != 1 or len(canary.candidates) < 2 or canaries.settings.get("include") != 0.5:
             raise ConfigurationError(
@@ -114,9 +91,6 @@ def image_coins(count: int, *, shape: tuple[int, int, int], seed: int | None, ru
     """Make ``count`` noise images and their coins, and write their seed facts to ``canaries.json``.
 
     Whoever knows ``seed`` knows the coins; null takes one from the operating system.
-
-    Raises:
-        StorageError: It cannot be written.
     """
     facts = {
         "schema": IMAGE_SCHEMA,
@@ -132,11 +106,7 @@ def image_coins(count: int, *, shape: tuple[int, int, int], seed: int | None, ru
 
 
 def read_image_coins(path: Path) -> CoinFlips:
-    """Read the file that `image_coins` wrote.
-
-    Raises:
-        DataError: It is missing, malformed, or of another schema.
-    """
+    """Read the file that `image_coins` wrote."""
     read_json(path, IMAGE_SCHEMA)
     try:
         return _made(path.read_text(encoding="utf-8"))
@@ -177,11 +147,6 @@ def coins_in_run(
 
     ``begun`` says that the run has a ledger; of images, ``suite`` gives the number and the seed alone. ``reader`` is
     the module that will be trained on them; it must read every secret, and every twin's, to its end.
-
-    Raises:
-        ResumeError: The run has begun, and its canaries are missing or were others.
-        ConfigurationError: The data give nothing to make canaries from, or ``reader`` would cut a secret; nothing is
-            written then.
     """
     images = hasattr(data, "image_shape")
     settings = {name: suite.settings()[name] for name in ("kinds", "queries", "count", "seed")}
@@ -232,14 +197,10 @@ class AuditScores:
     twins_after: tuple[float, ...] = ()
 
     def learned(self) -> NDArray[np.float64]:
-        """Return each canary's score beyond the prediction from its first score.
+        """Return each canary's score beyond the prediction from its first score, ``(canaries,)``.
 
-        Training on other rows moves all scores, those of easy texts otherwise than those of hard ones. A line through
-        (before, after) takes out what the first score explains; where twins stand in for canaries, it is laid through
-        the differences. It does not depend on the coins.
-
-        Raises:
-            ResumeError: There are no scores after training.
+        Training on other rows moves all scores. A line through (before, after), or through the differences from the
+        twins where there are any, takes out what the first score explains. It does not depend on the coins.
         """
         if self.after is None:
             raise ResumeError(f"{AUDIT_SCORES} holds no scores after training: the run has not ended.")
@@ -264,11 +225,7 @@ def write_scores(scores: AuditScores, folder: Path) -> Path:
 
 
 def read_scores(folder: Path, *, sha256: str) -> AuditScores:
-    """Read what `write_scores` wrote for this set of canaries.
-
-    Raises:
-        ResumeError: It is missing, malformed, of a newer version, or about other canaries.
-    """
+    """Read what `write_scores` wrote for this set of canaries."""
     path = folder / AUDIT_SCORES
     try:
         facts = read_json(path, SCORES_SCHEMA)

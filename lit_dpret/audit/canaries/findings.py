@@ -1,11 +1,8 @@
 """Turn scores and leaks of planted secrets into a table: ranks, leaked shares, bounds on epsilon, and ceilings.
 
-What may be concluded depends on who shares a model. Canaries of one training touch each other, so a cell with several
-of them is bounded by `top_rank_one_training` (any dependence inside a training; the bound in the table is for pure DP,
-what is held against a claim has the claim's delta); one with a single canary in
-each training has independent ranks, and `top_rank_bound` and `mean_rank_bound` hold. Intervals of shares count
-trainings and not canaries, as if those of one training rose and fell together. Ceilings are checked on one canary of
-each training, the first: those are independent, and Clopper and Pearson's bound is exact.
+Canaries of one training touch each other, so a cell with several of them is bounded by `top_rank_one_training`; one
+with a single canary in each training by `top_rank_bound` and `mean_rank_bound`. Intervals of shares count trainings.
+Ceilings are checked on the first canary of each training: those are independent.
 """
 
 from __future__ import annotations
@@ -179,9 +176,6 @@ def cells_of(
         cells: Among how many rows the error of a contradiction is divided, and among the statements of each; None for
             those returned.
         tables: How many calls share that error.
-
-    Raises:
-        DataError: There is no outcome.
     """
     if not outcomes:
         raise DataError("There is no canary to make a table of.")
@@ -287,9 +281,6 @@ def share(shares: Sequence[float]) -> Interval:
     """Return the mean share with Clopper and Pearson's interval, each training counted as one observation.
 
     Exact where a share is 0 or 1; parts of a training are rounded to the wider side.
-
-    Raises:
-        ConfigurationError: There is no share.
     """
     if not shares:
         raise ConfigurationError("A share needs at least one training.")

@@ -1,21 +1,9 @@
 r"""What a trained model reveals of planted secrets: perplexity, rank and exposure, and leaks in generated text.
 
-**A generator, secret in the query** (``query``, ``both``). The log2 perplexity of the secret is the sum of -log2 p over
-its tokens, given the passage and the query before it (Carlini et al. 2019, section 3). Every candidate is put into the
-same place. Where the secret stands in the passage too, it is replaced there as well.
-
-**A generator, secret in the passage** (``passage``, the papers' letter). A sequence-to-sequence model gives its input
-no likelihood, so a candidate is judged by the output it leads to: -log2 p of the whole query, the end mark included,
-given the passage with that candidate's digits in it.
-
-**Leaks.** Queries are drawn for the passage without the secret (`prompt_without_secret`): a leak is what the model
-remembered. Where the secret stands in the passage, queries are also drawn for the passage as it was planted; the secret
-in those may be a copy of the model's input, and is counted apart.
-
-**A dual encoder** gives a text no likelihood, and writes none. It is trained to tell a query's passage from others, so
-a candidate is judged by that: -log2 of the softmax share of the canary's own passage, for the query and the passage
-with that candidate in it, among the passages of the other canaries without their secrets. Nothing here knows another
-canary's secret, so that ranks are functions of the model and of public texts, as every bound on them requires.
+A generator judges a secret in the query by its log2 perplexity (Carlini et al. 2019, section 3), one in the passage by
+-log2 p of the whole query given that passage. Leaks are sought in queries drawn for the passage *without* the secret. A
+dual encoder judges a candidate by -log2 of the softmax share of the canary's own passage among those of the others,
+without their secrets: ranks must be functions of the model and public texts.
 """
 
 from __future__ import annotations
@@ -99,9 +87,6 @@ def score_canaries(
 
     ``span`` is the ``secret`` alone, or the whole ``query`` with its end mark, by which secrets in passages are
     always judged. ``progress`` is called with (canaries done, canaries in all).
-
-    Raises:
-        ConfigurationError: A secret is cut away by the model's lengths, or its tokenizer cannot tell candidates apart.
     """
     if span not in get_args(Span):
         raise ConfigurationError(f"task.span={span!r} is not one of {', '.join(get_args(Span))}.")
@@ -185,9 +170,6 @@ def draw_leaks(
 
     Guarantees:
         - The queries of a canary depend on model, passage, seed and its name alone.
-
-    Raises:
-        ConfigurationError: ``draws`` is not positive.
     """
     if draws < 1:
         raise ConfigurationError(f"task.draws={draws} must be at least 1.")
@@ -230,12 +212,7 @@ def holds(text: str, secret: str) -> bool:
 def score_pairs(
     towers: Towers, canaries: Sequence[Canary], *, progress: Callable[[int, int], None] | None = None
 ) -> list[SecretScore]:
-    """Score every canary under a dual encoder, included or excluded by its coin.
-
-    Raises:
-        ConfigurationError: A secret is cut away by the encoders' lengths, a tokenizer cannot tell candidates apart, or
-            the canaries have one passage between them, so that there is none to tell it from.
-    """
+    """Score every canary under a dual encoder, included or excluded by its coin."""
     check_all_fit(_BothSides(towers), canaries)
     texts = list(dict.fromkeys(canary.passage for canary in canaries))
     pool = towers.passage_encoder.encode(texts, "passage").double()

@@ -1,9 +1,8 @@
 """The canaries of a run: kinds, repetitions, sides, sources of their words, and planting.
 
-**Whose words.** A canary must be made without reading the records that the claim is about: a canary with a copy of a
-private query in it would train on that query again, in units that stay when its owner's record is taken out. So
-queries come from public passages alone (``pseudo``), from a file that is declared public, or from a split that the
-run does not train on.
+A canary must be made without reading the records that the claim is about: a private query in it would be trained on
+even if its owner's record is removed. So queries come from public passages (``pseudo``), from a file that is declared
+public, or from a split that the run does not train on.
 """
 
 from __future__ import annotations
@@ -186,11 +185,6 @@ class CanarySuite:
             reader: The model that will be trained on them, where it makes tokens of texts (``token_ids``).
             released: Whether the model is kept. One that nobody gets may be trained on dev or test queries.
             knobs: The settings that errors name.
-
-        Raises:
-            ConfigurationError: The data have no public list of passages, or no such split; or the queries are people's;
-                or too few of them leave room for a secret, or two secrets are one to the tokenizer.
-            DataError: There are too few queries to make so many canaries, or their file cannot be read.
         """
         seed = secrets.randbits(63) if self.seed is None else self.seed
         passages = data.public_passages()
@@ -255,11 +249,7 @@ class CanarySuite:
                 yield kind, side, copies
 
     def refuse_splits(self, knobs: Knobs = _KNOBS) -> None:
-        """Refuse queries of a split, for a model that is released.
-
-        Raises:
-            ConfigurationError: Naming the setting.
-        """
+        """Refuse queries of a split, for a model that is released."""
         if self.queries in EVALUATION_SPLITS:
             raise ConfigurationError(f"{knobs.queries}={self.queries} {_OF_PEOPLE}")
 
@@ -416,11 +406,7 @@ def plant(data: Plantable, canaries: CanarySet) -> None:
 
 
 def plant_blanks(data: Any, units: int) -> None:
-    """Plant units without rows, to plan a run before its canaries are made.
-
-    Raises:
-        ConfigurationError: The DataModule cannot take them; the message says why.
-    """
+    """Plant units without rows, to plan a run before its canaries are made."""
     if not hasattr(data, "plant"):
         raise _no_pairs(data)
     data.plant(Planted([()] * units, {"units": units}))
@@ -448,11 +434,6 @@ def plant_in_run(
 
     ``reader`` is the module that will be trained on them; it must read every secret to its end. ``released`` and
     ``knobs`` are those of `CanarySuite.make`.
-
-    Raises:
-        ResumeError: There are canaries and ``resume`` is false, or the run was begun with another suite.
-        ConfigurationError: The DataModule cannot take them, or has too little to make them from, or ``reader`` would
-            cut a secret; nothing is written then.
     """
     if not hasattr(data, "plant") or not hasattr(data, "public_passages"):
         raise _no_pairs(data)

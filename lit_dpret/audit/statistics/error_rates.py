@@ -1,8 +1,8 @@
 """Bounds on epsilon from an attack's error rates, for many trainings or canaries without mutual influence.
 
 Under (eps, delta)-DP every test has TPR <= e^eps FPR + delta and TNR <= e^eps FNR + delta. `clopper_pearson_audit`
-holds exact confidence bounds on both rates against that, for any mechanism. Jagielski, Ullman and Oprea 2020, "Auditing
-Differentially Private Machine Learning", arXiv 2006.07709; Nasr et al. 2021, arXiv 2101.04535.
+holds exact confidence bounds on both rates against that, for any mechanism (Jagielski, Ullman and Oprea 2020, arXiv
+2006.07709; Nasr et al. 2021, arXiv 2101.04535).
 """
 
 from __future__ import annotations

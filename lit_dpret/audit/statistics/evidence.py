@@ -48,11 +48,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The tested claim and the confidence; every estimator validates them here.
-
-    Raises:
-        ConfigurationError: A number is out of its range.
-    """
+    """The tested claim and the confidence; every estimator validates them here."""
 
     delta: float  # of the claim, for one unit
     confidence: float  # probability that the bound is true

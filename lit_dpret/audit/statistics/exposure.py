@@ -38,9 +38,6 @@ def exposure_of_rank(rank: float, candidates: int) -> float:
 
     At random it is not 0 but log2(e) = 1.44 on average for many candidates, and 1.396 for 100. TensorFlow Privacy
     takes the number of references, without the secret, for ``candidates``.
-
-    Raises:
-        ConfigurationError: ``rank`` is below 1.
     """
     check_count("candidates", candidates, least=1)
     if not rank >= 1:
@@ -55,9 +52,6 @@ def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
     where the fitted curve has no mass that floats can tell it is infinite.
     The paper (section 4.3) finds that perplexities follow it; a Kolmogorov-Smirnov test on your own tells whether
     they do.
-
-    Raises:
-        DataError: There are fewer references, or a value is not a number.
     """
     values = _references(references)
     if np.ptp(values) == 0:
@@ -67,11 +61,7 @@ def extrapolated_exposure(secret: float, references: ArrayLike) -> float:
 
 
 def mean_rank(ranks: ArrayLike, candidates: int) -> float:
-    """Return the mean of ranks among ``candidates``, each from 1 to their number.
-
-    Raises:
-        DataError: There is no rank, or one is out of its range.
-    """
+    """Return the mean of ranks among ``candidates``, each from 1 to their number."""
     check_count("candidates", candidates, least=1)
     values = _references(ranks)
     worst = values[(values < 1) | (values > candidates) | (values != np.round(values))]

@@ -31,11 +31,7 @@ def auc(scores: CanaryScores) -> float:
 
 
 def tpr_at_fpr(scores: CanaryScores, fpr: float) -> float:
-    """Return the true positive rate at a false positive rate of at most ``fpr``.
-
-    Raises:
-        ConfigurationError: ``fpr`` is not a share.
-    """
+    """Return the true positive rate at a false positive rate of at most ``fpr``."""
     if not 0 <= fpr <= 1:
         raise ConfigurationError(f"fpr={fpr} must lie between 0 and 1.")
     others = len(scores.out_scores)
@@ -52,9 +48,6 @@ def accuracy_at_least(counts: Counts, *, confidence: float = 0.95) -> float:
     Hold it against ``membership_accuracy`` of `lit_dpret.privacy.accounting.ceilings`: above that ceiling no attack can
     be, so that the claim, or the code, is wrong. Assumes independent scores, as
     `lit_dpret.audit.statistics.error_rates`.
-
-    Raises:
-        ConfigurationError: ``confidence`` is out of its range.
     """
     return 1 - sum(error_rates_at_most(counts, check_confidence(confidence))) / 2
 
@@ -82,9 +75,6 @@ def bootstrap(
     All statistics are computed from the same draws. A perfect attack has an interval of no width whatever the number of
     canaries; the exact bounds of `lit_dpret.audit.statistics.error_rates` do not have that weakness. Canaries of one
     training are not independent of each other, and the interval knows nothing of it.
-
-    Raises:
-        ConfigurationError: ``confidence`` or ``resamples`` is out of its range.
     """
     tail = check_confidence(confidence) / 2
     check_count("resamples", resamples, least=1)

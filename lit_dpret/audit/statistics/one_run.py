@@ -1,16 +1,8 @@
 """The one-run audit: a coin for each canary, one training, and guesses of the coins.
 
-Steinke, Nasr and Jagielski 2023, "Privacy Auditing with One (1) Training Run", arXiv 2305.08846. Under
-(eps, delta)-DP the number of right guesses is hardly ever above a Binomial with q = e^eps / (1 + e^eps), whatever the
-canaries do to each other in that one training. Two readings of the same guesses:
-
-* `one_run_audit`, `one_run_counts`: the largest epsilon that they contradict at one delta, for any mechanism.
-* `refute`, `both_ends_audit`: all pairs (eps, delta) of a claimed curve at once, from guesses at both ends. Some pair
-  is easier to contradict than the one that is printed: a larger epsilon comes with a much smaller delta, and delta
-  counts m times. Trying all pairs costs nothing. With W the number of right guesses, the theorem bounds the same tail,
-  P[W >= v], at every pair; so the least of these bounds is a bound on it, and the outcomes that it finds less likely
-  than the allowed error all lie beyond the first of them. For the same reason the lower bounds on epsilon at several
-  deltas hold all at once.
+Steinke, Nasr and Jagielski 2023, arXiv 2305.08846. Under (eps, delta)-DP the number of right guesses is hardly ever
+above a Binomial with q = e^eps / (1 + e^eps), whatever the canaries do to each other in that one training. `refute`
+tries all pairs (eps, delta) of a claimed curve at once.
 """
 
 from __future__ import annotations
@@ -175,9 +167,6 @@ def both_ends(scores: CanaryScores) -> list[tuple[int, int]]:
 
     Half of a share are the highest scores, taken for members, the other half the lowest, taken for others. So the
     number of guesses depends on the number of canaries alone.
-
-    Raises:
-        ConfigurationError: None of them guesses one canary at either end.
     """
     sizes = sorted({int(share * len(scores) / 2) for share in SHARES} - {0}, reverse=True)
     if not sizes:
@@ -190,9 +179,6 @@ def guess_extremes(scores: CanaryScores, *, highest: int, lowest: int) -> tuple[
 
     Both numbers are to be fixed beforehand. Where a tie straddles the edge, the guesses are taken to be wrong as far
     as the tie allows, so that no order of input can help.
-
-    Raises:
-        ConfigurationError: More guesses than canaries.
     """
     check_count("highest", highest)
     check_count("lowest", lowest)
@@ -237,9 +223,12 @@ def both_ends_audit(scores: CanaryScores, *, delta: float, confidence: float = 0
 def refute(scores: CanaryScores, curve: Curve) -> Refutation:
     """Return the probability of the guesses at both ends under a mechanism that satisfies every pair of ``curve``.
 
+    A larger epsilon comes with a much smaller delta, which counts m times, so some pair is easier to contradict than
+    the printed one. The theorem bounds the same tail, P[W >= v] of the right guesses W, at every pair; so the least of
+    these bounds holds too, and trying all pairs costs nothing.
+
     Guarantees:
         - For such a mechanism and fair independent coins, ``p_value <= p`` has probability at most p, for every p.
-        - More pairs can only lower the p-value, at no cost; see the text of the module.
 
     Raises:
         ConfigurationError: The curve is empty or a pair of it is out of range.

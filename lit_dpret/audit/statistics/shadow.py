@@ -1,10 +1,8 @@
 """Membership scores from shadow models: repeated trainings, each on a random half.
 
-Everything is read off matrices: ``shadow`` holds a signal of each example under each model, shape
-``(models, examples)``, and ``included`` says whether that model was trained on that example. The signal is to be
-roughly normal; for text take `logit` of the likelihood per token, or the log-likelihood minus that of a public model.
-`ShadowMatrix` holds several signals of the same models, and `shadow_scores` makes all attacks on a target with them;
-nothing here knows what a model is.
+``shadow`` holds a signal of each example under each model, shape ``(models, examples)``, and ``included`` says whether
+that model was trained on that example. The signal is to be roughly normal: `logit` of the likelihood per token, or the
+log-likelihood minus that of a public model.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ _LEAST = float(np.finfo(np.float64).tiny)
 
 
 def logit(log_likelihood: ArrayLike) -> Floats:
-    """Return ln(p / (1 - p)) of p = exp(mean log-likelihood of a token), without losing p near 1.
-
-    Raises:
-        DataError: A log-likelihood is not below 0.
-    """
+    """Return ln(p / (1 - p)) of p = exp(mean log-likelihood of a token), without losing p near 1."""
     values = np.asarray(log_likelihood, dtype=np.float64)
     if not (values < 0).all():
         raise DataError(f"{int((~(values < 0)).sum())} of {values.size} log-likelihoods are not below 0.")
@@ -124,9 +118,6 @@ def counterfactual_memorisation(signal: ArrayLike, included: ArrayLike) -> Float
 
     Zhang et al. 2023, "Counterfactual Memorization in Neural Language Models", arXiv 2112.12938, equation 1. A value
     tells about one private example: to be looked at inside, and not to be published.
-
-    Raises:
-        DataError: Shapes differ, a value is not a number, or an example lacks models on one side.
     """
     _, matrix, members = _read(None, signal, included, sides=2)
     inside = np.where(members, matrix, 0).sum(axis=0) / members.sum(axis=0)
@@ -139,10 +130,6 @@ def balanced_halves(texts: int, models: int, *, seed: int) -> NDArray[np.bool_]:
     Guarantees:
         - Every text is in the training data of exactly half of the models, chosen at random.
         - The halves depend on ``seed`` and the two numbers alone.
-
-    Raises:
-        ConfigurationError: The number of models is odd, or below four.
-        DataError: There is no text.
     """
     if not is_whole(models) or models < FEWEST or models % 2:
         raise ConfigurationError(
@@ -156,11 +143,7 @@ def balanced_halves(texts: int, models: int, *, seed: int) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShadowMatrix:
-    """Signals of texts under shadow models.
-
-    Raises:
-        DataError: Shapes differ, there is no signal, or a text lacks models on one side.
-    """
+    """Signals of texts under shadow models."""
 
     signals: Signals  # by name, each of shape ``(models, texts)``
     included: NDArray[np.bool_]  # whether a model was trained on a text, of the same shape
@@ -201,9 +184,6 @@ def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[
         matrix: The same under shadow models.
         population: Columns of texts that the target is known, or assumed, not to have been trained on; those that
             RMIA weighs the others against. They must not be among the texts that are attacked.
-
-    Raises:
-        DataError: The target has none of the matrix's signals, or the population is empty.
     """
     if not len(population):
         raise DataError("RMIA needs texts that the target was not trained on, besides the attacked ones.")

@@ -1,8 +1,7 @@
 """Choose the score threshold for guessing membership, and correct for choosing the best one.
 
-A bound holds with its confidence for one threshold that was chosen without the labels it is then judged by. Three
-ways to have one: name it beforehand, divide the allowed error among all that are tried (Bonferroni), or choose by a
-part of the canaries and judge by the rest.
+A bound holds for one threshold that was chosen without the labels it is then judged by: named beforehand, the best of
+several among which the allowed error is divided (Bonferroni), or chosen by a part of the canaries.
 """
 
 from __future__ import annotations
@@ -67,10 +66,6 @@ def audit(
     ``bound`` says what the counts at one threshold prove: from counts, an allowed error and a floor to the bound, or
     the floor where that is higher, which lets later thresholds be dismissed early. ``guessing`` says that it allows
     guesses that depend on the scores, as the one-run audits do.
-
-    Raises:
-        ConfigurationError: ``doubling`` for a bound on rates, or a share out of its range.
-        DataError: A split leaves one part without members or without others.
     """
 
     def of(counts: Counts, error: float, floor: float) -> float:

@@ -1,9 +1,7 @@
 """A lower bound on epsilon from repeated releases of two neighbouring inputs.
 
-If an event has probability p on one input and q on its neighbour, (eps, delta)-DP says
-p <= exp(eps) q + delta. Counting the event on both sides gives confidence bounds on p and q (Clopper and
-Pearson, 1934), and so a lower bound on eps that holds whatever the mechanism is (Jagielski et al.,
-"Auditing differentially private machine learning", 2020, section 4; Nasr et al., 2021).
+An event of probability p on one input and q on its neighbour has p <= exp(eps) q + delta. Confidence bounds on p and q
+(Clopper and Pearson, 1934) give a lower bound on eps, whatever the mechanism is (Jagielski et al. 2020, section 4).
 """
 
 from __future__ import annotations
@@ -30,15 +28,10 @@ Values = NDArray[np.float64]
 
 
 def epsilon_lower_bound(p: Values, q: Values, delta: float, confidence: float = CONFIDENCE) -> float:
-    """Return a lower bound on epsilon from a statistic's values on two neighbouring inputs.
+    """Return a lower bound on epsilon from a statistic's values on two neighbouring inputs, ``(trials,)``; at least 0.
 
     The threshold, and which side of it counts, are chosen by the first quarter of the values and applied
     to the rest, so that the bound holds at the stated confidence.
-
-    ``p`` and ``q`` are the values, ``(trials,)`` each.
-
-    Returns:
-        The bound; at least 0.
     """
     first_p, first_q = p[: int(len(p) * CHOOSING)], q[: int(len(q) * CHOOSING)]
     best, threshold, sign, swapped = -math.inf, 0.0, 1, False
@@ -63,15 +56,8 @@ def most_that_can_be_shown(trials: int, delta: float, confidence: float = CONFID
 def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: float, trials: int) -> float:
     """Repeat the release of ``unit`` alone and of nothing, and compare their distinguishability with the claim.
 
-    The two inputs are neighbours; company changes nothing, which ``check_independence`` has shown. The
-    statistic is the projection of the release on the direction in which the unit moves it.
-
-    Returns:
-        The lower bound on epsilon.
-
-    Raises:
-        PrivacyViolation: It exceeds ``eps``.
-        ConfigurationError: ``trials`` releases cannot show more than ``eps`` whatever the mechanism does.
+    The two inputs are neighbours; company changes nothing, which ``check_independence`` has shown. The statistic is the
+    projection of the release on the direction in which the unit moves it. Returns the lower bound on epsilon.
     """
     can = most_that_can_be_shown(trials, delta)
     if can <= eps:

@@ -24,14 +24,7 @@ Noise = Mapping[str, Tensor]
 
 
 def check_noise_of_empty_steps(probe: Probe) -> float:
-    """Check noise without data: on every coordinate, its deviation, its independence.
-
-    Returns:
-        The measured standard deviation over the planned one, all coordinates together.
-
-    Raises:
-        PrivacyViolation: Naming the parameter and what is wrong with its noise.
-    """
+    """Check noise without data; return its measured standard deviation over the planned one."""
     std = probe.plan.noise_std
     squares: dict[str, Tensor] = {}
     steps, entries, axes, twins, besides = (Correlation() for _ in range(5))
@@ -65,11 +58,7 @@ def check_noise_of_empty_steps(probe: Probe) -> float:
 
 
 def check_noise_of_full_steps(probe: Probe, sizes: tuple[int | None, ...]) -> None:
-    """Check noise with data: once per logical step, for any physical batches.
-
-    Raises:
-        PrivacyViolation: Naming the parameter and what is wrong with its noise.
-    """
+    """Check noise with data: once per logical step, for any physical batches."""
     everybody = list(range(probe.inputs.units))
     for size in sizes:
         squares: dict[str, Tensor] = {}

@@ -1,8 +1,7 @@
 """Run single logical steps of a module without a Trainer, and record their results.
 
-The real ``training_step`` runs; in place of the accountant stands one that grants everything, and in
-place of the optimizer one that keeps what it was handed. So what is seen is what an optimizer would
-have seen, whichever part of the path went wrong.
+The real ``training_step`` runs. An accountant that grants everything and an optimizer that keeps what it was handed
+stand in, so that what is seen is what an optimizer would have seen, whichever part of the path went wrong.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class Inputs:
 
     @classmethod
     def build(cls, batch: Any, unit_ids: Tensor | None) -> Inputs:
-        """Validate a user's batch.
-
-        Raises:
-            ConfigurationError: It is neither a dict of tensors of one length nor a list, or has fewer than 2 units.
-        """
+        """Validate a user's batch."""
         rows: dict[str, Tensor] | list[Any]
         if isinstance(batch, list):
             count, rows = len(batch), batch
@@ -174,9 +169,6 @@ class Probe:
         ``step`` and ``attempt`` key noise and dropout, ``salt`` the noise. Slots that are ``masked`` hold rows but
         are not real, and must contribute nothing; ``emptied`` ones are real but hold no rows, as a unit that was
         replaced by nothing. ``size`` is the units per physical batch; None puts all in one.
-
-        Raises:
-            PrivacyViolation: The step was refused, or was not taken exactly once.
         """
         self._step, self._count, self.salt, self.attempt = Step(denominator=self.plan.denominator), 0, salt, attempt
         try:
@@ -247,11 +239,7 @@ class _Optimizer:
 
 @contextmanager
 def probing(module: PrivateModule, inputs: Inputs, plan: PrivacyPlan, seed: int) -> Iterator[Probe]:
-    """Yield a probe of the module; restore weights and modes at the end.
-
-    Raises:
-        PrivacyViolation: The privacy mode refuses the module.
-    """
+    """Yield a probe of the module; restore weights and modes at the end."""
     mode = copy.copy(module.privacy)
     probe = Probe(module, inputs, mode, plan, seed)
     loss = module.per_row_loss

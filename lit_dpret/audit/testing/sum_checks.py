@@ -32,10 +32,6 @@ def quiet_weights(probe: Probe, units: Sequence[int]) -> dict[int, float]:
     """Return weights with which each unit alone moves the sum by a fifth to four fifths of the bound: unclipped.
 
     Units whose gradient is zero or stays out of reach are left out.
-
-    Raises:
-        PrivacyViolation: A unit is in the sum with something that does not shrink with its loss.
-        ConfigurationError: Fewer than two units of the batch have a gradient.
     """
     found: dict[int, float] = {}
     for unit in units:
@@ -65,14 +61,7 @@ def quiet_weights(probe: Probe, units: Sequence[int]) -> dict[int, float]:
 
 
 def check_sensitivity(probe: Probe, quiet: dict[int, float]) -> tuple[float, int]:
-    """Remove, empty or replace one loud unit, and check the change of the sum.
-
-    Returns:
-        The largest difference of two sums over the bound, and the unit it was found with.
-
-    Raises:
-        PrivacyViolation: A difference exceeds the bound (twice the bound for a replaced unit).
-    """
+    """Remove, empty or replace one loud unit; return the largest change of the sum over the bound, and the unit."""
     everybody = list(range(probe.inputs.units))
     worst, which = 0.0, next(iter(quiet))
     for unit in quiet:
@@ -97,11 +86,7 @@ def check_sensitivity(probe: Probe, quiet: dict[int, float]) -> tuple[float, int
 
 
 def check_independence(probe: Probe, quiet: dict[int, float]) -> None:
-    """Check that a unit contributes the same with any other content or padding of its physical batch.
-
-    Raises:
-        PrivacyViolation: Naming the unit and the company in which it contributed something else.
-    """
+    """Check that a unit contributes the same with any other content or padding of its physical batch."""
     units = list(quiet)
     probe.weights = dict(quiet)
     alone = {unit: probe.step([unit]).sums for unit in units}

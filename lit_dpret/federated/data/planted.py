@@ -1,10 +1,8 @@
 """Silos of invented words with a known structure, for tests and experiments; not private.
 
-A passage is about one entity, and each of its sentences tells one attribute of it. A question names the entity,
-and the attribute in the *dialect* of its client: the same dialect word means another attribute elsewhere. One
-shared query encoder therefore cannot be right for every client, and a personal one can, which is what stage 2 of
-PDD-AS2 is for. Among the sentences are *hubs*, which name many attributes and are near to every question, and
-*near duplicates*, which tell the same of another entity in the same words.
+A question names an entity, and an attribute in the *dialect* of its client: the same word means another attribute
+elsewhere. So no shared query encoder is right for every client, and a personal one can be (stage 2 of PDD-AS2).
+*Hubs* name many attributes and are near to every question; *near duplicates* tell the same of another entity.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Reading comprehension as answer sentence selection: one client per SQuAD article or NewsQA genre.
 
-The positive of a question is the sentence that holds its answer. With character offsets that is one sentence;
-the shared BEIR-like layout has the answers' texts only, and a text that occurs in two sentences of the
-paragraph makes both positive. How many questions that concerns stands in the manifest.
-
-Fed-NewsQA (paper 004, section 2.5) is read from a user's own files: neither the stories nor the questions may be
-redistributed, and the authors published no split. Needed are ``combined-newsqa-data-v1.json``, which the user makes
-with Maluuba's scripts, and the lists of story addresses (``cnn_wayback_{training,validation,test}_urls.txt``). A
-story's id is the SHA-1 of its address, and the genre is the section in it. The paper says no more than "directly from
-the web-link", so the table of sections below is ours, and Figure 3's counts could not be reproduced without the data.
+The positive of a question is the sentence that holds its answer; an answer without offsets makes every sentence with
+its text positive. Fed-NewsQA (paper 004, section 2.5) is read from a user's own files, which may not be redistributed.
+The paper publishes neither split nor genres: the table of sections below is ours.
 """
 
 from __future__ import annotations

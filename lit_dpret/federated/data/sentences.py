@@ -1,9 +1,7 @@
-"""Sentence boundaries by a few rules, the same on every machine and for every library version.
+"""Sentence boundaries by a few rules for edited English, the same on every machine and for every library version.
 
-The split decides what can be retrieved, so it must not change under a benchmark. The rules are for edited
-English: a sentence ends at ``.``, ``!`` or ``?`` (and closing quotes or brackets) before white space and
-something that can begin one, unless the dot belongs to an abbreviation, an initial or a number; and at every
-blank line.
+A sentence ends at ``.``, ``!`` or ``?`` before white space and something that can begin one, unless the dot belongs to
+an abbreviation, an initial or a number; and at every blank line.
 """
 
 from __future__ import annotations

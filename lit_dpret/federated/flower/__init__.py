@@ -1,8 +1,7 @@
 """PDD-AS2 as a pair of Flower apps. The apps transfer weights and embeddings; `SiloClient` trains.
 
 Flower and Ray report their use to their makers unless environment variables, which Flower reads while it is imported,
-say otherwise. This package sets them first: import it before ``flwr``. Flower's commands also send version, system and
-process to a server to ask for newer versions; another variable prevents that.
+say otherwise. This package sets them first: import it before ``flwr``.
 """
 
 from __future__ import annotations

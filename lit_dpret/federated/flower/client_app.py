@@ -1,16 +1,8 @@
 """The silo's side: translate messages into calls of `SiloClient` and results into messages, without training itself.
 
-A deployed node runs every message in a new process, so whatever has to last is in the silo's state folder (its personal
-query encoder, the global weights of stage 2, its ledgers), and the length and hash of each ledger are in Flower's
-``Context.state``: a ledger that is gone or was shortened is noticed before anything more is spent.
-
-The secure sum takes one message for each act of its protocol: a silo cannot share before it knows everybody's keys, nor
-mask before it has everybody's shares, nor sign before it is known who is left, nor unmask before enough have signed.
-Sealed negatives take the messages of the unsealed ones, and one more for the keys; what the server merges there, every
-silo merges for itself here.
-
-Errors stay here too. The server learns the kind of an error and not its sentence, which may name files, ids and numbers
-of the silo.
+A deployed node runs every message in a new process: whatever has to last is in the silo's state folder, and the length
+and hash of each ledger in Flower's ``Context.state``. Errors stay here: the server learns the kind of an error and not
+its sentence, which may name files, ids and numbers of the silo.
 """
 
 from __future__ import annotations
@@ -203,7 +195,7 @@ def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordD
 
 
 def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Phase 1: train one local epoch and advertise keys, even if training fails (`SiloSum.begin`)."""
+    """Train one local epoch and advertise keys, even if training fails (`SiloSum.begin`)."""
     weights = payloads.weights_of(content, _SERVER, like=client.model[0])
     plan = SumPlan(
         run=payloads.digest_of(client.settings), round=payloads.whole(head, "round"), attempt=_attempt(head),
@@ -219,21 +211,21 @@ def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordD
 
 
 def secagg_share(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Phase 2: receive all keys, return sealed shares."""
+    """Receive all keys, return sealed shares."""
     return payloads.answer(
         shares=payloads.bytes_record(_sum(client).share(_attempt(head), payloads.keys_of(content, _SERVER)))
     )
 
 
 def secagg_masked(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Phase 3: receive sealed shares, return the masked vector."""
+    """Receive sealed shares, return the masked vector."""
     return payloads.answer(
         masked=payloads.words_record(_sum(client).mask(_attempt(head), payloads.bytes_of(content, "shares", _SERVER)))
     )
 
 
 def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Phase 4: sign the lists of remaining and lost silos."""
+    """Sign the lists of remaining and lost silos."""
     if client.credentials is None:
         raise DataError("The server asks for a signature, and the settings have no roster.", kind="other settings")
     signature = _sum(client).sign(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"))
@@ -241,7 +233,7 @@ def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDi
 
 
 def secagg_unmask(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Phase 5: receive the lists and their signatures, return a share of one secret of every silo."""
+    """Receive the lists and their signatures, return a share of one secret of every silo."""
     signatures = payloads.bytes_of(content, "signatures", _SERVER, size=SIGNATURE_BYTES)
     found = _sum(client).unmask(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"), signatures)
     return payloads.answer(seeds=payloads.bytes_record(found.seeds), lost=payloads.bytes_record(found.keys))

@@ -1,8 +1,7 @@
 """The two apps under names for Flower's loader; ``deploy/flower/pyproject.toml`` refers to them.
 
-The request for a run reaches the server's app as one YAML string in its run configuration. A silo acts by a document
-beside its data, whose path the node's own operator gave (``--node-config 'silo="FILE"'``): none of it comes with a
-message.
+The run reaches the server's app as one YAML string in its run configuration. A silo acts by a document beside its data,
+whose path its own operator gave (``--node-config 'silo="FILE"'``): none of it comes with a message.
 """
 
 from __future__ import annotations

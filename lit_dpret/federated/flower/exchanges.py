@@ -1,13 +1,8 @@
 """The server's side of a masked round, of which it learns only the sum, and of relayed negatives.
 
-A silo may disappear before any of the messages. One that has shared nothing is left out; one that has shared and sends
-no vector is recovered from the others' shares; one that does not unmask is not needed as long as enough do. Where fewer
-than the threshold are left, nothing can be unmasked, and the round is refused by name. Where enough are left and fewer
-have an update, which the server is not told of any, all silos refuse to unmask, and the round is lost.
-
-Negatives are merged by the server in clear, or sealed and only passed on. Both ways give every silo that asked the
-records of its message ``train.personalise``, from one message to each silo that is asked, for all who ask it. Sealed,
-the server knows who asks whom, for it decides that, and how much they send.
+A silo may disappear before any message. One that shared nothing is left out; one that shared and sends no vector is
+recovered from the others' shares. With fewer than the threshold left, nothing is unmasked and the round is refused.
+Negatives are merged by the server in clear, or sealed and only passed on.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """A silo's node: the checks before it joins a federation, and the start of Flower's SuperNode.
 
-Stock Flower takes the client's app from the server, with the message: whoever runs the server could run any code beside
-the data. Here the node starts tasks by commands of our own, which answer with the installed app and refuse every other
-kind of task.
-
-The SuperNode and its task talk over the machine's loopback address without a password, so the other users of the silo's
-machine are trusted.
+Stock Flower takes the client's app from the server, with the message, and so runs any code beside the data. Here tasks
+start by commands of our own, which answer with the installed app alone. SuperNode and task talk over the loopback
+address without a password, so the other users of the silo's machine are trusted.
 """
 
 from __future__ import annotations
@@ -33,11 +30,7 @@ ANSWERS = "flwr-clientapp"  # the one command that is answered
 
 
 def check_silo(settings: SiloSettings) -> str:
-    """Build the silo as a round would, on a copy of its state; return the trust table and the spent budget.
-
-    Guarantees:
-        - Nothing is written into the silo's state folder and nothing is released.
-    """
+    """Build the silo as a round would, on a copy of its state; return the trust table and the spent budget."""
     settings.model.check()
     with tempfile.TemporaryDirectory(prefix="lit-dpret-silo-") as scratch:
         rehearsal = Path(scratch) / "state"

@@ -1,8 +1,7 @@
 """Encode the content of Flower's records: weights, requests, answers, pools, keys, shares, sealed messages.
 
-Every message has a ``head`` that states the version of this format. Weights are floating-point tensors only: an
-integer buffer has no mean. A list of negatives travels as unique embeddings and places in them (`Block`). Whatever
-comes from another machine is checked here before anything is computed with it, and refused with its sender's name.
+Every message has a ``head`` that states the version of this format. Whatever comes from another machine is checked here
+before anything is computed with it, and refused with its sender's name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The server's side: which silos to ask, what to sum and relay, and which silos to continue without.
+"""The server's side, which holds no data: the rounds of `lit_dpret.federated.federation`, between machines.
 
-It holds no data and trains nothing. Its rounds are those of `lit_dpret.federated.federation`, between machines: a silo
-that is gone, late, broken or sends nonsense is named in ``faults``, the round continues with the others, and the silo
-is asked again in the next one.
+A silo that is gone, late, broken or sends nonsense is named in ``faults``, the round continues with the others, and the
+silo is asked again in the next one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """A curious silo: identify the questions behind request rows of other silos.
 
-Paper 004 sends the embedding of every train query to the clients that are asked (section 2.2) and leaves open what they
-make of it. A silo holds the same encoder, so it embeds texts that it suspects and compares. Two scores, by what the
-rows are: embeddings of queries are matched by *nearness*, means of many are *traced*, which finds a text in a mean that
-it is not near to at all (Dwork et al. 2015, "Robust Traceability from Trace Amounts").
-
-The suspects are drawn from queries of the *same* silo, which were sent and which were not. Told from queries of other
-silos a text gives away its domain already, and that would be counted as its identity.
+A silo holds the same encoder, so it embeds texts that it suspects and compares: embeddings of queries by *nearness*,
+means of many by *tracing* (Dwork et al. 2015, "Robust Traceability from Trace Amounts"). The suspects are queries of
+the *same* silo that were sent and that were not; told from another silo's, a text would give away only its domain.
 """
 
 from __future__ import annotations
@@ -46,9 +42,6 @@ def nearness(rows: Floats, suspects: Floats) -> Floats:
     """Return the cosine of each suspect with its nearest row; zeros without rows.
 
     Both are ``(count, dim)``, ``suspects`` embedded by the shared encoder.
-
-    Raises:
-        DataError: The two are of different spaces.
     """
     if rows.ndim != 2 or suspects.ndim != 2 or rows.shape[1] != suspects.shape[1]:
         raise DataError(f"Rows of shape {rows.shape} and suspects of {suspects.shape} cannot be compared.")
@@ -58,17 +51,10 @@ def nearness(rows: Floats, suspects: Floats) -> Floats:
 
 
 def traces(rows: Floats, suspects: Floats) -> Floats:
-    """Return each suspect's contribution to its nearest mean, beyond what the other suspects there explain.
+    """Return each suspect's contribution to its nearest mean beyond the other suspects there, ``(suspects,)``.
 
-    A mean of k unit vectors holds 1/k of each of them and, of a text that is not in it, what all such texts have in
-    common. The second part is estimated from the suspects themselves.
-
-    Returns:
-        ``<x, row - mean of the other suspects there>`` of each suspect x, shape ``(suspects,)``; zeros where there is
-        no row.
-
-    Raises:
-        DataError: The two are of different spaces.
+    ``<x, row - mean of the other suspects there>``: a mean of k unit vectors holds 1/k of each of them and, of a text
+    that is not in it, what all such texts have in common. Zeros where there is no row.
     """
     if not len(nearness(rows, suspects)) or not len(rows):
         return np.zeros(len(suspects))
@@ -132,10 +118,6 @@ def identify_requests(
         tops: Numbers of guesses.
         confidence: Confidence level of the intervals, which assume independent queries.
         seed: The seed of the draws.
-
-    Raises:
-        DataError: Nothing was sent, or there are too few others.
-        ConfigurationError: A number is out of range.
     """
     if candidates < 2 or any(not 1 <= top < candidates for top in tops):
         raise ConfigurationError(
@@ -196,9 +178,6 @@ def own_texts(
     """Guess for each row the nearest own query; None without rows.
 
     ``victims`` and ``own`` are texts with their embeddings, ``(queries, dim)``; ``rows`` are ``(rows, dim)``.
-
-    Raises:
-        DataError: A side has no text, or not one for each embedding.
     """
     for texts, embeddings in (victims, own):
         if not len(texts) or len(texts) != len(embeddings):

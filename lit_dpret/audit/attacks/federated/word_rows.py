@@ -1,16 +1,8 @@
 """A curious server: detect the words of a silo's batches from the rows of the word-embedding table ("table rows" here).
 
-The gradient of a table row is zero where its token is in no text of the batch, so an update names the tokens of all its
-texts (Melis et al. 2019, "Exploiting Unintended Feature Leakage in Collaborative Learning", 1805.04049).
-Paper 004 shares such updates every round and leaves the question open.
-
-Tokens of *sentences* move rows as well, those of positives and of negatives. Evidence about the queries is therefore
-the difference between tokens of train queries and tokens of the collection only; and among tokens that the collection
-does not have, which of them the queries have.
-
-Weight decay moves every row. With AdamW and a constant learning rate it multiplies all of them by one factor, which
-the server can estimate: the median over the table of the fraction of a row that is left, since no text touches most
-rows of a vocabulary. The evidence is the rest of the movement.
+The gradient of a row is zero where its token is in no text of the batch (Melis et al. 2019, 1805.04049), and paper 004
+shares such updates every round. Tokens of *sentences* move rows as well, so evidence about the queries is the
+difference from tokens of the collection alone. Weight decay moves all rows by one factor, the median over the table.
 """
 
 from __future__ import annotations
@@ -56,15 +48,9 @@ class MovedRows:
 
 
 def moved_rows(before: Floats, after: Floats) -> MovedRows:
-    """Measure how far an update moved the rows of a table, without weight decay.
-
-    Assumes that most rows of the vocabulary are touched by no text, as with any vocabulary that was not made from the
-    silo's own texts.
+    """Measure how far an update moved the rows of a table, without weight decay; most rows must be touched by no text.
 
     ``before`` is the table that the server sent, ``after`` the one that came back, ``(vocabulary, dim)``.
-
-    Raises:
-        DataError: They are not two states of one table.
     """
     if before.shape != after.shape or before.ndim != 2 or not before.size:
         raise DataError(f"Tables of shapes {before.shape} and {after.shape} are not two states of one.")
@@ -114,9 +100,6 @@ def separate_tokens(
         others: Ids that must not be named; none of them among ``tokens``.
         touched_alone: Compare only rows that stand out, to see whether how far a row moved tells more than that it did.
         confidence: Confidence level of the intervals, which assume independent tokens.
-
-    Raises:
-        DataError: A token is in both lists, or in no row.
     """
     if len(np.intersect1d(tokens, others)):
         raise DataError("A token is in both groups, so the attack cannot be measured.")
