@@ -1,16 +1,8 @@
 """Batches of units: the form of a draw on its way to ``training_step``.
 
-A *logical* batch is what one optimizer step sees. It falls into *physical* batches that fit the device; a logical batch
-may be empty, and then it still takes its step.
-
-A compiler like XLA makes one program for each shape, and in low precision another shape is another result: products of
-matrices round otherwise, in rows that are in both batches too, by more than any allowance for rounding covers. With a
-`FixedShape` every physical batch has the same number of slots, every slot the same number of rows, and every text its
-maximal length. Padding changes nothing: a slot without a unit is masked, a row without data has a loss of zero, and a
-gradient of it, which zero times infinity may make NaN, is charged to no unit (`UnitBatch.owners_of_rows`).
-
-An accountant counts units: draws of a query, a user, an image. A data set that spreads the rows of a query over several
-units multiplies that query's part in a step, so the names of rows are remembered with their units (`UnitOwners`).
+A *logical* batch is what one optimizer step sees; it falls into *physical* ones that fit the device. A `FixedShape`
+gives each the same slots, rows and lengths: one program for XLA, and in low precision another shape would be another
+result. Names of rows are remembered with their units (`UnitOwners`), since an accountant counts units.
 """
 
 from __future__ import annotations
@@ -74,9 +66,6 @@ class UnitOwners:
 
     Guarantees:
         - A row or name that came for two units is refused, in whichever batches. Rows without a name are not seen.
-
-    Args:
-        unit: ``privacy.unit``.
     """
 
     def __init__(self, unit: str) -> None:
@@ -84,11 +73,7 @@ class UnitOwners:
         self._unit_of: dict[int, int] = {}
 
     def note(self, unit: int, keys: Iterable[int]) -> None:
-        """Record the owners of these rows, by their `row_key`.
-
-        Raises:
-            DataError: One of them came for another unit before.
-        """
+        """Record the owners of these rows, by their `row_key`; refuse one that came for another unit before."""
         for key in keys:
             if (owner := self._unit_of.setdefault(key, unit)) != unit:
                 raise DataError(
@@ -123,11 +108,7 @@ class FixedShape:
         spare: int = 0,
         ragged: Sequence[str] = (),
     ) -> FixedShape:
-        """Return the shape that a DataModule asks for, with ``spare`` slots that stay empty.
-
-        Raises:
-            ConfigurationError: All rows of a unit are drawn, and nothing says how many these can be.
-        """
+        """Return the shape that a DataModule asks for, with ``spare`` slots that stay empty."""
         if data.rows_per_unit == "one":
             return cls(data.physical_batch_size + spare, 1, place_rows, ragged, spare)
         most = getattr(data, "max_rows_per_unit", None)
@@ -145,9 +126,6 @@ class FixedShape:
 
     def places(self, slots: Sequence[int]) -> list[int]:
         """Return the place of each row within the shape, given the slot of each, in order.
-
-        Raises:
-            DataError: There are more slots, or more rows of one, than the shape has room for.
 
         Example:
             >>> FixedShape(slots=3, rows_of_a_slot=2, place_rows=print).places([0, 2, 2])
@@ -349,11 +327,7 @@ def split_batch(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
 
 
 def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
-    """Return the answer of a training data set for a draw, checked.
-
-    Raises:
-        DataError: It is not a pair of the draw and the rows of its unit.
-    """
+    """Return the answer of a training data set for a draw, checked."""
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Draw):
         return item
     raise DataError(

@@ -1,16 +1,8 @@
-r"""Draw normal variates from a ChaCha20 stream, with the same bits on every machine and device.
+"""Draw normal variates from a ChaCha20 stream, with the same bits on every machine and device.
 
-The transform of Box and Muller (1958): where u and v are uniform in (0, 1), :math:`\sqrt{-2 \ln u}` times cosine and
-sine of :math:`2 \pi v` are two independent standard normals. Libraries disagree in the last bits of logarithms and
-cosines, and some (MKL, on the CPU) in those of square roots. Here all of them are made of sums, products and one
-quotient in float64, each an operation by itself. IEEE 754 says what every one of these gives, and CPUs and CUDA keep to
-it. A compiler that fuses a product with a sum would not, so nothing here may be compiled.
-
-Two words of the stream make two normals. Of their 64 bits 40 are u, as :math:`(m + 1/2) / 2^{40}`; 22 are the angle
-within a quarter of the circle; two are the signs. So no normal is larger than 7.54, beyond which lies a share of
-:math:`5 \cdot 10^{-14}` of a true one. Every other error is below :math:`10^{-14}`, but for normals of a radius below
-0.01: there -ln u is a difference of larger numbers, and errors reach :math:`4 \cdot 10^{-10}`. float32 is rounded once,
-at the end.
+Logarithm, root and cosine of Box and Muller's transform are made of sums, products and one quotient in float64, each an
+IEEE operation by itself; a compiler would fuse them, so nothing here may be compiled. Bits and errors:
+docs/derivations.md.
 """
 
 from __future__ import annotations
@@ -44,15 +36,10 @@ _SIN = (
 def normals(key: bytes, count: int, *, start: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return ``count`` standard normals of the stream under ``key``, the first one being number ``start``.
 
+    The key has 32 bytes and is secret.
+
     Guarantees:
         - A number depends on the key and on its place alone, and is the same on every device of `DEVICES`.
-
-    Args:
-        key: A key of 32 bytes; secret.
-        count: How many.
-        start: The place of the first.
-        device: Where they are drawn.
-        dtype: float64, or float32 for the same numbers rounded.
     """
     first, last = start // WORDS, -(-(start + count) // WORDS)
     drawn = torch.empty(last - first, WORDS, dtype=dtype, device=device)

@@ -102,9 +102,6 @@ class PrivacyBudget:
     Everything here may be published with the model. What must not be published (per-example
     norms, the noise secret, and under ``add_or_remove`` the size of the data set) never becomes a
     field of a budget.
-
-    Raises:
-        ConfigurationError: A value is out of range; the message names the ``privacy.`` key.
     """
 
     eps: float  # of the whole run, positive and finite
@@ -150,11 +147,7 @@ class PrivacyBudget:
     def refuse_other_units(
         self, unit: str, neighbours: str, duplicates: str, where: str, *, unit_by: str | None
     ) -> None:
-        """Refuse to add up with a guarantee about other units or neighbours, which ``where`` states.
-
-        Raises:
-            ConfigurationError: It is another one, or may be; the message names the setting that differs.
-        """
+        """Refuse to add up with a guarantee about other units or neighbours, which ``where`` states."""
         for knob, own, other in (
             ("privacy.unit", self.unit, unit),
             ("privacy.neighbours", self.neighbours, neighbours),

@@ -1,10 +1,7 @@
 """Compute ChaCha20, the key stream of RFC 8439, by tensor operations: the same words on every CPU and GPU.
 
-ChaCha20 (Bernstein 2008; RFC 8439) is a pseudorandom function of a key of 256 bits: nobody who lacks the key is known
-to tell its blocks of 512 bits from coins with less work than trying keys. Attacks reach 7 of its 20 rounds. A block
-depends on the key and on its number alone, so any part of a stream is computed without what lies before it.
-
-A round adds, xors and rotates words of 32 bits. These are exact on every device, and run here on all blocks at once.
+Nobody who lacks the 256-bit key is known to tell its blocks from coins (Bernstein 2008); attacks reach 7 of 20 rounds.
+A block depends on the key and on its number alone. Adding, xoring and rotating words is exact on every device.
 """
 
 from __future__ import annotations
@@ -37,11 +34,8 @@ def keystream(key: bytes, blocks: Tensor, *, lane: int | Tensor = 0, rounds: int
     In the terms of RFC 8439, section 2.3, the counter is the lower half of a block's number, and the nonce is its
     upper half, the lane, and 0; numbers have the lower byte first.
 
-    Args:
-        key: A key of `KEY_BYTES` bytes.
-        blocks: The numbers of the blocks, int64, shape (blocks,), on the device that computes.
-        lane: A number of 31 bits, or one for each block: each has a stream of its own.
-        rounds: Less than the 20 of the standard for measurements alone.
+    The key has `KEY_BYTES` bytes; blocks are int64, shape (blocks,), on the device that computes; a lane has 31 bits,
+    and each has a stream of its own. Less than the 20 rounds of the standard are for measurements alone.
     """
     halves = blocks.contiguous().view(torch.int32).view(-1, 2).T  # lower, upper
     first = torch.tensor([*_CONSTANTS, *struct.unpack("<8i", key), 0, 0, 0, 0], dtype=torch.int32, device="cpu")

@@ -1,21 +1,7 @@
-r"""The share of clipped units, released as one more coordinate of the noised sum.
+"""The share of clipped units, released as one more coordinate of the noised sum (McMahan et al., 1812.06210).
 
-How often clipping bites says whether ``max_grad_norm`` is set well, and it is a function of private gradients: it must
-not be logged as it is. Andrew et al. (1905.03871, section 2) give the count noise of its own and account for both
-together. Here it is a coordinate of the sum itself (as in McMahan et al., 1812.06210), so that there is one mechanism,
-one sensitivity and one noise, and no accountant has to know of it.
-
-With ``f`` the share of the budget and ``C`` the clipping bound, unit i adds, beside its clipped gradient,
-
-.. math:: s (2 b_i - 1), \quad s = C \sqrt{f / (1 - f)},
-
-where ``b_i`` is 1 if its norm was above C and else 0. A unit without a gradient adds nothing: one that was emptied
-keeps its place in a batch, and must look like one that is not there. The squared norm of both together is at
-most :math:`C^2 + s^2 = C^2 / (1 - f)`, so the sum has sensitivity :math:`C / \sqrt{1 - f}`, for a unit that is emptied,
-added or removed, and twice that for one that is replaced. Noise of ``sigma`` times that sensitivity goes into every
-coordinate: a gradient pays for the count with :math:`1 / \sqrt{1 - f}` times the noise (0.5 percent for f = 0.01), and
-the share of clipped units is seen with standard deviation :math:`\sigma / (2 B \sqrt{f})`, B the public size of a
-batch.
+Unit i adds s (2 b_i - 1), s = C sqrt(f / (1 - f)), b_i whether it was clipped and f the share of the budget: the sum
+then has sensitivity C / sqrt(1 - f), and nothing else needs accounting. docs/derivations.md has the proof.
 """
 
 from __future__ import annotations
@@ -33,11 +19,7 @@ MOST = 0.1
 
 
 def check_budget(share: float) -> None:
-    """Refuse a share that is not a number in (0, `MOST`].
-
-    Raises:
-        ConfigurationError: Naming ``privacy.clip_fraction_budget``.
-    """
+    """Refuse a share that is not a number in (0, `MOST`]."""
     if not is_number(share) or not 0 < share <= MOST:
         raise ConfigurationError(
             f"privacy.clip_fraction_budget={share!r} is not a number above 0 and at most {MOST:g}: the share of a "

@@ -23,23 +23,13 @@ Collate = Callable[[list[Any]], Any]
 
 
 class RowsAlone:
-    """Collate rows one by one, for a module without text lengths.
-
-    Args:
-        collate_rows: The module's.
-        name: The name of the module, for messages.
-    """
+    """Collate rows one by one, for a module without text lengths."""
 
     def __init__(self, collate_rows: Collate, name: str) -> None:
         self._collate_rows, self._name = collate_rows, name
 
     def __call__(self, rows: list[Any]) -> Any:
-        """Return the features of some rows.
-
-        Raises:
-            ConfigurationError: Rows have features of several shapes: filled up to the largest of a batch, a row's
-                would depend on the others.
-        """
+        """Return the features of some rows."""
         try:
             return _joined([self._collate_rows([row]) for row in rows])
         except RuntimeError as error:
@@ -71,12 +61,9 @@ class UnitCollator:
           batch and in steps 1, 2, 4 and so on also those that they have where some of its units are collated alone.
 
     Args:
-        collate_rows: The module's function from rows to tensors.
         rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
             ``"all"`` takes all of them, and the module averages inside the unit.
-        unit: ``privacy.unit``, which says what the rows of one unit have in common.
         or_row: Whether one row, without such a name, may not come for two units either.
-        shape: Fill every batch with rows up to this shape; None for as many as there are.
         apart: Whether units are kept apart where ``collate_rows`` draws. Without a guarantee to keep, all rows are
             collated at once, under the seed of the first of them.
     """
@@ -126,11 +113,7 @@ class UnitCollator:
         return {**joined, **answers} if answers else joined
 
     def _answers_of_all(self, parts: Sequence[Any], drawn: Sequence[tuple[Draw, list[Any]]]) -> dict[str, Tensor]:
-        """Return ``answers`` of all rows, booleans ``(rows, rows)``: a unit by itself knows of its own columns alone.
-
-        Raises:
-            UnsupportedModelError: They are drawn at random, so that rows would take coins from each other.
-        """
+        """Return ``answers`` of all rows, booleans ``(rows, rows)``; a unit by itself knows its own columns alone."""
         if len(parts) < 2 or not all(_is_square(part, len(rows)) for part, (_, rows) in zip(parts, drawn, strict=True)):
             return {}
         together, seed = [row for _, rows in drawn for row in rows], drawn[0][0].seed
@@ -236,11 +219,7 @@ class UnitCollator:
 
 
 def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Put the features of units, each collated by itself, under each other.
-
-    Raises:
-        ConfigurationError: They do not fit.
-    """
+    """Put the features of units, each collated by itself, under each other."""
     try:
         if any(len(leaf) != count for part, count in zip(parts, counts, strict=True) for leaf in leaves(part)):
             raise TypeError("a tensor's first axis is not the rows")

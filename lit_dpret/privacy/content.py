@@ -32,11 +32,7 @@ class _ByValue(pickle.Pickler):
 
 
 def content_of(value: Any) -> bytes:
-    """Return bytes that are the same for equal values, also in another process.
-
-    Raises:
-        Exception: What ``pickle`` raises for what it cannot write, such as an open file.
-    """
+    """Return bytes that are the same for equal values, also in another process."""
     # Without a memo, in which two equal texts differ from one text held twice; but what holds itself needs one.
     for fast in (True, False):
         written = io.BytesIO()

@@ -1,19 +1,8 @@
-r"""Draw normal variates, rounded to a grid, exactly: with integers, from a cryptographic stream.
+"""Draw normal variates, rounded to a grid, exactly: with integers, from a cryptographic stream.
 
-A rounded normal of standard deviation :math:`2^b` is the integer nearest to :math:`2^b Z`, Z standard normal: it is k
-with probability :math:`\Phi((k + 1/2) / 2^b) - \Phi((k - 1/2) / 2^b)`. What is drawn here has exactly that
-distribution, if the bits of ChaCha20 are taken for coins; no rounding of floating-point numbers enters it.
-
-:math:`2 |Z| = k + x`, k whole and x in [0, 1), is drawn by rejection (after Karney 2016, "Sampling exactly from the
-normal distribution", arXiv 1303.6257): x is uniform, and so is w. Let :math:`f(t) = \exp(-t^2 / 8)`,
-:math:`S_k = \sum_{j \le k} f(j)`, and S the sum of all. The whole part is the k with :math:`S_{k-1} \le S w < S_k`; the
-candidate is kept if :math:`S w < S_{k-1} + f(k + x)`, which is never above :math:`S_k`. So a kept one has a density
-proportional to :math:`f(k + x)`; 83 of 100 are kept.
-
-Of x the first 56 bits are drawn, and of w the first 32. Those decide unless a number that w is compared with is nearer
-than `torch.exp` can be trusted, which is taken to be right to :math:`2^{-32}`, a million times what it is off; then,
-once in some hundred million, more bits are drawn and compared in decimal arithmetic of as many digits as it takes. So
-no decision is ever made on an inexact number, and a draw is the same on every machine and device.
+By rejection (after Karney 2016, arXiv 1303.6257): the first bits of a candidate decide, unless a number is nearer than
+`torch.exp` can be trusted; then more bits are drawn and compared in decimal arithmetic. So no decision is made on an
+inexact number, and a draw is the same on every machine and device. docs/derivations.md has the distribution.
 """
 
 from __future__ import annotations
@@ -75,13 +64,6 @@ def rounded_normals(key: bytes, count: int, *, start: int, bits: int, device: to
     Guarantees:
         - The distribution is exactly that of the module's text.
         - A number depends on the key and on its place alone, and is the same on every device of `DEVICES`.
-
-    Args:
-        key: A key of 32 bytes; secret.
-        count: How many.
-        start: The place of the first.
-        bits: From 0 to `MOST_BITS`.
-        device: Where they are drawn.
     """
     found = torch.empty(count, dtype=torch.int64, device=device)
     together, stop = AT_ONCE[device.type], start + count
@@ -170,13 +152,9 @@ def _words(key: bytes, block: int, blocks: int, count: int, device: torch.device
 
 
 def decide(key: bytes, place: int, *, x: int, w: int) -> tuple[int, bool]:
-    """Return the integer part of a candidate and whether it is kept, using as many more bits as needed.
+    """Return the integer part of a candidate and whether it is kept, by as many more bits as it takes.
 
-    Args:
-        key: The key of the stream.
-        place: The place of the candidate in it.
-        x: The first 56 bits of its x.
-        w: The first 32 bits of the number that chooses the whole part and keeps it or not.
+    ``place`` is the candidate's place in the stream; ``x`` and ``w`` are the bits of it that are known.
     """
     more = 0
     while True:

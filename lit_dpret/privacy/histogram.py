@@ -1,24 +1,8 @@
-r"""A histogram of private units over public bins, with Gaussian noise, charged like every other release.
+"""A histogram of private units over public bins, with Gaussian noise, charged like every other release.
 
-Let h be the vector of counts, and let one unit add at most m counts, wherever it puts them. Then, in L2:
-
-- ``zero_out``: a blanked unit has no text and falls into no bin, so it takes at most m counts away: m.
-- ``add_or_remove``: the same counts come or go: m.
-- ``replace_one``: m counts leave some bins and m enter others. Both vectors are non-negative with sums of at
-  most m, so the squared distance is at most m² + m², and all from one bin into another reaches it: √2 m.
-
-Accountants here take the noise over C, and know that a replacement moves a sum by 2C; hence C = m, and m / √2
-under ``replace_one``, which is less than what a clipped gradient would have to be charged.
-
-Where one unit adds at most one count to each bin (``distinct``), it adds a vector of at most m ones, of length √m, and
-a replacement reaches √(2m), from m bins into m others: C = √m, and √(m / 2) under ``replace_one``.
-
-Several histograms may be released in turn, each over bins that were chosen by the earlier ones (`votes_plan`): that is
-adaptive composition, which the accountants charge as so many releases of all units.
-
-The bins must be public: boundaries, centroids or labels that were chosen by looking at private queries would let
-out more than is counted here. The noise is the library's keyed noise (`lit_dpret.privacy.noise`); counts are
-rounded to whole numbers afterwards, which is post-processing.
+A unit of m counts moves it by C = m (``replace_one``: m / sqrt(2), as accountants double it), with one count a bin by
+sqrt(m); docs/derivations.md derives these. Several may be released in turn over bins that the earlier ones chose: that
+is adaptive composition. Bins must be public: boundaries chosen by looking at private queries would let out more.
 """
 
 from __future__ import annotations
@@ -73,21 +57,7 @@ def histogram_plan(
     max_units_per_user: int | None = None,
     noise: NoiseName = "gaussian",
 ) -> PrivacyPlan:
-    """Return the plan of one histogram.
-
-    Args:
-        budget: What this release alone may cost, and for whom.
-        noise_multiplier: Standard deviation of the noise on each bin over C.
-        max_count: Counts that one unit adds at most.
-        accountant: ``pld`` or ``rdp``; ``prv`` judges no release of all units.
-        n_public: The number of units where it is public.
-        max_units_per_user: As in `PrivacyPlan`.
-        noise: As in `PrivacyPlan`.
-
-    Raises:
-        BudgetExceededError: The histogram alone costs more than the budget.
-        ConfigurationError: A value is out of range.
-    """
+    """Return the plan of one histogram."""
     require_number("task", {"noise_multiplier": noise_multiplier})
     if n_public is not None:
         budget.refuse_large_delta(n_public)
@@ -117,21 +87,7 @@ def votes_plan(
     max_units_per_user: int | None = None,
     noise: NoiseName = "gaussian",
 ) -> PrivacyPlan:
-    """Return the plan of ``releases`` histograms, with at most ``max_votes`` distinct votes per unit in each.
-
-    Args:
-        budget: What all of them together may cost, and for whom.
-        releases: How many.
-        max_votes: Votes of one unit in each of them, at most one for a bin.
-        noise_multiplier: Standard deviation of the noise on each bin over C; None to calibrate it to the budget.
-        accountant: As in `histogram_plan`.
-        n_public: The number of units where it is public.
-        max_units_per_user: As in `PrivacyPlan`.
-        noise: As in `PrivacyPlan`.
-
-    Raises:
-        ConfigurationError: A value is out of range, or the given noise costs more than the budget.
-    """
+    """Return the plan of ``releases`` histograms, with at most ``max_votes`` distinct votes per unit in each."""
     plan = PrivacyPlan.build(
         budget,
         # The batch size is what `build` would divide by, which a histogram does not.
@@ -162,6 +118,9 @@ def release_histogram(
 ) -> np.ndarray:
     """Count, announce in the ledger, add noise, and confirm.
 
+    The order of ``contributions`` depends on nothing but the unit. ``spec`` is a fingerprint of the bins: another one
+    never shares noise with it. ``grant`` is called before a release is announced that the ledger does not hold yet.
+
     Guarantees:
         - No unit adds more than ``max_count`` counts, and under a plan of votes more than one to a bin, whatever
           ``contributions`` holds.
@@ -170,22 +129,8 @@ def release_histogram(
           other counts or bins it is a release of its own, with fresh noise, and charged as one.
         - A release that the plan's budget does not cover beside those that the ledger holds is not announced.
 
-    Args:
-        run: The run, its ledger open.
-        plan: From `histogram_plan` or `votes_plan`.
-        contributions: The bins of each unit's counts, in an order that depends on nothing but the unit.
-        bins: How many bins there are.
-        max_count: Counts of a unit that are taken; the rest is left out.
-        spec: A fingerprint of the bins; another one never shares noise with this one.
-        step: The number of the release in the plan.
-        grant: Called before a release is announced that the ledger does not hold yet; it may refuse.
-
     Returns:
         Noised counts, whole numbers, some of them below zero; shape ``(bins,)``.
-
-    Raises:
-        BudgetExceededError: It was not announced before, and the budget does not cover it.
-        ConfigurationError: The plan is of less sensitivity.
     """
     distinct = plan.mode == EVOLUTION  # several votes of one unit for one candidate count once
     bound = histogram_sensitivity(max_count, plan.budget.neighbours, distinct=distinct)
@@ -270,9 +215,6 @@ def shares(counts: np.ndarray) -> np.ndarray:
     Example:
         >>> shares(np.array([6.0, -2.0, 2.0])).tolist()
         [0.75, 0.0, 0.25]
-
-    Raises:
-        DataError: No count is above zero.
     """
     # Post-processing of what was released, so it costs nothing.
     positive = np.maximum(counts, 0.0)
@@ -314,11 +256,7 @@ class ReleasedHistogram:
 
     @classmethod
     def read(cls, folder: Path) -> ReleasedHistogram:
-        """Read what `write` wrote.
-
-        Raises:
-            DataError: There is none, or it is malformed or of a newer version.
-        """
+        """Read what `write` wrote."""
         path = folder / HISTOGRAM_NAME
         try:
             facts = read_json(path, SCHEMA)

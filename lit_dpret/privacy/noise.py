@@ -1,45 +1,9 @@
-r"""Noise and coins that cannot be replayed without the secret, and that the run itself never reuses.
+"""Noise and coins that cannot be replayed without the secret, and that the run itself never reuses.
 
-Every random number that a privacy claim rests on comes from a *keyed stream*: a generator whose
-seed is a hash of (secret, purpose, run, attempt, step, parameter). Two different keys give
-streams that nobody can tell from independent ones, the same key gives the same numbers, and without the
-secret the numbers cannot be computed. The experiment seed, which is logged and published, plays no part.
-
-What lies at a flat index of a parameter depends on the key and on the index. A rank
-that holds a part of a parameter draws the noise of that part alone, with the numbers that one
-process would add there, and several threads draw at once.
-
-Noise is also keyed by a *salt*: a keyed tag of the very sum that it is added to, or a random nonce
-of the process. The same noise can therefore never be added to two different sums, not even by a run
-folder that was copied and resumed twice: subtracting the two releases would show the difference.
-
-Two generators draw noise. The default one is NumPy's Philox with a 128-bit key (PyTorch's CPU generator would keep 32
-bits of a seed), in blocks of 65,536 coordinates, each under a key of its own. It runs on the CPU, whatever the device,
-and is not cryptographic. ``secure_rng=True`` takes ChaCha20 with a 256-bit key (`lit_dpret.privacy.chacha`), which is
-assumed to be a pseudorandom function, as in TLS; its counter is the flat index. It runs where the sum lies, on a CPU or
-a CUDA device, and gives the same bits on both (`lit_dpret.privacy.box_muller`).
-
-``privacy.noise=gaussian`` adds floating-point normals, and the guarantee is that of the idealised mechanism, whichever
-generator draws them. Which numbers such an addition can give depends on the sum, so
-the low bits of the result tell more than the proof allows (Mironov 2012, "On significance of the least significant
-bits for differential privacy"; Jin et al. 2022).
-
-``privacy.noise=discrete`` computes in integers. Let :math:`\sigma` be the noise multiplier, :math:`\Delta` the
-sensitivity of the sum s, d its number of coordinates. Noise has the standard deviation :math:`s_n = \sigma \Delta (1 +
-\rho)`, with :math:`\rho` = `ROUNDING_SHARE`, and the grid is :math:`g = s_n 2^{-b}`. What is released is
-
-.. math:: g (r(s) + K), \qquad r(s) = \text{round}(s / g), \quad K = \text{round}(2^b Z), \quad Z \sim N(0, I),
-
-where K is drawn exactly (`lit_dpret.privacy.exact_normal`) and r(s) + K is a sum of 64-bit integers. Since r(s) is
-whole, r(s) + K is :math:`r(s) + 2^b Z`, rounded: a function of the Gaussian mechanism on r(s) and of nothing else. So
-whatever an accountant proves of Gaussian noise of that size holds for these very integers, sampling and composition
-included. (For the discrete Gaussian of Canonne, Kamath and Steinke 2020, which has other probabilities, that is proved
-of concentrated differential privacy, and not of the privacy loss distributions and the sampling laws in use here.)
-
-*What rounding costs.* r(s) cuts s / g to :math:`\pm 2^{52}`, a projection, which moves no two points apart, and is off
-by at most 1 in each coordinate: half from the division in float64, half from rounding. So neighbours that move s by
-:math:`\Delta` move g r(s) by at most :math:`\Delta + 2 g \sqrt d`, and b is the least number with
-:math:`2 g \sqrt d \le \rho \Delta` (`grid_bits`). The sensitivity that a plan states is :math:`\Delta (1 + \rho)`.
+Every random number behind a claim comes from a *keyed stream*, seeded by (secret, purpose, run, attempt, step,
+parameter) and, for noise, by a tag of the very sum, so that no noise meets two sums. A flat index decides a number, so
+ranks and threads draw parts. Philox (default, CPU, not cryptographic) or ChaCha20 (``secure_rng``) draws normals;
+``privacy.noise=discrete`` computes in integers, and docs/derivations.md proves why its claim holds.
 """
 
 from __future__ import annotations
@@ -212,21 +176,14 @@ class KeyedStream:
     ) -> Tensor:
         """Return standard normal noise of ``shape`` for one parameter and step, in fp32 or wider.
 
+        ``salt`` tags what the noise is added to; ``start`` is the flat index, in the parameter, of the first
+        coordinate.
+
         Guarantees:
             - What lies at flat index i depends on the key and on i alone: a part of a parameter, from
               ``start`` on, gets the numbers that it has in the whole one, and nothing of the size of
               the whole is held for it.
             - The number of threads, which is PyTorch's, changes no number.
-
-        Args:
-            shape: The shape of the noise.
-            attempt: The run's attempt.
-            step: The logical step.
-            parameter: Its name.
-            salt: A tag of what the noise is added to.
-            start: The flat index, in the parameter, of the first coordinate of ``shape``.
-            device: Where the noise is wanted.
-            dtype: The dtype of the sum; float64 gets float64, all else float32.
         """
         # Never in half precision: its coarse steps would show in the noise.
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -305,9 +262,6 @@ def grid_bits(noise_multiplier: float, coordinates: int) -> int:
     Example:
         >>> grid_bits(1.0, 1_000_000)
         27
-
-    Raises:
-        ConfigurationError: So much noise would need a finer grid than 64-bit integers hold.
     """
     steps = 2 * math.sqrt(coordinates) * noise_multiplier * (1 + ROUNDING_SHARE) / ROUNDING_SHARE
     # A little upwards, so that rounding of the logarithm gives no grid that is too coarse.
@@ -372,11 +326,7 @@ class GridNoise:
 
 
 def noise_source(noise: NoiseName, stream: KeyedStream, *, noise_multiplier: float, coordinates: int) -> NoiseSource:
-    """Return the source of ``noise``; a grid is made for ``coordinates`` coordinates in total.
-
-    Raises:
-        ConfigurationError: As `grid_bits` does.
-    """
+    """Return the source of ``noise``; a grid is made for ``coordinates`` coordinates in total."""
     if noise == "gaussian":
         return FloatNoise(stream)
     return GridNoise(stream, grid_bits(noise_multiplier, coordinates))

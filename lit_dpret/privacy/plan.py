@@ -73,11 +73,7 @@ class PlainSamplingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """The guarantee of a run and its mechanism; frozen, public, serialisable.
-
-    Raises:
-        ConfigurationError: A value is out of range; the message names it.
-    """
+    """The guarantee of a run and its mechanism; frozen, public, serialisable."""
 
     budget: PrivacyBudget  # the guarantee not to exceed
     law: SamplingLaw  # how a logical batch is drawn
@@ -275,11 +271,7 @@ class PrivacyPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrivacyPlan:
-        """Return the plan that `to_dict` wrote.
-
-        Raises:
-            ConfigurationError: A field is missing, unknown or malformed.
-        """
+        """Return the plan that `to_dict` wrote."""
         # Both ways: an unknown field may be what makes the plan mean something else.
         if wrong := sorted(set(data) ^ {field.name for field in fields(cls)}):
             raise ConfigurationError(f"A recorded privacy plan lacks, or should not have, {', '.join(wrong)}.")

@@ -72,16 +72,7 @@ def not_offered(data: Any) -> list[str]:
 
 
 def steps_per_epoch(request: SamplingRequest, public_units: int | None) -> int:
-    """Return how many logical steps make one pass over the units, on average under Poisson sampling.
-
-    Args:
-        request: How batches are to be drawn.
-        public_units: How many units there are; None where that is private, and must not show.
-
-    Raises:
-        ConfigurationError: Neither a rate nor an expected batch size is given, one is out of range, or
-            the number of units is private and no rate is declared.
-    """
+    """Return how many logical steps make one pass over the units, on average under Poisson sampling."""
     if request.sampling == "full_batch":
         return 1
     if request.sample_rate is not None:
@@ -119,15 +110,9 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
           batches, of padding where it has no units, so that none waits for another.
 
     Args:
-        law: What is drawn, from ``PrivacyPlan.law``.
-        units: How many units the data set has.
-        steps_per_epoch: How many logical steps one pass of ``__iter__`` hands out at most.
-        physical_batch_size: How many units a physical batch holds at most.
-        stream: The keyed stream of the run.
         sub_batches: Into how many sub-batches a logical batch falls, and the most units of one, None for no bound;
             None to cut it by ``physical_batch_size``.
         ranks: The processes that share each draw; this one hands out its part.
-        unit: What a unit is, ``privacy.unit``.
 
     Attributes:
         watched: Whether each batch is compared with what was handed out for it (`require_drawn`).
@@ -288,11 +273,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
                 yield SeededDraws(batch)
 
     def require_drawn(self, batch: UnitBatch) -> None:
-        """Refuse a batch with units other than those drawn for it.
-
-        Raises:
-            DataError: The data set changed the draws, or gave the rows of one unit for another.
-        """
+        """Refuse a batch with units other than those drawn for it."""
         handed_out = self._handed_out.pop((batch.attempt, batch.step, batch.part), None)
         if not batch.origin:
             return  # a collate function of the user's own

@@ -45,9 +45,6 @@ class StateWatch:
         - A write through ``.data`` to any other buffer or to a parameter is refused in batches 1, 2, 4, 8
           and so on; in between it is not looked for. On XLA, where values are read at a cost, that holds for
           small buffers too.
-
-    Args:
-        module: What is trained, with everything frozen in it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,11 +59,7 @@ class StateWatch:
         self._seen, self._read = {name: self._look(tensor) for name, tensor in now.items()}, self._read_values(now)
 
     def after(self) -> None:
-        """Compare with the stored values, and discard them.
-
-        Raises:
-            UnsupportedModelError: The pass wrote a parameter or a buffer; the message names it.
-        """
+        """Compare with the stored values, and discard them."""
         seen, self._seen = self._seen, {}
         now = self._tensors()
         values = self._read_values(now)

@@ -68,10 +68,6 @@ class ReadByLoss:
     on with what the code names: globals, closures, defaults, attributes of objects, of classes and of modules, and
     methods. Attributes that no such code names are left out, as the counts of a callback; one that it names by a text
     (``getattr(self, "bank")``) is not.
-
-    Args:
-        module: The trained module, whose own parameters, buffers and tensors in attributes are left out.
-        callbacks: Callbacks of the Trainer, for code that reads ``trainer.callbacks``.
     """
 
     _FIRST = ("forward", "per_row_loss", "__call__")

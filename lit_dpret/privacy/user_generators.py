@@ -1,20 +1,8 @@
 """The global generators of torch, ``random`` and numpy, which user code draws from.
 
-A row's coins must not follow from other rows. Where rows take numbers from one generator in turn, a unit with one
-word more moves the coins of all rows after it, in this step and in later ones, and who knows the seed can tell. So the
-generators are seeded anew for every unit, in every step, from the run's secret (`Draw.seed`): while its rows are
-fetched (`SeededDraws`) and while they are collated (`UnitCollator`). For every choice of these seeds one unit moves
-what is made of no other, so the bound on a step's sum holds even against somebody who knows all of them.
-
-In ``per_row_loss`` a batch has one seed. There, rows stand in one tensor and share its random numbers, as in dropout:
-a batch with fewer rows can give a row another part of the same sequence. That is harmless as long as the sequence is
-secret and each row's part of it is independent of the others': then the other rows' numbers have the same joint
-distribution without the unit as with it, and the bound holds for every value that they take.
-
-So nobody may be able to try out all seeds of a batch. A seed has 256 bits. ``random`` and numpy take them all; torch's
-generator on a CPU keeps 32 bits of a seed that it is given, so its whole state is filled from a hash instead
-(`seed_torch`), and operations that draw one word of it and go on with a small generator of their own draw from it
-directly (`_draw_every_number`). A CUDA device takes 64 bits of a seed, and an XLA device 31.
+They are seeded for every unit and step from the run's secret (`Draw.seed`), so that one unit's rows move nobody else's
+coins. In ``per_row_loss`` a batch has one seed, which must be too long to try out: torch keeps 32 bits of a seed on a
+CPU, so its whole state is filled from a hash (`seed_torch`). docs/derivations.md has the argument.
 """
 
 from __future__ import annotations

@@ -87,13 +87,7 @@ def least(
 ) -> int | None:
     """Return the least integer whose value is at most ``target``, for falling values; None if ``most`` is too small.
 
-    Args:
-        value: Decreasing, and above ``target`` somewhere.
-        target: The limit.
-        start: Where to look first.
-        most: The largest integer to look at.
-        stride: How far to look next; doubled until the limit is passed.
-        place: As for `boundary`.
+    The search begins at ``start`` and doubles its ``stride`` until the limit is passed; ``place`` is as for `boundary`.
     """
     index = start
     good: int | None = None
@@ -148,17 +142,13 @@ class Accountant:
     ) -> int:
         """Return how many more times ``release`` can be made before epsilon exceeds ``eps``.
 
+        The ``count`` of ``release`` is ignored.
+
         Guarantees:
             - ``epsilon`` of what was made already plus the answer is at most ``eps``, by the same
               function at the same discretisation, and one release more would pass ``eps`` unless
               the answer is ``at_most``.
             - One evaluation where ``at_most`` releases fit.
-
-        Args:
-            release: What one step lets out; its ``count`` is ignored.
-            eps: The budget.
-            already: What was let out before.
-            at_most: The steps that are planned; more are not looked for.
         """
         already = list(already)
 
@@ -198,10 +188,7 @@ def _aim(
     stride: int,
     place: Callable[[int], float],
 ) -> int | None:
-    """Where ``exact`` is about to fall to ``eps``, by one evaluation of it and many of ``rough``.
-
-    A coarse distribution overstates epsilon by a nearly constant factor, which one comparison shows.
-    """
+    """Where ``exact`` is about to fall to ``eps``, by one evaluation of it and many of ``rough``."""
     guess = least(rough, eps, start=start, most=most, stride=stride, place=place)
     if guess is None or not 0 < exact(guess) < math.inf:
         return guess
@@ -320,20 +307,12 @@ def choose_cap(
     against the bound by `epsilon` itself. A text that stands in the data several times loses more to truncation: where
     up to a hundredth more gives `COPIES` units together a finite epsilon, the cap is that much larger.
 
+    ``max_increase`` is relative; ``noise_multiplier`` is the noise where it is given and not calibrated.
+
     Guarantees:
         - At the noise calibrated for plain Poisson sampling, epsilon under the cap is at most
           ``1 + max_increase`` times epsilon without it, under the same relation.
         - Never above n; n itself, which cuts nothing, where no smaller cap will do.
-
-    Args:
-        n: Units in the data set.
-        sample_rate: Probability of one unit being drawn.
-        steps: Releases planned.
-        eps: Budget that the noise is calibrated for.
-        delta: Its delta.
-        neighbours: Its relation.
-        max_increase: How much larger epsilon may become, relative.
-        noise_multiplier: The noise, where it is given and not calibrated.
     """
     law = Poisson(sample_rate=sample_rate)
     if noise_multiplier is None:

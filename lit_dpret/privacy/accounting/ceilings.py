@@ -32,16 +32,12 @@ def attack_ceilings(
 ) -> dict[str, Any]:
     """Return upper bounds on the success of any attack on the releases and everything derived from them.
 
+    By ``rdp``, for laws that the PLD does not judge, bounds are looser. ``delta`` decides how far the curve is
+    followed.
+
     Guarantees:
         - Every entry is a bound: a coarser search for the minimum could only raise it.
         - Releases that are not private, or none at all, have the trivial ceilings: certainty, or chance.
-
-    Args:
-        releases: What was let out.
-        neighbours: What the absence of a unit means.
-        accountant: ``pld``, or ``rdp`` for laws that the PLD does not judge; the bounds are then looser.
-        delta: Decides how far the curve is followed, and nothing else.
-        false_positive_rates: At which the true positive rates are bounded.
 
     Returns:
         ``membership_accuracy``: of a test that faces members and non-members equally often;
@@ -81,9 +77,7 @@ class SecretCeiling:
     all ``copies`` it is at most min over e of exp(e) prior + delta_k(e), the curve that of `group_delta_at`.
 
     Args:
-        releases: What was let out.
         copies: How many units the secret is.
-        neighbours: What the absence of a unit means.
     """
 
     def __init__(self, releases: Iterable[Release], *, copies: int = 1, neighbours: Neighbours) -> None:

@@ -28,10 +28,6 @@ def epsilon_if_shuffled(releases: Iterable[Release], *, delta: float, neighbours
 
     Each pass over the data that the steps amount to is charged as one unsampled Gaussian. This is
     what is left of a claim whose Poisson sampling was only asserted, so the card prints it.
-
-    Raises:
-        UnsupportedAccountingError: Under ``add_or_remove`` for releases that sample: taking one unit
-            out of a shuffled pass moves others from batch to batch, and there is no such bound.
     """
     unsampled: list[Release] = []
     for release in releases:
@@ -54,9 +50,6 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
     Su 2020, arXiv 1911.11607, Corollary 4). That is a limit and no bound: at the settings of this project
     it comes out up to 2.7 times too small. It is here so that numbers in older papers can be compared,
     is on no path to a claim, and leaves out what truncation costs.
-
-    Raises:
-        UnsupportedAccountingError: A law or relation for which no such limit is known.
     """
     require_delta(delta)
     squares = 0.0

@@ -1,12 +1,8 @@
 """Compute the epsilon of a list of releases, and refuse combinations that the accounting libraries do not support.
 
-One function, `epsilon`, at one discretisation, gives every number that this project states. The mathematics is that of
-dp-accounting for privacy loss distributions (``pld``) and Rényi divergences (``rdp``), and of Opacus for privacy random
-variables (``prv``). A combination of sampling law, accountant and neighbouring relation that none of them judges is
-refused by name.
-
-Under ``zero_out`` and ``add_or_remove`` one unit moves the sum by C, under ``replace_one`` by 2C. dp-accounting's PLD
-knows that; its RDP does not and is handed half the noise multiplier here.
+One function, `epsilon`, at one discretisation, gives every number that this project states, by dp-accounting (``pld``,
+``rdp``) or Opacus (``prv``). One unit moves the sum by C, under ``replace_one`` by 2C: dp-accounting's PLD knows that,
+its RDP is handed half the noise multiplier here.
 """
 
 from __future__ import annotations
@@ -89,12 +85,7 @@ def simplest_law(law: SamplingLaw) -> SamplingLaw:
 
 
 def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Neighbours) -> None:
-    """Refuse a combination outside `SUPPORTED`.
-
-    Raises:
-        UnsupportedAccountingError: Names the law, the accountant, the relation, and what would work.
-        ConfigurationError: ``accountant`` or ``neighbours`` is not a known word.
-    """
+    """Refuse a combination outside `SUPPORTED`."""
     require_choice("privacy.accountant", accountant, get_args(AccountantName))
     require_choice("privacy.neighbours", neighbours, get_args(Neighbours))
     law = simplest_law(law)
@@ -283,9 +274,6 @@ def epsilon(
           `LARGEST_EPSILON`.
         - Order and labels of the releases, and how equal ones are bundled, change nothing; except that
           each shuffled release starts an epoch of its own.
-
-    Raises:
-        UnsupportedAccountingError: A law that ``accountant`` does not judge under ``neighbours``.
     """
     releases = list(releases)
     require_delta(delta)

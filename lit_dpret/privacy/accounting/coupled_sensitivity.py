@@ -1,20 +1,7 @@
-r"""Sensitivity of losses that couple the units of a batch: which units interact, and how far one unit moves the sum.
+"""Sensitivity of losses that couple the units of a batch: which units interact, and how far one unit moves the sum.
 
-With in-batch negatives every row of a batch depends on every unit in it. A private mode for such a
-loss bounds something else than a unit's own gradient, and one unit moves more than its own term.
-Two public numbers keep that in hand: a logical batch falls into ``sub_batches`` parts whose units see
-only each other, and none of them holds more than ``n_max`` units.
-
-Each drawn unit goes to a sub-batch by a coin of its own, never by its position among the drawn: taking
-one out would shift every later one. Where more than ``n_max`` units meet in one, the surplus is left
-out, uniformly and without a look at the data:
-
-- under ``zero_out`` and ``replace_one`` an emptied or replaced unit keeps its slot, so who is left out
-  does not change, and neighbouring data differ in one unit of one sub-batch. But where the unit was not
-  drawn at all, somebody else may have the slot, and amplification by sampling compares with that: where
-  batches are drawn by coins, a cut that leaves the unit in must be next to impossible (`least_n_max`);
-- under ``add_or_remove`` taking a unit out may let in one that was left out, so the two sub-batches
-  differ by a replacement, and the sensitivity of a replacement is what counts.
+A logical batch falls into ``sub_batches`` parts, by a coin for each unit, whose units see only each other; none holds
+more than ``n_max``, the surplus being left out uniformly. docs/derivations.md says what that means under each relation.
 """
 
 from __future__ import annotations
@@ -49,11 +36,7 @@ _MARGIN = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Coupling:
-    """The quantity that a mode for coupled losses bounds, and the sub-batches that limit the effect of one unit.
-
-    Raises:
-        ConfigurationError: A value is out of range.
-    """
+    """The quantity that a mode for coupled losses bounds, and the sub-batches that limit the effect of one unit."""
 
     bounded: Bounded  # what is clipped to ``max_grad_norm``: a ``sub_batch``, a ``row``, or a ``pair``
     sub_batches: int  # parts of a logical batch
@@ -83,12 +66,7 @@ class Coupling:
 
 
 def largest_batch(law: SamplingLaw, units: int | None = None) -> int | None:
-    """Return the most units that a logical batch of this law can hold; None if there is no bound.
-
-    Args:
-        law: The law.
-        units: How many units there are, where that is public.
-    """
+    """Return the most units that a logical batch of this law can hold; None without a bound. ``units`` are public."""
     if isinstance(law, TruncatedPoisson):
         return law.cap
     if isinstance(law, (FixedSize, Shuffle)):
@@ -104,16 +82,6 @@ def resolve_n_max(
     Guarantees:
         - The number depends on public facts alone.
         - A single sub-batch of a capped law is never cut.
-
-    Args:
-        n_max: As declared; None to choose it.
-        law: The law by which logical batches are drawn.
-        sub_batches: Parts of a logical batch.
-        expected: Units of a logical batch on average; public.
-        units: How many units there are, where that is public.
-
-    Raises:
-        ConfigurationError: The declared number is below what a sub-batch holds on average.
     """
     mean = expected / sub_batches
     if n_max is not None:
@@ -142,13 +110,6 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
 
     Laws without coins for each unit need no bound: without amplification the batch without the unit is compared with
     nothing, and in ``fixed_size`` batches a unit that is not drawn is replaced, in its slot, by one that is.
-
-    Args:
-        law: The law by which logical batches are drawn.
-        sub_batches: Parts k of a logical batch.
-        steps: Logical steps.
-        units: The public number n of units.
-        delta: The claim's delta.
     """
     if not isinstance(law, (Poisson, TruncatedPoisson)) or law.sample_rate == 1:
         return 1
@@ -167,13 +128,7 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
 def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: int) -> Relation:
     """Return how a sub-batch of neighbouring data can differ, if only one side contains the unit.
 
-    Args:
-        neighbours: The claim's relation.
-        law: The law by which logical batches are drawn.
-        n_max: Most units of a sub-batch.
-
-    Returns:
-        ``replace_one`` where taking a unit out may let another one in, else ``add_or_remove``.
+    That is ``replace_one`` where taking a unit out may let another one in, else ``add_or_remove``.
     """
     if neighbours != "add_or_remove":
         return "add_or_remove"
@@ -196,14 +151,6 @@ def holds_under(
 
     Without coupling it always does: one unit's own gradient is bounded, whoever else is there. Here it is that of
     one change in a sub-batch of ``n_max`` units, and another law or relation may mean another change.
-
-    Args:
-        coupling: The plan's coupling.
-        planned: Its law and relation.
-        read_as: The law and relation in question.
-        steps: Logical steps.
-        units: The number of units, where it is public.
-        delta: The claim's delta.
     """
     (law, neighbours), (planned_law, planned_neighbours) = read_as, planned
     if read_as == planned:

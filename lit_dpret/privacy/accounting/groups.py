@@ -1,19 +1,8 @@
 """The guarantee for a person with several units, or for a text that occurs several times.
 
-Group privacy turns an epsilon for one unit into one for k units by counting k times, and loses nearly
-everything to amplification on the way. The mechanism itself is kinder: of a user's k units a
-Poisson batch holds Binomial(k, q), and j of them move the sum by at most j C. The pair (sum without
-them, sum with them) is dominated by a Gaussian against the mixture of Gaussians shifted by j
-(Choquette-Choo, Ganesh, Steinke and Thakurta 2024, "Privacy Amplification for Matrix Mechanisms",
-arXiv 2310.15526, Corollary 4.7), whose privacy loss distribution dp-accounting computes.
-
-A truncated batch is the same mechanism except where it was cut. That is decided by coins alone, and
-under ``zero_out`` by the same coins with and without the user. A step that was cut and left one of the
-k units in has probability at most k P[Binomial(n, q) > cap] cap / n, and is given up for lost. In
-every other step, whatever the coins of the others were, the user's units in the batch are either
-none or a Binomial(k, q) that is known to be small enough: never more, in distribution, than without
-a cap. So ``steps`` times that probability is taken from delta, and the rest is judged as plain
-Poisson sampling.
+Of a user's k units a Poisson batch holds Binomial(k, q), and j of them move the sum by at most j C: a mixture of
+Gaussians (Choquette-Choo et al. 2024, arXiv 2310.15526, Corollary 4.7). Truncation is paid for out of delta;
+docs/derivations.md has the argument.
 """
 
 from __future__ import annotations
@@ -77,6 +66,9 @@ def group_epsilon(
 ) -> float:
     """Return the epsilon of all ``releases`` for a person with up to ``units`` units.
 
+    ``units`` are the most units of one person, or the copies of one text: ``zero_out`` blanks all of them at once,
+    ``add_or_remove`` takes them out.
+
     Guarantees:
         - An upper bound, discretised pessimistically.
         - For one unit it is `epsilon` by ``pld``; it rises with ``units``.
@@ -85,18 +77,6 @@ def group_epsilon(
         - Without sampling, and under ``shuffle``, that of a noise multiplier divided by ``units``.
         - Infinite above `LARGEST_EPSILON`, where a release is not private, and where truncation alone
           uses up ``delta``.
-
-    Args:
-        releases: What was let out.
-        delta: The delta of the statement.
-        units: The most units that one person contributed, or copies that one text has.
-        neighbours: ``zero_out`` blanks all of them at once, ``add_or_remove`` takes them out.
-
-    Raises:
-        UnsupportedAccountingError: Where several units together have no known bound: for sampled
-            batches under ``replace_one``, for ``fixed_size`` ones, and for ``truncated_poisson`` and
-            ``shuffle`` under ``add_or_remove``.
-        ConfigurationError: ``units`` is not a whole number from 1 to 1000, or delta is out of range.
     """
     return epsilon_of_several([(releases, units)], delta=delta, neighbours=neighbours)
 
@@ -109,15 +89,6 @@ def epsilon_of_several(
     Guarantees:
         - An upper bound, as `group_epsilon` is, and the same where the numbers are equal.
         - It rises with each of the numbers.
-
-    Args:
-        runs: What each let out, and the most units of one person in it.
-        delta: The delta of the statement.
-        neighbours: As in `group_epsilon`.
-
-    Raises:
-        UnsupportedAccountingError: As `group_epsilon` does.
-        ConfigurationError: A number is not a whole number from 1 to 1000, or delta is out of range.
     """
     require_delta(delta)
     made = [(list(releases), units) for releases, units in runs]
@@ -173,16 +144,6 @@ def group_delta_at(
     """Return the delta of all ``releases`` at each epsilon, for a person with up to ``units`` units.
 
     The same mixture as in `group_epsilon`, read the other way round: an upper bound, 1 where none is known to be lower.
-
-    Args:
-        epsilons: In ascending order.
-        releases: What was let out.
-        units: The most units that one person contributed, or copies that one text has.
-        neighbours: As in `group_epsilon`.
-
-    Raises:
-        UnsupportedAccountingError: As `group_epsilon` does.
-        ConfigurationError: ``units`` is not a whole number from 1 to 1000.
     """
     check_max_units(units)
     releases = list(releases)
@@ -218,10 +179,7 @@ def _composed_epsilon(parts: tuple[tuple[Part, int], ...], delta: float) -> floa
 
 @lru_cache(maxsize=32)
 def _composed(parts: tuple[tuple[Part, int], ...]) -> PrivacyLossDistribution | None:
-    """The privacy loss distribution of all parts, each with the number of units of one person in it.
-
-    None where epsilon would be above what is told apart.
-    """
+    """The distribution of all parts with one person's units in each; None where epsilon is too large to tell apart."""
     if sum(part.count * mean_loss(*_mixture(part, units)) for part, units in parts) > LARGEST_EPSILON:
         return None
     # One width for all parts: distributions of different widths do not compose.

@@ -45,12 +45,7 @@ def within_memory(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class GaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
-    """The library's privacy loss of a sampled Gaussian of sensitivity 1.
-
-    Guarantees:
-        - ``get_delta_for_epsilon`` of many values is the library's, up to rounding.
-        - Everything else is inherited.
-    """
+    """The library's privacy loss of a sampled Gaussian of sensitivity 1; deltas of many epsilons at once."""
 
     def get_delta_for_epsilon(self, epsilon: Any) -> Any:
         if np.ndim(epsilon) == 0:

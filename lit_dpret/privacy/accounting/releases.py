@@ -1,12 +1,7 @@
-"""Releases and sampling laws as data.
+"""Releases and sampling laws as data: frozen public facts that survive JSON and can be added up by anyone.
 
-An accountant must judge what was done, not what was asked for. So every noisy answer that a run
-gives is written down as a `Release`: how much noise it carried, and by which `SamplingLaw` the
-units that could be in it were chosen. A release holds public facts only, is frozen, survives JSON
-unchanged, and can be added up by anyone who holds the list.
-
-A law says how a batch was really drawn. "Shuffled, accounted as Poisson" is the commonest false
-claim in public code, so the two are different classes here and the accountant reads the class.
+A law says how a batch was really drawn. "Shuffled, accounted as Poisson" is the commonest false claim in public code,
+so the two are different classes here and the accountant reads the class.
 """
 
 from __future__ import annotations

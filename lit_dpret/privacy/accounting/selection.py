@@ -1,16 +1,8 @@
 """The privacy cost of training several times on private data and keeping the best run.
 
-A run that was chosen among others because of its score says more about the data than a run that was
-made alone. Where the number of runs is fixed, all of them compose. Where it is drawn at random and
-nothing but the best run is ever shown, the cost is far smaller (Papernot and Steinke 2022,
-"Hyperparameter Tuning with Renyi Differential Privacy", arXiv 2110.03620, Theorems 2 and 6). The
-formulas are dp-accounting's, ``RepeatAndSelectDpEvent``.
-
-The theorem holds for a search that is really done so: the number of runs is drawn from the declared
-law before the first one and is never disclosed; every run draws its own settings from one list,
-fixed beforehand; none of them releases more than the one on the card did; and of the others
-nothing is shown, not even how many there were. It protects the units that were trained on. Scores are
-computed from the finished models, so the units that the runs were scored on are not covered.
+For a random number of runs of which only the best is shown it is far smaller than for all of them (Papernot and
+Steinke 2022, arXiv 2110.03620, Theorems 2 and 6); the formulas are dp-accounting's ``RepeatAndSelectDpEvent``. What a
+search has to keep to, and whom the theorem does not cover: docs/derivations.md.
 """
 
 from __future__ import annotations
@@ -43,11 +35,7 @@ _SHAPES: dict[str, float] = {"poisson": math.inf, "geometric": 1.0, "logarithmic
 
 @dataclass(frozen=True)
 class RandomStopping:
-    """The distribution of the number of runs of a search.
-
-    Raises:
-        ConfigurationError: The mean or the law is out of range.
-    """
+    """The distribution of the number of runs of a search."""
 
     mean_runs: float  # the mean number of runs, at least 1
     # ``poisson``, ``geometric``, ``logarithmic``, or the shape eta of a truncated negative binomial as a number from 0
@@ -89,15 +77,6 @@ def selection_epsilon(
         - By Renyi divergences, so never below ``epsilon(..., accountant="rdp")``.
         - 0 for no release; infinite where one is not private, where epsilon is above `LARGEST_EPSILON`,
           and where truncation alone uses up ``delta``.
-
-    Args:
-        releases: What one run lets out.
-        stopping: How the number of runs was drawn.
-        delta: The delta of the statement.
-        neighbours: The relation of the statement.
-
-    Raises:
-        UnsupportedAccountingError: A law that RDP does not judge under ``neighbours``.
     """
     require_delta(delta)
     releases = list(releases)

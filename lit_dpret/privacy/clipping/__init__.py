@@ -39,17 +39,6 @@ ENGINES: dict[str, type[ClippedSum]] = {
 
 
 def make_engine(name: str, module: nn.Module, **settings: Any) -> ClippedSum:
-    """Return the engine called ``name``, for ``module``.
-
-    Args:
-        name: ``ghost`` (the default of the package), ``ghost_tf32``, ``ghost_bf16``, ``vmap``, ``opacus`` or ``loop``;
-            ``privacy.engine``.
-        module: What is trained.
-        settings: ``max_grad_norm``, ``clip``, ``gamma``, ``clip_groups``, and what the engine has of its own.
-
-    Raises:
-        ConfigurationError: No engine has this name.
-        UnsupportedModelError: The engine does not cover the module.
-    """
+    """Return the engine called ``name`` (``privacy.engine``); ``settings`` are those of `ClippedSum` and its own."""
     require_choice("privacy.engine", name, ENGINES)
     return ENGINES[name](module, **settings)

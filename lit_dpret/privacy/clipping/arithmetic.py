@@ -1,14 +1,7 @@
-r"""The formats of matrix products, and what is assumed of a device that adds them up.
+"""The formats of matrix products, and what is assumed of a device that adds them up.
 
-The product of two values of TF32 or bfloat16 is exact in float32; that of two float32 values is rounded, as an addition
-is. Assumed of a device is that a sum of n products is off by at most :math:`\gamma_n \sum |x_i y_i|`,
-:math:`\gamma_n = n u / (1 - n u)`, in any order, and by ``Format.tiny`` for each where values are too small. IEEE
-arithmetic keeps this with u = 2^-24 in float32 and 2^-53 in float64, with fused multiplications or without (Higham,
-Accuracy and Stability of Numerical Algorithms, section 3.1). Tensor cores align a block of b products and the running
-sum, cut them to 24 bits or more, and cut the result: n (1 + 2/b) 2^-23 (Blanchard et al. 2020, SIAM J. Sci. Comput.
-42(3); Fasi et al. 2021, PeerJ CS 7:e330), for which u = 2^-22 leaves room. `check_products` refuses a device on which
-probes of few and of `DEPTH` terms are off by more. Products for norms are cut into parts of at most as many; the sum
-over all rows is not, so there the assumption reaches further than the probes.
+A sum of n products is off by at most gamma(n) times the sum of their sizes, gamma(n) = n u / (1 - n u), in any order.
+`check_products` refuses a device on which probes are off by more. Sources: docs/derivations.md.
 """
 
 from __future__ import annotations
@@ -125,11 +118,7 @@ def _added_in_float32() -> Iterator[None]:
 
 
 def check_products(device: torch.device, form: Format) -> None:
-    """Refuse a device whose sums of products are further off than is assumed of them.
-
-    Raises:
-        UnsupportedModelError: A probe is off by more.
-    """
+    """Refuse a device whose sums of products are further off than is assumed of them."""
     draw = torch.Generator().manual_seed(0)
     for depth in (4, DEPTH):  # few terms show inputs that are rounded, many show sums that are
         # One large term among many small ones of its sign: what a sum of few digits loses.

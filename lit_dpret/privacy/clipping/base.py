@@ -1,12 +1,8 @@
-r"""The guarantee of every clipping engine, and code that engines share.
+"""The guarantee of every clipping engine, and code that engines share.
 
-An engine turns the losses of one physical batch into a sum of bounded gradients: one gradient per *unit* (whatever one
-neighbouring data set may lack), scaled down to ``max_grad_norm``, added to an accumulator in fp32. It draws no noise
-and divides by nothing: both happen once per logical step, after the last physical batch, and belong to the mode.
-
-*Flat* clipping bounds one unit's gradient over all parameters at once. *Per-layer* clipping (He et al. 2023,
-2212.01539; McMahan et al. 2018, 1710.06963) bounds each of K layers on its own, by :math:`C / \sqrt K`: by Pythagoras a
-unit's whole contribution stays within C, so noise and accounting are the same.
+An engine turns the losses of one physical batch into a sum of gradients of *units*, each scaled down to
+``max_grad_norm``, in fp32; noise and division belong to the mode, once per logical step. *Per-layer* clipping (He et
+al. 2023, 2212.01539) bounds each of K layers by C / sqrt(K): by Pythagoras the whole stays within C.
 """
 
 from __future__ import annotations
@@ -112,11 +108,6 @@ def room_for_rounding(
     The sensitivity that is charged stays ``bound``. No proof covers how the rounding of the running total over all
     units depends on one of them: that is a property of floating-point mechanisms as such, which the card names.
 
-    Args:
-        bound: What a contribution may have.
-        parameters: What is trained.
-        rounding: What rounding may add to a contribution, as a share of it, by the type of the sums.
-
     Example:
         >>> round(room_for_rounding(1.0, [torch.zeros(1)]), 6)
         0.995025
@@ -193,23 +184,11 @@ class ClippedSum(ABC):
           finite. The number of such units is private: no file and no log holds it.
         - ``add`` leaves no trace in the module: no hook, no attribute, no ``grad``.
 
-    Args:
-        module: What is trained. All its parameters with ``requires_grad`` are clipped together.
-        max_grad_norm: The L2 bound on one unit's gradient; ``privacy.max_grad_norm``.
-        clip: ``abadi`` or ``automatic``; ``privacy.clip``.
-        gamma: The stabiliser of ``automatic``; unused by ``abadi``.
-        clip_groups: ``flat`` or ``per_layer``; ``privacy.clip_groups``.
-
     Attributes:
         fixed_shapes: Whether batches have a fixed shape (`units`); false for engines that have no such form.
         units_apart: Whether each unit has a forward and a backward pass of its own.
         groups: The names of the parameters that are clipped together.
         bound: The L2 bound on one unit's gradient in each group.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
-        UnsupportedModelError: The module mixes examples, or this engine does not cover one of
-            its trainable parameters; the message names it and the ways out.
     """
 
     fixed_shapes: bool = False
@@ -261,9 +240,6 @@ class ClippedSum(ABC):
                 of rows, nor by a count of tokens over the batch, which no engine can see.
             unit_ids: Slot of each row's unit, ``(rows,)``. A unit's loss is the sum of its rows'.
             mask: Which slots are real, ``(units,)`` booleans.
-
-        Returns:
-            The norms and counts of this batch (private).
         """
         self._refuse_torn_sums()
         self._refuse_changes()
@@ -281,11 +257,7 @@ class ClippedSum(ABC):
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats: ...
 
     def take(self) -> dict[str, Tensor]:
-        """Return the sums by parameter name, each shared tensor once and dense, and reset the accumulator.
-
-        Raises:
-            UnsupportedModelError: An ``add`` broke off halfway since the last ``forget``.
-        """
+        """Return the sums by parameter name, each shared tensor once and dense, and reset the accumulator."""
         self._refuse_torn_sums()
         sums = {}
         for name, parameter in self.parameters.items():

@@ -1,50 +1,8 @@
-r"""Bounds on a unit's gradient norm, and on what a sum of gradients may miss, that include every rounding.
+"""Bounds on a unit's gradient norm, and on what a sum of gradients may miss, that include every rounding.
 
-`arithmetic` says what is assumed of a sum of n products: it is off by at most :math:`\gamma_n` times the sum of their
-sizes. All that follows is derived from that. A unit's gradient of a weight is :math:`G = \sum_t g_t a_t^\top` over its
-positions t, where inputs a and output gradients g *are* what was recorded: norm and sum read the same numbers, so how
-these came about needs no bound. Low-precision engines round them to their format once, before anything is computed
-of them. Write :math:`\alpha_t = |a_t|`, :math:`\beta_t = |g_t|`, :math:`S = \sum_t \alpha_t \beta_t`; the product of a
-row by a column is off by at most :math:`\gamma` times the product of their lengths (Cauchy and Schwarz).
-
-**The norm, written out.** Each coordinate of G is a sum of T products, and the matrix of their absolute values has a
-norm of at most S. So :math:`|G| \le |\tilde G| + \gamma_T S`.
-
-**The norm, from pairs.** :math:`|G|^2 = \sum_{ts} A_{ts} B_{ts}` with the Gram matrices A of a and B of g, computed as
-:math:`\tilde A, \tilde B` with errors :math:`|E_{ts}| \le \gamma_a \alpha_t \alpha_s` and
-:math:`|F_{ts}| \le \gamma_g \beta_t \beta_s`. From
-:math:`A B = \tilde A \tilde B - \tilde A F - E \tilde B + E F` follows
-
-.. math:: |G|^2 \le \sum \tilde A \tilde B + \gamma_g \sum |\tilde A_{ts}| \beta_t \beta_s
-          + \gamma_a \sum |\tilde B_{ts}| \alpha_t \alpha_s + \gamma_a \gamma_g S^2.
-
-The weighted sums of absolute values are those of the matrices at hand: with the lengths alone in their place the bound
-would be up to T times looser where positions are nearly orthogonal. No term can be left out: with T = 1 the right side
-*is* :math:`|G|^2` where every product is as wrong as is assumed possible.
-
-**Embeddings.** Row v of the gradient is the sum of the :math:`g_t` of token v, so what is said of written gradients
-holds with :math:`S^2 = \sum_v (\sum_{t: i_t = v} \beta_t)^2`. Where an embedding is tied to a linear layer,
-:math:`|A + B|^2 = |A|^2 + |B|^2 + 2 A B`. The cross term :math:`\sum_{ts} (g_t)_{i_s} (a_t \cdot g'_s)` is off by at
-most :math:`(\gamma + u) \sum_{ts} |(g_t)_{i_s}| \alpha_t \beta'_s`, and it is that of the exact A and B: so what is
-written of them is bounded as a square, :math:`|A|^2 \le |\tilde A|^2 + \gamma S (2 |\tilde A| + \gamma S)`, before the
-three may cancel.
-
-**The sum.** It adds :math:`V = \sum_t g_t \hat x_t^\top` for a unit with factor c, where :math:`\hat x_t` is
-:math:`c\,a_t` rounded (or c g_t, whichever is shorter), by a relative :math:`\omega`: 2^-24 in float32, 2^-11 for TF32,
-and 2^-17 for bfloat16, where it is written as a sum of two (the first leaves at most half a unit in its last place, the
-second 2^-9 of that). So :math:`|V - cG| \le c\,\omega S`, and its own additions are off by
-:math:`c\,(1 + 2^{-6}) \gamma S` more. What must stay within the bound is therefore not c |G| but c U with
-
-.. math:: U = \sqrt{\sum_p |G_p|^2} + \sqrt{\sum_p (\kappa_p S_p)^2},\quad \kappa = \omega + (1 + 2^{-6})\gamma,
-
-over the parameters p (Minkowski): if c U is at most the bound, so is what the unit adds. Nothing beside
-``max_grad_norm`` is charged.
-
-**What is clipped.** Not U itself: :math:`\gamma` grows with how far the batch is padded, so one long text would move
-the factors of all other units. The factor is made from the norm as it was computed, which follows from the unit alone
-up to rounding, with a fixed room (`base.LOOSE`) for what U may be larger. Where that room is too small for U, the norm
-and the unit's part of the sum are computed in float64. What one unit does to the last digits of the others' norms, and
-of the running total over all units, is not covered (`base.room_for_rounding`).
+They follow from what `arithmetic` assumes of a sum of products alone; docs/derivations.md has the proof, in the same
+letters: positions t, lengths alpha (inputs) and beta (output gradients), spread S, and what is missed, kappa. Nothing
+beside ``max_grad_norm`` is charged.
 """
 
 from __future__ import annotations
@@ -121,9 +79,6 @@ class Certified:
 
         For a gradient of zero they add up to at most 2^-60 times the sizes: what lengths are enlarged by
         (`_rounding_of_lengths`), times shares that are below one, and what small products may lose.
-
-        Args:
-            norms: The norms of these gradients, and of those that are written out.
         """
         return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions) + 2 * math.sqrt(self.absolute)
 
@@ -139,10 +94,8 @@ class Certified:
     def note_terms(self, terms: int, width: int, *, in_pairs: bool) -> None:
         """Note what absolute errors are bounded by beside `sizes`.
 
-        Args:
-            terms: How many terms were added up, over all parameters.
-            width: The axes of a parameter, added up.
-            in_pairs: Whether products of them were, so that absolute errors are in the squared norm.
+        These are ``terms`` over all parameters, each with so many axes together, whose products were added up
+        ``in_pairs``.
         """
         self.pairs += 1.5 * terms * width**0.5 if in_pairs else 0.0
         self.positions += width * terms
@@ -151,15 +104,7 @@ class Certified:
 def certified(
     parameters: Sequence[Sequence[Contribution]], shape: torch.Size, batch: UnitRows, form: Format, into: Certified
 ) -> None:
-    """Add what is certain of the gradients of one parameter, or of linear weights with the same inputs (`by_input`).
-
-    Args:
-        parameters: The uses of each parameter, of values of the format.
-        shape: The shape of each parameter.
-        batch: The batch whose rows they are.
-        form: The format.
-        into: The certificate that is added to.
-    """
+    """Add what is certain of the gradients of one parameter, or of linear weights with the same inputs (`by_input`)."""
     outers = [[use for use in uses if isinstance(use, Product)] for uses in parameters]
     lookups = [use for use in parameters[0] if isinstance(use, Lookup)]
     mixed = any(isinstance(use, Dense) for use in parameters[0]) or len({use.groups for use in outers[0]}) > 1
@@ -190,13 +135,7 @@ def certified(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on gradients of some units, which are added to what is certain of their other ones.
-
-    Attributes:
-        group: The units.
-        form: The format of what is multiplied.
-        into: One value for each slot of their batch.
-    """
+    """Bounds on gradients of some units, which are added to what is certain of their other ones."""
 
     group: RowGroup
     form: Format
@@ -208,12 +147,8 @@ class Bounds:
     ) -> None:  # fmt: skip
         """Bound sums of outer products.
 
-        Args:
-            inputs: One tensor (n x folds, positions, in) per use, of values of the format.
-            outputs: For every parameter, one tensor (n x folds, positions, out) per use, of values of the format.
-            more: Additions of a sum beside those of the positions; at least one for each use.
-            folds: The matrices in a unit's gradient.
-            tied: Whether the squared norm is a part of one that may cancel.
+        Values are of the format: inputs (n x folds, positions, in) for each use, outputs (n x folds, positions, out)
+        for each parameter and use. A ``tied`` squared norm is a part of one that may cancel.
         """
         form, into = self.form, self.into
         a, gs = _cat(list(inputs)), [_cat(list(g)) for g in outputs]
@@ -339,10 +274,7 @@ class Bounds:
         self.group.add_to(slots, values if folds == 1 else values.view(-1, folds).sum(1), scale)
 
     def _add_as_square(self, square: Tensor, spread: Tensor, share: float, up: float, floor: float) -> None:
-        """Add to the error of squared norms what a norm may be off by, a share of the root of ``spread``.
-
-        Its computed value is bounded as in `Certified.note_lengths`.
-        """
+        """Add to the error of squared norms what a norm may be off by, a share of the root of ``spread``."""
         above = (square.sqrt() + floor) * up + spread.sqrt() * share
         self._add(self.into.error, above.square() * (1 + _FEW) - square)
 

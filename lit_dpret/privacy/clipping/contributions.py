@@ -1,25 +1,8 @@
-r"""Norms and weighted sums of per-row gradients, which are materialised only where that is cheap.
+"""Norms and weighted sums of per-row gradients, which are materialised only where that is cheap.
 
-A use of a parameter contributes, to the gradient of row r,
-
-* ``Outer``: :math:`\sum_t g_{rt} a_{rt}^\top` (a linear layer: input ``a``, output gradient ``g``),
-* ``Lookup``: :math:`\sum_t e_{i_{rt}} g_{rt}^\top` (an embedding: token ``i``, ``e`` a unit vector),
-* ``Convolution``: as ``Outer``, ``a`` being the patches of the input,
-* ``Dense``: a tensor that is small enough to be written out (biases, norms, position bias).
-
-A parameter used several times gets the sum of its uses, so its squared norm has cross terms: uses of one kind are
-joined along the positions t, and an embedding tied to a linear layer adds
-:math:`2 \sum_{ts} (g_t)_{i_s} (a_t \cdot g'_s)`, a gather instead of a vocabulary-sized matrix (book-keeping: Bu et al.
-2023, 2210.00038; Gram norms: Goodfellow 2015, 1510.01799, and Li et al. 2022, 2110.05679).
-
-Patches take kernel-size times the memory of the input, so they are made a few units at a time, for the norm and for the
-sum, in fp32: a convolution kernel of cuDNN may round its products to TF32, and then the sum would not have the norm
-that it was clipped by.
-
-Where a weight has fewer elements than input and output gradient of a unit together (long texts, convolutions on large
-images), each unit's gradient is written out in their place (``Written``). The norm and the weighted sum are then read
-off it, and the multiplications are those of an ordinary backward pass (MixOpt of Bu et al. 2022, 2205.10683, decides
-between the norms only; keeping the gradient saves the second multiplication as well).
+A use of a parameter contributes an ``Outer`` product, a ``Lookup``, a ``Convolution`` or a ``Dense`` tensor; several
+uses add up. Where a weight has fewer elements than input and output gradient of a unit together, each unit's gradient
+is written out (``Written``). docs/derivations.md has the formulas and their sources.
 """
 
 from __future__ import annotations

@@ -28,15 +28,7 @@ INSTEAD = (
 
 
 class FunctionCall:
-    """One call of a module, with its arguments, stored for re-execution.
-
-    Args:
-        name: The module's full name.
-        module: The module.
-        forward: Its own forward, unpatched.
-        args: Arguments of the call.
-        kwargs: Named arguments of the call.
-    """
+    """One call of a module, with its arguments, stored for re-execution."""
 
     def __init__(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -50,12 +42,7 @@ class FunctionCall:
         self._outputs: list[Tensor | None] = []
 
     def returned(self, leaves: list[Any]) -> None:
-        """Store the output of the call.
-
-        Raises:
-            UnsupportedModelError: Some of it is not a tensor with a gradient, so that a gradient
-                could take an unwatched way.
-        """
+        """Store the output of the call; refuse one through which a gradient could take an unwatched way."""
         constants = (type(None), bool, int, float, str)
         strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *constants))]
         if strange or not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
@@ -75,17 +62,10 @@ class FunctionCall:
     def gradients(self, g: Tensor, output: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return gradients of ``parameters`` (by the module's own names), one slice per output row.
 
-        Args:
-            g: Gradient of the summed loss at the output, ``(rows, ...)``.
-            output: The index of a tensor that the module returns.
-            parameters: What to differentiate by; other parameters and the buffers are constants.
+        ``g``, ``(rows, ...)``, is the gradient of the summed loss at one of the tensors that the module returned.
 
         Returns:
             ``(rows, *shape)`` for every parameter.
-
-        Raises:
-            UnsupportedModelError: vmap cannot run the module, or a row gives something else alone
-                than in the batch; the message has the reason.
         """
         mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == len(g) for leaf in self._leaves]
         batched = [leaf for leaf, has_rows in zip(self._leaves, mapped, strict=True) if has_rows]

@@ -87,15 +87,11 @@ class GhostClipping(ClippedSum):
           pattern of calls go through ``RecordingCheck``; the last of the three is noticed in every batch.
 
     Args:
-        module: What is trained.
         verify: Check every batch, for about the cost of one more backward pass each.
         fixed_shapes: Every batch has a fixed shape (`units`), and no branch is taken by a value but in the first
             batches and in a check, so that XLA compiles one program. A unit whose terms cancel, whose norm
             would elsewhere be computed again in float64, is clipped by the upper bound of its norm.
         **clipping: The arguments of `ClippedSum`.
-
-    Raises:
-        UnsupportedModelError: The device adds up products less exactly than is assumed.
     """
 
     #: The formats of products, apart from float64.
@@ -243,14 +239,7 @@ class GhostClipping(ClippedSum):
             self._sums[name] = total
 
     def _backward(self, uses: list[Use], losses: Tensor, batch: UnitRows, *, keep: bool = False) -> Contributions:
-        """Gradients of the recorded outputs, checked where due, sorted by parameter.
-
-        Args:
-            uses: The recorded calls.
-            losses: One for each row.
-            batch: The batch whose rows they are.
-            keep: Leave the graph for another backward pass.
-        """
+        """Gradients of the recorded outputs by parameter, checked where due; ``keep`` leaves the graph as it is."""
         for use in uses:
             if use.axis == 0 or use.axis % batch.rows:
                 raise UnsupportedModelError(

@@ -1,15 +1,9 @@
-r"""Clip by low-precision products: norms from above, and sums whose rounding is inside the bound.
+"""Clip by low-precision products: norms from above, and sums whose rounding is inside the bound.
 
-Norms and weighted sums of linear weights are the largest part of a private step that runs in IEEE float32. Here their
-products take TF32 or bfloat16 inputs and are added up in float32, which accelerators do 7 to 15 times faster. Inputs
-and output gradients are rounded to the format once, before anything is computed of them: from then on the unit's
-gradient *is* that of the rounded values, for the norm and for the sum, so this rounding needs no bound. Under bfloat16
-autocast or weights it changes next to nothing. TF32 is rounded here and not by the device, which may round or cut.
-What else low-precision products may change is bounded for each unit as for all others (`certificate`).
-
-**What stays in float32**: embeddings and weights tied to them, convolutions, biases and norms. No gradient of these
-products is written out because it is small: how far a batch is padded decides that, and one unit would then change how
-all others are rounded. None of this was measured on a GPU.
+Inputs and output gradients of linear weights are rounded to TF32 or bfloat16 once, before anything is computed of them:
+the unit's gradient *is* that of the rounded values, for norm and sum. Embeddings, convolutions, biases and norms stay
+in float32, and nothing low is written out because it is small: padding decides that, and one unit would change how all
+others are rounded. None of this was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -57,13 +51,7 @@ def add_scaled(
 
 
 class LowPrecisionGhostClipping(GhostClipping):
-    """`GhostClipping` whose products of linear weights take low-precision inputs.
-
-    Guarantees: those of `GhostClipping`. It takes batches of any shape, and none of fixed shape.
-
-    Raises:
-        UnsupportedModelError: The device adds up products less exactly than is assumed.
-    """
+    """`GhostClipping` whose products of linear weights take low-precision inputs; for batches of any shape."""
 
     low: ClassVar[Format]
     looser: ClassVar[float]

@@ -1,14 +1,8 @@
 """Record in one forward pass what per-row gradients of each covered module need; then restore the module.
 
-While a recorder is active, each covered module runs its own, unchanged forward with fresh leaf aliases in place of its
-parameters, and every call is written down: the input, and the place in the graph where the output's gradient will
-arrive. So the real parameters are not in the graph at all unless somebody uses them behind the module's back, which is
-how that is noticed. `contributions_of` turns a call, and the gradient that arrived at it, into what its parameters
-contribute.
-
-Three things have no batch axis of their own and are given one: position ids of shape (1, length) are expanded to the
-batch of the block they belong to, virtual tokens of a tuned prompt to the batch that they are put before, and T5's
-relative position bias, made once per stack and added to the scores of every layer, to the batch of its attention.
+Each covered module runs its own forward with fresh leaf aliases in place of its parameters, so the real ones are in the
+graph only where somebody uses them behind the module's back. Three things without a batch axis get one: position ids
+(expanded to the batch of their block), virtual tokens of a tuned prompt, and T5's relative position bias.
 """
 
 from __future__ import annotations
@@ -334,13 +328,8 @@ def contributions_of(
 ) -> Iterator[tuple[str, Contribution]]:
     """Yield the contributions of one call to the gradients of its parameters, by their own names in the module.
 
-    Args:
-        use: The call.
-        g: Gradient of the summed loss at its output; for a scale, at its batch-expanded weight.
-        rows: Rows in the batch; the first axis of ``g`` is a multiple of it.
-        layout: How that axis runs.
-        dtype: fp32, or float64 where the parameters are.
-        audited: Whether to tell what is summed up here by its size as well.
+    ``g`` is the gradient of the summed loss at its output; for a scale, at its batch-expanded weight. ``audited`` sums
+    tell their size as well.
     """
     module, trained = use.site.module, use.aliases
 

@@ -1,26 +1,9 @@
 """Verify a recording: do the recorded calls explain the gradient, row by row?
 
-The recorder sees calls of modules; it cannot see whether the first axis of their tensors is the batch, whether the loss
-couples two units, or whether a gradient takes another way. So the first batch of an engine, and any later one with a
-call pattern not seen before, goes through a second backward pass with a weight of its own for each unit's loss. Then
-
-* the gradient at every recorded output must be the first pass's times the weight of the unit it is charged to, which
-  fails for a coupled loss (in-batch negatives, batch statistics), and for a first axis that is not the batch even where
-  its length happens to equal the batch size; and
-* the weighted sum of the engine's gradients must equal that of autograd, for every parameter.
-
-The weights are powers of two of either sign, so scaling commutes with rounding and the first comparison is nearly
-bit-exact in any precision.
-
-A batch counts as seen before where the same modules are called in the same places, by a graph of the same form, and
-rows are picked in the same way (`row_pattern`). Operations that pick rows by values (``h[mask]``, sorting by length,
-lists of rows, slices of a ragged batch) can keep the first axis equally long and change whose rows stand there, so a
-batch in which they pick otherwise is checked again. So are batches 8, 64, 512 and so on, whatever their pattern.
-
-What stays unseen: a coupling, or a mixing of rows by values that are not read here (``torch.where`` between rows and
-rolled rows), that starts after the first batch and is in none of those batches (``verify=True`` checks every batch), a
-coupling weaker than ``SLIPPAGE``, and a row's loss that depends on the others without a gradient between them, such as
-a division by their number: a training loop looks for these itself (`lit_dpret.modules.coupling_check`).
+A second backward pass weighs each unit's loss by a power of two: the gradient at every recorded output must follow the
+weight of its unit, and the weighted sum of the engine's gradients must be autograd's. That is done for the first batch,
+for every new pattern of calls (`row_pattern`), and in batches 8, 64, 512 and so on; docs/derivations.md says what stays
+unseen.
 """
 
 from __future__ import annotations
@@ -66,9 +49,6 @@ def row_pattern(loss: Tensor, rows: int) -> int | None:
 
     Operations that select on another axis than the batch's are left out. None where rows are written into places that
     no one can read (``out[i] = row``), which is equal to no other batch.
-
-    Raises:
-        UnsupportedModelError: A part of the graph is hidden.
     """
     found: list[object] = []
     names: list[str] = []
@@ -89,11 +69,7 @@ def row_pattern(loss: Tensor, rows: int) -> int | None:
 
 
 def refuse_hidden_calls(loss: Tensor) -> None:
-    """Refuse a graph partly hidden by a reentrant checkpoint, whose calls run without gradients.
-
-    Raises:
-        UnsupportedModelError: Saying what to use instead.
-    """
+    """Refuse a graph partly hidden by a reentrant checkpoint, whose calls run without gradients."""
     for node, _ in _walk(loss):
         _refuse_hidden(node.name())
 
@@ -213,11 +189,7 @@ class RowPatterns:
         self._batches, self._next = 0, _SELDOM
 
     def of(self, loss: Tensor, batch: UnitRows) -> int | None:
-        """Return the `row_pattern` of a batch; None where it has to be verified in any case.
-
-        Raises:
-            UnsupportedModelError: The graph hides calls.
-        """
+        """Return the `row_pattern` of a batch; None where it has to be verified in any case."""
         pattern = row_pattern(loss, batch.rows)
         self._batches += not batch.one_unit
         if self._batches < self._next:
@@ -227,11 +199,7 @@ class RowPatterns:
 
 
 class RecordingCheck:
-    """Remember which calls were verified, and their batch layouts.
-
-    Args:
-        always: Verify every batch.
-    """
+    """Remember which calls were verified, and their batch layouts; with ``always`` verify every batch."""
 
     def __init__(self, always: bool = False) -> None:
         self.always = always
@@ -246,11 +214,7 @@ class RecordingCheck:
         return self.always or not self._parameters_checked
 
     def may_be_due(self, uses: Sequence[Use], loss: Tensor, batch: UnitRows) -> bool:
-        """Return whether to keep the graph for a second pass; known before the first one.
-
-        Raises:
-            UnsupportedModelError: The graph hides calls.
-        """
+        """Return whether to keep the graph for a second pass; known before the first one."""
         self._pattern = self._patterns.of(loss, batch)
         if self.wants_parameters:
             return True
@@ -280,10 +244,6 @@ class RecordingCheck:
 
         Yields:
             The layout of every use, complete when the pass is over.
-
-        Raises:
-            UnsupportedModelError: On leaving; names the modules whose gradient follows no unit's
-                weight.
         """
         attribution = _Attribution(uses, grads, batch)
         layouts: list[Layout] = ["row_by_row"] * len(uses)
@@ -332,9 +292,6 @@ class RecordingCheck:
         terms cancel so far that rounding explains the difference: the next batch is asked instead. Once a batch has
         shown that the two are equal, a difference is one of rounding, as in a row whose gradient consists of it. The
         bound does not depend on it: what is added is what was clipped.
-
-        Raises:
-            UnsupportedModelError: Names a parameter whose gradients differ.
         """
         norms = torch.stack([g.double().norm() for g in references.values()]).tolist() if references else []
         whole = math.hypot(*norms)

@@ -1,9 +1,7 @@
 """The modules that the ghost engine covers, and the refusal of others by name.
 
-A rule is tied to one forward function: a subclass that overrides ``forward``, a module whose
-forward was patched, or one with unfamiliar parameters (weight norm, pruning, parametrisations)
-is not covered, and a trainable parameter without a covered owner is refused by name. Modules that
-need more than their own input are listed by their qualified class name and never guessed.
+A rule is tied to one forward function: a subclass that overrides it, a patched module, or unfamiliar parameters are not
+covered. Modules that need more than their own input are listed by qualified class name and never guessed.
 """
 
 from __future__ import annotations
@@ -160,17 +158,9 @@ def refuse_renormalising(name: str, module: nn.Module) -> None:
 
 
 def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: bool = False) -> Plan:
-    """Find the covered modules; refuse a trainable parameter outside of them.
+    """Find the covered modules; refuse a trainable parameter outside of them, with its owner and the ways out.
 
-    Args:
-        module: What is trained.
-        trainable: Its trainable parameters by name.
-        fallback: Take a module without a rule, with everything in it, as a function to be
-            differentiated row by row, where that is possible.
-
-    Raises:
-        UnsupportedModelError: Names the parameter, the class that owns it, the reason and the
-            ways out.
+    With ``fallback`` a module without a rule, and everything in it, becomes a function to differentiate row by row.
     """
     names = {id(p): name for name, p in trainable.items()}
     sites: list[Site] = []

@@ -89,14 +89,8 @@ class UnitRows:
     ) -> UnitRows:
         """Group the rows.
 
-        Args:
-            unit_ids: Slot of each row's unit, ``(rows,)``.
-            mask: Which slots hold a unit, ``(units,)``. Both are read on the host, so they had better lie there.
-            device: Where to put what the engine computes with; None for the mask's.
-            fixed: The batch has a fixed shape: equally many rows for every slot, slot by slot.
-
-        Raises:
-            DataError: An id points outside the mask, or the rows do not have the fixed shape.
+        ``unit_ids`` and ``mask``, ``(units,)``, are read on the host, so they had better lie there; what the engine
+        computes with goes to ``device``, else to the mask's.
         """
         if unit_ids.dim() != 1 or mask.dim() != 1 or mask.dtype != torch.bool:
             raise DataError(

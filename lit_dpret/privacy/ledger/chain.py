@@ -1,15 +1,8 @@
 """A tamper-evident file of records that survives a crash during a write.
 
-Each line is one record in canonical JSON (sorted keys, no spaces, no NaN) that carries the SHA-256
-of itself and of its predecessor. Changing, removing, inserting or swapping whole lines breaks the
-chain at a known line number. What a chain cannot see is that whole records were cut off its end.
-
-A record has no time. How long a step takes depends on the private texts that it drew, so that times of
-records would tell who was drawn, and amplification by sampling would be lost. A record carries the
-day on which its writer opened the file; the order is that of ``seq``.
-
-What the records mean, and which may follow which, is decided by a `Book`; the ledger of a run and
-the ledger of a data set differ in theirs.
+Each line is a record in canonical JSON with the SHA-256 of itself and of its predecessor; only records cut off the end
+go unseen. A record has a day and no time: how long a step takes depends on the private texts that it drew, so times
+would tell who was drawn. A `Book` decides what records mean and which may follow which.
 """
 
 from __future__ import annotations
@@ -46,11 +39,7 @@ _WAYS_OUT = {
 
 
 def canonical_json(value: object) -> str:
-    """Return the canonical JSON of ``value``, for hashing: sorted keys, no spaces, no NaN.
-
-    Raises:
-        LedgerError: It holds something that JSON cannot (a tensor, NaN, an infinity).
-    """
+    """Return the canonical JSON of ``value``, for hashing: sorted keys, no spaces, no NaN."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -119,12 +108,7 @@ class ChainedFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Open for writing, creating the file if absent; verify the chain, remove and record a torn last line.
-
-        Raises:
-            LedgerError: The chain is broken, or another process has the ledger open.
-            StorageError: The folder cannot be written.
-        """
+        """Open for writing, creating the file if absent; verify the chain, remove and record a torn last line."""
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,19 +151,7 @@ class ChainedFile:
         return str(self._records[-1]["hash"]) if self._records else GENESIS
 
     def append(self, kind: str, **facts: Any) -> dict[str, Any]:
-        """Write one record and wait until it is on the disk.
-
-        Args:
-            kind: One of ``kinds``.
-            facts: Public facts, plain JSON values; they become fields of the record.
-
-        Returns:
-            The record as a reader will see it.
-
-        Raises:
-            LedgerError: The facts cannot be written, or contradict earlier records.
-            StorageError: The disk is full or fails; the file is as it was before.
-        """
+        """Write one record of public facts and wait until it is on the disk; return it as a reader will see it."""
         file = self._writable()
         if kind not in self.kinds:
             raise LedgerError(f"A ledger has no records of kind {kind!r}; there are {', '.join(self.kinds)}.")
@@ -298,12 +270,7 @@ class ChainedFile:
 
 
 def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
-    """Take the exclusive lock within ``wait`` seconds, or refuse; it ends with the file, also after a kill.
-
-    Raises:
-        LedgerError: Somebody else holds it; ``refusal`` is the sentence.
-        StorageError: The system has no such locks.
-    """
+    """Take the exclusive lock within ``wait`` seconds, or refuse; it ends with the file, also after a kill."""
     if sys.platform == "win32":
         raise StorageError(f"{path} could not be locked: the ledger needs the file locks of a POSIX system.")
     import fcntl

@@ -36,10 +36,6 @@ class RunLock:
     Guarantees:
         - While it is held, no other object gets it, in this process or in another.
         - It ends with its process, however that ends, and leaves no file behind when it is let go.
-
-    Args:
-        ledger: The ledger of the data set; the lock lies beside it, whatever path leads there.
-        run_id: The run's lasting identity.
     """
 
     def __init__(self, ledger: Path, run_id: str) -> None:
@@ -51,12 +47,7 @@ class RunLock:
         self._pid = os.getpid()
 
     def take(self) -> None:
-        """Take the lock; no effect if this object already has it.
-
-        Raises:
-            LedgerError: Somebody else holds it.
-            StorageError: The folder cannot be written, or the system has no such locks.
-        """
+        """Take the lock; no effect if this object already has it."""
         while self._file is None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,10 +104,7 @@ class DatasetAccount:
           run: a copy of the run folder cannot go on beside its original.
 
     Args:
-        ledger: The data set's ledger.
-        gate: The run's gate; its position is settled.
         steps: The step that the run ends before.
-        name: Where the run lies, for messages.
         earlier: The run whose model this one starts from, where no entry counts it.
     """
 
@@ -130,12 +118,7 @@ class DatasetAccount:
         self._departures = 0
 
     def reserve(self) -> Total:
-        """Reserve everything that the run may still release.
-
-        Raises:
-            BudgetExceededError: The data set's limit does not cover it; no step may be made.
-            LedgerError: The run is going on elsewhere, or its own ledger is an older one.
-        """
+        """Reserve everything that the run may still release."""
         run, gate = self._gate.run, self._gate
         self._lock.take()
         owed = self._owed()
@@ -163,11 +146,7 @@ class DatasetAccount:
         return total
 
     def keep_covered(self) -> None:
-        """Renew the reservation if a step cost more than reserved.
-
-        Raises:
-            BudgetExceededError: The data set's limit does not cover the rest of the run.
-        """
+        """Renew the reservation if a step cost more than reserved."""
         if self._gate.departures != self._departures:
             self.reserve()
 
@@ -205,17 +184,6 @@ def reserved(
 
     Yields a function that reserves for the releases from one step on, and is called before such a step is announced.
     Without ``dataset`` it does nothing.
-
-    Args:
-        run: The run, its ledger open.
-        dataset: The ledger of its data set.
-        release: One of its releases.
-        steps: How many are planned.
-        earlier: As in `DatasetAccount`.
-
-    Raises:
-        BudgetExceededError: The limit of the data set does not cover it; a new run is then not counted there.
-        LedgerError: The run is going on elsewhere.
     """
     if dataset is None:
         yield lambda step: None
@@ -257,17 +225,6 @@ def require_room(
     A run that the ledger counts already is let through, unless it goes on elsewhere or its own ledger is an older one:
     its reservation is replaced when it goes on. So is one that names this ledger and was killed before the reservation,
     which then decides.
-
-    Args:
-        ledger: The data set's ledger.
-        path: The run's own ledger; absent for a new run.
-        step: One step of it.
-        steps: How many it plans.
-        earlier: What the model that it starts from cost on the same data, where no entry counts it.
-
-    Raises:
-        BudgetExceededError: The data set's limit does not cover it.
-        LedgerError: The run is going on elsewhere, or its own ledger is an older one.
     """
     records = PrivacyLedger.read(path).records if path.exists() else []
     # The file is not made by asking: a run that is refused leaves nothing behind.

@@ -1,14 +1,8 @@
 """The file of a data-set ledger: the charge of each run, the permitted order of records, and the total.
 
-Whoever sees the results of two runs on the same data has seen both mechanisms, and the two compose. The total composes
-the releases of all runs as one list, and falls back to adding epsilons and deltas (basic composition: Dwork and Roth
-2014, Theorem 3.16) only between groups that no one accountant judges together. It is proved for runs whose noise,
-sampling and length do not depend on what earlier runs released. Where they do, it is proved for Rényi accounting
-(privacy filters: Feldman and Zrnic 2021, arXiv 2008.11193; ``privacy.accountant=rdp``), and is not known to hold for
-privacy loss distributions.
-
-Runs that begin with the weights of one earlier run have seen one release of these weights, not one each. A charge
-therefore names that run, and a sum over charges counts it once.
+The total composes the releases of all runs as one list; docs/derivations.md says where that is proved. Runs that begin
+with the weights of one earlier run have seen one release of these weights: a charge names that run, and a sum over
+charges counts it once.
 """
 
 from __future__ import annotations
@@ -61,9 +55,6 @@ def compose_across_runs(
         - Otherwise the releases are split by the accountant that judges them, each group gets an
           equal share of ``delta``, and the epsilons add up.
         - The phrase names what was done; nothing is swapped silently.
-
-    Raises:
-        UnsupportedAccountingError: A release that no accountant judges under ``neighbours``.
     """
     releases = merge(releases)
     names: tuple[AccountantName, ...] = ("rdp", "pld") if accountant == "rdp" else ("pld", "rdp")
@@ -148,11 +139,7 @@ class Charge:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> Charge:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            LedgerError: The parts are not all that the whole is.
-        """
+        """Read what `to_dict` wrote."""
         whole, parts = [release_from_dict(release) for release in facts["releases"]], facts.get("parts")
         if parts is None:
             return cls(tuple(whole))

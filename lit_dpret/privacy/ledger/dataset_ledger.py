@@ -1,16 +1,8 @@
-"""The total privacy cost of all runs on one data set, in one shared file.
+"""The total privacy cost of all runs on one data set, in one shared file, whose path is the identity of the data set.
 
-A run that would bring the total past ``privacy.total_eps`` is refused before its first step. The file's path is the
-identity of the data set: it holds no name, size or fingerprint of the data, so it gives nothing away, and whoever
-points two runs at one file says that they use the same data.
-
-A run *reserves* what it plans to release, and when it ends it *settles* to what its own ledger promises: its
-releases, and the steps that were planned where it ended early (`judgement.promised_releases`). A
-killed run cannot settle; its reservation stays charged until a resume of that run takes it over. A *sweep* reserves all
-of its trials before the first one starts; a trial that begins takes over the reservation for a run like it. All of this
-happens under a file lock, one transaction at a time, so that two runs never both take what is left. The lock is the
-operating system's (``flock``): it holds between the processes of one machine, and on a network file system as far as
-that supports it.
+A run *reserves* what it plans to release and *settles* to what its own ledger promises; a killed run stays charged
+until a resume takes its reservation over. A *sweep* reserves all trials before the first one starts. Each transaction
+is under the operating system's file lock (``flock``).
 """
 
 from __future__ import annotations
@@ -44,11 +36,7 @@ Releases = tuple[Release, ...]
 
 
 def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
-    """Record once in a run's ledger which sweep it is a trial of.
-
-    Raises:
-        ResumeError: The ledger was begun in another sweep, or in none.
-    """
+    """Record once in a run's ledger which sweep it is a trial of."""
     before = sweep_of(ledger.records)
     # A run that has spent something outside of a sweep is in nobody's reservation.
     begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
@@ -83,10 +71,6 @@ def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float |
     That is so where there is no sweep, or one with trials that have no privacy, or may have. What a trial spends beyond
     its plan, as after a crash, the limit of the ledger bounds and the plan does not. The limit holds at the
     ledger's delta and above it: at a smaller one it says nothing.
-
-    Args:
-        sweep: As a trial's ledger records it.
-        delta: The delta of the trial's own claim; None where it claims nothing.
     """
     if sweep is None or delta is None or sweep.get("without_privacy") != 0 or sweep.get("planned") is None:
         return None
@@ -98,14 +82,6 @@ def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: st
     """Return the reservation that a run takes over: an equal one, or the cheapest that covers it.
 
     A reservation covers another run if, for each sampling law, it counts at least as many releases at no more noise.
-
-    Args:
-        places: What the sweep still holds, by name.
-        planned: What the run plans to release, merged.
-        sweep: The sweep, for the message.
-
-    Raises:
-        ConfigurationError: The sweep holds no such reservation, or trials that began have taken all of them.
     """
     for name, releases in places.items():
         if releases == planned:
@@ -150,15 +126,7 @@ def covers(reserved: Sequence[Release], planned: Sequence[Release]) -> bool:
 def refusal_of_sweep(
     total: Total, runs: int, cost: Callable[[int], float], *, path: Path, terms: Mapping[str, Any]
 ) -> str:
-    """Return why a sweep does not fit the limit, and how much of it would.
-
-    Args:
-        total: With all of the sweep in it.
-        runs: Private runs that the sweep wants to reserve.
-        cost: The total with the first so many of them.
-        path: The ledger's path.
-        terms: The ledger's terms.
-    """
+    """Return why the limit does not cover a sweep of so many runs, and how many of them fit by their ``cost``."""
     # By halves: each total may take seconds to compose.
     fit, fails = 0, runs
     while fails - fit > 1:
@@ -200,8 +168,6 @@ class DatasetLedger:
     Args:
         path: ``privacy.dataset_ledger``; made if absent.
         total_eps: ``privacy.total_eps``; None takes the limit that the file was begun with.
-        budget: The run's budget: its delta, unit and neighbours.
-        accountant: The run's accountant; ``rdp`` composes the total by RDP where that can judge it.
         sweep: The sweep that the run is a trial of; its first reservation takes one of the sweep's over.
     """
 
@@ -221,12 +187,7 @@ class DatasetLedger:
         self._identity: str | None = None
 
     def begin(self) -> str:
-        """Return the random identity in the file's first record; create the file if absent.
-
-        Raises:
-            ConfigurationError: The file was begun for another unit, relation or limit.
-            LedgerError: The file is damaged, of an unknown schema, or not the one that this object knew.
-        """
+        """Return the random identity in the file's first record; create the file if absent."""
         with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
             if file.book.terms is None:
@@ -235,25 +196,14 @@ class DatasetLedger:
             return self._identity
 
     def require(self, planned: Charge | Sequence[Release]) -> Total:
-        """Return the total including ``planned``, without taking the lock or writing.
-
-        Raises:
-            BudgetExceededError: The total would pass the limit.
-            ConfigurationError: The file was begun for another unit, relation or limit.
-            LedgerError: The file is damaged, or of an unknown schema.
-        """
+        """Return the total including ``planned``, without taking the lock or writing."""
         book = DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()
         terms = self._agreed(book)
         taken = self._place(book, "", Charge.of(planned))
         return self._checked({**_without(book.entries, taken), "": _planned(planned)}, book, terms, "")
 
     def terms(self) -> dict[str, Any]:
-        """Return limit, delta, unit and neighbours of the file, or of a file created now; writes nothing.
-
-        Raises:
-            ConfigurationError: The file was begun for another unit, relation or limit.
-            LedgerError: The file is damaged, or of an unknown schema.
-        """
+        """Return limit, delta, unit and neighbours of the file, or of a file created now; writes nothing."""
         return dict(self._agreed(DatasetFile.read(self.path).book if self.path.exists() else DatasetBook()))
 
     def total(self) -> Total:
@@ -280,11 +230,7 @@ class DatasetLedger:
         return set(DatasetFile.read(self.path).book.entries)
 
     def check_history(self, run_id: str, heads: Sequence[str]) -> None:
-        """Refuse a run as `reserve` would, by the hashes of its own ledger's records, without taking the lock.
-
-        Raises:
-            LedgerError: That ledger lacks what it had at its last reservation or settlement.
-        """
+        """Refuse a run as `reserve` would, by the hashes of its own ledger's records, without taking the lock."""
         _check_history(run_id, DatasetFile.read(self.path).book, heads)
 
     def reserve(
@@ -298,22 +244,8 @@ class DatasetLedger:
     ) -> Total:
         """Charge the data set with everything a run has released and plans; replaces its reservation.
 
-        Args:
-            run_id: The run's lasting identity.
-            spent: What its own ledger is charged with now. If the reservation is refused, a run that
-                had an earlier one settles to this.
-            planned: ``spent`` and all that is still to come.
-            heads: The hashes of all records of the run's own ledger, in order.
-            name: Where the run lies, for messages.
-
-        Returns:
-            The total with this reservation in it.
-
-        Raises:
-            BudgetExceededError: The total would pass the limit; nothing was reserved.
-            ConfigurationError: The file was begun for another unit, relation or limit.
-            LedgerError: The file is damaged, of an unknown schema, or knows more of the run than the
-                run's own ledger does.
+        A run that had a reservation settles to ``spent`` where this one is refused. ``heads`` are the hashes of all
+        records of the run's own ledger, in order.
         """
         with DatasetFile.open(self.path) as file:
             book = file.book
@@ -335,11 +267,7 @@ class DatasetLedger:
             return total
 
     def settle(self, run_id: str, *, spent: Charge | Sequence[Release], heads: Sequence[str], name: str) -> Total:
-        """Replace a run's reservation by the charge in its own ledger; never refused for the cost.
-
-        Raises:
-            LedgerError: The run never reserved anything here, or its own ledger is an older one.
-        """
+        """Replace a run's reservation by the charge in its own ledger; never refused for the cost."""
         with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
             _check_history(run_id, file.book, heads)
@@ -347,20 +275,7 @@ class DatasetLedger:
             return self._total(file.book.entries, terms)
 
     def hold(self, sweep: str, places: Sequence[Charge | Sequence[Release]], *, name: str) -> Total:
-        """Reserve all runs of a sweep before the first one starts; existing reservations stay.
-
-        Args:
-            sweep: The sweep's lasting identity.
-            places: What each of its private runs plans to be charged with.
-            name: Where the sweep lies, for messages.
-
-        Returns:
-            The total with all of them in it.
-
-        Raises:
-            BudgetExceededError: The limit does not cover all of them; says how many it covers. Nothing was reserved.
-            ConfigurationError: The file was begun for another unit, relation or limit.
-        """
+        """Reserve all runs of a sweep before the first one starts; existing reservations stay."""
         if not self.path.exists():
             self._to_hold(DatasetBook(), sweep, places)  # what is refused leaves no file behind
         with DatasetFile.open(self.path) as file:

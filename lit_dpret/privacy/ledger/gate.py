@@ -88,11 +88,7 @@ def no_accountant(module: str) -> ConfigurationError:
 
 
 def refuse_other_sums(trainer: Any) -> None:
-    """Refuse a Trainer that would clip or accumulate the result of a private step again.
-
-    Raises:
-        ConfigurationError: Naming the setting that does it here.
-    """
+    """Refuse a Trainer that would clip or accumulate the result of a private step again."""
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} would add noise to each of the "
@@ -154,10 +150,7 @@ class ReleaseGate:
           more units than the law allows are charged without amplification and end the run.
 
     Args:
-        run: The ledger and streams.
         plan: What was promised; None where nothing was (``privacy=none`` and ``synthetic``).
-        mode: The privacy mode that makes the updates.
-        sampler: Draws the logical batches.
         reserved_until: See below; 0 until a reservation was made.
 
     Attributes:
@@ -208,13 +201,7 @@ class ReleaseGate:
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
         """Decide where to continue and under which attempt, before the first random draw.
 
-        Args:
-            position: The position of the checkpoint that was restored, if any.
-            state: The hash of model and optimizer as they are; None where steps cannot be repeated
-                bit by bit.
-
-        Raises:
-            ResumeError: The checkpoint and the ledger do not belong together.
+        ``state`` hashes model and optimizer; None where steps cannot be repeated bit by bit.
         """
         self._state = state
         # Before the first coin: the attempt keys them, and it may change here.
@@ -226,11 +213,7 @@ class ReleaseGate:
         self.sampler.attempt = self.run.attempt
 
     def require_budget(self, step: int) -> None:
-        """Refuse ``step`` before its forward pass if the budget does not cover it.
-
-        Raises:
-            BudgetExceededError: Naming what is spent and what the step would bring it to.
-        """
+        """Refuse ``step`` before its forward pass if the budget does not cover it."""
         key = (self.run.attempt, step)
         self._require_reservation(step)
         # A step that was announced before is paid for, and may be repeated beyond the budget.
@@ -238,13 +221,7 @@ class ReleaseGate:
             self._refuse_overspending()
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
-        """Grant one release, after recording it.
-
-        Raises:
-            BudgetExceededError: The budget does not cover it.
-            ResumeError: A repeated step is not the same step.
-            DataError: A batch is not the one that is due.
-        """
+        """Grant one release, after recording it."""
         # Out of order would be another sampling law than the one that is charged.
         if step != self.steps_done or attempt != self.run.attempt:
             raise DataError(
@@ -283,11 +260,7 @@ class ReleaseGate:
         return Permit(*key, salt)
 
     def record(self, permit: Permit, update: Update) -> None:
-        """Record what the step did; a repeated step must have done the same.
-
-        Raises:
-            ResumeError: A repeated update differs from the recorded one.
-        """
+        """Record what the step did; a repeated step must have done the same."""
         self.steps_done = permit.step + 1
         if self._guarantee == "inherited":
             return
@@ -436,18 +409,10 @@ class SharedGate:
           measurement that is too small bounds the noise of no single coordinate.
 
     Args:
-        gate: On rank 0; None on the others.
-        plan: What the noise is compared with; None where nothing was promised.
-        stream: The keyed stream of the run.
-        run_id: The run's id.
-        sampler: This rank's.
-        ranks: Who takes part.
         whole: Whether every rank holds the whole sum, so that all must hold the same one.
         parts: Whether every rank noises parts of its own.
 
     Attributes:
-        attempt: The attempt that the next step belongs to.
-        steps_done: Logical steps made so far.
         clip_fraction: What the last step released of how many units were clipped; None where it released nothing.
     """
 
@@ -476,11 +441,7 @@ class SharedGate:
 
     @property
     def own(self) -> ReleaseGate:
-        """The gate itself, on rank 0.
-
-        Raises:
-            LedgerError: On another rank, which has none.
-        """
+        """The gate itself, on rank 0."""
         if self._own is None:
             raise LedgerError(f"Rank {self.ranks.rank} holds no ledger; rank 0 does.")
         return self._own
@@ -506,12 +467,7 @@ class SharedGate:
         self.ranks.share(lambda: self.own.require_budget(step), quick=True)
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
-        """As `ReleaseGate.authorise`; ``units`` and ``sums`` are those of all ranks together.
-
-        Raises:
-            LedgerError: The ranks ask for different steps, or hold different sums. Nothing is charged, and no noise
-                is drawn.
-        """
+        """As `ReleaseGate.authorise`; ``units`` and ``sums`` are those of all ranks together, the same on each."""
         # First, since what differs between ranks would be charged and then noised twice.
         self._refuse_parted(attempt, step, units, sums)
         permit = self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums), quick=True)
@@ -534,11 +490,7 @@ class SharedGate:
             )
 
     def record(self, permit: Permit, update: Update) -> None:
-        """As `ReleaseGate.record`, after the noise was measured on every rank.
-
-        Raises:
-            PrivacyViolation: The update does not have the noise that was planned.
-        """
+        """As `ReleaseGate.record`, after the noise was measured on every rank."""
         verdict = None if self._noise is None else self._noise.verdict(update)
         sample = self._noise.sample() if self._noise is not None and self._parts else {}
         stds, verdicts, samples = zip(*self.ranks.gather((update.noise_std, verdict, sample), quick=True), strict=True)
@@ -585,11 +537,7 @@ class SharedGate:
         return self._last_epsilon
 
     def epsilon(self) -> float:
-        """Epsilon spent so far; on ranks other than 0, as of the last common query.
-
-        Raises:
-            LedgerError: On such a rank, before they did.
-        """
+        """Epsilon spent so far; on ranks other than 0, as of the last common query."""
         if self._own is not None or self._last_epsilon is None:
             return self.own.epsilon()
         return self._last_epsilon

@@ -1,16 +1,9 @@
 """Derive the claim from ledger records: which assumptions of the proof hold, and what follows.
 
-Nothing here reads a configuration. The plan is the one that the ledger recorded before the first step; the noise, the
-sampling law and the number of steps are those that the steps stated.
-
-Releases of a run, from few to many; the first and the last are of `run_ledger`:
-
-- `charged_releases`: what the run announced, each step as it was really made;
-- `promised_releases`: those, and the planned steps that it did not make;
-- `claimed_releases`: those, and what the model had cost that it started from: its card is about these;
-- `owed_releases`: the promised ones as others have to count them, say in the ledger of a data set: without
-  amplification, or without any noise, where the run's own ledger refutes that much of its claim;
-- `forthcoming_releases`: the charged ones of a later moment, once further steps are made as planned.
+Nothing here reads a configuration. From few to many: `charged_releases` (announced, as really made),
+`promised_releases` (and the planned steps not made), `claimed_releases` (and what the start had cost: the card's),
+`owed_releases` (the promised ones as others count them, without what the run's own ledger refutes),
+`forthcoming_releases` (the charged ones once further steps are made).
 """
 
 from __future__ import annotations
@@ -89,11 +82,7 @@ class Verdict:
 
 
 def plan_of(records: Sequence[Record]) -> tuple[PrivacyPlan | None, dict[str, Any]]:
-    """Return the plan in the ledger, and its last ``plan`` record.
-
-    Raises:
-        LedgerError: There is none, or attempts were planned for different claims.
-    """
+    """Return the plan in the ledger, and its last ``plan`` record."""
     found = [dict(record) for record in records if record.get("kind") == "plan"]
     if not found:
         raise LedgerError("The ledger has no plan record: the claim of its releases is unknown.")
@@ -291,11 +280,7 @@ class Judged:
 
     @classmethod
     def by(cls, records: Sequence[Record], assumptions: Sequence[Assumption]) -> Judged:
-        """Judge the records under ``assumptions``.
-
-        Raises:
-            LedgerError: The records contradict each other, or hold no plan.
-        """
+        """Judge the records under ``assumptions``."""
         plan, _ = plan_of(records)
         own = promised_releases(records)
         releases = with_earlier_releases(records, own)
@@ -366,9 +351,6 @@ def promised_releases(records: Sequence[Record]) -> list[Release]:
     Guarantees:
         - A run that came to its planned end, or that announced no step, is charged with what it released.
         - Epsilon of the answer is at most the budget, or that of what was released.
-
-    Raises:
-        LedgerError: The records contradict each other.
     """
     charged, keys = charged_releases(records), noise_keys(records)
     plan, last = plan_of(records) if keys and any(r.get("kind") == "plan" for r in records) else (None, {})
@@ -402,11 +384,7 @@ def promised_releases(records: Sequence[Record]) -> list[Release]:
 
 
 def claimed_releases(records: Sequence[Record]) -> list[Release]:
-    """Return the releases of a run's model: its own (`promised_releases`), and those of its start.
-
-    Raises:
-        LedgerError: The records contradict each other, or tell of a start without saying what it cost.
-    """
+    """Return the releases of a run's model: its own (`promised_releases`), and those of its start."""
     return with_earlier_releases(records, promised_releases(records))
 
 
@@ -494,9 +472,6 @@ def owed_releases(records: Sequence[Mapping[str, Any]], *, as_made: bool = False
           published number, a bound is refuted, units were added or removed and batches not drawn as planned), there is
           a `NonPrivateRelease` among them: no total over runs is finite where a run's own card proves nothing.
         - Where amplification by sampling is refuted alone, every unit is charged for every step.
-
-    Raises:
-        LedgerError: The records contradict each other.
     """
     charged = charged_releases(records) if as_made else promised_releases(records)
     if not any(record.get("kind") == "plan" for record in records):

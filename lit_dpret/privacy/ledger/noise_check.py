@@ -1,36 +1,9 @@
-r"""Measure the noise of every step before the step counts, without trusting the privacy mode.
+"""Measure the noise of every step before the step counts, without trusting the privacy mode.
 
-The guard sees the clipped sums before a step and the update after it, so it has the noise itself: update times
-denominator minus sum. Divided by the planned deviation its coordinates are independent standard normals, whatever the
-data are, if the mode does what the plan says (hypothesis H). Each statistic here is a product of likelihood ratios
-
-.. math:: E_t = \prod_{s \le t} \prod_i \frac{q(x_{s,i} \mid \text{earlier coordinates})}{\varphi(x_{s,i})},
-
-with :math:`\varphi` the standard normal density and q another density. Under H every factor has expectation 1 given
-what came before, so E is a non-negative martingale that begins at 1, and so is an average of several. By Ville's
-inequality it reaches 1/a at any time, after any number of steps, with probability a at most.
-
-**Level.** With c statistics the alarm is at :math:`E \ge c / a`, a = `LEVEL` = 1e-9. So in a run of any length, 10^6
-steps or more, each process raises a false alarm with probability 1e-9 at most, over all parameters and statistics.
-Rounding of the update adds to the noise that is seen; a deviation within 0.05 % of the plan never raises an alarm.
-
-**Power.** Two families of alternatives, each an average over a grid:
-
-* *Less noise*: q is normal with deviation r, r in `RATIOS`; for each parameter and for each block of `BLOCK` of its
-  coordinates, over all steps so far. With r = 1/2, E grows by :math:`\log 2 - 3/8 = 0.318` nats for each coordinate
-  whose noise is halved, and with r = 0.001 by 6.9 where it is missing. The alarm is at 21 + log c + log 14 nats: 27 for
-  10 parameters, 35 for 100,000 statistics. A parameter of k coordinates is found after 35/(0.318 k) steps on average
-  where its noise is halved (one step from k = 200 on, 110 steps for a single number), and after 6/k, rounded up, where
-  it has none. Half of the coordinates without noise give 0.09 nats for each coordinate: one step from k = 500 on.
-* *Noise that was there before*: q is normal with mean :math:`\rho y` and variance :math:`1 - \rho^2`, rho in
-  `CORRELATIONS`; y is the noise of the same coordinate in the step before, that of another parameter in this step (the
-  last one of equal shape, else the one before), or that of the coordinate before. The first `SAMPLE` coordinates of
-  each parameter are looked at. A repetition gives 3.6 nats for each: 10 coordinates are found at once, one in 10 steps.
-
-On several processes each tests what it holds, in whole or in parts, and an alarm of one is an alarm of all. Where they
-hold parts, the first coordinates of a part are also compared with those that another process has of the same
-parameter, by the second family and at the same level. What was measured stays inside the job, since
-it would help to subtract the noise; the verdict is public.
+Update times denominator minus sum, over the planned deviation, is standard normal if the mode does what the plan says.
+Averages of likelihood ratios are martingales, so by Ville's inequality a process raises a false alarm with probability
+`LEVEL` at most over a run of any length; docs/derivations.md has level, power and alternatives. What was measured stays
+inside the job; the verdict is public.
 """
 
 from __future__ import annotations
@@ -73,9 +46,6 @@ class NoiseCheck:
           is charged) is what is tested.
         - The sums are kept by reference, from `expect` to `verdict`; beyond them, the memory of one parameter at a
           time is taken.
-
-    Args:
-        plan: What was promised.
     """
 
     def __init__(self, plan: PrivacyPlan) -> None:

@@ -1,10 +1,9 @@
 """One private run across interruptions: its ledger, its streams, and its current attempt.
 
-An *attempt* is a stretch of a run with its own noise and coins. A run that goes on after a crash stays in its attempt
-only where the step that is due can be repeated bit by bit; otherwise it starts the next one, and the steps that are
-executed again are charged again. The same noise on a different sum would let anyone subtract the two results and read
-the difference without noise, so model, optimizer and clipped sum must be the same to the bit. The state before a step
-is a function of released updates and may be hashed openly; the clipped sum is private and gets a keyed tag instead.
+An *attempt* is a stretch of a run with its own noise and coins. A run goes on in its attempt only where the due step
+can be repeated bit by bit; else the next one begins, and repeated steps are charged again: the same noise on two sums
+would let anyone subtract them. States are functions of released updates and hashed openly; a clipped sum gets a keyed
+tag.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, *, summed: t
 
     What else ``get_extra_state`` returns is left out: where it changes a step, it changes the tag of the step's sum.
 
-    Args:
-        module: The module whose parameters and buffers count.
-        optimizer: The optimizer whose state counts.
-        summed: How many units are summed at once at most, and on how many ranks.
+    ``summed``: how many units are summed at once at most, and on how many ranks.
     """
     # How many are summed at once decides the order of additions, and with it the last bits.
     digest = hashlib.sha256("{} units, {} ranks".format(*summed).encode())
@@ -127,11 +123,7 @@ class Position:
 
     @classmethod
     def among(cls, states: Mapping[str, Any], *, place: str) -> Position | None:
-        """Return the accountant's state among the callbacks' states of a checkpoint; None without one.
-
-        Raises:
-            ResumeError: As `from_dict`.
-        """
+        """Return the accountant's state among the callbacks' states of a checkpoint; None without one."""
         for state in states.values():
             if isinstance(state, Mapping) and {"run_id", "attempt", "steps_done"} <= set(state):
                 return cls.from_dict(state, place=place)
@@ -139,11 +131,7 @@ class Position:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str) -> Position:
-        """Return what `to_dict` wrote; ``place`` is named in a refusal.
-
-        Raises:
-            ResumeError: It is of another schema, or a field is missing.
-        """
+        """Return what `to_dict` wrote; ``place`` is named in a refusal."""
         if problem := schema_problem(facts.get("schema"), POSITION_SCHEMA):
             raise ResumeError(f"{place}: the accountant's state cannot be read: {problem}")
         try:
@@ -183,10 +171,7 @@ class PrivateRun:
           see each other; steps that were begun already are then executed under a new attempt.
 
     Attributes:
-        ledger: Open for writing until ``close``.
         stream: The keyed stream of the run; its id is that of the first attempt, its key the secret.
-        run_id: Fixed when the ledger was begun.
-        attempt: The attempt that the next step belongs to.
     """
 
     def __init__(self, ledger: PrivacyLedger, stream: KeyedStream, run_id: str) -> None:
@@ -221,21 +206,8 @@ class PrivateRun:
     ) -> PrivateRun:
         """Start a ledger, or continue the one at ``path``.
 
-        Args:
-            path: The ledger's path.
-            resume: Go on with the one that is there.
-            secret: Keys noise and coins.
-            described: The mechanism as public JSON values; becomes the ``plan`` record. Its ``secure_rng`` says
-                whether noise is drawn from ChaCha20.
-            fingerprints: The data set's fingerprints.
-            run_id: The id for a ledger that is begun; None for one that no other run has.
-            dataset: The ledger of the data set that counts the run; begun here, but not for a run that is refused: an
-                empty one where another had been would begin with the whole budget again.
-
-        Raises:
-            ResumeError: There is a ledger and ``resume`` is false, or none and it is true, or the ledger is about
-                another mechanism or data set.
-            LedgerError: The ledger is damaged, or another run has it open.
+        ``described`` is the mechanism as public JSON values, the ``plan`` record. ``dataset`` is begun here, but not
+        for a run that is refused: an empty ledger where another had been would begin with the whole budget again.
         """
         if path.exists() and not resume:
             if _is_of_no_step(PrivacyLedger.read(path).records):
@@ -332,13 +304,6 @@ class PrivateRun:
         The ledger must hold the checkpoint's last step. It does where that step was granted under the checkpoint's
         attempt, and where that attempt began right after it: its weights are then those that an earlier attempt ended
         with, which were held against the ledger before it wrote that the attempt begins.
-
-        Args:
-            position: Where the checkpoint was taken.
-            must_be_known: Whether the ledger must hold the checkpoint's last step.
-
-        Raises:
-            ResumeError: The two do not belong together, or the ledger is the older one.
         """
         if position.run_id != self.run_id:
             raise ResumeError(
@@ -356,9 +321,7 @@ class PrivateRun:
     def resume_or_begin_attempt(self, step: int, state: Callable[[], str] | None) -> None:
         """Repeat the steps from ``step`` on if everything matches, otherwise begin a fresh attempt.
 
-        Args:
-            step: The step that is due.
-            state: The hash of the state before it; None where steps cannot be repeated bit by bit.
+        ``state`` hashes the state before it; None where steps cannot be repeated bit by bit.
         """
         steps = [known for attempt, known in self.intents if attempt == self.attempt]
         ahead = [known for known in steps if known >= step]
@@ -383,11 +346,7 @@ class PrivateRun:
 
 
 def require_run(path: Path) -> None:
-    """Refuse to resume if the run does not exist; ``path`` is that of its ledger.
-
-    Raises:
-        ResumeError: There is no ledger.
-    """
+    """Refuse to resume if the run does not exist; ``path`` is that of its ledger."""
     if not path.exists():
         raise ResumeError(
             f"resume=true, and {path.parent} holds no {path.name}: a second run would begin there, on the same data. "

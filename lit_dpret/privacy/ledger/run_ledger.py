@@ -1,14 +1,9 @@
 """The ledger of a run: its releases, recorded before they are made, and their cost.
 
-A checkpoint says where a run stood; it cannot say what the run had already released when it was killed. The ledger can.
-Before noise is drawn for a step, an *intent* is on the disk; after it, a *release* states what was really added.
-Epsilon is computed from these records and from nothing else. A step that added less noise than planned, or drew its
-batch by another law, is charged with what it did; a step that was announced and never confirmed is charged as
-announced, because its noise may have been out before the crash. A step that is repeated bit by bit costs nothing.
-
-Each line of ``privacy_ledger.jsonl`` is one record of a `ChainedFile`. A chain cannot see that whole records were cut
-off its end: for that the privacy card stores the head hash and the number of records, and
-``lit_dpret.cards.card.verify_card`` compares them. Nothing private enters: no norm, no realised batch size, no secret.
+Before noise is drawn an *intent* is on the disk; after it, a *release* states what was really added. Epsilon is
+computed from these records alone: less noise or another law is charged as done, an unconfirmed step as announced, a
+bit-by-bit repetition not at all. Nothing private enters: no norm, no realised batch size, no secret. Cut records are
+seen by ``lit_dpret.cards.card.verify_card``.
 """
 
 from __future__ import annotations
@@ -94,11 +89,7 @@ class KeyBook:
     steps: dict[Key, _Step] = field(default_factory=dict)
 
     def check(self, record: Mapping[str, Any]) -> None:
-        """Refuse a reused noise key, an unannounced release or replay, and a replay that differs.
-
-        Raises:
-            LedgerError: With the attempt and step concerned.
-        """
+        """Refuse a reused noise key, an unannounced release or replay, and a replay that differs."""
         kind = record.get("kind")
         if kind == "plan" and (problem := schema_problem(record.get("schema"), SCHEMA)):
             raise LedgerError(problem)
@@ -160,11 +151,7 @@ class KeyBook:
 
 
 def read_keys(records: Iterable[Mapping[str, Any]]) -> KeyBook:
-    """Return the key book of a whole ledger.
-
-    Raises:
-        LedgerError: The records contradict each other.
-    """
+    """Return the key book of a whole ledger."""
     book = KeyBook()
     for record in records:
         book.check(record)
@@ -198,9 +185,6 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         - Under ``Shuffle`` every epoch that was touched in an attempt is charged whole: a resumed
           attempt shuffles again, and half an epoch before and half an epoch after can show one unit
           twice.
-
-    Raises:
-        LedgerError: The records contradict each other.
     """
     records = list(records)
     departed, unknown = attempts_with(SAMPLING_DEPARTURE, records), attempts_with(WRONG_UNITS_SEEN, records)
@@ -229,15 +213,7 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
 def forthcoming_releases(
     records: Iterable[Mapping[str, Any]], release: Release, *, first: int, until: int, attempt: int = 0
 ) -> list[Release]:
-    """Return the total charge of a ledger after the planned steps from ``first`` and before ``until``.
-
-    Args:
-        records: The ledger's records; none for a run that is still to come.
-        release: One planned step.
-        first: The step that is due.
-        until: The step that the run ends before.
-        attempt: The one that they are made in.
-    """
+    """Return the total charge of a ledger after the planned steps from ``first`` and before ``until``."""
     due = {"kind": "intent", "attempt": attempt, "step": first}
     made = [due | {"release": replace(release, count=until - first).to_dict()}] if first < until else []
     return charged_releases([*records, *made])
@@ -272,11 +248,7 @@ def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def with_earlier_releases(records: Iterable[Mapping[str, Any]], own: Sequence[Release]) -> list[Release]:
-    """Return the ``own`` releases of a run, and those of its initial model.
-
-    Raises:
-        LedgerError: The records tell of a start without saying what it cost.
-    """
+    """Return the ``own`` releases of a run, and those of its initial model."""
     start = recorded_start(records)
     if start is None:
         return list(own)
@@ -378,11 +350,8 @@ class PrivacyLedger(ChainedFile):
     ) -> dict[str, Any]:
         """Write the *intent* of a release; its noise may be drawn only after this returns, with it on disk.
 
-        Args:
-            key: Attempt and step, which key the noise.
-            release: As planned.
-            state_hash: The hash of what the release is computed with, where a step can be repeated bit by bit.
-            sum_tag: The keyed tag of what the noise is added to, likewise.
+        Where a step can be repeated bit by bit, ``state_hash`` is of what it is computed with, ``sum_tag`` of what gets
+        noise.
         """
         attempt, step = key
         return self.append(

@@ -1,16 +1,9 @@
-"""Track which weights were trained on private data, and in which runs.
+"""Track which weights were trained on private data, and in which runs: a card must not take them for fresh ones.
 
-A run counts its own releases. Weights that another run trained carry that run's releases with them, and a card that
-took them for fresh ones would forget what they cost. So a run leaves its name on what it trains, in three places that
-weights travel by: on the modules and parameters themselves (into another module, a deep copy, a pickle), on state
-dicts, checkpoints and model folders (into another process), and as fingerprints of the values, kept in this process
-(through whatever copies, renames, casts or merges them; `passed` has those of each step). Weights that reach a run
-through none of them, such as an average or a file of plain tensors, have no known origin where they are set after the
-module was built (`set_later`); what a constructor makes or reads is what the card calls declared.
-
-A run looks for them in all that its module holds, also beside the module tree (`modules_and_tensors_in`): an encoder
-that is frozen there, a teacher in a list, a table in a buffer. A model that trains on another one's outputs learns what
-that one has learned.
+A run leaves its name on modules and parameters (deep copies, pickles), on state dicts, checkpoints and model folders
+(other processes), and as fingerprints of values in this process (`passed`). It is looked for in all that a module
+holds, also beside the module tree: a model that trains on another one's outputs learns what that one learned. Weights
+that come another way have no known origin (`set_later`).
 """
 
 from __future__ import annotations
@@ -252,11 +245,7 @@ def note(module: nn.Module, facts: dict[str, Any]) -> None:
 
 
 def note_folder(module: nn.Module, folder: str | Path) -> None:
-    """Write the runs of ``module`` beside its model in ``folder``; remove an earlier note.
-
-    Raises:
-        StorageError: The folder cannot be written.
-    """
+    """Write the runs of ``module`` beside its model in ``folder``; remove an earlier note."""
     path, runs = Path(folder) / NOTE_NAME, runs_behind(module)
     if runs:
         write_whole(path, json.dumps({TRAINED_KEY: _plain(runs)}, indent=2) + "\n")
@@ -265,11 +254,7 @@ def note_folder(module: nn.Module, folder: str | Path) -> None:
 
 
 def noted_in(folder: Path) -> frozenset[TrainedIn]:
-    """Read what `note_folder` wrote into ``folder``, or into its parent.
-
-    Raises:
-        DataError: The note cannot be read.
-    """
+    """Read what `note_folder` wrote into ``folder``, or into its parent."""
     # Resolved, since a link to `model/` has another parent than the folder that it leads to.
     place = folder.resolve()
     found: set[TrainedIn] = set()

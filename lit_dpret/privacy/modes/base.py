@@ -184,12 +184,7 @@ class PrivacyMode(ABC):
         return getattr(self._sums, "units_apart", False)
 
     def contribute(self, module: Any, batch: Any) -> None:
-        """Add a `PrivateModule`'s physical batch; overridden by modes that need more than row losses.
-
-        Args:
-            module: The module that was attached.
-            batch: A `UnitBatch` with at least one row.
-        """
+        """Add a `PrivateModule`'s batch with at least one row; some modes need more than the loss of its rows."""
         # An engine for a compiler takes slots of equally many rows; a unit's own rows fill up its slot there.
         owners, real = (batch.unit_ids, batch.mask) if self.fixed_shapes else batch.owners_of_rows()
         self.add(module.unit_loss(batch), owners, real)
@@ -240,11 +235,7 @@ class PrivacyMode(ABC):
 
 
 class GradientSums:
-    """The sum of the gradients of a logical step by parameter name, in float32 or wider.
-
-    Args:
-        module: What is trained; a parameter that gets no gradient has a sum of zeros.
-    """
+    """The sum of the gradients of a logical step by parameter name, in float32 or wider."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -1,23 +1,9 @@
-r"""Logit-DP: clip the gradient of each pair's similarity.
+"""Logit-DP: clip the gradient of each pair's similarity (Kong, Munoz Medina and Ribero, 2310.03104).
 
-Kong, Munoz Medina and Ribero, "Differentially private optimization for non-decomposable objective
-functions" (2310.03104). The gradient of a loss of the similarities S_ij of a sub-batch is
-sum_ij (dF / dS_ij) grad S_ij. Each grad S_ij depends on two records alone, so clipping it to B bounds
-something; the coefficients dF / dS_ij depend on all records, and how far one record can turn them is
-what the loss proves (`PairwiseLoss.sensitivity`). The sum then moves by at most B times that number.
-
-For the softmax that number is about 2 (1 + e^(2 / temperature)) however large the sub-batch is, and never
-more than about 2 n / temperature, which is what clipping whole rows gives. So at the temperatures of dense
-retrieval (0.01 to 0.1) Logit-DP with the softmax has no advantage; use a temperature of 0.5 or more, or a
-loss with a fixed normaliser.
-
-What differs from the paper: the sensitivity (its Lemma 4.5 is too small; ``sensitivity=paper`` takes it
-for comparison, and then no epsilon is claimed), the factor 1 / temperature, independent noise in every
-parameter, noise once per step, and norms that are found without holding n squared gradients. Two formulas
-of the paper are used nowhere here: line 2 of its Algorithm 1 has n L where its Theorem 4.2 proves (n - 1) L
-(more noise than is needed, where G1, G2 and L are bounded one by one), and epsilon = sqrt(log(1.25 / delta))
-/ sigma of its Corollary 4.4 lacks a factor sqrt(2), and is below the exact epsilon where sigma is small; noise
-is calibrated by the accountant.
+Each gradient of S_ij depends on two records; how far one record turns the coefficients is what the loss proves
+(`PairwiseLoss.sensitivity`). For the softmax that is about 2 (1 + e^(2 / temperature)), at most about 2 n /
+temperature: no advantage over clipping rows at temperatures of 0.01 to 0.1. docs/derivations.md says what differs from
+the paper.
 """
 
 from __future__ import annotations

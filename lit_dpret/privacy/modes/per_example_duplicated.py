@@ -1,11 +1,7 @@
-r"""Per-example clipping of an in-batch loss, with its true sensitivity.
+"""Per-example clipping of an in-batch loss, with its true sensitivity: the direct baseline of the papers.
 
-The direct baseline of the synthetic-query papers: each row's loss is made of its query and of copies
-of all passages of its sub-batch, so that it has a gradient of its own, and that is clipped to C. But the
-other rows hold the unit's passage as well: taking the unit out removes its own row (C) and turns
-each of n - 1 others from one vector of norm C to another one (2C each). The sum moves by up to
-(2n - 1) C, and by 2nC where a unit is replaced; both are reached. Counting C alone, as one would
-for a loss that is a sum over units, claims a privacy that is not there.
+Each row's loss has copies of all passages of its sub-batch. Taking a unit out removes its row (C) and turns n - 1
+others (2C each): (2n - 1) C, and 2nC for a replacement; both are reached. Counting C alone would be a false claim.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-r"""Query-level privacy against a pool of public passages.
+"""Query-level privacy against a pool of public passages.
 
-The softmax of a query over candidates that are functions of public data, of coins that are tossed
-without a look at the records and of weights that were already released depends on its own record
-alone. Then the training loss is a sum over records, plain clipping bounds each of them by C, and
-neither the number of candidates nor the temperature matters. What must be public is the *text* of the
-passages and that they are in the collection; which of them answers which query stays protected.
-
-Candidates that are the passages of the sampled records would break both halves of this: they couple the
-rows, and they take the amplification by sampling away.
+Candidates that follow from public data, coins and released weights leave the loss a sum over records, so clipping
+bounds each by C. The *text* of passages and that they are in the collection must be public; which answers which query
+stays protected. Passages of the sampled records would couple rows and take amplification away.
 """
 
 from __future__ import annotations

@@ -77,14 +77,6 @@ def choose_norms(
         'pair_ghost'
         >>> choose_norms(n_max=1024, dim=64, positions=32, width=512, shared=False)
         'k_blocks'
-
-    Args:
-        n_max: The most records of a sub-batch.
-        dim: Length of an embedding.
-        positions: Tokens of a text, or places of a convolution's output, at most.
-        width: The width of a layer; ``width_of`` has it.
-        shared: Whether queries and passages share trainable parameters.
-        linear_head: Whether what is trained is a bias-free linear head on frozen features.
     """
     if linear_head:
         return "linear_head"
@@ -113,19 +105,8 @@ def make_pair_norms(
 ) -> PairNorms:
     """Return the strategy called ``norms``, for ``module``.
 
-    Args:
-        norms: ``auto``, ``pair_ghost``, ``jacobian``, ``k_blocks``, ``linear_head`` or ``brute_force``.
-        module: What is trained.
-        n_max: The most records of a sub-batch; ``auto`` needs it, and ``dim``.
-        dim: Length of an embedding.
-        positions: Tokens of a text, or places of a convolution's output; for ``auto``.
-        shared: Whether the two sides share trainable parameters; False is verified.
-        linear_head: Whether ``module`` is a bias-free linear head on frozen features; for ``auto``, and verified.
-        settings: What the strategy has of its own: ``pairs_at_once`` or ``rows_at_once``.
-
-    Raises:
-        ConfigurationError: No strategy has this name, or ``auto`` lacks a number.
-        UnsupportedModelError: The strategy does not cover the module.
+    ``auto`` needs ``n_max``, the most records of a sub-batch, and ``dim``, the length of an embedding; ``positions``
+    are tokens of a text or places of a convolution's output. ``shared=False`` and ``linear_head`` are verified.
     """
     require_choice("privacy.norms", norms, get_args(NormsName))
     if norms == "auto":

@@ -1,10 +1,7 @@
-r"""A batch of n records (query and passage), their embeddings, and one gradient of all their similarities.
+"""A batch of n records (query and passage), their embeddings, and one gradient of all their similarities.
 
-The gradient that Logit-DP releases is :math:`\sum_{ij} \lambda_{ij} \nabla S_{ij}` with
-:math:`\lambda_{ij} = \tau_{ij} \min(1, B / N_{ij})` (section 5.3 of Kong, Munoz Medina and Ribero, "Differentially
-private optimization for non-decomposable objective functions", 2025). As :math:`S = E F^\top`, it takes the cotangents
-:math:`\lambda F` at the queries' embeddings and :math:`\lambda^\top E` at the passages', which are known before any
-graph is built: so the rows can go through the encoder a few at a time (GradCache, Gao et al. 2021, 2101.06983).
+Its cotangents at the embeddings are known before any graph is built, so rows go through the encoder a few at a time
+(GradCache, Gao et al. 2021, 2101.06983); docs/derivations.md has the formula.
 """
 
 from __future__ import annotations
@@ -44,11 +41,7 @@ class Side:
         return tree_map(lambda leaf: leaf[index if isinstance(index, slice) else index.to(leaf.device)], self.rows)
 
     def embedded(self, index: Tensor | slice) -> Tensor:
-        """Return the embeddings of some rows.
-
-        Raises:
-            UnsupportedModelError: What comes out is not one vector for each row.
-        """
+        """Return the embeddings of some rows; refuse what is not one vector for each row."""
         expected = len(range(self.count)[index]) if isinstance(index, slice) else len(index)
         found = self.embed(self.take(index))
         if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != expected:
@@ -65,11 +58,7 @@ class Side:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """``n`` records; record i is (query i, passage i).
-
-    Raises:
-        DataError: Something in ``queries`` or ``passages`` does not have n rows.
-    """
+    """``n`` records; record i is (query i, passage i)."""
 
     queries: Any  # a tensor, or nested dictionaries of tensors, with first axis n
     passages: Any  # the same
@@ -123,11 +112,7 @@ def embed_side(side: Side, *, rows_at_once: int) -> Tensor:
 
 
 def refuse_low_precision(name: str, parameter: Tensor) -> None:
-    """Refuse a trained parameter with lower precision than fp32.
-
-    Raises:
-        UnsupportedModelError: Names it.
-    """
+    """Refuse a trained parameter with lower precision than fp32."""
     if parameter.dtype not in TOLERANCE:
         raise _low_precision(f"Parameter {name}", parameter.dtype)
 
@@ -140,11 +125,7 @@ def _low_precision(what: str, dtype: torch.dtype) -> UnsupportedModelError:
 
 
 def refuse_other_function(first: Tensor, again: Tensor) -> None:
-    """Refuse embeddings that differ between two passes over the same rows; broken rows are ignored.
-
-    Raises:
-        UnsupportedModelError: Something random is at work.
-    """
+    """Refuse embeddings that differ between two passes over the same rows; broken rows are ignored."""
     gap = (first - again.detach().to(first.dtype)).abs().amax(1)
     if bool((gap > TOLERANCE.get(again.dtype, LOW_PRECISION_TOLERANCE) * first.abs().amax(1).clamp(min=1e-3)).any()):
         raise UnsupportedModelError(
@@ -154,11 +135,7 @@ def refuse_other_function(first: Tensor, again: Tensor) -> None:
 
 
 def refuse_randomness(module: nn.Module) -> None:
-    """Refuse causes of differing passes or coupled rows: active dropout, and BatchNorm in any mode.
-
-    Raises:
-        UnsupportedModelError: Names the layer.
-    """
+    """Refuse causes of differing passes or coupled rows: active dropout, and BatchNorm in any mode."""
     for name, layer in module.named_modules():
         of = f"{name or 'the module'} ({type(layer).__name__})"
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -188,13 +165,6 @@ def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Ten
         >>> clipped_pair_factors(torch.tensor([[4.0, 0.5], [torch.nan, 1.0]]), 1.0)
         (tensor([[0.2500, 1.0000],
                 [0.0000, 1.0000]]), 1)
-
-    Args:
-        norms: ``(n, n)``, at least the norm of each pair's gradient. Private.
-        max_logit_grad_norm: The bound B.
-
-    Raises:
-        ConfigurationError: The bound is not a positive, finite number.
     """
     require_number("privacy", {"max_logit_grad_norm": max_logit_grad_norm})
     # A number over a tensor may be rounded twice, and a norm that is the bound would then get a factor below 1.
@@ -209,25 +179,17 @@ def weighted_backward(
 ) -> dict[str, Tensor]:
     """Compute the gradient of the weighted sum of all similarities, with memory for a few rows.
 
+    ``weights`` are ``(n, n)``, queries in rows.
+
     Guarantees:
         - The result is the sum over i and j of ``weights[i, j]`` times the gradient of S_ij, whatever
           ``rows_at_once``.
         - A pair with a broken embedding, or with a weight that is not finite, contributes zero; a row whose
           pairs all weigh zero does not go through the backward pass at all, so its NaN stays with it.
 
-    Args:
-        batch: The records.
-        weights: ``(n, n)``; queries are rows.
-        parameters: What to differentiate by, by name.
-        rows_at_once: Rows that go through the encoder together.
-
     Returns:
         One gradient for each name, in fp32 or in float64 where the parameter is. It is clipped only if the weights
         were; it is private until noise is added.
-
-    Raises:
-        DataError: ``weights`` is not ``(n, n)``.
-        UnsupportedModelError: An embedding changes from one pass to the next, or has fewer digits than fp32.
     """
     if weights.shape != (batch.n, batch.n):
         raise DataError(f"The weights of {batch.n} records have shape {tuple(weights.shape)}; (n, n) expected.")

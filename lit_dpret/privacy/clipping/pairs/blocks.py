@@ -1,23 +1,8 @@
-r"""Norms of all pairs from one Jacobian per record: d cotangents instead of n.
+"""Norms of all pairs from one Jacobian per record: d cotangents instead of n.
 
-With the Jacobians :math:`J_i` of query i's embedding and :math:`J'_j` of passage j's,
-:math:`g_{ij} = J_i^\top f_j + J_j'^\top e_i`, hence
-
-.. math:: |g_{ij}|^2 = f_j^\top K_i f_j + e_i^\top K'_j e_i + 2 \langle J_i^\top f_j, J_j'^\top e_i \rangle,
-          \quad K_i = J_i J_i^\top.
-
-The blocks K are d x d and cost d cotangents for each record, whatever n is. Two towers have no common parameter, so the
-last term is zero and the blocks say it all. Where parameters are shared, the triangle inequality over the shared ones
-gives a bound from the blocks (``KBlocks``), and the last term gives the norm (``JacobianNorms``).
-
-A linear head on frozen features has a closed form (``LinearHead``). With :math:`e = W h / |W h|`,
-:math:`a_i = h_i / |W h_i|` and :math:`b_j = h'_j / |W h'_j|`,
-
-.. math:: |g_{ij}|^2 = (1 - S_{ij}^2) (|a_i|^2 + |b_j|^2 - 2 S_{ij} \langle a_i, b_j \rangle),
-
-because :math:`J_i^\top f_j = (f_j - S_{ij} e_i) a_i^\top`, and the two factors :math:`f_j - S e_i` and
-:math:`e_i - S f_j` both have the squared length :math:`1 - S^2` and the inner product :math:`-S (1 - S^2)`. With
-separate heads the last term is missing, with a frozen one its own square too.
+The blocks K = J J^T of each side say everything for two towers. For shared parameters they give a bound (``KBlocks``),
+and inner products of both sides the norm (``JacobianNorms``); a linear head has a closed form (``LinearHead``).
+docs/derivations.md derives all three.
 """
 
 from __future__ import annotations
@@ -67,13 +52,8 @@ class FromJacobians(PairNorms):
     """Base of the strategies that use the Jacobian of each record.
 
     Args:
-        module: What is trained.
         shared: Whether the two sides have trainable parameters in common; False is verified.
         rows_at_once: Records of a side whose factors are held together; default what ``held`` elements allow.
-
-    Raises:
-        ConfigurationError: ``rows_at_once`` is not positive.
-        UnsupportedModelError: A trainable layer has no rule in the engine.
     """
 
     held = HELD
@@ -108,11 +88,7 @@ class FromJacobians(PairNorms):
         return self.rows_at_once or max(1, min(side.count, self.held // max(1, reach.inputs + reach.outputs * columns)))
 
     def _factors(self, side: Side, rows: slice, before: Tensor | None, names: frozenset[str] | None = None) -> Jacobian:
-        """The Jacobian of some rows by parameter; of the sum of their coordinates where they were not embedded before.
-
-        Raises:
-            UnsupportedModelError: It has parameters that are not among ``names``.
-        """
+        """The Jacobian of some rows by parameter; without ``before`` that of the sum of their coordinates."""
         count = len(range(side.count)[rows])
 
         def outputs() -> Tensor:
@@ -144,11 +120,6 @@ class KBlocks(FromJacobians):
     About d ordinary steps, whatever n is. The bound is
     :math:`N_{ij}^2 = q_{ij} + q'_{ij} + (\sqrt{s_{ij}} + \sqrt{s'_{ij}})^2` with the parts q of one side's
     own parameters and s of shared ones.
-
-    Args:
-        module: What is trained.
-        shared: Whether the two sides have trainable parameters in common; False is verified, by identity.
-        rows_at_once: Records of a side that are worked on together.
     """
 
     held = HELD_FOR_BLOCKS
@@ -267,9 +238,6 @@ class LinearHead(PairNorms):
 
     Each side is a bias-free nn.Linear on features that nothing trained has touched, normalised to length 1
     (or frozen); values and gradients are compared with that form in every batch.
-
-    Args:
-        module: What is trained: one such layer, or one for each side.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,17 +1,8 @@
-r"""Jacobians of embeddings in factored form, and their products for pair norms.
+"""Jacobians of embeddings in factored form, and their products for pair norms.
 
-Of a linear layer, row i of one side has the Jacobian :math:`\sum_t D_{ikt} a_{it}^\top`, one matrix for
-each coordinate k of its embedding: the inputs ``a`` are the same for all k, the output gradients ``D``
-are not. Two products are needed, and neither needs the matrices:
-
-* the block :math:`K_i[k,l] = \sum_{ts} (a_{it} \cdot a_{is}) (D_{ikt} \cdot D_{ils})` of one row, and
-* between a query i and a passage j, with :math:`u_{ijt} = \sum_k f_{jk} D_{ikt}` and
-  :math:`v_{ijs} = \sum_k e_{ik} D'_{jks}`, the number
-  :math:`\sum_{ts} (a_{it} \cdot a'_{js}) (u_{ijt} \cdot v_{ijs}) = \langle J_i^\top f_j, J_j'^\top e_i \rangle`.
-
-Where positions are many and the matrices small (convolutions, adapters), the matrices are written out
-instead, some of their rows at a time. Which way a parameter goes is decided by counting operations,
-so it depends on shapes alone.
+Of a linear layer the inputs are the same for all coordinates of an embedding, and the output gradients are not; blocks
+and inner products need no matrix (docs/derivations.md). Where positions are many and matrices small, they are written
+out. Counting operations decides, so the way depends on shapes alone.
 """
 
 from __future__ import annotations
@@ -238,14 +229,7 @@ def _form(factors: Factors) -> tuple[object, ...]:
 
 
 def inner_products(query: Factors, passage: Factors, e: Tensor, f: Tensor) -> Tensor:
-    """Return for every pair the inner product of query and passage gradients, (queries, passages).
-
-    Args:
-        query: The Jacobian of some queries.
-        passage: The Jacobian of some passages, by the same parameter.
-        e: Embeddings of these queries, (queries, columns).
-        f: Embeddings of these passages.
-    """
+    """Return for every pair the inner product of its query's and its passage's gradient, (queries, passages)."""
     pairs, columns = len(e) * len(f), e.shape[1]
     room = chunk_of(e.device)
     costs = {"matrices": 2 * columns**2 * (query.width + PASS), "streamed": query.width * (4 * columns + 2.5 * PASS)}

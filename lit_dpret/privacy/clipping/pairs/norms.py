@@ -49,9 +49,6 @@ class PairNorms(ABC):
         - Nothing of the module changes.
         - Passes run in fp32 (or float64) even under the caller's autocast.
 
-    Args:
-        module: What is trained: all its parameters with ``requires_grad``.
-
     Attributes:
         exact: Whether the entries are the norms, and not bounds on them.
     """
@@ -64,11 +61,7 @@ class PairNorms(ABC):
         refuse_randomness(module)
 
     def table(self, batch: PairBatch) -> Tensor:
-        """Return the norms or bounds, (n, n) in float64; rows are queries. Private.
-
-        Raises:
-            UnsupportedModelError: The module is random or couples records, or the strategy does not cover it.
-        """
+        """Return the norms or bounds, (n, n) in float64; rows are queries. Private."""
         refuse_randomness(self.module)
         refuse_batch_mixing(self.module)
         if not batch.n:
@@ -190,12 +183,7 @@ class PairGhost(PairNorms):
     dimension; the audit of the first rows is the engine's.
 
     Args:
-        module: What is trained.
         pairs_at_once: Rows of one pass; default the larger of n and ``PAIRS_AT_ONCE``, so that memory grows as n.
-
-    Raises:
-        ConfigurationError: ``pairs_at_once`` is not positive.
-        UnsupportedModelError: A trainable layer has no rule in the engine; ``brute_force`` covers it.
     """
 
     def __init__(self, module: nn.Module, *, pairs_at_once: int | None = None) -> None:
