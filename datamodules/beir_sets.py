@@ -1,12 +1,8 @@
 """The protocol of every public BEIR set: the evaluated split, and other conditions of a number.
 
-The traps are BEIR's own (Thakur et al., "BEIR: A Heterogeneous Benchmark for Zero-shot Evaluation of Information
-Retrieval Models", 2021). MS MARCO is evaluated on ``dev``: its ``test`` is 43 TREC queries with another kind of
-judgements. In ArguAna and Quora every query is itself a passage, which is left out of its own ranking.
-CQADupStack is the mean over twelve forums. Touché was re-judged: numbers by version 1 and 2 have nothing in common.
-
-The counts are those that ir-datasets 0.6.3 states for the same sets. They tell a whole set from a sample and one
-version from another.
+The traps are BEIR's own (Thakur et al., 2021): MS MARCO is evaluated on ``dev``; in ArguAna and Quora every query
+is itself a passage; CQADupStack is the mean over twelve forums; Touché was re-judged, and its versions have nothing
+in common. The counts, those of ir-datasets 0.6.3, tell a whole set from a sample and one version from another.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Copy a log of pairs without the records that training refuses.
 
-Which records these are, the reader of the training says. To leave one out is a decision about the data that their owner
-makes before any guarantee begins: no epsilon covers it, nor the numbers that `write_clean` returns. Most kinds of
-problems are those of one record alone; whether a record contradicts or repeats another depends on that one, and the
-guarantee then compares logs without such records.
-
-Guarantees:
-    - Records that are kept are copied byte for byte, in their order.
-    - The copy has the queries, texts, users, splits and pairs that could be read of the log; otherwise none is written.
-    - Where records have no query id they are called by their line (``row-3``), and keep that name: an empty line stands
-      for each line that is left out.
+To leave a record out is a decision about the data that their owner makes before any guarantee begins: no epsilon
+covers it, nor the numbers that `write_clean` returns. Most problems are those of one record alone; whether a record
+contradicts or repeats another depends on that one, and the guarantee then compares logs without such records.
 """
 
 from __future__ import annotations
@@ -69,15 +62,14 @@ def write_clean(
     read: Callable[[Path, Complain], Collection],
     columns: PairColumns,
 ) -> dict[str, Any]:
-    """Write ``out``, which only its owner can read, without the ``refused`` records; see the module's text.
+    """Write ``out``, which only its owner can read, without the ``refused`` records.
 
-    Args:
-        file: The log.
-        out: A new file of the same format, not compressed.
-        refused: The kind of problem by the number of the record.
-        readable: What was read of the log while its problems were collected.
-        read: Reads a log of pairs by the settings of the training.
-        columns: What the columns are called.
+    Guarantees:
+        - Records that are kept are copied byte for byte, in their order.
+        - The copy has the queries, texts, users, splits and pairs that could be read of the log (``readable``);
+          otherwise none is written, and a `DataError` says so.
+        - Records without a query id are called by their line (``row-3``), and keep that name: an empty line stands
+          for each line that is left out.
 
     Returns:
         How many records were left out by kind, and what that did to the units. Private numbers.

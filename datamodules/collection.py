@@ -149,11 +149,7 @@ class Collection:
                     )
 
     def split(self, name: str) -> Qrels:
-        """Return the qrels of one split.
-
-        Raises:
-            DataError: There is no such split; the message lists those there are.
-        """
+        """Return the qrels of one split; a `DataError` lists those there are."""
         if not self.qrels.get(name):
             raise DataError(
                 f"{self.source} has no split {name!r}; it has: {', '.join(s for s in self.qrels if self.qrels[s])}."
@@ -165,20 +161,11 @@ class Collection:
         return tuple(passage for passage, grade in self.split(split)[query_id].items() if grade > 0)
 
     def fingerprint(self, key: bytes) -> str:
-        """Return an HMAC-SHA256 of everything that training reads: the passages and the train split, in order.
+        """Return an HMAC-SHA256 of all that training reads: passages and train split, in order; 64 hexadecimal digits.
 
-        An unkeyed hash of private text would let anybody test a guess at the text; keyed with the
-        run's privacy secret it only lets a resumed run notice that its data changed. Evaluation
-        queries are left out: changing them changes no claim.
-
-        Args:
-            key: The privacy secret, at least 16 bytes.
-
-        Returns:
-            64 hexadecimal digits.
-
-        Raises:
-            ConfigurationError: The key is too short to keep the fingerprint private.
+        An unkeyed hash of private text would let anybody test a guess at the text; keyed with the run's privacy
+        secret (at least 16 bytes) it only lets a resumed run notice that its data changed. Evaluation queries
+        change no claim.
         """
         if len(key) < _SHORTEST_KEY:
             raise ConfigurationError(
@@ -203,12 +190,10 @@ class Collection:
 
 
 class TextData(Protocol):
-    """The DataModule interface for `task=check_data`: queries and passages.
+    """The DataModule interface for `task=check_data`.
 
-    It may also have, as `lit_dpret.datamodules.pairs.PairsDataModule` has them: ``file_columns()`` and
-    ``pair_columns``; ``folder``, ``pairs``, ``queries`` or ``file``, the source that the report names;
-    ``expected_batch_size``; and the switches ``allow_empty_passages``, ``drop_queries_without_passage`` and
-    ``has_public_passages``.
+    It may also have ``file_columns()``, ``pair_columns``, a setting that names its source, ``expected_batch_size``,
+    and the switches on passages of `lit_dpret.datamodules.pairs.PairsDataModule`.
     """
 
     def read_collection(self, complain: Callable[[DataError], None] = ...) -> Collection:

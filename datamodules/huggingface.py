@@ -39,13 +39,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class HubRows(Records):
-    """The rows of one split from ``datasets``, in order.
-
-    Args:
-        rows: What to iterate over: a ``Dataset`` or an ``IterableDataset``.
-        source: Its name, for messages.
-        complain: Gets what goes wrong while rows are fetched.
-    """
+    """The rows of one split from ``datasets``, a ``Dataset`` or an ``IterableDataset``, in order."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], source: str, complain: Complain) -> None:
         super().__init__(source, complain)
@@ -237,12 +231,8 @@ class HuggingFaceDataModule(PairsDataModule):
 
 
 def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = True) -> dict[str, list[Path]]:
-    """Find the files of each split in a folder, or the one file that ``root`` is; see the module's text.
-
-    Args:
-        root: A file or a folder.
-        splits: What the folder calls the splits: ``{"dev": "holdout"}``. None for the usual names.
-        named: Whether names say the split; else all files are for training.
+    """Find the files of each split in a folder, or the one file that ``root`` is; all are for training unless
+    ``named``.
     """
     names = SPLIT_NAMES if splits is None else {name: split for split, name in splits.items()}
     if root.is_file() and not named:

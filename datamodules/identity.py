@@ -14,12 +14,8 @@ _PLACES = ("folder", "pairs", "queries", "file", "path", "root")
 def data_facts(data: Any, *measured: Mapping[str, Any]) -> dict[str, str]:
     """Return the data facts for every result file: ``data`` and, for evaluated data, ``data_sha256``.
 
-    Whoever has the data can compute the hash, and whoever guesses them can check the guess: a file that is handed on
-    may hold that of public parts alone.
-
-    Args:
-        data: A DataModule, or the path of a file or folder.
-        measured: What was read of it, by id: texts, or judgements of a query.
+    Whoever has the data can compute the hash, and whoever guesses them can check the guess: a file that is handed
+    on may hold that of public parts alone. ``measured`` is what was read, by id: texts, or judgements of a query.
     """
     return {"data": data_name(data), **({"data_sha256": content_sha256(*measured)} if measured else {})}
 

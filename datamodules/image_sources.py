@@ -1,21 +1,9 @@
 """Sources of labelled images: CIFAR-10, CIFAR-100, Fashion-MNIST, a folder of classes, or the hub.
 
-Each source is one function from a folder and a split to a `RawSplit`, listed in `SOURCES`, with a
-sentence that says where to get the data. Nothing is downloaded, unless a data set of the Hugging Face
-hub is named. Reading is in two steps, so that a public sample of a data set decodes only the images that it
-keeps: a `RawSplit` knows ids and labels at once, and decodes the images asked for.
-
-Nothing here runs code from a file: pickled batches are read by an unpickler that can build NumPy
-arrays, and refuses everything else.
-
-**Groups.** CIFAR-100 comes with 20 groups of its labels, the classes of the paper's second task
-(paper 002, section 5.2). Where that data set is not at hand, groups of another one stand in for it;
-they are ours:
-
-- CIFAR-10: road vehicles (automobile, truck); craft (airplane, ship); pets (cat, dog); hoofed
-  animals (deer, horse); other animals (bird, frog).
-- Fashion-MNIST: tops (T-shirt, pullover, coat, shirt); whole outfits and legwear (trouser, dress);
-  footwear (sandal, sneaker, ankle boot); bags (bag).
+A source is one function from a folder and a split to a `RawSplit`, which knows ids and labels at once and decodes
+only the images asked for. Nothing is downloaded unless a data set of the hub is named, and no code from a file is
+run. The 20 groups of CIFAR-100 are the classes of paper 002's second task (section 5.2); those of CIFAR-10 and
+Fashion-MNIST, which stand in for them, are ours.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """A private set of images as a LightningDataModule: one image is one unit of privacy.
 
-What a row holds is one image; the positive pair of contrastive training is two random
-augmentations of it, made when rows are collated (`lit_dpret.encoders.vision.augment`). The random numbers of
-an augmentation belong to the draw: each drawn row carries a number of its own, from the keyed
-stream that also drew it, so that a step that is repeated sees the same pixels and no other image
-has a say in them.
+The positive pair of contrastive training is two random augmentations of it, made when rows are collated
+(`lit_dpret.encoders.vision.augment`). Each drawn row carries a random number from the keyed stream that also drew
+it, so that a repeated step sees the same pixels and no other image has a say in them.
 """
 
 from __future__ import annotations
@@ -41,14 +39,7 @@ class ImageRow:
 
 
 class ImageUnits:
-    """The train images as units of privacy, one row each, in the order of the files.
-
-    Args:
-        ids: One public id per image.
-        images: Pixels, uint8, shape (n, channels, height, width).
-        labels: int64, shape (n,).
-        planted: Units that stand in no file of the data; a unit without rows is one that is blank.
-    """
+    """The train images as units of privacy, one row each, in the order of the files, and planted units behind them."""
 
     duplicates = "keep"
 
@@ -186,12 +177,7 @@ class ImagesDataModule(SampledDataModule):
     # -- the private side --------------------------------------------------------------------
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
-        """Set the run's unit of privacy: an image, as ``image``, ``query`` or ``pair``.
-
-        Raises:
-            ConfigurationError: The unit is a user, whom these data do not name; or the public sample
-                would make the claim unsound under ``neighbours``.
-        """
+        """Set the run's unit of privacy: an image, as ``image``, ``query`` or ``pair``."""
         if unit == "user":
             raise ConfigurationError(
                 f"privacy.unit=user needs user ids, and datamodule.source={self.source} names no users. Set "
@@ -219,11 +205,7 @@ class ImagesDataModule(SampledDataModule):
         return "for plain images in a loop of your own use labelled('train')"
 
     def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
-        """Return a keyed fingerprint of the train images and labels, so that a resume detects changed data.
-
-        It covers what is planted, unless ``planted`` is false. ``key`` is the run's privacy secret; without it the
-        fingerprint says nothing about the data.
-        """
+        """Return a fingerprint of the train images and labels under the run's privacy secret; see `PairsDataModule`'s."""
         train = self._split("train")
         mac = hmac.new(key, digestmod="sha256")
         mac.update(stable_hash("lit-dpret image data", self.labels, str(tuple(train.images.shape)), *train.ids))
@@ -239,20 +221,12 @@ class ImagesDataModule(SampledDataModule):
     # -- the evaluation side -----------------------------------------------------------------
 
     def labelled(self, split: ImageSplit = "test", *, labels: Labels | None = None) -> tuple[Tensor, Tensor]:
-        """Return all images and labels of one split, for evaluation without privacy.
+        """Return images, uint8 ``(n, channels, height, width)``, and labels, int64 ``(n,)``, of a split, without
+        privacy.
 
-        The train split is the private one: a score that was computed from it (the neighbours of
-        k-NN, a classifier on top) is a release that no accountant counts.
-
-        Args:
-            split: ``train`` or ``test``.
-            labels: ``fine`` or ``coarse``; None for ``datamodule.labels``.
-
-        Returns:
-            Images, uint8 of shape (n, channels, height, width); labels, int64 of shape (n,).
-
-        Raises:
-            ConfigurationError: Coarse labels are asked for where there are none.
+        The train split is the private one: a score that was computed from it (the neighbours of k-NN, a classifier
+        on top) is a release that no accountant counts. ``labels`` are ``fine`` or ``coarse``; None for
+        ``datamodule.labels``.
         """
         found = self._split(split)
         return found.images, self._labels_of(found, labels)

@@ -1,9 +1,8 @@
 """InsuranceQA: real insurance questions and professional answers, from a pip package.
 
-12,889 train, 2,000 dev and 2,000 test questions over 27,413 answers, in twelve domains of very
-unequal size (Feng et al., "Applying deep learning to answer selection", ASRU 2015; version 2 of
-its data). The PyPI package ``insuranceqa-data==1.0`` carries the files; later versions carry none.
-The data is for research only, so nothing of it is in this repository.
+12,889 train, 2,000 dev and 2,000 test questions over 27,413 answers, in twelve domains (Feng et al., "Applying deep
+learning to answer selection", ASRU 2015; version 2). The PyPI package ``insuranceqa-data==1.0`` carries the files;
+later versions carry none. The data is for research only, so nothing of it is in this repository.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
 
     Guarantees:
         - Both ways give the same ids and texts in the same order, and the same complaints.
-        - A store is built once for a file; a file that was changed gets another one.
-        - A store that lacks a record which was complained about is not kept.
+        - A store is built once for a file, and not kept if it lacks a record which was complained about.
     """
     how = how or CorpusSettings()
     file = RecordFile(path, knob=how.knob, header=how.header, complain=complain)
@@ -169,11 +168,8 @@ def read_queries(
 ) -> Queries:
     """Read all queries of a file; the module's table lists its columns.
 
-    Args:
-        path: The file.
-        knob: What the user set to name it, for messages.
-        header: The names of the columns of a TSV file without a header line.
-        complain: Gets every problem. By default the first one is raised; else the record is left out.
+    ``header`` names the columns of a TSV file without a header line. A record that ``complain`` does not raise is
+    left out.
     """
     file = RecordFile(path, knob=knob, header=header, complain=complain)
     found = Queries()
@@ -217,11 +213,8 @@ def read_qrels(
 ) -> dict[str, dict[str, int]]:
     """Read the judgements of one split, ``{query_id: {passage_id: grade}}``; arguments as for `read_queries`.
 
-    ``repeated`` says which grade of a pair that is judged more than once counts.
-
-    Raises:
-        DataError: A record is malformed, or names a passage or query that ``passages`` or ``queries`` do not hold;
-            the message names the line. Pairs are judged more than once; all are listed. There is no judgement.
+    ``repeated`` says which grade of a pair that is judged more than once counts. By default all such pairs are
+    listed.
     """
     file = RecordFile(path, knob=knob, header=header, complain=complain)
     qrels: dict[str, dict[str, int]] = {}
@@ -361,10 +354,7 @@ def folder_parts(
     needs_corpus: bool = True,
     knob: str = "datamodule.folder",
 ) -> dict[str, Any]:
-    """Find the files of a BEIR folder, for `read_parts`.
-
-    ``corpus`` stands in for the folder's own; ``knob`` is the setting that a message names.
-    """
+    """Find the files of a BEIR folder, for `read_parts`; ``corpus`` stands in for the folder's own."""
     root = Path(folder)
     if not root.is_dir():
         raise DataError(f"{root} does not exist or is not a folder; check {knob}.", kind="missing file")

@@ -35,12 +35,7 @@ _OTHER_UNITS = tuple(unit for unit in get_args(Unit) if unit != "user")
 
 
 class OwnUnits:
-    """The rows of a data set, grouped by their owner.
-
-    Args:
-        dataset: Indexed by the number of a row.
-        groups: The rows of each unit.
-    """
+    """The rows of a data set, by number, grouped by their owner."""
 
     unit = "record"
     duplicates = "keep"
@@ -129,11 +124,7 @@ class UnitDataModule(SampledDataModule):
             batch_among(self.expected_batch_size, len(self.train_units()))  # a number that may be private
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
-        """Set the run's unit of privacy, which can only be a record.
-
-        Raises:
-            ConfigurationError: It is another one.
-        """
+        """Set the run's unit of privacy, which can only be a record."""
         if unit != OwnUnits.unit:
             raise ConfigurationError(
                 f"privacy.unit={unit}: the units of a UnitDataModule are those that unit_of names. Leave privacy.unit "
@@ -154,11 +145,7 @@ class UnitDataModule(SampledDataModule):
         return [] if self.unit_name is None else [f"unit_of gives all rows of one {self.unit_name} one name."]
 
     def train_units(self) -> OwnUnits:
-        """Return the rows by unit, in order of first occurrence; `unit_of` is called once per row.
-
-        Raises:
-            DataError: It names no unit of a row.
-        """
+        """Return the rows by unit, in order of first occurrence; `unit_of` is called once per row."""
         if self._units is None:
             groups: dict[Any, list[int]] = {}
             for row in range(len(self.dataset)):
@@ -185,11 +172,7 @@ class UnitDataModule(SampledDataModule):
         return found
 
     def plant(self, planted: Planted) -> None:
-        """Refuse: canaries are texts, and the format of this data set's rows is unknown.
-
-        Raises:
-            ConfigurationError: Always.
-        """
+        """Refuse: canaries are texts, and the format of this data set's rows is unknown."""
         raise ConfigurationError("UnitDataModule takes no canaries: its rows may be of any kind. Leave the audit out.")
 
     def data_fingerprint(self, key: bytes) -> str:

@@ -78,12 +78,7 @@ def read_pairs(
 
 
 class PairReader:
-    """Collect pairs from one or several files.
-
-    Args:
-        corpus: The only passages that there may be; None takes those of the records.
-        columns: What the columns are called.
-    """
+    """Collect pairs from one or several files; with a ``corpus`` its passages are the only ones there may be."""
 
     def __init__(self, *, corpus: Passages | None = None, columns: PairColumns | None = None) -> None:
         self.columns = PairColumns() if columns is None else columns
@@ -102,12 +97,8 @@ class PairReader:
         self._with_id: set[bool] = set()
 
     def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
-        """Add the records of one source; return their number.
-
-        Args:
-            records: What to read; problems go to its ``complain``, and the record is then left out.
-            split: The split of records that do not name one; None for train.
-            limit: Take so many records at most, the first ones.
+        """Add the records of one source, ``limit`` at most, and return their number; ``split`` is that of unmarked
+        ones.
         """
         self._sources.append(records)
         count = 0

@@ -1,8 +1,4 @@
-"""A private set of (query, passage) pairs as a LightningDataModule.
-
-The DataModule states what the data is and how it should be sampled; how the privacy plan draws from
-it stands in `lit_dpret.datamodules.sampled`.
-"""
+"""A private set of (query, passage) pairs as a LightningDataModule."""
 
 from __future__ import annotations
 
@@ -188,8 +184,7 @@ class PairsDataModule(SampledDataModule):
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """Read the data from the files. A subclass for another source overrides only this.
 
-        Args:
-            complain: Gets every problem of a record; unless it raises it, the record is left out.
+        ``complain`` gets every problem of a record; unless it raises it, the record is left out.
         """
         found, how = self._sources(), self._corpus_settings()
         if self.pairs:
@@ -202,11 +197,7 @@ class PairsDataModule(SampledDataModule):
         return read_parts(**found, how=how, complain=complain, repeated=repeated, left_out=left_out)
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return the columns of each file, by part, from the first record.
-
-        Raises:
-            DataError: A file is missing.
-        """
+        """Return the columns of each file, by part, from the first record."""
         return {name: RecordFile(path).columns() for name, path in _by_name(self._sources()).items()}
 
     def setup(self, stage: str | None = None) -> None:
@@ -260,16 +251,9 @@ class PairsDataModule(SampledDataModule):
     # -- the private side --------------------------------------------------------------------
 
     def train_on(self, query_ids: Container[str]) -> None:
-        """Train on exactly these queries; those of another split are moved to train.
+        """Train on exactly these queries of all splits; those of another split are moved to train.
 
         For experiments that hold some queries out. What was left out is not in `collection` any more.
-
-        Args:
-            query_ids: The ids to take, among the queries of all splits.
-
-        Raises:
-            ConfigurationError: A sampler over the queries before is attached.
-            DataError: None of the queries is there.
         """
         if self._batch_sampler is not None:
             raise ConfigurationError("train_on: a sampler over other train queries is already attached.")
@@ -289,9 +273,7 @@ class PairsDataModule(SampledDataModule):
     def use_unit(self, unit: TextUnit, neighbours: str | None = None) -> None:
         """Group the rows by ``unit`` (``privacy.unit``); called for the run's privacy mode before training.
 
-        Raises:
-            ConfigurationError: The data settings make the claim unsound under ``neighbours``, or a
-                sampler for another unit is already attached.
+        Data settings that make the claim unsound under ``neighbours`` are refused.
         """
         if unit not in get_args(TextUnit):
             raise ConfigurationError(
@@ -328,11 +310,7 @@ class PairsDataModule(SampledDataModule):
         return {"all": None, "some": PARTLY_NAMED, "none": EACH_ROW}[self.collection.query_ids]
 
     def train_units(self) -> GroupedUnitDataset:
-        """Return the train split, one item per unit of privacy; built on first use.
-
-        Raises:
-            ConfigurationError: `use_unit` has not said what a unit is.
-        """
+        """Return the train split, one item per unit of privacy; built on first use, after `use_unit`."""
         if self._unit is None:
             raise ConfigurationError(
                 f"{type(self).__name__} does not know the unit of privacy: privacy.unit sets it through "
@@ -349,12 +327,7 @@ class PairsDataModule(SampledDataModule):
         return self._units
 
     def plant(self, planted: Planted) -> None:
-        """Train on these units too; see `SampledDataModule.plant`. `collection` and `pair_rows` omit them.
-
-        Raises:
-            ConfigurationError: Something was planted before, a sampler is attached, or equal texts become one unit.
-            DataError: A planted passage has the id of a passage of the data, and another text.
-        """
+        """Train on these units too; see `SampledDataModule.plant`. `collection` and `pair_rows` omit them."""
         planted.check(duplicates=self.duplicates, passages=self.collection.passages)
         super().plant(planted)
         self._units = None
@@ -401,22 +374,14 @@ class PairsDataModule(SampledDataModule):
         return not self.pairs or bool(self.corpus) or self.passages_are_public
 
     def public_passages(self) -> Mapping[str, str]:
-        """Return the declared public list of passages, text by id; it depends on no query.
-
-        Raises:
-            ConfigurationError: The list would come from the private records (``pairs`` alone).
-        """
+        """Return the declared public list of passages, text by id; it depends on no query."""
         if not self.has_public_passages:
             raise self._no_public_list("This step")
         passages = self.collection.passages
         return passages if isinstance(passages, PassageStore) else dict(passages)
 
     def evaluation_set(self, split: str = "test") -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-        """Return queries and graded qrels of one split, for the evaluator.
-
-        Raises:
-            DataError: There is no such split; the message lists those there are.
-        """
+        """Return queries and graded qrels of one split, for the evaluator."""
         qrels = {query: dict(judged) for query, judged in self.collection.split(split).items()}
         return {query: self.collection.queries[query] for query in qrels}, qrels
 

@@ -1,9 +1,9 @@
 """A corpus on disk with the interface of a dictionary: texts are read on demand.
 
-MS MARCO's 8.8 million passages are 3 GB of text and, as Python strings in a dictionary, more than twice that. A
-`PassageStore` keeps them in an SQLite file. It is built once from a corpus file of any format, next to others in a
-cache folder, under a name made from what the file is (length, time of change, hash of its beginning and end): a
-changed file is another store and none is ever stale. It appears whole or not at all.
+MS MARCO's 8.8 million passages are 3 GB of text, and more than twice that as Python strings. A `PassageStore` keeps
+them in an SQLite file, built once from a corpus file under a name made from what that file is (length, time of
+change, hash of its beginning and end): a changed file is another store and none is ever stale. It appears whole or
+not at all.
 """
 
 from __future__ import annotations
@@ -129,13 +129,7 @@ class _Items(ItemsView[str, str]):
 
 
 def build_store(path: Path, passages: Iterable[tuple[str, str]], repeated: Callable[[str], object]) -> PassageStore:
-    """Write a store of ``passages``, ids and texts, into the new file ``path``.
-
-    Args:
-        path: The file.
-        passages: Ids and texts.
-        repeated: Called with an id that comes again, which is left out, whatever its text.
-    """
+    """Write a store of passages, ids and texts, into a new file; an id that comes again goes to ``repeated`` instead."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(path, isolation_level=None)
@@ -167,13 +161,10 @@ def build_store(path: Path, passages: Iterable[tuple[str, str]], repeated: Calla
 
 
 def cached_store(name: str, build: Callable[[Path], bool], cache_dir: str | Path | None) -> PassageStore:
-    """Return the store of this name; build it if it does not exist.
+    """Return the store of this name in ``cache_dir``; build it if it does not exist.
 
-    Args:
-        name: The name of the store.
-        build: Writes a store into a new file; returns whether everything is in it. One that is not whole serves
-            this process alone and is not kept.
-        cache_dir: Where stores are kept; None for `default_cache`.
+    ``build`` writes a store into a new file and returns whether everything is in it. One that is not whole serves
+    this process alone and is not kept.
     """
     path = (default_cache() if cache_dir is None else Path(cache_dir)) / f"{name}.sqlite"
     if path.exists():

@@ -1,19 +1,10 @@
 """Record files in any format, with error messages that name the file and the line.
 
-JSONL, TSV, CSV and parquet files all come out as dictionaries. The format follows the name:
-``.jsonl``, ``.tsv`` and ``.csv``, each also with ``.gz`` or ``.zst`` behind it, and ``.parquet``.
-
-- JSONL: one JSON object a line; blank lines are passed over.
-- TSV: a header line, then fields between tabs. Quote marks are ordinary characters, as in BEIR and
-  MS MARCO files. MS MARCO's have no header: there the reader gets the ``columns``.
-- CSV: a header line, then fields between commas, quoted as spreadsheets quote them.
-- Parquet: through pyarrow, where it is installed; complaints name the row, counted from 1.
-
-A message never shows a text from the file, only ids, column names and grades: the file may be a
-private query log, and messages end up in logs.
-
-Readers hand every problem to a `Complain`. `refuse` raises it, which is what training wants. `Problems`
-counts it, after which the reader leaves the record out and goes on: so ``task=check_data`` reports everything at once.
+The format follows the name: ``.jsonl``, ``.tsv`` and ``.csv``, each also with ``.gz`` or ``.zst``, and
+``.parquet``. Quote marks in TSV are ordinary characters, as in BEIR's and MS MARCO's files. A message shows ids,
+column names and grades, never a text: the file may be a private query log, and messages end up in logs. Problems go
+to a `Complain`: `refuse` raises them; `Problems` counts them, after which the reader leaves the record out and goes
+on.
 """
 
 from __future__ import annotations
@@ -90,13 +81,9 @@ class Problems:
 class Records:
     """Records in order, each with its place, and access to columns under any of their names.
 
-    Iterating yields ``(number, record)``, numbers counted from 1. The methods that take both pick a column and raise
-    a `DataError` that names the place.
-
-    Args:
-        source: Where the records come from, for messages.
-        complain: Gets every problem that iterating finds. By default the first one is raised; where it
-            is only noted, the record is left out.
+    Iterating yields ``(number, record)``, numbers counted from 1. The methods that take both pick a column and
+    raise a `DataError` that names the place. Problems that iterating finds go to ``complain``; if it only notes
+    one, the record is left out.
     """
 
     row_word, column_word = "row", "column"
@@ -197,19 +184,13 @@ class Records:
 
 
 class RecordFile(Records):
-    """The records of one file, reread by every iteration and closed at its end.
+    """The records of one file, whose name decides the format, reread by every iteration and closed at its end.
 
     Args:
-        path: The file; its name decides the format.
+        path: The file.
         knob: What the user set to name this file, for messages.
         header: The names of the columns of a TSV file without a header line.
         complain: As for `Records`.
-
-    Raises:
-        DataError: The file is missing, is a folder or has an unknown format; while iterating, unless
-            ``complain`` does otherwise: it cannot be decompressed or decoded, or holds a line that is
-            no record.
-        ConfigurationError: The format needs a package that is not installed.
     """
 
     def __init__(
@@ -255,8 +236,7 @@ class RecordFile(Records):
     def find(self, before: int, *wanted: tuple[tuple[str, ...], str]) -> int:
         """Return the number of the first record, before ``before``, with these ids; 0 for none.
 
-        Each of ``wanted`` is the names that a column goes by, and the id to look for in it. It reads
-        the file again, so it serves messages alone, and a few of them where problems are collected.
+        Each of ``wanted`` is the names of a column, and an id. It reads the file again: for a few messages alone.
         """
         self._finds += 1
         if self.complain is not refuse and self._finds > _MOST_FINDS:
@@ -470,12 +450,7 @@ def parse_json_file(path: Path) -> Any:
 
 
 def ir_records(source: str, records: str) -> Iterator[Any]:
-    """Yield records of a data set of ir-datasets, which downloads, stores and verifies it.
-
-    Args:
-        source: The name of the data set.
-        records: ``docs``, ``queries`` or ``qrels``.
-    """
+    """Yield the ``docs``, ``queries`` or ``qrels`` of a data set of ir-datasets, which downloads and verifies it."""
     instead = "Or name the folder of the data that you have."
     library = optional(
         "ir_datasets", "datamodule.download=true", "lit-dpret[beir]", package="ir-datasets", instead=instead

@@ -1,8 +1,6 @@
 """Row and split: the types that readers, DataModules and modules share.
 
-A *row* is one (query, passage) pair as training sees it. Everything in it beyond the passage's
-text is private: the query, and which passage was chosen for it. Its ``repr`` therefore shows
-neither, so that a traceback or a debug print cannot publish them.
+Everything in a row beyond the passage's text is private, so its ``repr`` shows neither query nor passage.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Base of every private DataModule: its sampling settings, and its sampling.
 
-The DataModule states its wishes (`lit_dpret.privacy.plan.SamplingRequest`); the run's privacy
-plan turns them into a law, draws by it, and attaches its sampler here before `fit`. Without a
-sampler there is no train loader, so a Trainer cannot quietly train on batches that no accountant
-has heard of.
+The run's privacy plan turns the settings into a law, draws by it, and attaches its sampler before `fit`. Without a
+sampler there is no train loader, so a Trainer cannot quietly train on batches that no accountant has heard of.
 """
 
 from __future__ import annotations
@@ -41,11 +39,7 @@ class Units(Protocol):
 
 
 class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
-    """A map-style data set indexed by draws: ``items[draw]`` is ``(draw, rows of its unit)``.
-
-    A batch sampler that yields lists of draws thereby tells the collate function which slot is
-    real. Padding has no rows.
-    """
+    """A map-style data set indexed by draws: ``items[draw]`` is ``(draw, rows of its unit)``; padding has no rows."""
 
     def __init__(self, units: Units) -> None:
         self.units = units
@@ -164,12 +158,9 @@ class SampledDataModule(LightningDataModule):
         """Train on these units too: canaries, which an audit examines afterwards.
 
         Guarantees:
-            - Each unit is drawn by the same law as every other unit and counts as one: in n, and in what is
-              derived from n.
+            - Each unit is drawn by the same law as every other unit and counts as one: in n, and in what is derived
+              from n.
             - `data_fingerprint` covers them, and no split of the data has them.
-
-        Raises:
-            ConfigurationError: Something was planted before, or a sampler is attached.
         """
         if self._planted is not None or self._batch_sampler is not None:
             raise ConfigurationError(
@@ -204,13 +195,7 @@ class SampledDataModule(LightningDataModule):
         self._batch_sampler, self._collate_fn = batch_sampler, collate_fn
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of the attached sampler's batches.
-
-        Iterating draws nothing from torch's global random state, so it cannot disturb an exact resume.
-
-        Raises:
-            ConfigurationError: No sampler is attached.
-        """
+        """Return a loader of the attached sampler's batches."""
         if self._batch_sampler is None:
             raise ConfigurationError(
                 f"{type(self).__name__} has no sampler: training batches are drawn by the plan of a private module, "

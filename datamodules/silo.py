@@ -14,14 +14,11 @@ from lit_dpret.datamodules.silo_folder import Silo, read_silo
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SiloDataModule(PairsDataModule):
-    """The folder of one client (`lit_dpret.datamodules.silo_folder`).
+    """The folder of one client, ``.../clients/NAME`` (`lit_dpret.datamodules.silo_folder`).
 
     The words *public passages* mean here what the guarantee needs: the client's collection is a fixed list that
-    depends on no query. It stays inside the client; what of it is sent elsewhere is decided, and accounted for,
-    by `lit_dpret.federated`.
-
-    Args:
-        folder: ``.../clients/NAME``.
+    depends on no query. It stays inside the client; what of it is sent elsewhere is decided, and accounted for, by
+    `lit_dpret.federated`.
     """
 
     folder: str | Path = field()

@@ -98,17 +98,11 @@ class Silo:
 
 
 def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str, Any], knob: str = "task.out") -> Path:
-    """Write silos into a new folder that only its owner can read.
+    """Write silos into a new folder that only its owner can read; ``facts`` go into the manifest.
 
     Guarantees:
         - What is written reads back as the same silos.
         - The folder appears whole or not at all, and nothing is ever overwritten.
-
-    Args:
-        folder: A new folder.
-        silos: At least one; names differ.
-        facts: Where the data come from and how they were made; go into the manifest.
-        knob: What the user set to name the folder, for messages.
     """
     folder = Path(folder)
     clients: dict[str, Any] = {}
@@ -169,13 +163,7 @@ def silo_folders(folder: str | Path, *, knob: str = "federated.data") -> dict[st
 
 
 def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool = True) -> Silo:
-    """Read one client's folder.
-
-    Args:
-        folder: ``.../clients/NAME``.
-        complain: Gets every problem of a record; unless it raises it, the record is left out.
-        verify: Compare the files with the SHA-256 of the manifest first.
-    """
+    """Read one client's folder, ``.../clients/NAME``; ``verify`` compares the files with the manifest first."""
     root = Path(folder)
     manifest = read_manifest(root)
     sums = manifest.get("sha256", {})

@@ -1,15 +1,10 @@
 """Split unsplit data: by user if ids are known, otherwise by query text.
 
-Which side a query falls on is a hash of its user or of its text with a public seed. It is therefore the same in
-any order of the file and on any machine, and one query's side does not depend on any other query: adding or
-removing a record moves no other one. All queries of a user, or all copies of a text (casefolded, whitespace
-collapsed), stay on one side. Splitting by user does not keep a text that two users asked on one side.
-``datamodule.drop_overlap=true`` leaves such train queries out, but then the users on the evaluation side decide about
-train queries of others: it is refused under ``privacy.unit=user``, and under ``unit=query`` evaluation queries are
-not protected.
-
-A division by text is a function of private texts, and so is how many records it gave to train, which cards print. A
-written split says how it was made (`DIVISION_FILE`), and the card names it among what is assumed.
+Which side a query falls on is a hash of its user or text (casefolded, whitespace collapsed) with a public seed:
+adding or removing a record moves no other one, and all queries of a user, or copies of a text, stay on one side. A
+text that two users asked may stand on both. A division by text is a function of private texts, and so is how many
+records train got, which cards print: a written split says how it was made (`DIVISION_FILE`), and the card names it
+among what is assumed.
 """
 
 from __future__ import annotations
@@ -53,14 +48,10 @@ def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
 def split_collection(
     collection: Collection, *, fractions: Mapping[str, float], seed: int = 0, by: SplitBy = "auto"
 ) -> Collection:
-    """Return the queries of all splits in new splits; see the module's text.
+    """Return the queries of all splits in new splits, by shares of users or texts; see the module's text.
 
-    Args:
-        collection: The data.
-        fractions: The share of ``train``, ``dev`` and ``test`` among users or texts; they add up to 1.
-        seed: The seed of the hash; public.
-        by: ``user``, ``text``, or ``auto`` for users where any query has one. A query without a user is split by
-            its text.
+    ``by`` is ``user``, ``text``, or ``auto`` for users where any query has one; a query without a user is split by
+    its text.
     """
     shares = checked_fractions(fractions)
     if by == "user" and not collection.users:
@@ -108,18 +99,17 @@ def division_of(data: Path) -> dict[str, Any]:
 def write_split(
     collection: Collection, folder: Path, *, public_passages: bool, by: Literal["user", "text"] = "text"
 ) -> dict[str, str]:
-    """Write a data set for training into the new folder ``folder``, which only its owner can read.
+    """Write a data set for training into the new folder ``folder``; return the ``datamodule=pairs`` settings that read
+    it.
 
-    Where the list of passages is public this is a BEIR folder. Where it comes from private records it is one file of
-    pairs with a column ``split``, so that the list does not become public by having been copied. A note beside it says
-    whether ``by`` user or text it was divided, and which records had query ids: what is written has an id for each.
+    Where the list of passages is public this is a BEIR folder. Where it comes from private records it is one file
+    of pairs with a column ``split``, so that the list does not become public by having been copied. A note beside
+    it says whether ``by`` user or text it was divided, and which records had query ids: what is written has an id
+    for each.
 
     Guarantees:
         - What is written reads back as the same passages, queries, users, domains and qrels.
-        - The folder appears whole or not at all, and nothing is ever overwritten.
-
-    Returns:
-        The settings of ``datamodule=pairs`` that read it.
+        - Only its owner can read the folder; it appears whole or not at all, and nothing is ever overwritten.
     """
     with new_folder(folder, knob="task.write_split") as draft:
         if public_passages:

@@ -1,11 +1,8 @@
 """SQuAD as retrieval: find the paragraph that a question is about.
 
-Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016, and the second version's
-questions without an answer (Rajpurkar, Jia and Liang, 2018). Passages are the paragraphs, equal texts once; the queries
-are the questions, each judged 1 for its paragraph; the domain of both is the title of their article. Answer spans
-are not kept: retrieval has no use for them.
-
-Ids: questions keep theirs, a paragraph's comes from its text.
+Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016; version 2 has questions
+without an answer (Rajpurkar, Jia and Liang, 2018). Passages are the paragraphs, equal texts once, by ids from their
+texts; queries are the questions, each judged 1 for its paragraph; the domain of both is the title of their article.
 """
 
 from __future__ import annotations

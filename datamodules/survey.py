@@ -44,8 +44,7 @@ def count_splits(collection: Collection) -> dict[str, dict[str, int]]:
 def find_duplicates(collection: Collection, *, examples: int) -> dict[str, Any]:
     """Find texts with several ids, and the overlap of evaluation splits with train.
 
-    Query texts compare casefolded, all texts with whitespace collapsed. ``texts`` are distinct repeated texts,
-    ``ids`` the ids that they stand under, ``examples`` some of those ids, equal ones together.
+    Query texts compare casefolded, all texts with whitespace collapsed.
     """
     return {
         "queries": _repeated(collection.queries, normalise, examples),

@@ -1,8 +1,7 @@
 """Synthetic queries from ``task=synthesize`` as training data.
 
-Training on them is post-processing: the claim of the generator's privacy card covers whatever is
-made from them, and from public data, without spending more. That holds only while the claim is
-known, so a folder without a card is refused.
+Training on them is post-processing: the claim of the generator's privacy card covers whatever is made from them,
+and from public data, without spending more. So a folder without a card is refused.
 """
 
 from __future__ import annotations
@@ -66,9 +65,7 @@ class SyntheticDataModule(PairsDataModule):
     def privacy_card_path(self) -> Path | None:
         """The card whose claim all training on this folder inherits; None without a required card.
 
-        Raises:
-            DataError: A card is required and missing, the file is not a JSON object, or it is not the one of the
-                queries that were read.
+        A card that is missing although required, or is not the one of the queries that were read, is refused.
         """
         path = Path(str(self.folder)) / CARD_NAME
         if not path.is_file():

@@ -154,10 +154,8 @@ def _lowest(rows: list[tuple[str, str]], limit: int | None, queries: Mapping[str
 class Planted:
     """Units of no person, added to a run's training data: canaries.
 
-    They come as finished rows; secrets and coin flips belong to `lit_dpret.audit.canaries`. They join as units, so
-    that sampling, n, delta and the fingerprint of the data speak of what is really trained on. A unit without rows is
-    one that a coin flip left out: under ``zero_out`` that is what absence means, and n does not tell how the coins
-    fell.
+    They join as units, so that sampling, n, delta and the fingerprint of the data speak of what is really trained
+    on. A unit without rows is one that a coin flip left out: n does not tell how the coins fell.
     """
 
     # The rows of each, of the kind that the data have: one, or none. A canary that stands k times in the data is k
@@ -166,12 +164,7 @@ class Planted:
     facts: Mapping[str, Any]  # what may be published of them, as JSON values: it goes into the ledger and onto the card
 
     def check(self, *, duplicates: Duplicates, passages: Mapping[str, str]) -> None:
-        """Refuse planting if a row would not be a separate unit, or would contradict the data.
-
-        Args:
-            duplicates: The policy of the data on equal texts.
-            passages: The passages of the data, by id.
-        """
+        """Refuse planting if a row would not be a separate unit, or would contradict a passage of the data."""
         if duplicates == "merge":
             raise ConfigurationError(
                 "datamodule.duplicates=merge makes equal texts one unit, and each copy of a canary has to be one. Set "

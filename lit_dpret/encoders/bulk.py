@@ -1,9 +1,8 @@
 """Encode many texts: sorted by length for little padding, a buffer at a time for little memory.
 
-Texts are taken 50,000 at a time. Within such a *window* they are tokenised, equal ones are joined, and
-the longest go first: a batch then pads to a length that nearly all of it has, and one that does not fit
-on the device fails at once. Over MS MARCO's lengths such a buffer wastes 1 % of the computation on
-padding; batches in the order of the corpus waste more than half.
+Within a *window* of 50,000 texts equal ones are joined, and the longest go first: a batch then pads to a length
+that nearly all of it has, and one that does not fit on the device fails at once. Over MS MARCO's lengths 1 % of the
+computation goes into padding; in the order of the corpus it is more than half.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ _TOKENISED_AT_ONCE = 1024
 
 
 class OneSide:
-    """A `TextEncoder` for bulk encoding of one side: no gradient, no dropout, on one device.
-
-    Inside ``with`` the encoder is on that device; it comes back to where it was.
-    """
+    """A `TextEncoder` for bulk encoding of one side; inside ``with`` it is on ``device``, and then back where it was."""
 
     def __init__(self, encoder: Any, side: Side, device: torch.device | str | None, *, apart: bool = False) -> None:
         self.apart = apart
@@ -85,8 +81,7 @@ def in_order(texts: Mapping[str, str]) -> Sequence[str]:
 class Window:
     """Texts in the order of computation: the longest first, and duplicates once.
 
-    Guarantees:
-        - The batches are a function of the set of texts, not of their order.
+    The batches are a function of the set of texts, not of their order.
     """
 
     def __init__(self, encoding: OneSide, texts: Sequence[str]) -> None:
@@ -144,8 +139,7 @@ def encode_windows(
 def ahead(items: Iterable[T]) -> Iterator[T]:
     """Yield the same items, each computed in another thread while the previous one is in use.
 
-    An error in the making is raised where the item would have come. Abandoning the iterator ends the thread
-    after the item that it is making.
+    An error is raised where the item would have come. Abandoning the iterator ends the thread after its item.
     """
     waiting: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=1)
     given_up = threading.Event()
@@ -191,24 +185,18 @@ _STEP = 16
 
 
 def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], filler: int) -> Tensor:
-    """Embed tokenised texts so that no other text changes an embedding, bit for bit; without gradient.
+    """Embed tokenised texts so that no other text changes an embedding, bit for bit; without gradient, ``(rows,
+    dim)``.
 
-    What a row is compared with is decided by scores, and where two are nearly equal the last bit decides. Products of
-    matrices round in another way for another number of rows, another length or another place. So every batch has one
-    number of rows, and a text alone decides how far its batch is padded and where in it it stands.
+    Products of matrices round in another way for another number of rows, another length or another place. So every
+    batch has one number of rows, and a text alone decides how far its batch is padded and where in it it stands.
 
     Guarantees:
         - A row of the result is a function of that row of ``features`` and of the weights, if in ``embed`` a row is
           made of that row alone for inputs of one shape.
 
-    Args:
-        embed: From tokens to embeddings, ``(rows, dim)``; in evaluation mode.
-        features: ``input_ids`` and ``attention_mask``, ``(rows, tokens)``, of a number of tokens that follows from no
-            text (`TextEncoder.at_full_length`).
-        filler: The id of the padding token.
-
-    Returns:
-        Shape ``(rows, dim)``.
+    ``features`` are ``input_ids`` and ``attention_mask``, ``(rows, tokens)``, of a number of tokens that follows
+    from no text (`TextEncoder.at_full_length`); ``filler`` is the id of the padding token.
     """
     ids, mask = features["input_ids"], features["attention_mask"]
     keys = [row.tobytes() for row in torch.cat([ids, mask], dim=1).cpu().numpy()]

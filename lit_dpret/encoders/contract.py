@@ -43,16 +43,9 @@ Pooling = Callable[[Tensor, Tensor], Tensor]
 
 
 def mean(token_embeddings: Tensor, mask: Tensor) -> Tensor:
-    """Return the average over the tokens of each text.
+    """Return the average over the tokens of each text ``(rows, tokens, dim)``, ``(rows, dim)``; zeros without tokens.
 
-    Guarantees:
-        - Half-precision input is summed in float32 and rounded once, at the end.
-        - Positions outside the mask change nothing, whatever they hold.
-
-    ``token_embeddings`` are ``(rows, tokens, dim)``, ``mask`` ``(rows, tokens)``, non-zero where there is a token.
-
-    Returns:
-        Shape ``(rows, dim)``, in the type of ``token_embeddings``; zeros for a row without tokens.
+    Half-precision input is summed in float32 and rounded once, at the end.
     """
     held = mask.bool().unsqueeze(-1)
     wide = torch.promote_types(token_embeddings.dtype, torch.float32)

@@ -1,16 +1,11 @@
-"""Embeddings cached on disk, keyed by their inputs, and resumed after a kill.
+"""Embeddings cached on disk, keyed by a hash of weights, contract, vocabulary and texts, and resumed after a kill.
 
-An entry's name is a hash of the weights, the contract, the vocabulary and the texts: train the
-encoder a step, change a prefix or a text, and it is another entry. Nothing is ever stale, and
-nothing has to be declared.
-
-A matrix that takes hours to compute is written as it comes. Each window of texts is cut into groups, and whoever
-computes a group writes it into a file of its own beside the matrix, whole or not at all and named by its SHA-256. When
-all groups of a window are there, the first rank puts their rows in their place, into a file that has its final length
-from the start, and writes the window's SHA-256 into a journal. Whoever comes back believes names and journal only where
-the bytes agree, and computes the rest; the groups are the same ones, so the finished file has the same bytes, however
-often it was begun and on however many ranks. No two processes ever write into one file, which not every shared file
-system can be trusted with.
+Each window of texts is cut into groups. Whoever computes a group writes it into a file of its own beside the
+matrix, whole or not at all and named by its SHA-256. The first rank puts a window's rows in their place, in a file
+that has its final length from the start, and writes the window's SHA-256 into a journal. Names and journal are
+believed only where the bytes agree, so the finished file has the same bytes, however often it was begun and on
+however many ranks. No two processes ever write into one file, which not every shared file system can be trusted
+with.
 """
 
 from __future__ import annotations
@@ -77,16 +72,9 @@ def encode_to_file(
           interrupted, whatever the number of ranks (same machine and library versions).
         - Rows whose bytes are not those that the journal vouches for are computed again.
 
-    Args:
-        encoding: The encoder and the side.
-        texts: The texts.
-        path: The file; what is unfinished lies beside it as ``.partial``, ``.journal`` and ``.parts``.
-        rows: How they are computed and kept.
-        facts: What the content depends on, besides texts and ``rows``: plain JSON values.
-        restart: Begin again where something else was begun here, instead of refusing.
-        progress: Called with (texts done, texts in all), on the ranks that give it.
-        job: The ranks that share the work; each calls this with the same arguments, and all see the folder of
-            ``path``. None for this process alone.
+    What is unfinished lies beside ``path`` as ``.partial``, ``.journal`` and ``.parts``. ``facts`` are what the
+    content depends on besides texts and ``rows``; ``restart`` begins again where something else was begun, instead
+    of refusing. The ranks of ``job`` call this with the same arguments, and all see the folder of ``path``.
     """
     job = Job() if job is None else job
     begun = {  # everything that the bytes of the matrix depend on, as its journal keeps it
@@ -231,10 +219,7 @@ def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None
 
 @dataclass(frozen=True)
 class SharedMatrix:
-    """A matrix that several ranks fill.
-
-    ``key`` tells it from another matrix that was begun at ``path``.
-    """
+    """A matrix that several ranks fill; ``key`` tells it from another one that was begun at ``path``."""
 
     job: Job
     path: Path

@@ -1,11 +1,8 @@
 """Read and write model folders in the sentence-transformers layout.
 
-An embedding is decided by more than weights: prefixes, lengths, pooling and normalisation are part
-of the model, and a model whose folder does not say them is a model that scores 0.02 elsewhere. We
-write the layout of sentence-transformers, which says them all, so that a plain
-``SentenceTransformer(folder)`` computes our embeddings. Its class names are the old ones on purpose:
-every version of that library reads them. A folder whose one transformer cuts queries and passages at
-different lengths needs version 6, and earlier ones refuse it.
+Prefixes, lengths, pooling and normalisation are part of a model: the layout says them all, so that a plain
+``SentenceTransformer(folder)`` computes our embeddings. Its class names are the old ones, which every version of
+that library reads. A folder whose one transformer cuts queries and passages at different lengths needs version 6.
 """
 
 from __future__ import annotations

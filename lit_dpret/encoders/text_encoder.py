@@ -1,8 +1,7 @@
 """`TextEncoder`: a transformer with its tokenizer and contract, from texts to embeddings.
 
-A `TextEncoder` is weights, a tokenizer and a `Contract`: pooling, normalisation, prefixes, lengths.
-It keeps the three together from loading to saving, because a prefix or a cut-off that lives on a
-command line is lost with the command line. Queries and passages are told apart by the word *side*.
+It keeps the three together from loading to saving, because a prefix or a cut-off that lives on a command line is
+lost with the command line. Queries and passages are told apart by the word *side*.
 """
 
 from __future__ import annotations
@@ -135,19 +134,13 @@ class TextEncoder(nn.Module):
         return self.changed(projection=projection)
 
     def tokenize(self, texts: Sequence[str], side: Side) -> dict[str, Tensor]:
-        """Return texts as model input, prefixed, truncated and padded to the longest.
-
-        Returns:
-            ``input_ids`` and ``attention_mask``, long, shape ``(rows, tokens)``, on the CPU.
+        """Return texts as model input, prefixed, truncated and padded: ``input_ids`` and ``attention_mask``, on the
+        CPU.
         """
         return self.padded(self.token_ids(texts, side))
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings of tokenised texts.
-
-        Returns:
-            Shape ``(rows, dim)``.
-        """
+        """Return the embeddings of tokenised texts, ``(rows, dim)``."""
         self._refuse_float16()
         mask = features["attention_mask"]
         hidden = self.backbone(input_ids=features["input_ids"], attention_mask=mask).last_hidden_state
@@ -252,13 +245,8 @@ class TextEncoder(nn.Module):
     ) -> Iterator[Tensor]:
         """Yield the embeddings of texts that need not be in memory together, ``buffer_size`` rows at a time.
 
-        The rows are those of `encode`; with another buffer they differ by rounding.
-
-        ``buffer_size`` texts are held, and sorted by length, at a time; the rest as in `encode`. Where the stream has
-        no length, ``progress`` is called with the texts read so far.
-
-        Yields:
-            float32 (float64 for a float64 encoder) on the CPU, shape ``(at most buffer_size, dim)``.
+        The rows are those of `encode`; with another buffer they differ by rounding. Where the stream has no length,
+        ``progress`` is called with the texts read so far.
         """
         _require_positive(batch_size=batch_size, buffer_size=buffer_size)
         return encode_windows(

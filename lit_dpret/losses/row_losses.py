@@ -1,14 +1,7 @@
 """Losses on embeddings, one value per row: softmax over candidate passages, and margins of a teacher.
 
-The losses here give one value per row, never reduced: what may be clipped, averaged or summed is
-for the privacy mode to decide. They differ in where a row's candidates come from, and that decides
-what can be promised about one query:
-
-- `InBatchSoftmaxLoss`: the other rows' passages are the candidates. Every row depends on every
-  record of the batch, so clipping rows does *not* bound what one record can do.
-- `PublicPoolSoftmaxLoss`: the candidates are a fixed public pool. Row i depends on record i and on
-  public data only, so the sum of clipped row gradients has sensitivity ``max_grad_norm``.
-- `HardNegativeSoftmaxLoss`: candidates of each row's own beside shared ones; what it couples is what is shared.
+They give one value per row, never reduced: what may be clipped, averaged or summed is for the privacy mode to
+decide. Where a row's candidates come from decides what can be promised about one query.
 """
 
 from __future__ import annotations

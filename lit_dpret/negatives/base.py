@@ -97,12 +97,9 @@ class PassageSource(NegativeSource):
         require_whole(f"model.negatives.{self.name}", self, 0, "seed")
 
     def prepare(self, texts: TrainTexts, towers: Towers, *, private: bool) -> None:
-        """Prepare for training: mine, or read mined rankings.
+        """Prepare for training: mine, or read mined rankings, with the encoders before the first step.
 
-        Args:
-            texts: Public passages and train queries.
-            towers: The encoders before the first step.
-            private: Whether the queries are private, so that what is kept of them must be marked so.
+        What is kept of ``private`` queries must be marked so.
         """
         self._texts = texts
 
@@ -128,14 +125,9 @@ def uniform_places(
     draw: np.random.Generator, groups: Sequence[int] | Tensor, count: int, *, answers: Collection[int],
     taken: Iterable[int] = (),
 ) -> list[int]:  # fmt: skip
-    """Draw different places of the public list uniformly, none with the text of an answer.
+    """Draw ``count`` different places of the public list uniformly (fewer where there are not so many).
 
-    Args:
-        draw: The coins.
-        groups: The text group of every passage, ``(passages,)``.
-        count: How many; fewer come back where there are not so many.
-        answers: Text groups that are left out.
-        taken: Places that are left out.
+    ``groups`` is the text group of every passage; none of ``answers``, and no place ``taken``, is drawn.
     """
     total, out = len(groups), set(taken)
     found: list[int] = []
@@ -195,12 +187,8 @@ class TrainTexts:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """Read a DataModule with public passages and graded judgements.
-
-        Queries that nothing answers have no row to train on, and are left out.
-
-        Raises:
-            ConfigurationError: The DataModule has no public list of passages, or canaries are planted in it.
+        """Read a DataModule with public passages and graded judgements; queries that nothing answers have no row to
+        train on.
         """
         if getattr(data, "planted_facts", None) is not None:
             raise ConfigurationError(
@@ -221,11 +209,8 @@ class TrainTexts:
         """Return the numbers by which sources identify the rows of a batch.
 
         Returns:
-            ``query_at``, each query's place, ``(rows,)``, and ``answers_at``, the place of each row's own
-            passage and then of its further positives, ``(rows, most of them)``, filled up with -1.
-
-        Raises:
-            DataError: A query or a passage is not among those that the negatives were prepared for.
+            ``query_at``, each query's place, ``(rows,)``, and ``answers_at``, the place of each row's own passage
+            and then of its further positives, ``(rows, most of them)``, filled up with -1.
         """
         for kind, known, names in (
             ("query", self.query_place, [row.query_id for row in rows]),
@@ -268,12 +253,7 @@ def filled_up(rows: Sequence[Sequence[int]], *, least: int = 0) -> Tensor:
 
 
 def text_groups(texts: Sequence[str]) -> list[int]:
-    """Number texts, with equal numbers for texts equal up to case and white space.
-
-    Example:
-        >>> text_groups(["A claim", "flood", "a  claim"])
-        [0, 1, 0]
-    """
+    """Number texts, with equal numbers for texts equal up to case and white space."""
     number: dict[bytes, int] = {}
     plain = (normalise(text).encode("utf-8", "surrogatepass") for text in texts)
     keys = (hashlib.blake2b(each, digest_size=16).digest() for each in plain)
@@ -291,16 +271,10 @@ class InBatchNegatives(NegativeSource):
 
 
 class PreBatchNegatives(NegativeSource):
-    """The passages of previous batches, with their embeddings from then.
+    """The passages of the previous ``batches``, with their embeddings from then.
 
-    A queue of embeddings costs nothing to compare with, and is stale by as many steps as it is long (Wang et
-    al., SimKGC, 2203.02167, section 3.3). It is remembered between steps, so no private mode can take it.
-
-    Args:
-        batches: How many batches are remembered.
-
-    Raises:
-        ConfigurationError: ``batches`` is below 1.
+    A queue of embeddings costs nothing to compare with, and is stale by as many steps as it is long (Wang et al.,
+    SimKGC, 2203.02167, section 3.3). It is remembered between steps, so no private mode can take it.
     """
 
     name: ClassVar[str] = "pre_batch"

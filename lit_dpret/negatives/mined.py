@@ -82,18 +82,12 @@ class MarginFilter:
             )
 
     def keep(self, scores: NDArray[np.float32], positive: float) -> NDArray[np.bool_]:
-        """Return which candidates pass.
+        """Return which candidates that are not answers pass, given their scores, best first, and that of the own
+        passage.
 
         Example:
             >>> MarginFilter(relative_margin=0.05).keep(np.array([0.99, 0.95, 0.2], dtype=np.float32), 1.0)
             array([False,  True,  True])
-
-        Args:
-            scores: The scores of candidates that are not answers, best first, ``(candidates,)``.
-            positive: The score of the row's own passage.
-
-        Returns:
-            Booleans of shape ``(candidates,)``.
         """
         kept = np.arange(len(scores)) >= self.range_min
         upper = [
@@ -275,11 +269,10 @@ class DynamicNegatives(MinedSource):
         self._tie_rank = lexicographic_rank(texts.passage_ids)
 
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
-        """Return the best of the index for some queries, on the CPU, ``(queries, depth + answers)``.
+        """Return the best of the index for some queries ``(queries, dim)``, on the CPU, ``(queries, depth +
+        answers)``.
 
-        Args:
-            query_embeddings: Shape ``(queries, dim)``.
-            answers: How many passages answer one of them at most, so that ``depth`` others are among the best.
+        ``answers`` is how many passages answer one of them at most, so that ``depth`` others are among the best.
         """
         index = self._ready().to(query_embeddings.device)
         self.index, k = index, min(self.depth + answers, len(index))

@@ -38,18 +38,11 @@ def mine(
     """Return the best passages of every train query.
 
     Guarantees:
-        - A query's entry is a function of that query and of the passages: the same for any
-          ``shard_size`` and however often the work was interrupted.
-        - Shards that are there are not mined again, and nothing is made ready where none is missing.
-
-    Args:
-        rank: Makes the ranker: an index, or embeddings.
-        texts: Public passages and train queries.
-        label: What the line of progress starts with.
-        shard_size: Queries that are ranked, and written, together.
-        store: Where shards are kept; None keeps none.
-        private: Tell that it began and ended, and nothing between: a share of the queries after each shard
-            of known size would tell how many there are.
+        - A query's entry is a function of that query and of the passages: the same for any ``shard_size`` and
+          however often the work was interrupted.
+        - Shards that are there are not mined again, and ``rank`` makes nothing ready where none is missing.
+        - Of ``private`` queries only begin and end are told: a share after each shard would tell how many there
+          are.
     """
     total = len(texts.queries)
     if store is None:
@@ -173,21 +166,15 @@ class Mined:
 
 
 class MinedShards:
-    """The shards of one mining: a folder with a file for each range of queries.
+    """The shards of one mining, which ``key`` identifies: a folder with a file for each range of queries.
 
-    A ranking of public passages for a private query says what was asked, so the folder is as private as the queries.
+    A ranking of public passages for a private query says what was asked, so name and permissions of the folder are
+    then private.
 
     Guarantees:
         - A file that has its name is whole: it was written under another one and renamed.
         - Files of any sizes together are one mining, so another ``shard_size`` goes on with them.
         - A file that cannot be read is taken for missing.
-
-    Args:
-        cache_dir: The folder that holds minings.
-        name: The name of the source.
-        key: What the mining is made of, or which run and epoch it belongs to.
-        count: How many queries it has.
-        private: Whether the queries are private; then name and permissions of the folder say so.
     """
 
     def __init__(self, cache_dir: Path, *, name: str, key: str, count: int, private: bool) -> None:

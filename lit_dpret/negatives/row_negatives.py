@@ -112,11 +112,7 @@ class RowNegatives:
         return {f"model.negatives.{one.name}.file": Path(one.file) for one in self.sources if one.file is not None}
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
-        """Mine with the current weights, before the first step.
-
-        Raises:
-            UnsupportedModelError: Under a guarantee, a source of somebody's own remembers rows.
-        """
+        """Mine with the current weights, before the first step; refuse a source of somebody's own that remembers rows."""
         self.texts = texts
         for source in self.sources:
             if isinstance(source, PassageSource):
@@ -243,13 +239,10 @@ class RowNegatives:
 def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> str | None:
     """Return why a mode does not accept a source; None if it does.
 
-    Where each row's gradient is clipped, no source may couple rows. Where a proof holds for the table of similarities
-    of a batch alone, nothing may be added to it. Where the gradient of a whole batch is clipped, any function of the
-    batch will do. No private mode takes a source that remembers private rows from one step to the next.
-
-    Args:
-        source: The source of negatives.
-        mode: The privacy mode, or its class.
+    Where each row's gradient is clipped, no source may couple rows. Where a proof holds for the table of
+    similarities of a batch alone, nothing may be added to it. Where the gradient of a whole batch is clipped, any
+    function of the batch will do. No private mode takes a source that remembers private rows from one step to the
+    next.
     """
     if mode.guarantee != "dp":
         return None
@@ -274,11 +267,7 @@ def refusal(source: NegativeSource, mode: PrivacyMode | type[PrivacyMode]) -> st
 
 
 def check_sources(sources: Sequence[NegativeSource], mode: PrivacyMode) -> None:
-    """Refuse sources that a mode does not accept, in one line.
-
-    Raises:
-        ConfigurationError: A source cannot go with the mode, there is none, or one occurs twice.
-    """
+    """Refuse sources that a mode does not accept, in one line."""
     names = [source.name for source in sources]
     if not names:
         raise ConfigurationError(

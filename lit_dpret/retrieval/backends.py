@@ -1,9 +1,8 @@
 """Searches of other libraries under the name ``search``: faiss and ScaNN propose passages, and we score them.
 
-A back end answers with indices. What they are worth, and in which order they come, is then decided as
-for the exact search: by float64 dot products rounded to float32, and by id among equals. So a flat
-index of either library gives our own ranking, unless passages at its end differ by less than float32
-resolves; an approximate one gives a part of it.
+Scores and order of what they propose are decided as for the exact search, so a flat index of either library gives
+our own ranking, unless passages at its end differ by less than float32 resolves; an approximate one gives a part of
+it.
 """
 
 from __future__ import annotations
@@ -107,12 +106,7 @@ class Faiss:
 
 
 class Scann:
-    """ScaNN's brute-force search, as in the papers.
-
-    Args:
-        passages: What to search; held in memory, in float32.
-        cosine: Whether to normalise passages.
-    """
+    """ScaNN's brute-force search, as in the papers; passages are held in memory, in float32."""
 
     def __init__(self, passages: Rows, *, cosine: bool = False) -> None:
         scann = optional("scann", "search=scann", "lit-dpret[scann]")

@@ -1,9 +1,8 @@
 """BM25, the lexical baseline of every dense retriever.
 
-The scoring is bm25s with Lucene's formula; the parameters, stop words and stemmer are set here, to
-the values behind the published BEIR and MS MARCO baselines (Anserini's: k1 0.9, b 0.4), because a
-library's own defaults differ. Stemming is on, as in those baselines; it can move nDCG by two points,
-so name it beside a result. The ranking has the same form and the same tie rule as dense search.
+The scoring is bm25s with Lucene's formula and the values behind the published BEIR and MS MARCO baselines
+(Anserini's: k1 0.9, b 0.4). Stemming is on, as in those baselines; it can move nDCG by two points, so name it
+beside a result. The ranking has the same form and the same tie rule as dense search.
 """
 
 from __future__ import annotations
@@ -81,31 +80,16 @@ class BM25:
         self._tie_rank = torch.arange(len(passages)) if passage_ids is None else lexicographic_rank(passage_ids)
 
     def search(self, queries: Sequence[str], k: int) -> TopK:
-        """Return the ``k`` passages with the highest score for every query.
-
-        A passage that shares no word with the query is not returned, at whatever k.
-
-        Returns:
-            Scores and indices of shape ``(queries, k)``, filled up with -inf and `MISSING`.
-
-        Raises:
-            ConfigurationError: k is not positive.
+        """Return the ``k`` passages with the highest score for every query; `MISSING` where no more share a word with
+        it.
         """
         return self.search_and_score(queries, k, [()] * len(queries))[0]
 
     def search_and_score(
         self, queries: Sequence[str], k: int, wanted: Sequence[Sequence[int]]
     ) -> tuple[TopK, list[Tensor]]:
-        """Return `search`, and the scores of further passages, in one pass over each query.
-
-        ``wanted`` has for each query the indices of passages whose scores are asked for.
-
-        Returns:
-            What `search` returns, and for each query the scores of ``wanted``; 0 for a passage that shares
-            no word with it.
-
-        Raises:
-            ConfigurationError: k is not positive.
+        """Return `search`, and for each query the scores of the passages ``wanted``, 0 without a shared word, in one
+        pass.
         """
         if k < 1:
             raise ConfigurationError(f"k={k} must be at least 1.")

@@ -1,8 +1,7 @@
 """Compare two systems on the same queries: their difference, and its significance.
 
-Each cell of the comparison is one metric on one data set. The interval is of the mean *difference*
-(queries are drawn in pairs), the p-value that of a paired randomisation test. A grid asks many
-questions at once, so each p-value is also given as Holm adjusts it for all of them.
+The interval is of the mean *difference* (queries are drawn in pairs), the p-value that of a paired randomisation
+test, which is also given as Holm adjusts it for all cells of the grid.
 """
 
 from __future__ import annotations

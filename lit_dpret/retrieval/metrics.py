@@ -1,16 +1,10 @@
 """Ranking measures for all queries at once, as trec_eval defines them.
 
-A ranking enters as a table of *gains*: the judged relevance of the passage at each rank, 0 where it
-was not judged. What could have been found enters as the *ideal* gains, from the full relevance
-judgements. So a query that found nothing counts as 0 and is not skipped, and a query without any
-relevant passage counts as 0 too, as ``trec_eval -c`` averages.
-
-Recall has two meanings in the papers on private retrieval. In words, Recall@10 is "the percentage of times the ground
-truth recommendation appears in the top 10 predictions" (Carranza et al., "Synthetic Query Generation for
-Privacy-Preserving Deep Retrieval Systems using Differentially Private Language Models", section 6.1): a hit rate, here
-``success@k``. Their numbers are a true recall, here ``recall@k``: a system with an nDCG@10 of 0.50 on TREC-COVID cannot
-have a hit rate of 0.0116 (table 5). The two agree only where every query has one relevant passage, so a table
-prints the `Metric.definition` of what it shows.
+A ranking enters as a table of *gains*: the grade at each rank, 0 where it was not judged; what could have been
+found as the *ideal* gains. A query that found nothing, or has nothing relevant, counts as 0, as ``trec_eval -c``
+averages. Recall@10 in words is a hit rate in the synthetic-query paper (Carranza et al., section 6.1), here
+``success@k``; their numbers are a true recall, here ``recall@k`` (table 5). So a table prints the
+`Metric.definition` of what it shows.
 """
 
 from __future__ import annotations
@@ -61,9 +55,6 @@ class Metric:
         """Read ``ndcg@k``, ``recall@k``, ``success@k``, ``mrr@k``, ``map@k`` or ``precision@k``, in any letter case.
 
         ``hit@k`` is read as ``success@k`` and ``p@k`` as ``precision@k``.
-
-        Raises:
-            ConfigurationError: The name is none of these.
         """
         match = re.fullmatch(r"([a-z]+)@([1-9][0-9]*)", str(name).strip().lower())
         kind = None if match is None else _ALIASES.get(match[1], match[1])
@@ -179,13 +170,10 @@ def ideal_gains(query_ids: Sequence[str], qrels: Qrels) -> Gains:
 def gains_of_indices(
     indices: NDArray[np.int64], query_ids: Sequence[str], passage_ids: Sequence[str], qrels: Qrels
 ) -> Gains:
-    """Return the grades of a ranking given as positions in the list of passages.
+    """Return the grades of a ranking of positions ``(queries, depth)``, best first, negative for none, in the same
+    shape.
 
-    ``indices`` are ``(queries, depth)``, best first, negative where there is no passage; negative grades of ``qrels``
-    count as 0, as in trec_eval.
-
-    Returns:
-        Shape ``(queries, depth)``.
+    Negative grades of ``qrels`` count as 0, as in trec_eval.
     """
     if indices.ndim != 2 or len(indices) != len(query_ids):
         raise DataError(f"A ranking of shape {indices.shape} does not rank passages for {len(query_ids)} queries.")
@@ -208,12 +196,10 @@ def gains_of_indices(
 
 
 def gains_of_ids(ranked: Sequence[Sequence[str]], query_ids: Sequence[str], qrels: Qrels) -> Gains:
-    """Return the grades of rankings given as lists of passage ids, padded with 0 to the longest.
+    """Return the grades of rankings given as lists of passage ids, padded with 0 to the longest, ``(queries,
+    longest)``.
 
-    ``ranked`` has for every query its passage ids, best first; negative grades count as 0, as in trec_eval.
-
-    Returns:
-        Shape ``(queries, longest)``.
+    Negative grades count as 0, as in trec_eval.
     """
     table = np.zeros((len(query_ids), max((len(row) for row in ranked), default=0)), dtype=np.int64)
     for row, (query, passages) in enumerate(zip(query_ids, ranked, strict=True)):

@@ -1,14 +1,8 @@
 """Matrix products that propose candidates, and bounds on their rounding errors.
 
-A product that only proposes may be as coarse as its error is known. Processors with instructions for
-bfloat16 multiply it more than twice as fast as float32. What rounding the embeddings to bfloat16 did is
-known exactly once it is done: with e the length of what was lost,
-
-    |q.p - q'.p'| <= e(q) |p'| + |q| e(p)
-
-by Cauchy and Schwarz, and the processor adds the products up in float32. That the scores are rounded to
-bfloat16 at the end costs nothing: rounding keeps the order, so a score is compared with the rounded
-threshold.
+Processors with instructions for bfloat16 multiply it more than twice as fast as float32. With e the length of what
+rounding an embedding lost, |q.p - q'.p'| <= e(q) |p'| + |q| e(p) by Cauchy and Schwarz, and products are added up
+in float32. That scores are rounded to bfloat16 costs nothing: a score is compared with the rounded threshold.
 """
 
 from __future__ import annotations
@@ -30,15 +24,11 @@ _PROBE = 256, 256, 4096
 
 
 class Products:
-    """Queries ready for matrix products in one precision.
+    """Queries, float64 ``(queries, dim)``, ready for matrix products in float32 or bfloat16.
 
     Guarantees:
-        - A score before its last rounding, from the products of ``queries`` and what `passages` returns,
-          differs from the float64 dot product by no more than `slack`.
-
-    Args:
-        queries: float64, shape ``(queries, dim)``.
-        dtype: ``torch.float32`` or ``torch.bfloat16``.
+        - A score before its last rounding, from the products of ``queries`` and what `passages` returns, differs
+          from the float64 dot product by no more than `slack`.
     """
 
     def __init__(self, queries: Tensor, dtype: torch.dtype) -> None:
@@ -57,10 +47,8 @@ class Products:
     def slack(self, longest: float, error: float) -> Tensor:
         """Return twice the possible error of float32 sums for each query, and the loss by lower precision.
 
-        ``longest`` is the length of the longest passage, ``error`` the most that one lost, as `passages` returns it.
-
-        Returns:
-            float32, shape ``(queries,)``; infinite where nothing is known.
+        ``longest`` is the length of the longest passage, ``error`` the most that one lost. Infinite where nothing
+        is known.
         """
         relative = 4.0 * (self.queries.shape[1] + 4) * _UNIT_ROUNDOFF
         slack: Tensor = self._lengths.mul(relative * longest).add(1e-37)
@@ -80,13 +68,10 @@ class Products:
         return torch.nextafter(rounded, torch.full_like(rounded, math.inf)).float()
 
     def candidates(self, scores: Tensor, passages: Tensor, some: slice, width: int, count: int) -> int:
-        """Return how many candidates a search of ``count`` passages needs to prove its ``width`` best.
+        """Return how many candidates a search of ``count`` passages needs to prove the ``width`` best of nine in ten
+        queries.
 
-        ``scores`` are those of ``some`` queries and a sample, ``(some queries, sample)``, and ``passages`` that
-        sample, in float32, which would keep ``width`` passages.
-
-        Returns:
-            Enough for nine in ten of the queries.
+        ``scores`` are those of ``some`` queries and a sample, ``passages`` that sample in float32.
         """
         rank = max(1, round(width * len(passages) / count))
         last = scores.topk(rank, dim=1).values[:, -1]

@@ -1,8 +1,4 @@
-"""Embeddings in memory or in a file, read in chunks and by row.
-
-Search reads passages in order, a chunk at a time: once for the matrix products, and once more for the
-few rows that may be among the best. So a file is never in memory as a whole.
-"""
+"""Embeddings in memory or in a file, read in chunks and by row, so that a file is never in memory as a whole."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 """Exact nearest neighbours, streamed, in a deterministic order.
 
-What a score *is* does not depend on how it was computed: the dot product of two embeddings in
-float64, rounded to float32. A fast float32 matrix product finds the few candidates that can matter,
-those are scored again pair by pair, and a bound on the rounding error of the matrix product proves
-that none was missed; where it cannot prove that (many passages with nearly equal scores), that
-query is looked through once more with a wider net. A processor that multiplies bfloat16 faster is
-asked for candidates in bfloat16 first, and in float32 where their bound proves too little. So the
-answer is the same for every chunk size, device, number of shards and order of the passages, and ties
-fall as trec_eval lets them fall: by passage id, descending.
+A score is the dot product of two embeddings in float64, rounded to float32. A fast matrix product finds the few
+candidates that can matter, those are scored again pair by pair, and a bound on the product's rounding error proves
+that none was missed; a query for which it proves too little is looked through once more. So the answer is the same
+for every chunk size, device, number of shards and order of the passages, and ties fall as trec_eval lets them: by
+id, descending.
 """
 
 from __future__ import annotations
@@ -126,14 +123,8 @@ def search(
 class SearchStream:
     """A search over passages that arrive in parts and are not stored.
 
-    Guarantees:
-        - `result` is that of `search` over all pieces together, whatever the pieces were.
-
-    As in `search`, with the ``tie_rank`` of the ids of all passages that will come.
-
-    Raises:
-        ConfigurationError: k is not positive, or shapes do not fit.
-        DataError: An embedding is not finite.
+    `result` is that of `search` over all pieces together. The arguments are those of `search`, with the
+    ``tie_rank`` of the ids of all passages that will come.
     """
 
     def __init__(
@@ -163,12 +154,7 @@ class SearchStream:
         self._seen = 0
 
     def add(self, passages: Tensor | Rows) -> None:
-        """Search the next passages; their indices continue from the previous ones.
-
-        Raises:
-            ConfigurationError: They have another width, or are more than there are ranks.
-            DataError: An embedding is not finite.
-        """
+        """Search the next passages; their indices continue from the previous ones."""
         rows = as_rows(passages)
         if rows.dim != self._queries.shape[1] or self._seen + len(rows) > len(self._rank):
             raise ConfigurationError(
@@ -221,12 +207,8 @@ class SearchStream:
     def _settle(self, rows: Rows, candidates: Tensor, of: Tensor, reach: Tensor | None, slack: Tensor) -> None:
         """Take in candidates, and for queries for which they prove too little all others that could be among the best.
 
-        Args:
-            rows: The piece.
-            candidates: The candidates of each query, by index, with `MISSING` as filler.
-            of: The queries, by index.
-            reach: The most that another passage can score, for each query; None where there is no other.
-            slack: What a product can be wrong by, for each query.
+        ``candidates`` are by index, for the queries ``of``; ``reach`` is the most that another passage can score,
+        None where there is none; ``slack`` is what a product can be wrong by.
         """
         self._take_in(rows, candidates, of)
         doubtful = [] if reach is None else torch.nonzero(~(self._kth()[of] > reach)).flatten().tolist()

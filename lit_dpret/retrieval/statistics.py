@@ -1,15 +1,10 @@
 """Uncertainty of means over queries or training runs, and tests of differences between systems.
 
-**Over queries** the answers come from resampling the queries of one test collection. They cover the choice of queries,
-not the luck of one training run. Everything is seeded: the same values give the same interval. Resampling is our own:
-SciPy's bootstrap draws the very same samples and needs more lines here for a single query and for memory, and its
-permutation test draws others, which would change every p-value that was ever reported.
-
-**Over training runs** (`seed_interval`, `seed_test`) the uncertainty comes from the runs: under privacy noise two runs
-of one setting end in different models. Student's t holds for few runs where their results are about normal. Noise and
-coins of a run come from its own secret stream, so that runs of two settings share no randomness that pairing could
-take out: tests are unpaired (Welch, 1947), and a system that is not trained is one exact number (a one-sample test).
-A claim should stand in both.
+**Over queries** one test collection is resampled, by our own seeded code: SciPy's permutation test draws others,
+which would change every p-value that was ever reported. **Over training runs** (`seed_interval`, `seed_test`)
+Student's t holds for few runs whose results are about normal. Two settings' runs share no randomness that pairing
+could take out: tests are unpaired (Welch, 1947), and a system that is not trained is one exact number. A claim
+should stand in both.
 """
 
 from __future__ import annotations
@@ -57,17 +52,9 @@ class SeedTest:
 
 
 def bootstrap_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
-    """Return the percentile bootstrap interval of the mean over queries.
+    """Return the percentile bootstrap interval of the mean over queries (Efron, 1979); three times NaN for no values.
 
-    Queries are drawn with replacement, as many as there are; the bounds are the quantiles of the
-    resampled means (Efron, 1979).
-
-    Returns:
-        The mean of ``values`` itself and the two bounds; three times NaN for no values.
-
-    Raises:
-        ConfigurationError: level or resamples is out of range.
-        DataError: A value is not finite.
+    Queries are drawn with replacement, as many as there are; the bounds are quantiles of the resampled means.
     """
     if not np.size(values):
         return Interval(math.nan, math.nan, math.nan)
@@ -84,15 +71,9 @@ def macro_interval(
 ) -> Interval:
     """Return the percentile bootstrap interval of the mean over groups of the groups' own means.
 
-    Each group counts alike, whatever its size, and its queries are drawn by themselves. So BEIR states
-    CQADupStack, the mean of twelve forums, and a table of several data sets its last row.
-
-    ``groups`` have one value per query; ``weights`` are what each group counts for, positive, scaled to a sum of 1,
-    and None for all alike.
-
-    Raises:
-        ConfigurationError: level or resamples is out of range.
-        DataError: There is no group, one has no queries, or a value or weight is not finite and positive.
+    Each group counts alike unless ``weights`` say otherwise, whatever its size, and its queries are drawn by
+    themselves. So BEIR states CQADupStack, the mean of twelve forums, and a table of several data sets its last
+    row.
     """
     _check_level(level)
     data = [_vector("a group", values) for values in groups]
@@ -114,17 +95,11 @@ def macro_interval(
 
 
 def paired_randomisation_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10_000, seed: int = 0) -> PairedTest:
-    """Run Fisher's randomisation test, two-sided, on the difference of two systems' means.
+    """Run Fisher's randomisation test, two-sided, on the difference of two systems' means over the same queries.
 
-    If the systems were alike, each query's two values could as well have been swapped. The p-value
-    is the share of random swaps with a difference at least as large, the observed one counted among
-    them, so that it is never 0 (Smucker et al., CIKM 2007).
-
-    ``a`` and ``b`` are values of the same queries in the same order.
-
-    Raises:
-        ConfigurationError: resamples is out of range.
-        DataError: The lengths differ, there are no queries, or a value is not finite.
+    If the systems were alike, each query's two values could as well have been swapped. The p-value is the share of
+    random swaps with a difference at least as large, the observed one counted among them (Smucker et al., CIKM
+    2007).
     """
     first, second = _vector("a", a), _vector("b", b)
     if len(first) != len(second) or not len(first):
@@ -155,18 +130,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Return the mean over training runs with its t-interval.
+    """Return the mean over training runs with its t-interval, whose bounds are NaN for a single run.
 
     Example:
         >>> seed_interval([0.50, 0.52, 0.54])
         Interval(mean=0.52, low=0.4703..., high=0.5696...)
-
-    Returns:
-        The bounds are NaN for a single run, whose uncertainty is unknown.
-
-    Raises:
-        ConfigurationError: level is out of range.
-        DataError: There is no value, or one is not finite.
     """
     from scipy import stats  # takes a second, which most who import this module need not pay
 
@@ -185,10 +153,6 @@ def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) ->
     Guarantees:
         - Swapping ``a`` and ``b`` turns the sign of the difference and leaves the p-value.
         - Runs that do not vary at all give a p-value of 1 where they agree, else of 0.
-
-    Raises:
-        ConfigurationError: level is out of range.
-        DataError: Both sides are single numbers, or a value is not finite.
     """
     from scipy import stats
 

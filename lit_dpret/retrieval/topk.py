@@ -1,8 +1,8 @@
 """The order of a ranking, and its k best.
 
-A passage's place in a ranking is one whole number: its float32 score in the upper half, its rank
-among equals in the lower. Sorting, merging and cutting rankings is then sorting integers, ties
-included, so that whatever was searched in parts ends in the order of the whole.
+A passage's place is one whole number: its float32 score in the upper half, its rank among equals in the lower.
+Sorting, merging and cutting rankings is then sorting integers, so that what was searched in parts ends in the order
+of the whole.
 """
 
 from __future__ import annotations
@@ -36,17 +36,11 @@ class TopK(NamedTuple):
 
 
 def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
-    """Return every passage's rank in the order that breaks ties: ids descending, as bytes.
-
-    Of two passages with equal scores trec_eval puts the one with the larger id first, comparing
-    UTF-8 bytes. Compute this once per corpus.
+    """Return every passage's rank in the order that breaks ties: ids descending, as UTF-8 bytes, as trec_eval does.
 
     Example:
         >>> lexicographic_rank(["d1", "d10", "d2"])
         tensor([2, 1, 0])
-
-    Returns:
-        Long, shape ``(passages,)``; 0 for the passage that wins every tie.
     """
     keys = [name.encode("utf-8") for name in passage_ids]
     order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
@@ -59,14 +53,7 @@ def lexicographic_rank(passage_ids: Sequence[str]) -> Tensor:
 
 
 def packed(scores: Tensor, ranks: Tensor) -> Tensor:
-    """Return keys whose ascending order is: score descending, and for equal scores rank ascending.
-
-    ``scores`` are float32 without NaN, and -0.0 counts as 0.0; ``ranks`` are whole numbers in [0, 2**32), of the same
-    shape.
-
-    Returns:
-        Long, of the same shape.
-    """
+    """Return keys whose ascending order is: score (float32, no NaN) descending, and for equal scores rank ascending."""
     bits = (scores + 0.0).view(torch.int32)
     ascending = bits ^ ((bits >> 31) & _MAGNITUDE)
     return ((~ascending).long() << 32) | ranks
@@ -122,10 +109,9 @@ def ranked(keys: Tensor, places: Tensor) -> TopK:
 
 
 def merged(parts: Sequence[TopK], k: int, *, tie_rank: Tensor) -> TopK:
-    """Merge the ``k`` best of several rankings of the same queries, as if searched together.
+    """Merge the ``k`` best of rankings of shards of the passages, for the same queries, as if searched together.
 
-    There is one ranking for each shard of the passages, with indices counted over all shards; each must go down to
-    rank ``k`` or hold its whole shard. ``tie_rank`` is that of all passages.
+    Indices are counted over all shards; each ranking must go down to rank ``k`` or hold its whole shard.
     """
     if not parts or k < 1 or len({len(part.scores) for part in parts}) != 1:
         raise ConfigurationError(f"{len(parts)} rankings cannot be merged into one of k={k} for the same queries.")
@@ -149,11 +135,7 @@ def keyed(top: TopK, tie_rank: Tensor) -> Tensor:
 
 
 def top_k_of(scores: Tensor, k: int, tie_rank: Tensor) -> TopK:
-    """Return the first ``k`` of one full row of float32 scores, ties by ``tie_rank``.
-
-    Returns:
-        Scores and indices of shape ``(1, min(k, passages))``.
-    """
+    """Return the first ``k`` of one full row of float32 scores, ties by ``tie_rank``, ``(1, min(k, passages))``."""
     k = min(k, len(scores))
     if not k:
         return TopK(torch.empty(1, 0), torch.empty(1, 0, dtype=torch.long))

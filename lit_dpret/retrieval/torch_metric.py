@@ -1,8 +1,8 @@
 """A retrieval measure as a ``torchmetrics.Metric``: for ``self.log``, a ``MetricCollection``, any number of ranks.
 
-It is called as torchmetrics' own retrieval metrics are, with ``indexes=``, and differs from them in three ways. Its
-values are trec_eval's (`lit_dpret.retrieval.metrics`). Passages that were judged but not returned can be passed too, so
-that nDCG's ideal and recall's denominator come from all judgements. And all queries are computed at once.
+It is called as torchmetrics' own retrieval metrics are, with ``indexes=``. But its values are trec_eval's; passages
+that were judged but not returned can be passed too, so that nDCG's ideal and recall's denominator come from all
+judgements.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs: the results of a system for every query, on disk and as numbers.
 
-A run is written in TREC's format with scores that read back as the same float32 numbers: trec_eval
-re-sorts by score and ignores the rank column, so a rounded score is another ranking. Evaluation is
-over the *full* judgements; a query that the run does not mention counts as 0.
+trec_eval re-sorts a run by score and ignores the rank column, so scores are written to read back as the same
+float32.
 """
 
 from __future__ import annotations
@@ -211,12 +210,7 @@ def write_run(path: str | Path, run: Run | Ranking, tag: str = "lit-dpret") -> N
 
 
 def read_run(path: str | Path) -> dict[str, dict[str, float]]:
-    """Read a TREC run; rank and tag are ignored, as trec_eval ignores them.
-
-    Raises:
-        DataError: A line has not six fields, its score is not a number, or a passage comes twice for one
-            query; the message has the line number.
-    """
+    """Read a TREC run; rank and tag are ignored, as trec_eval ignores them. An error names the line."""
     run: dict[str, dict[str, float]] = {}
     for where, fields in _lines(path, "run"):
         if len(fields) != 6:
@@ -233,12 +227,7 @@ def read_run(path: str | Path) -> dict[str, dict[str, float]]:
 
 
 def read_qrels(path: str | Path) -> dict[str, dict[str, int]]:
-    """Read the judgements of a file, ``{query_id: {passage_id: grade}}``, in its order.
-
-    Raises:
-        DataError: The file cannot be read or holds no judgement, a line has not three or four fields, a grade is
-            no whole number, or a pair comes twice; the message has the line number.
-    """
+    """Read the judgements of a file, ``{query_id: {passage_id: grade}}``, in its order. An error names the line."""
     qrels: dict[str, dict[str, int]] = {}
     for number, (where, fields) in enumerate(_lines(path, "judgements")):
         if number == 0 and fields[0] in ("query-id", "query_id"):
@@ -307,13 +296,10 @@ def without_self_matches(ranking: Ranking, k: int) -> Ranking:
 def write_evaluation(
     folder: Path, *, ranking: Ranking, qrels: Qrels, result: EvaluationResult, facts: Mapping[str, Any], name: str
 ) -> Path:
-    """Write the ranking as a TREC run, the judgements, the values per query, and the summary last.
+    """Write the ranking as a TREC run, the judgements, the values per query, and the summary last; return its path.
 
-    Where an id holds white space, which TREC's format cannot carry, run and judgements are left out and the
-    summary says so.
-
-    Returns:
-        The path of the summary, a JSON file.
+    Where an id holds white space, which TREC's format cannot carry, run and judgements are left out and the summary
+    says so.
     """
     names = [*ranking.query_ids, *ranking.passage_ids, *qrels, *(p for judged in qrels.values() for p in judged)]
     awkward = next((one for one in names if one.split() != [one]), None)

@@ -1,10 +1,8 @@
 """A synthetic data set as a folder in standard formats.
 
-The layout is BEIR's (``corpus.jsonl``, ``queries.jsonl``, ``qrels/train.tsv``) with a JSONL mirror of
-the qrels and a file of (query, positive) pairs, because Hugging Face ``datasets`` reads one file type
-per repository and would take JSONL for CSV beside a TSV. ``README.md`` is the data card, with the header that the hub
-and ``datasets`` read. Every number on it comes from the privacy card, which lies beside it, or from counting; nothing
-is claimed there that is not claimed in the privacy card.
+The layout is BEIR's, with a JSONL mirror of the qrels and a file of (query, positive) pairs, because ``datasets``
+reads one file type per repository and would take JSONL for CSV beside a TSV. ``README.md`` is the data card: every
+number on it comes from the privacy card, which lies beside it, or from counting.
 """
 
 from __future__ import annotations
@@ -86,18 +84,14 @@ def check_passages(passages: Mapping[str, str]) -> None:
 def write_dataset(
     folder: Path, queries: Callable[[], Iterable[SyntheticQuery]], passages: Mapping[str, str]
 ) -> tuple[Counts, dict[str, str]]:
-    """Write the data files of the layout.
+    """Write the data files of the layout; return what was counted, and the SHA-256 of each file.
 
     Guarantees:
         - Each file is there whole or not at all, and equal input gives equal bytes.
         - Every query of ``qrels`` is in ``queries.jsonl``, and its passage in ``corpus.jsonl``.
         - A query that its passage drew several times stands there once, with ``metadata.copies``.
 
-    ``queries`` gives the drawn queries again at each call, those of one passage next to each other; of ``passages``
-    those with a query are written.
-
-    Returns:
-        What was counted, and the SHA-256 of each file.
+    ``queries`` gives the drawn queries again at each call, those of one passage next to each other.
     """
     counts = Counts()
     for _ in _entries(queries(), counts):
@@ -178,12 +172,7 @@ def _entries(queries: Iterable[SyntheticQuery], counts: Counts) -> Iterator[Rele
 
 
 def passages_hash(passages: Mapping[str, str]) -> str:
-    """Return the SHA-256 of ids and texts, independent of order.
-
-    Example:
-        >>> passages_hash({"1": "ab", "2": "c"}) == passages_hash({"2": "c", "1": "ab"})
-        True
-    """
+    """Return the SHA-256 of ids and texts, independent of order."""
     return stable_hash(*chain.from_iterable(sorted(passages.items()))).hex()
 
 

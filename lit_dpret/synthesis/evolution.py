@@ -1,13 +1,10 @@
 """Private selection without training: candidate queries that private queries vote for.
 
-A public language model writes candidate queries for public passages. Every private unit votes for the candidates
-nearest to its own queries, and a histogram of the votes is released under noise. The candidates with most votes are
-kept, the others make room for variations of these, and it is voted again. This is Private Evolution (Lin et al.,
-"Differentially Private Synthetic Data via Foundation Model APIs 1: Images", ICLR 2024; for text Xie et al., "... 2:
-Text", ICML 2024).
-
-Private data enter here at one place, the votes. What follows, which candidates are kept and from which the next ones
-are made, is a function of noised votes, public data and a public seed. So the claim is that of the histograms.
+Private Evolution (Lin et al., "Differentially Private Synthetic Data via Foundation Model APIs 1: Images", ICLR
+2024; for text Xie et al., "... 2: Text", ICML 2024). Every private unit votes for the candidates nearest to its own
+queries. Private data enter at the votes alone, released as a noised histogram: which candidates are kept and from
+which the next ones are made is a function of noised votes, public data and a public seed. So the claim is that of
+the histograms.
 """
 
 from __future__ import annotations
@@ -62,13 +59,7 @@ def name_of(passage_id: str, draw: int) -> str:
 
 
 def in_turn(passages: Iterable[str]) -> Iterator[str]:
-    """Yield passages for new candidates endlessly, in the order of a hash of their ids, independent of queries.
-
-    Example:
-        >>> from itertools import islice
-        >>> sorted(islice(in_turn(["a", "b"]), 4))
-        ['a', 'a', 'b', 'b']
-    """
+    """Yield passages for new candidates endlessly, in the order of a hash of their ids, independent of queries."""
     return cycle(sorted(passages, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()))
 
 
@@ -96,15 +87,11 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def nearest(query: np.ndarray, candidates: np.ndarray, count: int) -> list[int]:
-    """Return the places of the ``count`` candidates nearest to one query, nearest first; the first of equal ones.
+    """Return the places of the ``count`` candidates ``(candidates, dim)`` nearest to a query ``(dim,)``, the first of
+    equals.
 
     One query at a time: a product with many would round each by how many there are, and at a tie a vote would then
     depend on other units.
-
-    Args:
-        query: Shape ``(dim,)``.
-        candidates: Shape ``(candidates, dim)``.
-        count: How many.
     """
     scores = candidates @ query
     if count == 1:
@@ -117,11 +104,8 @@ def votes(
 ) -> Iterator[list[int]]:
     """Yield the votes of each unit, its queries' first choices before their second ones; private.
 
-    Args:
-        owned: The rows of ``queries`` that are of each unit, in an order that depends on the unit alone.
-        queries: Embeddings of private queries, shape ``(queries, dim)``.
-        candidates: Embeddings of the candidates, shape ``(candidates, dim)``.
-        count: Candidates that each query votes for.
+    ``owned`` are the rows of ``queries`` that are of each unit, in an order that depends on the unit alone;
+    ``count`` is how many candidates each query votes for.
     """
     for rows in owned:
         choices = [nearest(queries[row], candidates, count) for row in rows]

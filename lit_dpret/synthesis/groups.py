@@ -1,12 +1,9 @@
 """The unit of work of a generation: a group of passages whose queries are drawn together.
 
-What the groups are and how one is computed decides the bytes of a data set; who computes it and when does
-not. So everything that the bytes depend on stands here: the cut into groups, the dtype and device of the
-model, and the number of threads, for a matrix product adds up in another order with another number.
-
-Several processes may draw groups at once (`draw_groups`). Every process loads the generator and is handed groups; its
-records come back, and only the process that called writes. A process that dies takes the groups it had with it and
-nothing else: what came back before is on the disk.
+Everything that the bytes of a data set depend on stands here: the cut into groups, the dtype and device of the
+model, and the number of threads, for a matrix product adds up in another order with another number. Several
+processes may draw groups at once (`draw_groups`); only the process that called writes. One that dies takes the
+groups it had and nothing else.
 """
 
 from __future__ import annotations
@@ -99,11 +96,7 @@ def fixed_arithmetic(threads: int) -> Iterator[None]:
 
 
 def canonical_groups(codec: TextCodec, passages: Mapping[str, str], group_size: int) -> list[list[str]]:
-    """Return passage ids in groups of ``group_size``, by (token length, id).
-
-    Guarantees:
-        - The groups are a function of the set of passages, not of the order they came in.
-    """
+    """Return passage ids in groups by (token length, id): a function of the set of passages, not of their order."""
     names = sorted(passages)
     lengths: list[int] = []
     for start in range(0, len(names), _CHUNK):
@@ -155,12 +148,8 @@ def draw_groups(
         - The records of a group depend on the group, the generator and the settings alone.
         - When the iterator is closed, exhausted or raises, none of its processes is left.
 
-    Args:
-        tasks: Groups with their numbers; read only as far as they can be handed out.
-        source: The generator's folder.
-        how: Drawn with; device and lengths are known.
-        workers: Processes beside this one; 0 draws here.
-        generator: The loaded generator, for ``workers=0``.
+    ``tasks`` are read only as far as they can be handed out. Without ``workers`` the groups are drawn here, by
+    ``generator``.
     """
     if workers == 0:
         with fixed_arithmetic(how.threads):

@@ -1,9 +1,8 @@
 """Pseudo-queries without privacy cost: words cut out of the passages.
 
-A private generator has to beat a program that never saw a query. Here is one: for each passage it
-takes a salient sentence and keeps its most telling words, in the order of the text. The words that
-tell are those that are frequent in the passage and rare in the corpus (tf-idf). There is no
-randomness beyond a hash of the passage id, and no private data at all.
+A private generator has to beat a program that never saw a query. For each passage this one takes a salient sentence
+and keeps the words that are frequent in the passage and rare in the corpus (tf-idf), in the order of the text.
+There is no randomness beyond a hash of the passage id, and no private data at all.
 """
 
 from __future__ import annotations

@@ -1,20 +1,10 @@
 r"""Nucleus sampling in which every random number belongs to one query, independent of batches.
 
-A draw is made by inverting the distribution function of the nucleus at a number u in [0, 1). The
-numbers of query (passage, draw) are a stream of their own, keyed by a hash of (seed, passage id,
-draw); the t-th token takes the t-th number. So a query does not change when its neighbours do, when
-a run is interrupted, or when more draws are asked for. The seed is public: the model is already
-private, and what is drawn from it is post-processing.
-
-The nucleus (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1) is
-the smallest set of most probable tokens whose mass is at least p; equal probabilities are ordered
-by token id. Probabilities are computed in float64 from the model's logits. What cannot be promised:
-the logits themselves depend, in their last bits, on the shape of the batch and the library; two runs
-agree to the byte where they compute the same shapes on the same machine, and ``lit_dpret.synthesis.groups``
-fixes those shapes.
-
-`target_scores` does the reverse: it says how likely existing queries are, under the model and under the distribution
-that is really sampled from.
+The numbers of query (passage, draw) are a stream of their own, keyed by a hash of (seed, passage id, draw). So a
+query does not change when its neighbours do, when a run is interrupted, or when more draws are asked for. The seed
+is public. The nucleus (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1) is the
+smallest set of most probable tokens of mass p, equal ones by id, in float64. The model's logits depend, in their
+last bits, on the shape of the batch and the library; ``lit_dpret.synthesis.groups`` fixes those shapes.
 """
 
 from __future__ import annotations
@@ -70,12 +60,7 @@ class Sampled:
 
 
 def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
-    """Return the first ``count`` numbers in [0, 1) of one query's stream; longer streams have the same start.
-
-    Example:
-        >>> uniforms(0, "p1", 0, 3).tolist() == uniforms(0, "p1", 0, 9)[:3].tolist()
-        True
-    """
+    """Return the first ``count`` numbers in [0, 1) of one query's stream; longer streams have the same start."""
     message = f"lit-dpret/generation\x1f{seed}\x1f{draw}\x1f{passage_id}".encode("utf-8", "surrogatepass")
     key = int.from_bytes(hashlib.blake2b(message, digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key)).random(count)
@@ -90,11 +75,8 @@ def choose_tokens(
         - The token depends on the row's logits and number alone.
         - A token is chosen with its probability inside the nucleus, up to float64 rounding.
 
-    ``logits`` are ``(rows, vocabulary)``, ``numbers`` ``(rows,)`` in [0, 1); token ids that are ``forbidden`` are not
-    drawn.
-
     Returns:
-        Token ids, and their log probabilities under the untouched logits, both ``(rows,)``.
+        Token ids, and their log probabilities under the untouched logits ``(rows, vocabulary)``, both ``(rows,)``.
     """
     log_mass = torch.logsumexp(logits.double(), dim=1)
     if not bool(torch.isfinite(log_mass).all()):
@@ -223,22 +205,14 @@ _DEPTH = 40.0  # scores so far below the largest, in nats, share the last bucket
 
 
 def from_nucleus_unsorted(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> int:
-    """Return the token at ``u`` of the distribution function of one row's nucleus, without sorting.
+    """Return the token at ``u`` of the distribution function of one row's nucleus, as if its scores were sorted by
+    (score, id).
 
     A flat distribution has a nucleus of tens of thousands of tokens, and sorting as many scores for every row of
     every step takes longer than the model that made them. Only two places of the order are wanted: where the
-    nucleus ends, and where the drawn token stands. So scores are dropped into buckets by size, masses are added
-    up bucket by bucket, and the one or two buckets that hold these places are sorted.
-
-    Guarantees:
-        - The token is the one that sorting the row by (score, token id) gives, up to float64 rounding of
-          the sums.
-
-    Args:
-        scores: Scaled scores of the whole vocabulary, float64, shape ``(vocabulary,)``; -inf is never drawn.
-        log_mass: Their log-sum-exp.
-        u: In [0, 1).
-        top_p: Mass of the nucleus.
+    nucleus ends, and where the drawn token stands. So scores ``(vocabulary,)`` are dropped into buckets by size,
+    masses are added up bucket by bucket, and the one or two buckets that hold these places are sorted. ``log_mass``
+    is the scores' log-sum-exp.
     """
     depth = scores.max() - scores
     finite = depth < np.inf
@@ -312,16 +286,10 @@ def target_scores(
 
 
 def drawn_log_probs(logits: Tensor, tokens: Tensor, decoding: Decoding, *, ends: Sequence[int] = ()) -> Tensor:
-    """Return the log probability (nats) with which the sampler draws each token, from the first position on.
+    """Return the log probability (nats) with which the sampler draws each token, float64 ``(tokens,)``.
 
-    The nucleus is: after temperature and top-k the smallest set of most probable
-    tokens of mass ``top_p``, equal probabilities by id. A token outside it, or after ``max_new_tokens``, is not drawn.
-
-    ``logits`` are ``(tokens, vocabulary)``, ``tokens`` ids of shape ``(tokens,)``; ``ends`` are not drawn before
-    ``min_new_tokens``.
-
-    Returns:
-        Shape ``(tokens,)``, float64.
+    A token outside the nucleus, or after ``max_new_tokens``, is not drawn; nor are ``ends`` before
+    ``min_new_tokens``. ``logits`` are ``(tokens, vocabulary)``, from the first position on.
     """
     scaled = logits.double() / decoding.temperature
     if ends:

@@ -1,10 +1,8 @@
 """Shards of a generation on disk: finished, verified groups, from which a killed run resumes.
 
-The state of a generation is a folder of shards and a manifest. A shard is written beside its name,
-synced and renamed, so a name never stands for half a file; its SHA-256 then goes into the manifest,
-one line per shard. Whoever comes back verifies every shard against that line, keeps the good ones
-and makes the others again. The first line of the manifest is the configuration; with another one the
-shards would be a mixture of two data sets that nobody asked for, so that is refused.
+A shard is written beside its name, synced and renamed; its SHA-256 then goes into the manifest, one line per shard.
+Whoever comes back keeps the shards that agree with their line and makes the others again. The first line of the
+manifest is the configuration; with another one the shards would be a mixture of two data sets, so that is refused.
 """
 
 from __future__ import annotations
@@ -55,15 +53,12 @@ def unwritable(path: Path, error: OSError) -> StorageError:
 
 
 class ShardStore:
-    """The shards of one generation and their manifest.
+    """The shards of one generation and their manifest; ``configuration`` is everything that the content depends on.
 
     Guarantees:
         - A shard that ``add`` has returned from is on the disk, whole.
         - A shard whose bytes are not the recorded ones is never read as data; it is missing.
         - Opening with another configuration raises ``ResumeError`` and names what differs.
-
-    Args:
-        configuration: Everything that the content depends on, plain JSON values.
     """
 
     def __init__(self, folder: Path, configuration: Mapping[str, Any], count: int) -> None:

@@ -1,14 +1,9 @@
 """From a private generator to a synthetic data set: resumable, with the same result after any interruption.
 
-The passages are cut into *canonical groups*: sorted by token length and id, a fixed number at a time.
-The shapes that the model computes are then a function of the list of passages alone, so a run that was
-interrupted twenty times, or shared out among processes, writes the same bytes as one that was not, and
-little is padded.
-
-Which passages get queries must not depend on the private queries. "One query for each passage of the
-training data" tells everybody which passages people asked about, however private the generator is;
-so the caller has to say that the list is public, and is told why. The exception is ``zero_out``, under which the list
-of passages is taken as known to everybody: there the declaration says just that.
+The shapes that the model computes are a function of the list of passages alone (`canonical_groups`), so a run that
+was interrupted, or shared out among processes, writes the same bytes. Which passages get queries must not depend on
+the private queries, or the list tells everybody which passages people asked about: the caller has to say that it is
+public. Under ``zero_out`` the list of passages is taken as known to everybody, and the declaration says just that.
 """
 
 from __future__ import annotations
@@ -281,14 +276,9 @@ def write_set(
 ) -> None:
     """Write data files, cards and ``generation.json`` of the drawn queries.
 
-    Args:
-        folder: Where they go.
-        queries: Gives the queries again at each call, those of one passage next to each other.
-        texts: The passages.
-        configuration: What the files depend on, with the fields of `Decoding`.
-        about: Its origin gets the passages and the decoding behind its first line.
-        card_of: Makes the privacy card, given the SHA-256 of the files and the environment.
-        amount: How much was drawn, in words.
+    ``queries`` gives the queries again at each call. Behind the first line of the origin of ``about`` come
+    passages, decoding and ``amount``, how much was drawn. ``card_of`` makes the privacy card from the SHA-256 of
+    the files and the environment.
     """
     counts, hashes = write_dataset(folder, queries, texts)
     if counts.queries == 0:

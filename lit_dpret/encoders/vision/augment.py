@@ -1,14 +1,9 @@
 """Random crops, flips and colours for images, as tensor operations on a whole batch.
 
-The randomness comes in as numbers, not from a generator: `Augmentation` is a pure function of the
-images and of `UNIFORMS` uniform numbers per image. Whoever calls it decides how the numbers are
-keyed (`lit_dpret.encoders.vision.augment` keys them per example).
-
-The steps and their strengths are those of SimCLR on CIFAR-10 (Chen et al. 2020, appendix B.9:
-crop and resize, flip, colour jitter of strength 0.5, grey, no blur). Paper 002 builds its pairs
-from one image too, but does not say how. Two details are ours. The colour steps run in one fixed
-order (brightness, contrast, saturation, hue). Hue turns the colour plane of YIQ instead of the
-hexagon of HSV, so that saturation and hue together are one 3 x 3 matrix per image.
+The steps and their strengths are those of SimCLR on CIFAR-10 (Chen et al. 2020, appendix B.9, no blur); paper 002
+does not say how it builds its pairs. Ours are: the colour steps run in one fixed order (brightness, contrast,
+saturation, hue), and hue turns the colour plane of YIQ instead of the hexagon of HSV, so that saturation and hue
+are one matrix.
 """
 
 from __future__ import annotations
@@ -73,17 +68,11 @@ class Augmentation:
             raise ConfigurationError(f"jitter={self.jitter} must lie between 0 and 2.5, where hue turns all the way.")
 
     def __call__(self, images: Tensor, uniforms: Tensor) -> Tensor:
-        """Return one view of each image.
+        """Return one view of each image, float32 between 0 and 1.
 
         Args:
             images: uint8, or float between 0 and 1; shape (n, 1 or 3, height, width).
             uniforms: Numbers between 0 and 1, shape (n, `UNIFORMS`).
-
-        Returns:
-            float32 between 0 and 1, of the shape of ``images``.
-
-        Raises:
-            DataError: A shape does not fit.
         """
         if images.ndim != 4 or images.shape[1] not in (1, 3) or uniforms.shape != (len(images), UNIFORMS):
             raise DataError(
@@ -134,11 +123,7 @@ class Augmentation:
 
 
 def as_input(images: Tensor) -> Tensor:
-    """Return images as float32 between -1 and 1, the input of this package's encoders.
-
-    The shift and the scale are public constants. The mean and deviation of a private train split would
-    be two more releases.
-    """
+    """Return images as float32 between -1 and 1, by public constants: mean and deviation of private data are releases."""
     return _unit_range(images) * 2 - 1
 
 
@@ -207,12 +192,7 @@ class AugmentedViews:
         self.seed = seed
 
     def __call__(self, rows: Sequence[DrawnImage]) -> dict[str, Tensor]:
-        """Return two views of each row.
-
-        Returns:
-            ``query`` and ``passage``, each float32 between -1 and 1 of shape (rows, channels, height,
-            width); row i of both comes from the same image.
-        """
+        """Return ``query`` and ``passage``, two views of each row, each as `as_input` gives them."""
         images = torch.stack([row.image for row in rows])
         return {side: as_input(self.augmentation(images, self._uniforms(rows, side))) for side in ("query", "passage")}
 

@@ -1,12 +1,9 @@
 """Exact k-NN classification by cosine similarity, to measure the quality of an embedding.
 
-Paper 002 scores its encoders by k-NN with k = 3 (section 5.1), and does not say how it breaks ties. With ten classes
-three neighbours often have three labels: of an untrained net two thirds of the votes are ties. scikit-learn gives them
-to the lowest label, which fills the first columns of a confusion matrix; here the nearest of the tied neighbours
-decides, and the scores of the other rule stand beside.
-
-The classifier keeps the train embeddings: its scores, like any number computed from a private train split, are not
-covered by the privacy claim of the encoder.
+Paper 002 uses k = 3 (section 5.1), and does not say how it breaks ties, which are two thirds of an untrained net's
+votes. scikit-learn gives them to the lowest label; here the nearest of the tied neighbours decides, and the scores
+of the other rule stand beside. Scores that keep private train embeddings are not covered by the encoder's privacy
+claim.
 """
 
 from __future__ import annotations
@@ -38,15 +35,12 @@ class KnnResult:
 
 
 def nearest(train: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) -> Tensor:
-    """Return the ``k`` train embeddings of highest cosine similarity to each query.
+    """Return indices of the ``k`` train embeddings ``(n, dim)`` of highest cosine similarity, nearest first, ``(m,
+    k)``.
 
-    Similarities are computed in float64 and compared after rounding to 12 decimals; equal ones are
-    taken in the order of ``train``. An embedding of zero has similarity 0 to all.
-
-    ``train`` is ``(n, dim)``, ``queries`` ``(m, dim)``; memory is chunk_size * n * 8 bytes, a few times over.
-
-    Returns:
-        Indices into ``train``, nearest first, shape (m, k).
+    Similarities are computed in float64 and compared after rounding to 12 decimals; equal ones are taken in the
+    order of ``train``. An embedding of zero has similarity 0 to all. Memory is chunk_size * n * 8 bytes, a few
+    times over.
     """
     if not 1 <= k <= len(train):
         raise ConfigurationError(f"k={k} neighbours cannot be found among {len(train)} train embeddings.")
@@ -140,13 +134,8 @@ def evaluate_knn(
 
 
 def confusion_matrix(labels: Tensor, predictions: Tensor, *, classes: int) -> Tensor:
-    """Count how often each label was predicted as each class.
-
-    Returns:
-        Counts, int64, shape (classes, classes); row: true, column: predicted.
-
-    Raises:
-        DataError: The shapes differ, or a label lies outside 0 to ``classes`` - 1.
+    """Count how often each label was predicted as each class: int64, ``(classes, classes)``; row true, column
+    predicted.
     """
     if labels.shape != predictions.shape or labels.ndim != 1:
         raise DataError(f"Labels of shape {tuple(labels.shape)} and predictions of {tuple(predictions.shape)} differ.")
@@ -178,12 +167,7 @@ class ClassificationScores:
 
     @classmethod
     def of(cls, confusion: Tensor, *, beta: float = 1.0) -> ClassificationScores:
-        """Return the scores of a confusion matrix (rows: true, columns: predicted).
-
-        Raises:
-            DataError: The matrix is not square, or counts nothing.
-            ConfigurationError: ``beta`` is not positive.
-        """
+        """Return the scores of a confusion matrix (rows: true, columns: predicted)."""
         if confusion.ndim != 2 or confusion.shape[0] != confusion.shape[1] or not confusion.sum() > 0:
             raise DataError(f"A confusion matrix of shape {tuple(confusion.shape)} must be square and count something.")
         if not beta > 0:

@@ -154,13 +154,7 @@ def initialise(net: nn.Module) -> None:
 
 
 class UnitLength(nn.Module):
-    """An encoder with embeddings of L2 norm 1, for cosine similarity.
-
-    An embedding of zero has no direction and stays zero.
-
-    Args:
-        net: The encoder, (n, ...) to (n, dim).
-    """
+    """An encoder, (n, ...) to (n, dim), with embeddings of L2 norm 1; one of zero has no direction and stays zero."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -173,13 +167,7 @@ class UnitLength(nn.Module):
 
 @torch.no_grad()
 def embed(net: nn.Module, images: Tensor, *, batch_size: int = 512) -> Tensor:
-    """Return the embeddings of whole images, without augmentation, in evaluation mode.
-
-    ``images`` are uint8, or float between 0 and 1, shape (n, channels, height, width).
-
-    Returns:
-        Embeddings on the CPU, shape (n, dim).
-    """
+    """Return the embeddings of whole images, on the CPU, (n, dim), without augmentation, in evaluation mode."""
     device = next((parameter.device for parameter in net.parameters()), torch.device("cpu"))
     with evaluation_mode(net):
         return torch.cat([net(as_input(part.to(device))).cpu() for part in torch.split(images, batch_size)])

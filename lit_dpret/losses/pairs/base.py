@@ -118,10 +118,8 @@ class PairwiseLoss(ABC):
         return self.claim != "refuted"
 
     def for_expected_size(self, size: float) -> Self:
-        """Return this loss with an open public normaliser filled in, if it has one.
-
-        Args:
-            size: The expected number of records of a (sub-)batch; public. Never the realised one.
+        """Return this loss with an open public normaliser filled in: the expected size of a (sub-)batch, never the
+        realised.
         """
         if getattr(self, "n0", 0.0) is None:
             return dataclasses.replace(self, n0=size)  # type: ignore[call-arg]
@@ -147,14 +145,7 @@ class PairwiseLoss(ABC):
         return self._row_losses(table)
 
     def coefficients(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the derivative of the sum of all row losses in every score; arguments as for `row_losses`.
-
-        Returns:
-            Coefficients of shape ``(n, n)``, at least float32, detached; 0 where masked.
-
-        Raises:
-            ConfigurationError: Shapes do not fit, or a normaliser is missing.
-        """
+        """Return the derivative of the sum of `row_losses` in every score, ``(n, n)``, detached; 0 where masked."""
         table, out = self._table(scores.detach(), mask)
         return self._coefficients(table).masked_fill(out, 0.0).detach()
 

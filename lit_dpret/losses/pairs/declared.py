@@ -122,16 +122,11 @@ class WorstCase:
 
 
 def movement_factors(before: Tensor, after: Tensor) -> Tensor:
-    """Return the factor of every pair's gradient in G - G'; the sum of their absolute values bounds its norm.
+    """Return the factor of every pair's gradient in G - G', ``(..., n, n)``; the sum of their absolute values bounds
+    its norm.
 
-    Args:
-        before: Coefficients ``(..., n, n)``.
-        after: Coefficients without the last record, ``(..., n - 1, n - 1)``, or with another in its
-            place, ``(..., n, n)``.
-
-    Returns:
-        Factors ``(..., n, n)``. For a replacement the old and the new pairs of the last record have
-        unrelated gradients, so their absolute factors are added.
+    ``after`` are the coefficients without the last record, or with another in its place: old and new pairs of that
+    record have unrelated gradients then, so their absolute factors are added.
     """
     survivors = before[..., :-1, :-1] - after[..., : before.shape[-1] - 1, : before.shape[-1] - 1]
     own = before if after.shape != before.shape else before.abs() + after.abs()
@@ -150,15 +145,8 @@ def find_worst_case(
 ) -> WorstCase:
     """Search for a batch of n records in which one record moves the gradient most.
 
-    Args:
-        loss: The loss whose coefficients to attack.
-        n: Records of the larger batch.
-        relation: The neighbours.
-        dim: Search over embeddings of this many dimensions instead of over free tables: scores that
-            real encoders can have.
-        restarts: Starting points.
-        steps: Steps of gradient ascent from each.
-        seed: The seed of the starting points.
+    With ``dim`` it searches over embeddings of so many dimensions instead of over free tables: scores that real
+    encoders can have.
     """
 
     def movement(table: Tensor, replaced: Tensor | None) -> Tensor:
@@ -196,13 +184,12 @@ def check_declared_bounds(
         slack: Relative excess that rounding may cause.
 
     Returns:
-        For every relation and size, the largest movement found over the sensitivity declared. Values
-        near 1 say that the bound is tight.
+        For every relation and size, the largest movement found over the sensitivity declared. Values near 1 say
+        that the bound is tight.
 
     Raises:
-        PrivacyViolation: A table exceeds a bound, or shows that the loss does not treat records alike;
-            the message has the table.
-        ConfigurationError: There is nothing to check, or the loss cannot be evaluated.
+        PrivacyViolation: A table exceeds a bound, or shows that the loss does not treat records alike; the message
+            has the table.
     """
     if not (sizes and relations):
         raise ConfigurationError(f"sizes={sizes} and relations={relations} leave nothing to check. Name one of each.")

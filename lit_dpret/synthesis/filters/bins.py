@@ -55,11 +55,7 @@ class Bins(ABC):
 
 
 class LengthBins(Bins):
-    """Bins by the number of words.
-
-    Args:
-        edges: The least number of words of each bin but the first, rising.
-    """
+    """Bins by the number of words; ``edges`` are the least number of words of each bin but the first, rising."""
 
     kind = "length"
 
@@ -85,12 +81,7 @@ class LengthBins(Bins):
 
 
 class LabelBins(Bins):
-    """Bins by a public label of the passage.
-
-    Args:
-        labels: A file with a passage id and a label on each line, a tab between them.
-        mapping: Or the labels themselves.
-    """
+    """Bins by a public label of the passage: from a file of ids and labels with tabs between, or given as a mapping."""
 
     kind = "label"
     _NONE = "no label"
@@ -199,10 +190,7 @@ class TopicBins(Bins):
 def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple[Assumption, ...]:
     """Return a claim's trusted assumptions if private queries are compared under this encoder.
 
-    Args:
-        encoder: ``minilm``, a folder or a hub name.
-        is_public: Declared, for another one than ``minilm``.
-        knob: The setting that names it; with ``_is_public`` behind it, the declaration.
+    ``knob`` is the setting that names the encoder; with ``_is_public`` behind it, the declaration.
     """
     folder = Path(str(encoder)).expanduser()
     if folder.is_dir() and (trace := next(traces_of_training(folder), None)) is not None:

@@ -23,10 +23,8 @@ class CrossEncoder:
     Guarantees:
         - The score of a pair is the model's logit, before any sigmoid, as ``sentence_transformers.CrossEncoder``
           gives it with the identity for activation.
-        - It depends on the order, number and lengths of other pairs only through rounding; all are padded on the right.
-
-    Args:
-        max_length: Tokens of a pair that are read; the longer text is cut first.
+        - It depends on the order, number and lengths of other pairs only through rounding; all are padded on the
+          right.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, max_length: int) -> None:

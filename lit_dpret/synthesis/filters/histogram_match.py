@@ -1,9 +1,8 @@
 """Select synthetic queries so that their bins have the frequencies of a private histogram.
 
-A generator under much noise writes more of what is easy. A noised histogram of the private queries over public
-bins says what was really asked about, for a fraction of the privacy that training costs. Looking at it is
-post-processing of one more release: the queries that are chosen by it carry the claim that composes generator and
-histogram, which is the one on the histogram's card, and no longer that of the generator alone.
+A noised histogram of the private queries over public bins says what was really asked about, for a fraction of the
+privacy that training costs. Queries that are chosen by it carry the claim that composes generator and histogram,
+which is the one on the histogram's card.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Margins of relevance between a query's own passage and others, by a public cross-encoder.
 
-Generative pseudo-labelling (Wang et al., "GPL", NAACL 2022, section 3): for a synthetic query with its
-passage p+ and a passage p- that a retriever confuses with it, the label is the difference of the
-cross-encoder's logits, and a dual encoder is trained to have the same difference (`MarginMSELoss`). A
-synthetic query that fits its passage badly then teaches little, and a "negative" that answers it is no
-longer pushed away.
+Generative pseudo-labelling (Wang et al., "GPL", NAACL 2022, section 3): the label of a passage p- that a retriever
+confuses with the query's own p+ is the difference of the cross-encoder's logits, which a dual encoder learns
+(`MarginMSELoss`).
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ NEGATIVES = "hard-negatives.jsonl"
 def mine(released: ReleasedQueries, ranker: Ranks, *, depth: int, per_query: int, seed: int) -> dict[str, list[str]]:
     """Draw for each query ``per_query`` passages uniformly from its first ``depth``, except its own.
 
-    Guarantees:
-        - What is drawn for a query is a function of (``seed``, query id) and of its ranking.
+    What is drawn for a query is a function of (``seed``, query id) and of its ranking.
     """
     if not 1 <= per_query <= depth:
         raise ConfigurationError(f"per_query={per_query} is not between 1 and depth={depth}.")

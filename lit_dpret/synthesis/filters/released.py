@@ -1,13 +1,9 @@
 """Load released artefacts, the only permitted inputs of computations without privacy cost.
 
-A function of released artefacts and public data is post-processing: the claim of what was released covers
-its result (Dwork and Roth 2014, proposition 2.1). A function that also looks at private records is not,
-however little it looks. So what is filtered here is a type of its own, `ReleasedQueries`, which is made from
-a folder with a privacy card or by a declaration; a data set of private queries is another type, and is refused.
-
-The models that score are held to the same rule. A model that was itself trained on private records is free
-only if the queries' claim covers it already, which is to say if it is one of the artefacts that they were
-made from, or was made from one of these.
+A function of released artefacts and public data is post-processing: the claim of what was released covers its
+result (Dwork and Roth 2014, proposition 2.1). So what is filtered is a type of its own, `ReleasedQueries`; a data
+set of private queries is refused. A model that scores and was trained on private records is free only if it is one
+of the artefacts that the queries were made from, or was made from one of these.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """BLEU of synthetic queries against the original queries of the same passage, by sacrebleu.
 
-"Since the synthetic data is one-to-one generated from the original data", the synthetic-query paper (section
-6.2; 5.3.1 of its later version) holds each synthetic query against the one original query of its passage. A
-passage can have several original queries: all are references of the synthetic ones then, as BLEU is defined for
-(Papineni et al., 2002). With one each, it is the paper's number, which the paper writes as a share of 1.
+The synthetic-query paper (section 6.2; 5.3.1 of its later version) holds each synthetic query against the one
+original query of its passage, and writes the share of 1. Of several original queries all are references (Papineni
+et al., 2002).
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class Bleu:
 def corpus_bleu(synthetic: Sequence[str], references: Sequence[Sequence[str]], *, lower_case: bool = False) -> Bleu:
     """Return corpus BLEU with sacrebleu's defaults, and all references of each text.
 
-    Args:
-        synthetic: Texts.
-        references: For each of them its references, in any number; those without any are left out and counted.
-        lower_case: Compare without regard to case; the signature says so.
+    Texts without any reference are left out and counted.
     """
     if len(synthetic) != len(references):
         raise DataError(f"{len(synthetic)} texts came with {len(references)} lists of references; give one list each.")

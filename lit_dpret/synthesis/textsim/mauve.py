@@ -81,20 +81,14 @@ def mauve(
     restarts: int = 5,
     scaling: float = SCALING,
 ) -> Mauve:
-    """Return MAUVE of two samples of features.
+    """Return MAUVE of two samples of features ``(p, dim)`` and ``(q, dim)``, which ``featuriser`` made.
 
     Guarantees:
         - Equal input and seeds give equal values on one machine; no global random state is read or written.
         - Every value lies between 0 and 1.
 
-    Args:
-        p_features: One row for each text of the first sample, shape ``(p, dim)``.
-        q_features: The same for the second, shape ``(q, dim)``.
-        featuriser: What made them, for the result.
-        seeds: The seeds of k-means; each gives one value.
-        buckets: How many; None for a tenth of the smaller sample.
-        restarts: Runs of k-means for each seed, of which the best is kept.
-        scaling: The paper's c.
+    Each of ``seeds``, of k-means with the best of ``restarts`` runs, gives one value; ``buckets`` are a tenth of
+    the smaller sample by default; ``scaling`` is the paper's c.
     """
     p, q = _table(p_features, "p_features"), _table(q_features, "q_features")
     if p.shape[1] != q.shape[1]:

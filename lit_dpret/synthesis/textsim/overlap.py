@@ -34,13 +34,11 @@ class Overlap:
 
 
 def overlap(texts: Sequence[str], references: Sequence[str], *, n: int = 8) -> Overlap:
-    """Return how many of ``texts`` are found in ``references``.
+    """Return how many of ``texts`` are found in ``references``, whole or by ``n`` words in a row.
 
     Guarantees:
         - Each text counts once, however often it is found; equal texts count as often as they stand there.
-        - A text without any word is never found.
-
-    ``n`` words in a row count as copied. A text with fewer cannot share them and is not in that share's total.
+        - A text without any word is never found; one with fewer than ``n`` words is not in that share's total.
     """
     check_n(n)
     check_texts(texts, "synthetic queries")

@@ -1,14 +1,10 @@
 """Count the texts that occur in the pre-training corpus of a public model.
 
-A generator is private only in what it learnt in private training: a query that its public model had read before
-is not hidden by any noise. The synthetic-query paper therefore looks which of its queries and passages are found
-"exactly" in T5's corpus, C4 (section 5.2.3; appendix C of its later version): below 1.9 % of the queries and about
-22 % of the passages, over random subsets of 10,000. Here a text counts as found when its words stand in one
-document of the corpus, one after the other, whatever case, punctuation and line breaks; and, more widely, when
-any 13 words in a row do (Brown et al., "Language Models are Few-Shot Learners", 2020, appendix C).
-
-The corpus is read once, as a stream; what is held are the texts that are looked for. Mostly one has a sample of
-the corpus: then the share that is found is a lower bound, and `bounds` says what it allows for the whole.
+A query that the public model had read before is not hidden by any noise. The synthetic-query paper looks which of
+its texts are found "exactly" in T5's corpus, C4 (section 5.2.3). Here a text counts as found when its words stand
+in one document in a row, whatever case, punctuation and line breaks; and, more widely, when any 13 words do (Brown
+et al., 2020, appendix C). The corpus is read once, as a stream. Of a sample of it the share found is a lower bound
+(`bounds`).
 """
 
 from __future__ import annotations
@@ -56,17 +52,13 @@ class Corpus:
 def find_in_corpus(
     lists: Mapping[str, Sequence[str]], documents: Iterable[str], *, n: int = 13
 ) -> tuple[dict[str, Found], Corpus]:
-    """Search for several lists of texts in one pass over a corpus.
+    """Search for several lists of texts, by name, in one pass over a corpus; return what was found, and how much was
+    read.
 
     Guarantees:
         - Every text that counts as found stands in a document word for word: hashes only say where to look.
         - Memory grows with the texts looked for and the longest document, not with the corpus.
         - The order of the documents does not matter, and no match reaches over the end of one.
-
-    ``lists`` are texts by name, as ``{"queries": ..., "passages": ...}``; ``n`` words in a row count as an overlap.
-
-    Returns:
-        What was found of each list, and how much was read.
     """
     check_n(n)
     wanted: dict[str, list[list[str]]] = {}

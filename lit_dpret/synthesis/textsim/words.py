@@ -17,12 +17,8 @@ _WORD = re.compile(r"[^\W_]+")
 def words(text: str) -> list[str]:
     """Return the words of a text: NFKC, case-folded, without punctuation; ``what's`` is one word.
 
-    Guarantees:
-        - Joined without spaces they are `lit_dpret.assets.overlap.without_punctuation` of the text, so that equal
-          words mean equal normalised texts.
-
-    >>> words("What's  a co-pay?")
-    ['whats', 'a', 'co', 'pay']
+    Joined without spaces they are `lit_dpret.assets.overlap.without_punctuation` of the text, so that equal words
+    mean equal normalised texts.
     """
     return _WORD.findall(_APOSTROPHES.sub("", unicodedata.normalize("NFKC", text).casefold()))
 
