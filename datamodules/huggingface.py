@@ -231,9 +231,7 @@ class HuggingFaceDataModule(PairsDataModule):
 
 
 def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = True) -> dict[str, list[Path]]:
-    """Find the files of each split in a folder, or the one file that ``root`` is; all are for training unless
-    ``named``.
-    """
+    """Find the files of each split in a folder, or the one file that ``root`` is; without ``named`` all are train."""
     names = SPLIT_NAMES if splits is None else {name: split for split, name in splits.items()}
     if root.is_file() and not named:
         return {"train": [root]}

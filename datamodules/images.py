@@ -205,7 +205,7 @@ class ImagesDataModule(SampledDataModule):
         return "for plain images in a loop of your own use labelled('train')"
 
     def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
-        """Return a fingerprint of the train images and labels under the run's privacy secret; see `PairsDataModule`'s."""
+        """Return a fingerprint of train images and labels, keyed by the run's secret, as `PairsDataModule` does."""
         train = self._split("train")
         mac = hmac.new(key, digestmod="sha256")
         mac.update(stable_hash("lit-dpret image data", self.labels, str(tuple(train.images.shape)), *train.ids))
@@ -221,8 +221,7 @@ class ImagesDataModule(SampledDataModule):
     # -- the evaluation side -----------------------------------------------------------------
 
     def labelled(self, split: ImageSplit = "test", *, labels: Labels | None = None) -> tuple[Tensor, Tensor]:
-        """Return images, uint8 ``(n, channels, height, width)``, and labels, int64 ``(n,)``, of a split, without
-        privacy.
+        """Return images, uint8 ``(n, channels, height, width)``, and labels, int64 ``(n,)``, without privacy.
 
         The train split is the private one: a score that was computed from it (the neighbours of k-NN, a classifier
         on top) is a release that no accountant counts. ``labels`` are ``fine`` or ``coarse``; None for

@@ -97,9 +97,7 @@ class PairReader:
         self._with_id: set[bool] = set()
 
     def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
-        """Add the records of one source, ``limit`` at most, and return their number; ``split`` is that of unmarked
-        ones.
-        """
+        """Add ``limit`` records of one source at most; return their number. Unmarked ones are of ``split``."""
         self._sources.append(records)
         count = 0
         for count, (number, record) in enumerate(islice(records, limit), start=1):  # noqa: B007

@@ -129,7 +129,7 @@ class _Items(ItemsView[str, str]):
 
 
 def build_store(path: Path, passages: Iterable[tuple[str, str]], repeated: Callable[[str], object]) -> PassageStore:
-    """Write a store of passages, ids and texts, into a new file; an id that comes again goes to ``repeated`` instead."""
+    """Write a store of passages, ids and texts, into a new file; tell ``repeated`` of an id that comes again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(path, isolation_level=None)

@@ -33,7 +33,7 @@ _TOKENISED_AT_ONCE = 1024
 
 
 class OneSide:
-    """A `TextEncoder` for bulk encoding of one side; inside ``with`` it is on ``device``, and then back where it was."""
+    """A `TextEncoder` for bulk encoding of one side; inside ``with`` it is on ``device``, then back where it was."""
 
     def __init__(self, encoder: Any, side: Side, device: torch.device | str | None, *, apart: bool = False) -> None:
         self.apart = apart

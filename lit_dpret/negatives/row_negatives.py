@@ -112,7 +112,7 @@ class RowNegatives:
         return {f"model.negatives.{one.name}.file": Path(one.file) for one in self.sources if one.file is not None}
 
     def learn(self, texts: TrainTexts, towers: Towers) -> None:
-        """Mine with the current weights, before the first step; refuse a source of somebody's own that remembers rows."""
+        """Mine with the current weights, before the first step; refuse a source of one's own that remembers rows."""
         self.texts = texts
         for source in self.sources:
             if isinstance(source, PassageSource):

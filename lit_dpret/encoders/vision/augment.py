@@ -123,7 +123,7 @@ class Augmentation:
 
 
 def as_input(images: Tensor) -> Tensor:
-    """Return images as float32 between -1 and 1, by public constants: mean and deviation of private data are releases."""
+    """Return images as float32 between -1 and 1, by public constants: mean and deviation of the data are private."""
     return _unit_range(images) * 2 - 1
 
 
