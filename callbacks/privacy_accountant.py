@@ -461,9 +461,7 @@ class PrivacyAccountant(Callback):
     def _reserve(self) -> None:
         if self._dataset is not None:
             earlier = self._uncounted(self._dataset)
-            self._account = DatasetAccount(
-                self._dataset, self._gate.own, steps=self.planned_steps, name=str(self.run_dir), earlier=earlier
-            )
+            self._account = DatasetAccount(self._dataset, self._gate.own, steps=self.planned_steps, earlier=earlier)
             self._account.reserve()
 
     # -- during the run ----------------------------------------------------------------------

@@ -29,7 +29,6 @@ class RowsAlone:
         self._collate_rows, self._name = collate_rows, name
 
     def __call__(self, rows: list[Any]) -> Any:
-        """Return the features of some rows."""
         try:
             return _joined([self._collate_rows([row]) for row in rows])
         except RuntimeError as error:
@@ -219,7 +218,6 @@ class UnitCollator:
 
 
 def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Put the features of units, each collated by itself, under each other."""
     try:
         if any(len(leaf) != count for part, count in zip(parts, counts, strict=True) for leaf in leaves(part)):
             raise TypeError("a tensor's first axis is not the rows")

@@ -196,7 +196,6 @@ def exact_counts(
 
 
 def _require_budget(run: PrivateRun, plan: PrivacyPlan, release: GaussianRelease) -> None:
-    """Refuse a release that would bring those of the run's own ledger past the plan's budget."""
     budget = plan.budget
     counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=plan.accountant)
     after = counter.epsilon(merge([*charged_releases(run.ledger.records), release]))
@@ -239,7 +238,6 @@ class ReleasedHistogram:
         return shares(np.array(self.counts))
 
     def write(self, folder: Path) -> Path:
-        """Write the histogram as JSON; return the file."""
         facts = {
             "schema": SCHEMA,
             "names": list(self.names),
@@ -256,7 +254,6 @@ class ReleasedHistogram:
 
     @classmethod
     def read(cls, folder: Path) -> ReleasedHistogram:
-        """Read what `write` wrote."""
         path = folder / HISTOGRAM_NAME
         try:
             facts = read_json(path, SCHEMA)

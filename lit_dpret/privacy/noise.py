@@ -125,7 +125,6 @@ class KeyedStream:
 
     @property
     def noise_stream(self) -> int:
-        """How this stream's keys become noise."""
         return CHACHA_STREAM if self.secure_rng else PHILOX_STREAM
 
     def __getstate__(self) -> dict[str, object]:

@@ -266,12 +266,10 @@ class PrivacyPlan:
         return counter.epsilon([self.release(self.steps)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values; `from_dict` restores it."""
         return asdict(self) | {"budget": self.budget.to_dict(), "law": self.law.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrivacyPlan:
-        """Return the plan that `to_dict` wrote."""
         # Both ways: an unknown field may be what makes the plan mean something else.
         if wrong := sorted(set(data) ^ {field.name for field in fields(cls)}):
             raise ConfigurationError(f"A recorded privacy plan lacks, or should not have, {', '.join(wrong)}.")
@@ -289,7 +287,6 @@ class PrivacyPlan:
 
 
 def _check_given_noise(noise: float, counter: Accountant, law: SamplingLaw, steps: int, eps: float) -> None:
-    """Refuse noise with which the planned steps would overspend."""
     fits = counter.max_steps(GaussianRelease(noise_multiplier=noise, law=law), eps, at_most=steps)
     if fits < steps:
         raise ConfigurationError(

@@ -273,7 +273,6 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
                 yield SeededDraws(batch)
 
     def require_drawn(self, batch: UnitBatch) -> None:
-        """Refuse a batch with units other than those drawn for it."""
         handed_out = self._handed_out.pop((batch.attempt, batch.step, batch.part), None)
         if not batch.origin:
             return  # a collate function of the user's own

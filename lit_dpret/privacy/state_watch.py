@@ -59,7 +59,6 @@ class StateWatch:
         self._seen, self._read = {name: self._look(tensor) for name, tensor in now.items()}, self._read_values(now)
 
     def after(self) -> None:
-        """Compare with the stored values, and discard them."""
         seen, self._seen = self._seen, {}
         now = self._tensors()
         values = self._read_values(now)

@@ -106,7 +106,6 @@ class ReadByLoss:
             self._waiting += self._unnamed.pop(name, ())
 
     def _offer(self, path: str, name: str, value: Any) -> None:
-        """Look at ``value`` once some code names it."""
         found = (f"{path}.{name}", value)
         if name in self._names:
             self._waiting.append(found)

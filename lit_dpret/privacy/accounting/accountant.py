@@ -134,7 +134,6 @@ class Accountant:
     name: AccountantName = "pld"  # ``pld``, ``rdp`` or ``prv``
 
     def epsilon(self, releases: Iterable[Release]) -> float:
-        """Return the epsilon of all ``releases`` together; see the function of that name."""
         return epsilon(releases, delta=self.delta, neighbours=self.neighbours, accountant=self.name)
 
     def max_steps(

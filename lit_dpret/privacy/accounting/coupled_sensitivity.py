@@ -52,7 +52,6 @@ class Coupling:
         require_whole("privacy", self, 1, "sub_batches", "n_max")
 
     def describe(self, bound: float) -> str:
-        """Return as a phrase what is clipped, and among how many units."""
         parts = "one sub-batch" if self.sub_batches == 1 else f"{self.sub_batches} sub-batches"
         loss = f", under {self.loss}" if self.loss else ""
         return f"{BOUNDED_TEXTS[self.bounded]} is clipped to {bound:g}, in {parts} of at most {self.n_max} units{loss}"

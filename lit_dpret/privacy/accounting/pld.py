@@ -53,7 +53,6 @@ class GaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
         return deltas_at(self, self._points, np.asarray(epsilon, dtype=float), self.sampling_prob)
 
     def _points(self, losses: np.ndarray) -> np.ndarray:
-        """Where the privacy loss has these values: the library's formulas for each adjacency."""
         rate, variance = self.sampling_prob, self._standard_deviation**2
         if self.adjacency_type == AdjacencyType.REPLACE:
             return self._points_of_replace(losses, rate, variance)

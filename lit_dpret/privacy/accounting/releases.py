@@ -38,13 +38,12 @@ class SamplingLaw(ABC):
     """The law's name in configs, in the ledger and on the card."""
 
     @property
-    @abstractmethod
     def expected_batch_size(self) -> float | None:
         """The mean number of units in a batch; None if the law's public facts do not determine it."""
+        return None
 
     @abstractmethod
-    def describe(self) -> str:
-        """Return the law with its numbers as a phrase."""
+    def describe(self) -> str: ...
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
@@ -70,11 +69,6 @@ class Poisson(SamplingLaw):
 
     def __post_init__(self) -> None:
         _rate(self)
-
-    @property
-    def expected_batch_size(self) -> float | None:
-        """None: it is ``sample_rate * n``, and n is not part of this law."""
-        return None
 
     def describe(self) -> str:
         return f"Poisson sampling, each unit with probability {self.sample_rate:.6g}"
@@ -163,11 +157,6 @@ class FullBatch(SamplingLaw):
     """Every unit in every release: full-batch descent, a histogram, a noised metric."""
 
     kind: ClassVar[str] = "full_batch"
-
-    @property
-    def expected_batch_size(self) -> float | None:
-        """None: it is n, and n is not part of this law."""
-        return None
 
     def describe(self) -> str:
         return "every unit in every release"
@@ -271,7 +260,6 @@ def _label(owner: object) -> None:
 
 
 def _build(classes: Mapping[str, Any], data: Mapping[str, Any], what: str) -> Any:
-    """An instance from its dictionary, the kind and every field checked by name."""
     values = dict(data)
     kind = values.pop("kind", None)
     if kind not in classes:

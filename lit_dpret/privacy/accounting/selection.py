@@ -55,7 +55,6 @@ class RandomStopping:
 
     @property
     def shape(self) -> float:
-        """The shape eta; infinite for the Poisson law."""
         return _SHAPES[self.law] if isinstance(self.law, str) else float(self.law)
 
     def describe(self) -> str:

@@ -8,11 +8,10 @@ from torch import nn
 
 from lit_dpret.privacy.budget import ClipGroups
 from lit_dpret.privacy.clipping.base import ClippedSum, ClipStats
-from lit_dpret.privacy.clipping.ghost import GhostClipping
+from lit_dpret.privacy.clipping.ghost import GhostClipping, VmapClipping
 from lit_dpret.privacy.clipping.loop import LoopClipping
 from lit_dpret.privacy.clipping.low_precision import Bf16GhostClipping, Tf32GhostClipping
 from lit_dpret.privacy.clipping.opacus import OpacusClipping
-from lit_dpret.privacy.clipping.vmap import VmapClipping
 from lit_dpret.settings import require_choice
 
 __all__ = [

@@ -54,11 +54,9 @@ class Format:
     tiny: float = 2.0**-125
 
     def gamma(self, terms: int) -> float:
-        """Relative error of a sum of so many products of the format."""
         return gamma(terms, self.roundoff)
 
     def others(self, operations: int) -> float:
-        """Relative error of so many operations beside products."""
         return gamma(operations, self.unit)
 
     def rounded(self, values: Tensor) -> Tensor:

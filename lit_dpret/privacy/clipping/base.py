@@ -267,7 +267,6 @@ class ClippedSum(ABC):
         return sums
 
     def forget(self) -> None:
-        """Discard what was added since the last ``take``."""
         self._sums.clear()
         self._torn = False
         if self.fixed_shapes:  # so that the first batch of a step is the same program as the others

@@ -58,7 +58,6 @@ class Certified:
 
     @classmethod
     def zeros(cls, units: int, device: torch.device, *, least: float = FORMATS["float32"].tiny) -> Certified:
-        """Of no parameter."""
         estimate, error, moved, sizes = torch.zeros(4, units, dtype=torch.float64, device=device)
         return cls(estimate, error, moved, sizes, least)
 
@@ -212,7 +211,6 @@ class Bounds:
     def of_cross_terms(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], ids: Tensor, looked_up: Tensor
     ) -> None:
-        """Add what a weight has that is an embedding and a linear layer: (A + B)^2 = A^2 + B^2 + 2 AB."""
         form = self.form
         for a, g in zip(inputs, outputs, strict=True):
             off = form.gamma(looked_up.shape[2]) + 4 * form.unit + ids.shape[1] * g.shape[1] * 2.0**-52
@@ -374,7 +372,6 @@ def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Te
 
 
 def _step(positions: int, device: torch.device) -> int:
-    """How many rows of a Gram matrix are computed at a time."""
     return positions if device.type == "cuda" and positions <= WHOLE else _block(positions)
 
 

@@ -80,12 +80,10 @@ class Convolution:
         return self.geometry.groups
 
     def inputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
-        """The patches of a group's units."""
         x = group.join(self.x).to(dtype)
         return self._by_group(self.geometry.patches(x.flatten(0, 1)).reshape(len(x), -1, self.groups, self._width))
 
     def outputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
-        """The output gradients of a group's units."""
         g = group.join(self.g).to(dtype)
         return self._by_group(g.reshape(*g.shape[:2], self.groups, -1))
 
@@ -123,11 +121,9 @@ class Outer:
     groups: ClassVar[int] = 1
 
     def inputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
-        """The inputs of a group's units, (n, positions, in)."""
         return group.join(self.a).to(dtype)
 
     def outputs(self, group: RowGroup, dtype: torch.dtype) -> Tensor:
-        """The output gradients of a group's units, (n, positions, out)."""
         return group.join(self.g).to(dtype)
 
 

@@ -53,7 +53,6 @@ class FunctionCall:
         self._outputs = [leaf.detach() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def inputs_changed(self) -> bool:
-        """Return whether an input tensor was changed since the call."""
         return any(
             isinstance(leaf, Tensor) and leaf._version != version
             for leaf, version in zip(self._leaves, self._versions, strict=True)
@@ -130,7 +129,6 @@ class FunctionCall:
 
     @contextmanager
     def _as_called(self, device: str) -> Iterator[None]:
-        """The autocast of the first run."""
         if device not in self._autocast:
             yield
             return

@@ -182,7 +182,6 @@ class GhostClipping(ClippedSum):
         return self.stats(norms, batch, present)
 
     def _recorded(self, row_loss: RowLoss, batch: UnitRows) -> tuple[Tensor, Contributions]:
-        """The losses, detached, and what their recorded calls contribute."""
         with uncompiled(), Recorder(self._plan()) as recorder:
             with phase("forward"):
                 losses = row_loss()
@@ -314,7 +313,6 @@ class GhostClipping(ClippedSum):
         self, uses: Sequence[Contribution], coefficients: Tensor, total: Tensor | None, shape: torch.Size,
         dtype: torch.dtype, *, rows: Tensor | None, fixed: bool = False,
     ) -> Tensor:  # fmt: skip
-        """`add_weighted`, or what stands for it."""
         return add_weighted(uses, coefficients, total, shape, dtype, rows=rows, fixed=fixed)
 
     def _dtype(self, use: Use) -> torch.dtype:
@@ -332,7 +330,6 @@ class GhostClipping(ClippedSum):
         return found
 
     def _form(self, name: str, uses: Sequence[Contribution]) -> Format:
-        """In which format the products of a parameter are made."""
         return FORMATS["float64" if accumulator_dtype(self.parameters[name]) == torch.float64 else "float32"]
 
     def _norms(
@@ -398,9 +395,36 @@ class GhostClipping(ClippedSum):
         return found
 
     def _exact_squares(self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Tensor:
-        """Squared norms of gradients that are written out in float64, ``(units,)``, from above."""
         found = Certified.zeros(batch.units, batch.real.device, least=FORMATS["float64"].tiny)
         for name, uses in contributions.items():
             for one in (one for group in batch.groups for one in group.split(1)):
                 Bounds(one, FORMATS["float64"], found).of_written(uses, self.parameters[name].shape)
         return found.norms().square()
+
+
+class VmapClipping(GhostClipping):
+    """``GhostClipping`` for the layers it covers, torch.func for the rest; ``privacy.engine=vmap``.
+
+    Chosen explicitly, for it costs what ghost clipping saves: one gradient per row in memory, and one more forward and
+    backward pass of those layers.
+
+    A module that owns a trainable parameter without a rule is run again with everything in it, row
+    by row, by ``vmap`` over ``vjp``. Its outputs must be tensors (in lists or dictionaries, if there
+    are several) with the batch on their first axis, and so must those of its inputs that differ
+    between rows: a tensor whose first axis is not the batch is taken for the same in every row.
+
+    Guarantees, beyond those of ``GhostClipping``:
+        - In every batch, what such a module gives for a row alone is compared with what it gave in
+          the batch, so a module that mixes rows, with or without a gradient between them, or that
+          does something else when it is run again, is refused.
+        - In every batch gradients are compared with the weights of the units that they are charged
+          to, and in the first one their sum with autograd's, unless a broken unit makes that NaN.
+        - What vmap cannot run is refused with its reason: recurrent layers, randomness (dropout)
+          inside the module, values that decide the control flow, writes into buffers.
+    """
+
+    def __init__(self, module: nn.Module, **clipping: Unpack[ClipSettings]) -> None:
+        super().__init__(module, verify=True, **clipping)
+
+    def _plan(self) -> Plan:
+        return make_plan(self.module, self.parameters, fallback=True)

@@ -91,94 +91,99 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
     return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
 
 
-class DatasetAccount:
-    """Reserve what a run's gate may still grant, and settle its charges.
+class RunAccount:
+    """The charge of one run in its data-set ledger: reserved, and settled when the run ends.
 
     Guarantees:
-        - The gate grants no step that is not reserved.
         - A run whose own ledger refutes its claim is counted without privacy (`owed_releases`), and a model that it
           starts from is counted with it, once for all runs that do, unless that one's run was.
-        - A run whose steps cost more than it reserved (less noise, another law) reserves again before
-          its next step, and is refused where the limit does not cover it.
         - From the first reservation until it is settled or closed, no other object reserves for the same
           run: a copy of the run folder cannot go on beside its original.
 
     Args:
-        steps: The step that the run ends before.
         earlier: The run whose model this one starts from, where no entry counts it.
     """
 
-    def __init__(
-        self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, name: str, earlier: Sequence[EarlierRun] = ()
-    ) -> None:
-        self._earlier = list(earlier)
-        self._ledger, self._gate, self._steps, self._name = ledger, gate, steps, name
-        self._lock = RunLock(ledger.path, gate.run.run_id)
+    def __init__(self, ledger: DatasetLedger, run: PrivateRun, earlier: Sequence[EarlierRun] = ()) -> None:
+        self._ledger, self._run, self._earlier = ledger, run, tuple(earlier)
+        self._lock = RunLock(ledger.path, run.run_id)
         self._held = False
-        self._departures = 0
 
-    def reserve(self) -> Total:
-        """Reserve everything that the run may still release."""
-        run, gate = self._gate.run, self._gate
+    def charge(self, due: Iterable[Release] | None) -> Total:
+        """Reserve ``due``, the run's whole charge once its planned steps are made; None where it makes no more."""
         self._lock.take()
-        owed = self._owed()
+        state = self._state()
+        owed = state["spent"].own
         # Planned too, or the reservation would look finite until the run settles.
-        refuted = [release for release in owed.own if isinstance(release, NonPrivateRelease)]
+        refuted = [release for release in owed if isinstance(release, NonPrivateRelease)]
+        planned = Charge.of(owed if due is None else [*due, *refuted], self._earlier)
         try:
-            total = self._ledger.reserve(
-                run.run_id,
-                spent=owed,
-                planned=Charge.of([*gate.forthcoming(self._steps), *refuted], self._earlier),
-                heads=self._heads(),
-                name=self._name,
-            )
+            total = self._ledger.reserve(self._run.run_id, planned=planned, **state)
         except BaseException as error:
             if isinstance(error, BudgetExceededError):
-                note_not_counted(run, self._ledger)
+                note_not_counted(self._run, self._ledger)
             # A second reservation that is refused leaves the first one, and its lock, in place.
             if not self._held:
                 self._lock.release()
             raise
         self._held = True
-        self._departures = gate.departures
-        # Last: until here the gate grants nothing beyond what was reserved before.
-        gate.reserved_until = self._steps
         return total
+
+    def settle(self) -> None:
+        """Return the unused reservation, and note the total in the run's ledger; once."""
+        if not self._held:
+            return
+        total = self._ledger.settle(self._run.run_id, **self._state())
+        self._held = False
+        self._lock.release()
+        self._run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
+
+    def close(self) -> None:
+        """Allow another process to continue the run; the unsettled reservation stays charged."""
+        self._lock.release()
+
+    def _state(self) -> dict[str, Any]:
+        records = self._run.ledger.records
+        heads = [str(record["hash"]) for record in records]
+        spent = Charge.of(owed_releases(records), self._earlier)
+        return {"spent": spent, "heads": heads, "name": str(self._run.ledger.path.parent)}
+
+
+class DatasetAccount(RunAccount):
+    """The account of a run whose gate grants its steps.
+
+    Guarantees:
+        - The gate grants no step that is not reserved.
+        - A run whose steps cost more than it reserved (less noise, another law) reserves again before
+          its next step, and is refused where the limit does not cover it.
+
+    Args:
+        steps: The step that the run ends before.
+        earlier: As in `RunAccount`.
+    """
+
+    def __init__(
+        self, ledger: DatasetLedger, gate: ReleaseGate, *, steps: int, earlier: Sequence[EarlierRun] = ()
+    ) -> None:
+        super().__init__(ledger, gate.run, earlier)
+        self._gate, self._steps, self._departures = gate, steps, 0
+
+    def reserve(self) -> None:
+        """Reserve everything that the run may still release."""
+        self.charge(self._gate.forthcoming(self._steps))
+        self._departures = self._gate.departures
+        # Last: until here the gate grants nothing beyond what was reserved before.
+        self._gate.reserved_until = self._steps
 
     def keep_covered(self) -> None:
         """Renew the reservation if a step cost more than reserved."""
         if self._gate.departures != self._departures:
             self.reserve()
 
-    def settle(self) -> None:
-        """Return the unused reservation, and note the total in the run's ledger; once."""
-        if not self._held:
-            return
-        run = self._gate.run
-        total = self._ledger.settle(run.run_id, spent=self._owed(), heads=self._heads(), name=self._name)
-        self._held = False
-        self._lock.release()
-        run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
-
-    def close(self) -> None:
-        """Allow another process to continue the run; the unsettled reservation stays charged."""
-        self._lock.release()
-
-    def _owed(self) -> Charge:
-        return Charge.of(owed_releases(self._gate.run.ledger.records), self._earlier)
-
-    def _heads(self) -> list[str]:
-        return [str(record["hash"]) for record in self._gate.run.ledger.records]
-
 
 @contextmanager
 def reserved(
-    run: PrivateRun,
-    dataset: DatasetLedger | None,
-    release: Release,
-    *,
-    steps: int,
-    earlier: Sequence[EarlierRun] = (),
+    run: PrivateRun, dataset: DatasetLedger | None, release: Release, *, steps: int, earlier: Sequence[EarlierRun] = ()
 ) -> Iterator[Callable[[int], None]]:
     """Count the releases of a run without training in its data-set ledger; settle when the block ends.
 
@@ -188,33 +193,19 @@ def reserved(
     if dataset is None:
         yield lambda step: None
         return
-    lock = RunLock(dataset.path, run.run_id)
-    lock.take()
+    account = RunAccount(dataset, run, earlier)
+
+    def reserve(first: int) -> None:
+        records = run.ledger.records
+        due = forthcoming_releases(records, release, first=first, until=steps, attempt=run.attempt)
+        account.charge(None if first >= steps else due)  # what is only repeated is charged already
+
     try:
-        name = str(run.ledger.path.parent)
-
-        def state() -> dict[str, Any]:
-            heads = [str(record["hash"]) for record in run.ledger.records]
-            return {"spent": Charge.of(owed_releases(run.ledger.records), earlier), "heads": heads, "name": name}
-
-        def reserve(first: int) -> None:
-            now, records = state(), run.ledger.records
-            due = forthcoming_releases(records, release, first=first, until=steps, attempt=run.attempt)
-            refuted = [each for each in now["spent"].own if isinstance(each, NonPrivateRelease)]
-            # What is only repeated is charged already.
-            due = list(now["spent"].own) if first >= steps else [*due, *refuted]
-            try:
-                dataset.reserve(run.run_id, planned=Charge.of(due, earlier), **now)
-            except BudgetExceededError:
-                note_not_counted(run, dataset)
-                raise
-
         reserve(steps)
         yield reserve
-        total = dataset.settle(run.run_id, **state())
-        run.ledger.append("event", name=TOTAL_EVENT, **total.to_dict())
+        account.settle()
     finally:
-        lock.release()
+        account.close()
 
 
 def require_room(

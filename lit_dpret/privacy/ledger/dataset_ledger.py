@@ -385,7 +385,6 @@ class DatasetLedger:
         )
 
     def _checked(self, entries: Mapping[str, Entry], book: DatasetBook, terms: Mapping[str, Any], run_id: str) -> Total:
-        """The total of ``entries``, refused where it passes the limit."""
         total = self._total(entries, terms)
         if total.epsilon <= total.total_eps:
             return total

@@ -195,7 +195,6 @@ class ReleaseGate:
 
     @property
     def position(self) -> Position:
-        """The position to store in a checkpoint taken now."""
         return Position(self.run.run_id, self.run.attempt, self.steps_done)
 
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
@@ -221,7 +220,6 @@ class ReleaseGate:
             self._refuse_overspending()
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
-        """Grant one release, after recording it."""
         # Out of order would be another sampling law than the one that is charged.
         if step != self.steps_done or attempt != self.run.attempt:
             raise DataError(
@@ -322,7 +320,6 @@ class ReleaseGate:
         return self._accountant.max_steps(self._release, self.plan.budget.eps, already=already, at_most=self.plan.steps)
 
     def _covers(self, key: Key) -> bool:
-        """Whether the budget covers one more release."""
         # Counted down instead of composed anew: one composition may take longer than a step.
         if self.plan is None or not isinstance(self.plan.law, Shuffle):
             return self._steps_left > 0
@@ -441,14 +438,12 @@ class SharedGate:
 
     @property
     def own(self) -> ReleaseGate:
-        """The gate itself, on rank 0."""
         if self._own is None:
             raise LedgerError(f"Rank {self.ranks.rank} holds no ledger; rank 0 does.")
         return self._own
 
     @property
     def position(self) -> Position:
-        """The position to store in a checkpoint taken now."""
         return Position(self._run_id, self.attempt, self.steps_done)
 
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
@@ -511,7 +506,6 @@ class SharedGate:
         self.clip_fraction = update.clip_fraction
 
     def void_attempt(self) -> None:
-        """As `ReleaseGate.void_attempt`; called by all ranks."""
         self.ranks.share(lambda: self.own.void_attempt(), quick=True)
 
     def forfeit(self) -> None:
@@ -528,11 +522,9 @@ class SharedGate:
 
     @property
     def _forfeited(self) -> str:
-        """The word that a rank without a ledger leaves."""
         return f"forfeited/{self._run_id}/{self.attempt}"
 
     def share_epsilon(self) -> float:
-        """Epsilon spent so far, queried by all ranks."""
         self._last_epsilon = self.ranks.share(lambda: self.own.epsilon())
         return self._last_epsilon
 

@@ -216,7 +216,6 @@ def _declared(plan: PrivacyPlan, before: Sequence[int | None]) -> list[Assumptio
 
 
 def _grid_assumption(plan: PrivacyPlan) -> Assumption:
-    """That rounding is paid for, and what rounding does not pay for."""
     bound = plan.sensitivity / (1 + ROUNDING_SHARE)
     return Assumption(
         f"The sum of a step as it was computed, its own additions in floating point included, moves by at most "
@@ -234,7 +233,6 @@ _PRODUCTS = {
 
 
 def _bound_assumption(plan: PrivacyPlan) -> Assumption:
-    """How far one unit moves the sum, and who says so."""
     coupling = plan.coupling
     if plan.mode in (HISTOGRAM, EVOLUTION):
         moved = plan.sensitivity * (2 if plan.budget.neighbours == "replace_one" else 1)
@@ -280,7 +278,6 @@ class Judged:
 
     @classmethod
     def by(cls, records: Sequence[Record], assumptions: Sequence[Assumption]) -> Judged:
-        """Judge the records under ``assumptions``."""
         plan, _ = plan_of(records)
         own = promised_releases(records)
         releases = with_earlier_releases(records, own)
@@ -288,7 +285,6 @@ class Judged:
 
     @property
     def claimed_plan(self) -> PrivacyPlan | None:
-        """The plan, if an epsilon is claimed for it."""
         return self.plan if self.verdict.guarantee == "dp" else None
 
     @property

@@ -55,7 +55,6 @@ class NoiseCheck:
         self._of_rank: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(len(CORRELATIONS)))
 
     def expect(self, sums: Mapping[str, Tensor]) -> None:
-        """Store the sums to which the noise will be added."""
         # By reference: a copy of all sums would double their memory.
         self._sums = {name: (total, _version(total)) for name, total in sums.items()}
 
@@ -203,7 +202,6 @@ class _State:
         return None
 
     def latest(self) -> dict[str, np.ndarray]:
-        """The sampled coordinates of the last step, by parameter."""
         sample = self._before if self._before is not None else np.zeros(0)
         return dict(zip((p.name for p in self.parameters), np.split(sample, self._first_sampled[1:]), strict=True))
 
@@ -222,7 +220,6 @@ def _gains(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _average(evidence: np.ndarray) -> np.ndarray:
-    """The logarithm of the average over a grid, the last axis."""
     # logsumexp: evidence grows with every step and would overflow.
     top = evidence.max(-1)
     top = np.where(np.isfinite(top), top, 0.0)
@@ -238,7 +235,6 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _on_host(parts: Sequence[Tensor]) -> np.ndarray:
-    """Vectors of one device in one, on the host, by one transfer."""
     if not parts:
         return np.zeros(0)
     joined = torch.cat([part.to(parts[0].device) for part in parts])

@@ -131,7 +131,6 @@ class Position:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any], *, place: str) -> Position:
-        """Return what `to_dict` wrote; ``place`` is named in a refusal."""
         if problem := schema_problem(facts.get("schema"), POSITION_SCHEMA):
             raise ResumeError(f"{place}: the accountant's state cannot be read: {problem}")
         try:
@@ -189,7 +188,6 @@ class PrivateRun:
 
     @property
     def identity(self) -> str:
-        """The identity of the ledger; runs with one published seed may share a run id."""
         return ledger_identity(self.ledger.records)
 
     @classmethod
@@ -373,7 +371,6 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
 
 
 def _at(record: Mapping[str, Any], place: str) -> Any:
-    """Return the value at a dotted place of a record; None where there is none."""
     value: Any = record
     for name in place.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

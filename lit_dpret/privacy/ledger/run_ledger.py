@@ -54,8 +54,6 @@ FLOAT_SLACK = 1e-9
 
 @dataclass
 class _Step:
-    """The state of one noise key (attempt, step)."""
-
     release: Release
     hashes: dict[str, Any]
     # Infinite until a release states less: an announced step that nobody confirmed is charged as planned.
@@ -123,7 +121,6 @@ class KeyBook:
                     )
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a record that passed ``check``."""
         kind = record.get("kind")
         if kind == "intent":
             hashes = {name: record.get(name) for name in ("state_hash", "sum_tag")}
@@ -267,7 +264,6 @@ def attempts_with(event: str, records: Iterable[Mapping[str, Any]]) -> set[int]:
 
 
 def _epochs_touched(law: Shuffle, steps: Iterable[Key]) -> int:
-    """How many (attempt, epoch) the steps reach into."""
     return len({(attempt, step // law.steps_per_epoch) for attempt, step in steps})
 
 

@@ -128,7 +128,6 @@ class PrivacyMode(ABC):
         return kept | {"counts": StepCounts()}
 
     def public_units(self, units: int) -> int | None:
-        """The number of units of privacy if it is public, otherwise None."""
         return None if self.neighbours == "add_or_remove" else units
 
     def check_request(self, request: SamplingRequest) -> None:  # noqa: B027  (without a plan any will do)
@@ -250,7 +249,6 @@ class GradientSums:
                 self._sums[name] = wide if name not in self._sums else self._sums[name] + wide
 
     def take(self) -> dict[str, Tensor]:
-        """Return the sums and reset them to zero."""
         sums, self._sums = self._sums, {}
         for name, parameter in trainable(self._module).items():
             wide = torch.promote_types(parameter.dtype, torch.float32)
@@ -259,5 +257,4 @@ class GradientSums:
         return sums
 
     def forget(self) -> None:
-        """Reset the sums to zero."""
         self._sums = {}

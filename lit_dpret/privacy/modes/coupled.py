@@ -153,7 +153,6 @@ class CoupledMode(GaussianMode):
         """How far one unit moves the sum of a sub-batch (L2), where what is clipped is bounded by 1."""
 
     def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
-        """Return the clipping bound and the sensitivity, one of which the user set."""
         if self.max_grad_norm is not None:
             return self.max_grad_norm, self.max_grad_norm * unit_sensitivity
         return float(self.l2_sensitivity or 0.0) / unit_sensitivity, float(self.l2_sensitivity or 0.0)
@@ -165,7 +164,6 @@ class CoupledMode(GaussianMode):
         return draft.denominator
 
     def _refuse_large(self, count: int) -> None:
-        """Refuse a sub-batch for which the noise would be too small."""
         coupling = self._plan.coupling
         if coupling is not None and count > coupling.n_max:
             raise DataError(
