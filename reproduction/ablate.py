@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 
 from lit_dpret.callbacks import ProgressLine
@@ -26,33 +26,30 @@ from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import LabelledNegatives
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters import ReleasedQueries, load_released
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.tasks.parts import Parts, say
-from lit_dpret.tasks.ranking import score_embeddings
 from lit_dpret.tasks.round_trip import KEPT, check_round_trip
-from lit_dpret.tasks.synthesize import public_sample
 from reproduction.recipe import (
     PSEUDO,
     GeneratorRecipe,
     Recipe,
     Teacher,
-    draw,
     likeness,
     made_by,
     of_those,
     refuse_other_training,
-    train_generator,
 )
 from reproduction.report.comparison import COMPARE_MODES, Headings, ModeRow, gain_shares, share_section
 from reproduction.study import METRIC_NAMES, Cell, RetrievalStudy, TrainingRun
 
 EMBEDDINGS = "embeddings"
 _MEBI = 2**20
+_LIKENESS = {"bleu": "{:.2f}", "mauve": "{:.3f}"}
 _WARM_UP = (
     "python train.py model=generator privacy=none datamodule=pairs datamodule.folder=PUBLIC_PAIRS "
     "trainer.max_steps=300 hydra.run.dir={run}"
@@ -180,10 +177,6 @@ class Ablate(RetrievalStudy):
             )
         return covering[0]
 
-    def _eps_of(self, cell: Cell) -> Any:
-        """Return the budget of one run of a row."""
-        return self.eps if cell.eps is None else cell.eps
-
     # -- the retriever --------------------------------------------------------------------------
 
     def is_private(self, cell: Cell) -> bool:
@@ -196,16 +189,17 @@ class Ablate(RetrievalStudy):
         trials = {f"generators.{name}": self.generators[name].trials for name in self._asked_generators()}
         return {**super().tried(), **trials}
 
-    def _asked_generators(self) -> set[str]:
+    def _asked_generators(self) -> list[str]:
         """Return the generators that some chosen recipe learns from."""
-        return {str(self.variants[name].queries) for name in self.chosen} & set(self.generators)
+        asked = dict.fromkeys(str(self.variants[name].queries) for name in self.chosen)
+        return [name for name in asked if name in self.generators]
 
     def zero_shot(self) -> EvaluationResult:
         return self.score(self._prepared(self._searched, "encoding passages and queries"))
 
     def _make_retriever(self, privacy: Any, **settings: Any) -> Any:
         """Make a retriever that finds the embeddings of this run."""
-        return self.retriever(privacy=privacy, cache_dir=self._parts.run_dir / EMBEDDINGS, **settings)
+        return self.retriever(privacy=privacy, cache_dir=self._run_dir / EMBEDDINGS, **settings)
 
     def _prepared(self, data: PairsDataModule, label: str) -> Any:
         """Make the untrained retriever, with the texts of ``data`` encoded."""
@@ -215,94 +209,68 @@ class Ablate(RetrievalStudy):
         return model
 
     def score(self, model: Any) -> EvaluationResult:
-        passages = dict(sorted(self._passages().items()))
-        model.prepare_texts(passages, self._queries)  # from the cache, but for the first run
-        queries = model.encode_queries(list(self._queries.values()))
-        found = model.encode_passages(list(passages.values()))
-        return score_embeddings(list(self._queries), queries, list(passages), found, self._qrels)
-
-    def _train_on(self, data: PairsDataModule, run: TrainingRun, **settings: Any) -> EvaluationResult:
-        """Do one training run of its row's recipe; ``settings`` of the retriever go before the recipe's."""
-        cell, seed = run.cell, run.seed
-        recipe: Recipe = self.variants[cell.variant]
-        L.seed_everything(seed, verbose=False)
-        noise, cap = self._calibrated(cell)
-        privacy = recipe.make_privacy(
-            eps=self._eps_of(cell), delta=self._claimed_delta(), seed=seed, noise_multiplier=noise
-        )
-        model = self._make_retriever(privacy, **recipe.module_settings(seed=seed) | settings)
-        data.cap = data.cap if cap is None else cap
-        size: dict[str, Any] = {"steps": recipe.steps, "batch": recipe.batch, "trials": recipe.trials}
-        return self.fit(model, data, run, **size)
-
-    def _claimed_delta(self) -> float:
-        """Return the delta of every claim."""
-        return 1.0 / (2 * self._searched.n_units) if self.delta is None else self.delta
+        model.prepare_texts(dict(sorted(self.passages().items())), self._queries)  # from the cache, but for the first
+        return super().score(model)
 
     def _calibrated(self, cell: Cell) -> tuple[float | None, int | None]:
         """Noise multiplier and cap of the row's first run, which the others need not look for again."""
         first = cell.run(self._parts.seed)
         if not self.is_private(cell) or not self._stages.is_done(first):
             return None, None
-        mechanism = read_card(self._parts.run_dir / first)["mechanism"]
+        mechanism = read_card(self._run_dir / first)["mechanism"]
         return mechanism["noise_multiplier"], mechanism["law"][0].get("cap")
 
     # -- the queries that a run learns from -----------------------------------------------------
 
     def train(self, run: TrainingRun) -> EvaluationResult:
-        recipe, given = self.variants[run.cell.variant], run.cell.synthetic
+        cell, seed = run.cell, run.seed
+        recipe: Recipe = self.variants[cell.variant]
+        noise, cap = self._calibrated(cell)
+        data, margins = self._learned_from(cell, seed)
+        data.cap = data.cap if cap is None else cap
+
+        def make_model() -> Any:
+            eps = self.eps if cell.eps is None else cell.eps
+            privacy = recipe.make_privacy(eps=eps, delta=self.claimed_delta(), seed=seed, noise_multiplier=noise)  # type: ignore[arg-type]
+            return self._make_retriever(privacy, **recipe.module_settings(seed=seed) | margins)
+
+        return self.score(self.fit(make_model, data, run.folder, seed=seed, resume=run.resume, **recipe.size()))
+
+    def _learned_from(self, cell: Cell, seed: int) -> tuple[PairsDataModule, dict[str, Any]]:
+        """Return the data of a run, and what the retriever is told of a teacher's margins."""
+        recipe, given = self.variants[cell.variant], cell.synthetic
         if recipe.queries is None and given is None:
-            data: PairsDataModule = self.make_data()
+            data = self.make_data()
             data.rows_per_unit = recipe.rows_per_unit
-            return self._train_on(data, run)
-        made = given or (self._pseudo(recipe) if recipe.queries == PSEUDO else self._made(recipe, run.seed))
-        data = self._chosen(recipe, made, made.parent.name if given is None else run.cell.stage)
-        if recipe.pseudo_labels is None:
-            return self._train_on(data, run)
-        return self._train_on(data, run, **self._margins(recipe, data, made, run.seed))
+            return data, {}
+        made = given or (self._pseudo(recipe) if recipe.queries == PSEUDO else self._made(recipe, seed))
+        chosen = self._chosen(recipe, made, made.parent.name if given is None else cell.stage)
+        return chosen, {} if recipe.pseudo_labels is None else self._margins(recipe, chosen, made, seed)
 
     def _pseudo(self, recipe: Recipe) -> Path:
-        name, passages = f"pseudo-{recipe.queries_per_passage}", self._to_write_for()
+        name, passages = f"pseudo-{recipe.queries_per_passage}", self.to_write_for(self.passages())
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             write_pseudo_queries(passages, folder / "data", queries_per_passage=recipe.queries_per_passage)
             return {}
 
         self._stages.run(name, work)
-        return self._parts.run_dir / name / "data"
+        return self._run_dir / name / "data"
 
     def _made(self, recipe: Recipe, seed: int) -> Path:
-        """Return what the generator of this seed wrote, with its likeness to the private queries measured."""
-        name = str(recipe.queries)
-        generator, source = self.generators[name], self._trained(name, seed)
-        stage = f"made-{name}-{recipe.queries_per_passage}-seed{seed}"
-        tuning = {"data": self.tuning_data, "note": self.tuning_note or ""}
-        passages = self._to_write_for()
-        self._stages.run(
-            stage,
-            lambda folder, resume: draw(
-                generator, source, passages, folder, count=recipe.queries_per_passage, seed=seed, tuning=tuning
-            ),
-        )
-        return self._parts.run_dir / stage / "data"
+        """Return what the generator of this seed wrote."""
+        name, count = str(recipe.queries), recipe.queries_per_passage
+        generator, first = self.generators[name], f"generator-{name}-seed{self._parts.seed}"
 
-    def _to_write_for(self) -> dict[str, str]:
-        return public_sample(dict(self._searched.public_passages()), self.written_passages)
+        def make_privacy() -> PrivacyMode:
+            known = read_card(self._run_dir / first)["mechanism"] if self._stages.is_done(first) else {}
+            noise = {"noise_multiplier": known["noise_multiplier"]} if known else {}
+            return generator.privacy(eps=self.eps, delta=self.claimed_delta(), **noise)
 
-    def _trained(self, name: str, seed: int) -> Path:
-        """Return the folder of a trained generator."""
-        recipe, stage = self.generators[name], f"generator-{name}-seed{seed}"
-
-        def work(folder: Path, resume: bool) -> dict[str, Any]:
-            first = self._parts.run_dir / f"generator-{name}-seed{self._parts.seed}"
-            known = read_card(first)["mechanism"]["noise_multiplier"] if self._stages.is_done(first.name) else None
-            noise = {} if known is None else {"noise_multiplier": known}
-            privacy = recipe.privacy(eps=self.eps, delta=self._claimed_delta(), **noise)
-            tuning = {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note}
-            return train_generator(recipe, privacy, folder, parts=self._parts, seed=seed, resume=resume, tuning=tuning)
-
-        self.once(stage, recipe.describe(), work, knob=f"task.generators.{name}")
-        return self._parts.run_dir / stage
+        return self.generate(
+            generator, make_privacy, self.passages, trained=f"generator-{name}-seed{seed}",
+            made=f"made-{name}-{count}-seed{seed}", knob=f"task.generators.{name}", seed=seed, count=count,
+        )  # fmt: skip
 
     def _chosen(self, recipe: Recipe, made: Path, name: str) -> SyntheticDataModule:
         """Return synthetic queries as training data: all, or those that find their passage."""
@@ -310,7 +278,7 @@ class Ablate(RetrievalStudy):
         if k is not None:
             stage = f"round_trip{k}-{name}"
             self._stages.run(stage, partial(self._consistent, made, k))
-            keep = self._parts.run_dir / stage / KEPT
+            keep = self._run_dir / stage / KEPT
         return self._as_data(made, keep)
 
     def _as_data(self, made: Path, keep: Path | None) -> SyntheticDataModule:
@@ -330,19 +298,19 @@ class Ablate(RetrievalStudy):
 
     def _released(self, made: Path) -> ReleasedQueries:
         """Return synthetic queries, and all passages that are searched."""
-        return replace(load_released(made, declared_public=self._is_pseudo(made)), passages=self._passages())
+        return replace(load_released(made, declared_public=self._is_pseudo(made)), passages=self.passages())
 
     def _is_here(self, made: Path) -> bool:
-        return made.parent.parent == self._parts.run_dir
+        return made.parent.parent == self._run_dir
 
     def _is_pseudo(self, made: Path) -> bool:
         return self._is_here(made) and made.parent.name.startswith(PSEUDO)
 
     def _margins(self, recipe: Recipe, data: SyntheticDataModule, made: Path, seed: int) -> dict[str, Any]:
         """Return what a retriever needs to learn the teacher's margins of synthetic queries."""
-        if self._teacher is None or recipe.pseudo_labels is None:
-            raise ConfigurationError("task.teacher is null.")
         teacher, per_query = self._teacher, recipe.pseudo_labels
+        if teacher is None or per_query is None:
+            raise ConfigurationError("task.teacher is null.")
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             zero_shot = self._make_retriever(NoPrivacy())
@@ -353,11 +321,8 @@ class Ablate(RetrievalStudy):
 
         stage = self._labels(recipe, seed)
         self._stages.run(stage, work)
-        file = self._parts.run_dir / stage / LABELS
-        return {
-            "negatives": [LabelledNegatives(file=file, per_query=per_query, seed=seed)],
-            "loss": MarginMSELoss(temperature=recipe.temperature),
-        }
+        source = LabelledNegatives(file=self._run_dir / stage / LABELS, per_query=per_query, seed=seed)
+        return {"negatives": [source], "loss": MarginMSELoss(temperature=recipe.temperature)}
 
     def _labels(self, recipe: Recipe, seed: int) -> str:
         """Return the stage of the labels of what a recipe learns from."""
@@ -368,37 +333,25 @@ class Ablate(RetrievalStudy):
 
     def before_training(self, cells: Sequence[Cell]) -> None:
         """Refuse to go on with another generator, or another teacher, than those of what is finished."""
-        for cell in cells:
-            self._refuse_other_generators(cell)
+        for cell, seed in product(cells, self.all_seeds()):
             recipe: Recipe = self.variants[cell.variant]
-            for seed in range(self._parts.seed, self._parts.seed + self.seeds):
-                stage = self._labels(recipe, seed)
-                if recipe.pseudo_labels is None or self._teacher is None or not self._stages.is_done(stage):
-                    continue
-                if self._stages.result(stage)["teacher"] != self._teacher.fingerprint():
-                    raise ResumeError(
-                        f"resume=true, but {stage} was made by another cross-encoder than task.teacher="
-                        f"{self._teacher.source}. Restore it, or remove {self._parts.run_dir / stage} and the runs of "
-                        f"task.variants.{cell.variant}."
-                    )
-
-    def _refuse_other_generators(self, cell: Cell) -> None:
-        """Refuse what is finished of synthetic queries where it comes from another training than the folder says."""
-        recipe: Recipe = self.variants[cell.variant]
-        if recipe.queries in (None, PSEUDO):
-            return
-        run_dir = self._parts.run_dir
-        for seed in range(self._parts.seed, self._parts.seed + self.seeds):
-            made, row = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}", cell.run(seed)
-            readers = [f"round_trip{recipe.round_trip_filter}-{made}", self._labels(recipe, seed)]
-            readers += [] if self.likeness_texts is None else [f"likeness-{recipe.queries}-seed{seed}"]
-            refuse_other_training(
-                self._stages,
-                run_dir,
-                f"generator-{recipe.queries}-seed{seed}",
-                cards={made: run_dir / made / "data", row: run_dir / row},
-                readers=readers,
-            )
+            labels = self._labels(recipe, seed)
+            if recipe.queries not in (None, PSEUDO):
+                made, row = f"made-{recipe.queries}-{recipe.queries_per_passage}-seed{seed}", cell.run(seed)
+                readers = [f"round_trip{recipe.round_trip_filter}-{made}", labels]
+                readers += [] if self.likeness_texts is None else [f"likeness-{recipe.queries}-seed{seed}"]
+                refuse_other_training(
+                    self._stages, self._run_dir, f"generator-{recipe.queries}-seed{seed}", readers=readers,
+                    cards={made: self._run_dir / made / "data", row: self._run_dir / row},
+                )  # fmt: skip
+            if recipe.pseudo_labels is None or self._teacher is None or not self._stages.is_done(labels):
+                continue
+            if self._stages.result(labels)["teacher"] != self._teacher.fingerprint():
+                raise ResumeError(
+                    f"resume=true, but {labels} was made by another cross-encoder than task.teacher="
+                    f"{self._teacher.source}. Restore it, or remove {self._run_dir / labels} and the runs of "
+                    f"task.variants.{cell.variant}."
+                )
 
     # -- the report -------------------------------------------------------------------------------
 
@@ -430,11 +383,9 @@ class Ablate(RetrievalStudy):
         return found + self._generator_section()
 
     def _generator_section(self) -> list[Section]:
-        used = list(dict.fromkeys(self.variants[name].queries for name in self.chosen))
-        names = [name for name in used if name is not None and name != PSEUDO]
-        if not names:
+        body = [self._generator_row(name) for name in self._asked_generators()]
+        if not body:
             return []
-        body = [self._generator_row(name) for name in names]
         header = ["Generator", "trained parameters", "memory, MiB", *(["BLEU", "MAUVE"] if self.likeness_texts else [])]
         explained = (
             "Means over the generators of all runs, with the least and the largest. Memory is the peak of the process "
@@ -450,30 +401,29 @@ class Ablate(RetrievalStudy):
         return [Section("Generators", [Paragraph(explained), Grid(header, body, frozenset(range(1, len(header))))])]
 
     def _generator_row(self, name: str) -> list[object]:
-        trained, alike = [], []
-        for i in range(self.seeds):
-            seed = self._parts.seed + i
-            stage = self._trained(name, seed).name
-            trained.append(self._stages.result(stage))
-            if self.likeness_texts is None:
-                continue
-            made = next(self._parts.run_dir.glob(f"made-{name}-*-seed{seed}")) / "data"
+        recipe, knob = self.generators[name], f"task.generators.{name}"
+        trained = [  # all are done by now, and one that was made by another recipe is refused
+            self.once(f"generator-{name}-seed{seed}", recipe.describe(), lambda *_: {}, knob=knob)
+            for seed in self.all_seeds()
+        ]
+        memory = max(each["extra_bytes"] for each in trained) / _MEBI
+        cells: list[object] = [recipe.label, f"{trained[0]['trained_parameters']:,}", f"{memory:.0f}"]
+        if self.likeness_texts is None:
+            return cells
+        alike = []
+        for seed in self.all_seeds():
+            made = next(self._run_dir.glob(f"made-{name}-*-seed{seed}")) / "data"
             alike.append(self._stages.run(f"likeness-{name}-seed{seed}", partial(self._likeness, made)))
-        cells: list[object] = [self.generators[name].label, f"{trained[0]['trained_parameters']:,}"]
-        cells.append(f"{max(each['extra_bytes'] for each in trained) / _MEBI:.0f}")
-        for key, shown in (("bleu", "{:.2f}"), ("mauve", "{:.3f}")) if alike else ():
-            cells.append(_spread([each[key] for each in alike], shown))
-        return cells
+        return [*cells, *(_spread([each[key] for each in alike], form) for key, form in _LIKENESS.items())]
 
     def _likeness(self, made: Path, folder: Path, resume: bool) -> dict[str, Any]:
         return likeness(made, folder, parts=self._parts, max_texts=self.likeness_texts or 1) | self._source(made)
 
     def private_trainings(self, cells: Sequence[Cell]) -> int:
-        used = {self.variants[cell.variant].queries for cell in cells} - {None, PSEUDO}
-        return super().private_trainings(cells) + self.seeds * len(used)
+        return super().private_trainings(cells) + self.seeds * len(self._asked_generators())
 
     def notes(self) -> Iterable[str]:
-        if any(self.variants[name].queries not in (None, PSEUDO) for name in self.chosen):
+        if self._asked_generators():
             yield (
                 "Each run that learns from synthetic queries has a generator of its own, trained with noise of its "
                 "own: the interval over runs covers that noise."

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import lightning as L
-
 from lit_dpret.cards.text import printed_epsilon, privacy_line
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.negatives import InBatchNegatives, NegativeSource, PassageSource, refusal
@@ -100,11 +98,17 @@ class CompareNegatives(RetrievalStudy):
 
     def train(self, run: TrainingRun) -> EvaluationResult:
         variant: NegativesVariant = self.variants[run.cell.variant]
-        L.seed_everything(run.seed, verbose=False)
-        privacy: PrivacyMode = self._parts.make_privacy()
-        model = self.retriever(privacy=privacy, negatives=variant.make(privacy, seed=run.seed))
+
+        def make_model() -> Any:
+            privacy: PrivacyMode = self._parts.make_privacy()
+            return self.retriever(privacy=privacy, negatives=variant.make(privacy, seed=run.seed))
+
         size: dict[str, Any] = {"steps": self.steps, "batch": self.batch, "trials": variant.trials}
-        return self.fit(model, self.make_data(), run, save_every=max(1, self.steps // 2), **size)
+        often = max(1, self.steps // 2)
+        trained = self.fit(
+            make_model, self.make_data(), run.folder, seed=run.seed, resume=run.resume, save_every=often, **size
+        )
+        return self.score(trained)
 
     def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:
         variant: NegativesVariant = self.variants[cell.variant]

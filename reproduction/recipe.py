@@ -137,6 +137,10 @@ class Recipe:
         names = ("optimizer", "temperature", "negatives", "loss", "pool_size", "head", "head_dim")
         return picked(self, *names) | {"pool_seed": seed}
 
+    def size(self) -> dict[str, Any]:
+        """Return the length of a training, and how many were tried."""
+        return picked(self, "steps", "batch", "trials")
+
     def describe(self, card: Mapping[str, Any]) -> dict[str, Any]:
         """Describe how a run was trained, in its card's words where it has them; the same keys for every recipe."""
         mechanism, claim = card["mechanism"], card["claim"]
@@ -215,62 +219,61 @@ class GeneratorRecipe:
         if self.public_start is not None:
             read_start(self.public_start, public=True, knob="task.generators: public_start")
 
+    def train(
+        self, privacy: PrivacyMode, folder: Path, *, parts: Parts, seed: int, resume: bool, tuning: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Train on all private queries; ``folder/model`` and the privacy card are what it leaves.
+
+        Returns:
+            ``trained_parameters``, and ``extra_bytes``: the peak of the process above what it held before.
+        """
+        L.seed_everything(seed, verbose=False)
+        weights, start = {}, {}
+        if self.public_start is not None:
+            weights = {"pretrained": str(model_folder(self.public_start))}
+            start = {"init_from": self.public_start, "init_from_is_public": True}
+        model = self.model(privacy=privacy, **weights)
+        data = parts.make_datamodule(
+            max_passages=None, expected_batch_size=self.batch, sample_rate=None, physical_batch_size=self.physical_batch
+        )
+        here = torch.device("cpu")
+        before = resident(here)
+        reset_peak(here)
+        callbacks = stage_callbacks(
+            folder, resume=resume, label=f"generator {folder.name}", tuning_trials=self.trials, accountant=start,
+            **tuning,
+        )  # fmt: skip
+        make_trainer = partial(parts.make_trainer, max_steps=self.steps)
+        train(model, data, Training(run_dir=folder, make_trainer=make_trainer, callbacks=callbacks, resume=resume))
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return {
+            "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "extra_bytes": max(peak(here) - before, 0),
+        }
+
+    def draw(
+        self, generator: Path, passages: Mapping[str, str], folder: Path, *, count: int, seed: int,
+        tuning: Mapping[str, Any],
+    ) -> dict[str, Any]:  # fmt: skip
+        """Write ``count`` queries for each public passage into ``folder/data``."""
+        told = {"data": tuning["tuning_data"], "note": tuning["tuning_note"] or ""}
+        with ProgressLine(f"generating queries, {folder.name}") as progress:
+            synthesize(
+                generator / "model", passages, folder / "data", passages_are_public=True, queries_per_passage=count,
+                seed=seed, tuning=told, progress=progress, **picked(self, "top_p", "temperature"),
+            )  # fmt: skip
+        return {"passages": len(passages)}
+
     def describe(self) -> str:
         """Return what may not change between a generator and its resumption."""
         start = "" if self.public_start is None else f" start={weights_hash(model_folder(self.public_start))}"
         return repr(self) + start
 
 
-# -- generators, their queries, and the labels of a teacher
+# -- measures of made queries, and the labels of a teacher
 
 
 _READ = "ledger_head"
-
-
-def train_generator(
-    recipe: GeneratorRecipe, privacy: PrivacyMode, folder: Path, *, parts: Parts, seed: int, resume: bool,
-    tuning: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    """Train a generator on all private queries; ``folder/model`` and the privacy card are what it leaves.
-
-    Returns:
-        ``trained_parameters``, and ``extra_bytes``: the peak of the process during training above what it held before.
-    """
-    L.seed_everything(seed, verbose=False)
-    weights, start = {}, {}
-    if recipe.public_start is not None:
-        weights = {"pretrained": str(model_folder(recipe.public_start))}
-        start = {"init_from": recipe.public_start, "init_from_is_public": True}
-    model = recipe.model(privacy=privacy, **weights)
-    data = parts.make_datamodule(
-        max_passages=None, expected_batch_size=recipe.batch, sample_rate=None, physical_batch_size=recipe.physical_batch
-    )
-    here = torch.device("cpu")
-    before = resident(here)
-    reset_peak(here)
-    callbacks = stage_callbacks(
-        folder, resume=resume, label=f"generator {folder.name}", tuning_trials=recipe.trials, accountant=start, **tuning
-    )
-    make_trainer = partial(parts.make_trainer, max_steps=recipe.steps)
-    train(model, data, Training(run_dir=folder, make_trainer=make_trainer, callbacks=callbacks, resume=resume))
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return {
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "extra_bytes": max(peak(here) - before, 0),
-    }
-
-
-def draw(
-    recipe: GeneratorRecipe, generator: Path, passages: Mapping[str, str], folder: Path, *, count: int, seed: int,
-    tuning: Mapping[str, str],
-) -> dict[str, Any]:  # fmt: skip
-    """Write ``count`` queries for each public passage into ``folder/data``."""
-    with ProgressLine(f"generating queries, {folder.name}") as progress:
-        synthesize(
-            generator / "model", passages, folder / "data", passages_are_public=True, queries_per_passage=count,
-            seed=seed, tuning=tuning, progress=progress, **picked(recipe, "top_p", "temperature"),
-        )  # fmt: skip
-    return {"passages": len(passages)}
 
 
 def likeness(data: Path, folder: Path, *, parts: Parts, max_texts: int) -> dict[str, Any]:

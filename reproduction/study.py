@@ -1,9 +1,8 @@
 """The harness: a study runs stages in one folder, each once, and tells what all of them came to.
 
 An interrupted study goes on with ``resume=true``, and grows by what its stages do not depend on (`Study.growing`). A
-`RetrievalStudy` trains named variants of one retriever under several seeds, judges every run and says which variants
-differ: numbers are means over training runs, and what is called a difference is one over runs
-(`reproduction.report.comparison`).
+`QueryStudy` trains retrievers on private queries or on those of a generator; a `RetrievalStudy` trains named variants
+of one under several seeds, judges every run and says which variants differ (`reproduction.report.comparison`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import lightning as L
 import numpy as np
 import torch
 
@@ -26,7 +26,7 @@ from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.tuning import AMONG, refuse_told_as_none, refuse_trials_of_no_choice
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ResumeError
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.encoder_privacy import PUBLIC, UNKNOWN, privacy_of_encoder
@@ -34,6 +34,8 @@ from lit_dpret.tasks.parts import Parts, check_run_dir, say, some_of
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
 from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.stages import Stages, described, settings_fingerprint
+from lit_dpret.tasks.synthesize import public_sample
+from reproduction.recipe import GeneratorRecipe
 from reproduction.report.comparison import ComparisonReport, Headings, ModeRow
 from reproduction.spent import spent_under
 
@@ -59,8 +61,8 @@ class Study:
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         if fingerprint is None:
             fingerprint = settings_fingerprint(self, but=self.growing, **more)
-        stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint)
-        self._parts, self._stages = parts, stages.begin()
+        self._parts, self._run_dir = parts, parts.run_dir
+        self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint).begin()
 
     def kept_models(self) -> Collection[str]:
         """Return the stages, without seeds, of which private models stay; whoever takes one of several has chosen."""
@@ -92,10 +94,10 @@ class Study:
         """Return what ``work(folder, resume)`` made, now or in an earlier attempt with the same settings."""
         settings = described(settings)
         result = self._stages.run(name, lambda folder, resume: {**work(folder, resume), "settings": settings})
-        if result["settings"] != settings:
+        if result.get("settings") != settings:
             raise ResumeError(
                 f"resume=true, but {name} was made with other settings of {knob}. Restore them, or move "
-                f"{self._parts.run_dir / name} and what was made with it elsewhere; what its ledger is charged with "
+                f"{self._run_dir / name} and what was made with it elsewhere; what its ledger is charged with "
                 "stays spent."
             )
         return result
@@ -121,6 +123,116 @@ def _private_models(run_dir: Path) -> list[str]:
     """Return the stages whose model was trained under noise and is still there."""
     stages = [model.parent for model in run_dir.glob("*/model") if (model.parent / CARD_NAME).is_file()]
     return [stage.name for stage in stages if read_card(stage)["mechanism"]["kind"] == "gaussian_sum"]
+
+
+class QueryStudy(Study):
+    """A study of retrievers that learn from private queries, or from those that generators wrote."""
+
+    max_passages: int | None
+    written_passages: int | None = None
+    split: str
+    tuning_note: str | None
+    tuning_data: str
+    keep_models: bool = False
+
+    def open(self, parts: Parts) -> None:
+        """Begin the study, and read what is searched and judged by."""
+        self.begin(parts, fingerprint=settings_fingerprint(self, but=self.growing, seed=parts.seed))
+        self._searched = self.make_data()
+        read = self._searched.collection
+        self._stages.on_data(read.queries, read.passages, read.qrels, read.users).begin()
+        self._searched.use_unit("query")
+        self._queries, self._qrels = self._searched.evaluation_set(self.split)
+
+    def make_data(self, **changes: Any) -> PairsDataModule:
+        """Read the private data again; sampling is set where a run knows its batches."""
+        settings: dict[str, Any] = {"max_passages": self.max_passages, "rows_per_unit": "one"}
+        unknown: dict[str, Any] = {"expected_batch_size": None, "sample_rate": None}
+        made: PairsDataModule = self._parts.make_datamodule(**settings | unknown | changes)
+        made.prepare_data()
+        made.setup("fit")
+        return made
+
+    def passages(self) -> Mapping[str, str]:
+        """Return what is searched."""
+        return self._searched.public_passages()
+
+    def to_write_for(self, passages: Mapping[str, str]) -> dict[str, str]:
+        """Return the passages that queries are made for."""
+        return public_sample(dict(passages), self.written_passages)
+
+    def generate(
+        self, recipe: GeneratorRecipe, make_privacy: Callable[[], PrivacyMode],
+        passages: Callable[[], Mapping[str, str]], *,
+        trained: str, made: str, knob: str, seed: int, count: int = 1,
+    ) -> Path:  # fmt: skip
+        """Train a generator in the stage ``trained``, draw its queries in ``made``; return their folder."""
+
+        def train(folder: Path, resume: bool) -> dict[str, Any]:
+            how: dict[str, Any] = {"parts": self._parts, "seed": seed, "resume": resume, "tuning": self.tuning()}
+            return recipe.train(make_privacy(), folder, **how)
+
+        def draw(folder: Path, resume: bool) -> dict[str, Any]:
+            chosen = self.to_write_for(passages())
+            return recipe.draw(self._run_dir / trained, chosen, folder, count=count, seed=seed, tuning=self.tuning())
+
+        self.once(trained, recipe.describe(), train, knob=knob)
+        self.once(made, recipe.describe(), draw, knob=knob)
+        return self._run_dir / made / "data"
+
+    def all_seeds(self) -> list[int]:
+        """Return the seed of each run of a row."""
+        return [self._parts.seed + i for i in range(self.seeds)]  # type: ignore[attr-defined]
+
+    def claimed_delta(self) -> float:
+        """Return the delta of every claim."""
+        given: float | None = getattr(self, "delta", None)
+        return 1.0 / (2 * self._searched.n_units) if given is None else given
+
+    def tuning(self) -> dict[str, Any]:
+        """Return what cards say of how settings were chosen."""
+        return {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note}
+
+    def fit(
+        self, make_model: Callable[[], Any], data: PairsDataModule, folder: Path, *, seed: int, resume: bool,
+        steps: int, batch: int, trials: int | None, save_every: int = 5,
+    ) -> Any:  # fmt: skip
+        """Train a retriever in its stage and return it; its files go unless models are kept."""
+        L.seed_everything(seed, verbose=False)
+        model = make_model()
+        data.physical_batch_size = 2 * batch
+        callbacks = stage_callbacks(
+            folder, resume=resume, label=folder.name, tuning_trials=trials, save_every=save_every, **self.tuning()
+        )
+        train_retriever(
+            model, data, folder, parts=self._parts, steps=steps, batch=batch, callbacks=callbacks, resume=resume
+        )
+        if not self.keep_models:
+            for name in ("model", "checkpoints"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+        return model
+
+    def score(self, model: Any) -> EvaluationResult:
+        """Measure how well the questions of the split find their passages."""
+        return self.score_on(model, self._queries, self._qrels)
+
+    def score_on(
+        self, model: Any, queries: Mapping[str, str], qrels: Mapping[str, Mapping[str, int]]
+    ) -> EvaluationResult:
+        """Measure how well some queries find theirs."""
+        passages = dict(sorted(self.passages().items()))
+        with ProgressLine("encoding passages") as progress:
+            found = model.encode_passages(list(passages.values()), progress=progress)
+        asked = model.encode_queries(list(queries.values()))
+        return score_embeddings(list(queries), asked, list(passages), found, qrels)
+
+    def bm25(self, names: Mapping[str, str] = METRIC_NAMES) -> dict[str, Any]:
+        """Return what BM25 reaches, for every question."""
+
+        def work(folder: Path, resume: bool) -> dict[str, Any]:
+            return per_query(score_bm25(self._queries, self.passages(), self._qrels), names)
+
+        return self._stages.run("bm25", work)
 
 
 @dataclass(frozen=True)
@@ -150,17 +262,13 @@ class TrainingRun:
     folder: Path
     resume: bool
 
-    @property
-    def name(self) -> str:
-        """Its stage."""
-        return self.cell.run(self.seed)
-
 
 @dataclass(kw_only=True, eq=False)
-class RetrievalStudy(Study, ABC):
+class RetrievalStudy(QueryStudy, ABC):
     """Train, evaluate and compare variants of one retriever."""
 
     headings: ClassVar[Headings]
+    encoder: ClassVar[str] = ""  # what is trained, behind the test set in the report
     growing: ClassVar[frozenset[str]] = Study.growing | {"variants", "only", "chosen", "seeds", "keep_models"}
     # A folder of the run that is removed at its end: embeddings of queries are as private as the queries.
     private_folder: ClassVar[str]
@@ -187,16 +295,9 @@ class RetrievalStudy(Study, ABC):
         with torch.random.fork_rng(devices=[]):  # what is only asked about changes no draw of the study
             start = self.retriever(privacy=NoPrivacy())
         self._promise = privacy_of_encoder(start.pretrained, start)
-        self.begin(parts, seed=parts.seed)
-        self._searched = self.make_data()
-        self._searched.prepare_data()
-        self._searched.setup("fit")
-        read = self._searched.collection
-        self._stages.on_data(read.queries, read.passages, read.qrels, read.users).begin()
-        self._searched.use_unit("query")
-        self._queries, self._qrels = self._searched.evaluation_set(self.split)
+        self.open(parts)
         rows = [
-            self._untrained("bm25", "BM25", self._bm25, PUBLIC),
+            as_row([self.bm25()], name="BM25", privacy=PUBLIC),
             self._untrained("zero_shot", "zero-shot", self.zero_shot, self._promise),
         ]
         self.before_training(cells)
@@ -207,9 +308,8 @@ class RetrievalStudy(Study, ABC):
             rows=rows,
             headings=self.headings,
             metrics=list(METRIC_NAMES.values()),
-            evaluated_on=(
-                f"{len(self._queries)} {self.split} questions over {len(self._passages())} passages{self.encoder}"
-            ),
+            evaluated_on=f"{len(self._queries)} {self.split} questions over {len(self.passages())} "
+            f"passages{self.encoder}",
             command=parts.command_again(),
             notes=[*([self.tuning_note] if self.tuning_note else []), *self.notes(), *self._note_on_start()],
             private_runs=private,
@@ -219,8 +319,8 @@ class RetrievalStudy(Study, ABC):
         )
         written = page.write(parts.run_dir)
         page.print()
-        lines = [*(f"{name}: {path}" for name, path in written.items())]
-        say(*lines, f"Stages took {sum(self._stages.seconds.values()):.0f} s")
+        say(*(f"{name}: {path}" for name, path in written.items()))
+        say(f"Stages took {sum(self._stages.seconds.values()):.0f} s")
         shutil.rmtree(parts.run_dir / self.private_folder, ignore_errors=True)
         return {row.name: row.over_runs("nDCG@10").mean for row in rows}
 
@@ -231,9 +331,6 @@ class RetrievalStudy(Study, ABC):
         return {f"variants.{name}": getattr(self.variants[name], "trials", None) for name in self.chosen}
 
     # -- what a study says of itself -------------------------------------------------------------
-
-    # What is trained, behind the test set in the report.
-    encoder: ClassVar[str] = ""
 
     @abstractmethod
     def cells(self) -> list[Cell]:
@@ -256,7 +353,7 @@ class RetrievalStudy(Study, ABC):
         """Return whether its runs claim an epsilon of their own."""
 
     def before_training(self, cells: Sequence[Cell]) -> None:
-        """Run the stages that training runs need; here there are none."""
+        """Look at what is finished before anything is trained; here there is nothing to see."""
         return None
 
     def notes(self) -> Iterable[str]:
@@ -275,53 +372,10 @@ class RetrievalStudy(Study, ABC):
         """Name the rows that the others are tested against; where there are none, every two rows are compared."""
         return ()
 
-    # -- one training run --------------------------------------------------------------------------
-
-    def make_data(self) -> PairsDataModule:
-        """Read the private data again; sampling is set where a run knows its batches."""
-        made: PairsDataModule = self._parts.make_datamodule(
-            max_passages=self.max_passages, expected_batch_size=None, sample_rate=None, rows_per_unit="one"
-        )
-        return made
-
-    def fit(
-        self, model: Any, data: PairsDataModule, run: TrainingRun, *, steps: int, batch: int, trials: int | None,
-        save_every: int = 5,
-    ) -> EvaluationResult:  # fmt: skip
-        """Train a retriever in its stage, judge it, and drop the model unless models are kept."""
-        data.physical_batch_size = 2 * batch
-        callbacks = stage_callbacks(
-            run.folder, resume=run.resume, label=run.name, tuning_trials=trials, tuning_data=self.tuning_data,
-            tuning_note=self.tuning_note, save_every=save_every,
-        )  # fmt: skip
-        train_retriever(
-            model, data, run.folder, parts=self._parts, steps=steps, batch=batch, callbacks=callbacks,
-            resume=run.resume,
-        )  # fmt: skip
-        result = self.score(model)
-        if not self.keep_models:
-            shutil.rmtree(run.folder / "model", ignore_errors=True)
-            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
-        return result
-
-    def score(self, model: Any) -> EvaluationResult:
-        """Measure how well the questions of the split find their passages."""
-        passages = dict(sorted(self._passages().items()))
-        with ProgressLine("encoding passages") as progress:
-            found = model.encode_passages(list(passages.values()), progress=progress)
-        queries = model.encode_queries(list(self._queries.values()))
-        return score_embeddings(list(self._queries), queries, list(passages), found, self._qrels)
-
-    def _passages(self) -> Mapping[str, str]:
-        return self._searched.public_passages()
-
     # -- stages and rows -----------------------------------------------------------------------------
 
-    def _bm25(self) -> EvaluationResult:
-        return score_bm25(self._queries, self._passages(), self._qrels)
-
     def _untrained(self, name: str, label: str, score: Callable[[], EvaluationResult], privacy: str) -> ModeRow:
-        return _as_row([self._stages.run(name, lambda *_: _per_query(score()))], name=label, privacy=privacy)
+        return as_row([self._stages.run(name, lambda *_: per_query(score()))], name=label, privacy=privacy)
 
     def _note_on_start(self) -> list[str]:
         if self._promise in (PUBLIC, UNKNOWN):
@@ -330,7 +384,7 @@ class RetrievalStudy(Study, ABC):
 
     def _train_all(self, cells: Sequence[Cell]) -> None:
         """Do every row's first run, then every row's second one: early numbers are of all rows."""
-        todo = [(cell, self._parts.seed + i) for i in range(self.seeds) for cell in cells]
+        todo = [(cell, seed) for seed in self.all_seeds() for cell in cells]
 
         def work(one: tuple[Cell, int]) -> str:
             return f"nDCG@10 {np.mean(self._result(*one)['per_query']['nDCG@10']):.4f}"
@@ -341,18 +395,18 @@ class RetrievalStudy(Study, ABC):
         return self.once(
             cell.run(seed),
             repr(self.variants[cell.variant]),
-            lambda folder, resume: _per_query(self.train(TrainingRun(cell, seed, folder, resume))),
+            lambda folder, resume: per_query(self.train(TrainingRun(cell, seed, folder, resume))),
             knob=f"task.variants.{cell.variant}",
         )
 
     def _row(self, cell: Cell) -> ModeRow:
-        seeds = range(self._parts.seed, self._parts.seed + self.seeds)
-        cards = [read_card(self._parts.run_dir / cell.run(seed)) for seed in seeds]
+        cards = [read_card(self._run_dir / cell.run(seed)) for seed in self.all_seeds()]
         worst = max(cards, key=lambda card: math.inf if card["claim"]["epsilon"] is None else card["claim"]["epsilon"])
-        return _as_row([self._result(cell, seed) for seed in seeds], **self.describe_row(cell, worst))
+        return as_row([self._result(cell, seed) for seed in self.all_seeds()], **self.describe_row(cell, worst))
 
 
-def _as_row(results: Sequence[Mapping[str, Any]], **facts: Any) -> ModeRow:
+def as_row(results: Sequence[Mapping[str, Any]], **facts: Any) -> ModeRow:
+    """Return the row of a system's runs, each as `per_query` has it."""
     values = {m: np.array([result["per_query"][m] for result in results]) for m in METRIC_NAMES.values()}
     return ModeRow(
         per_run={m: table.mean(axis=1).tolist() for m, table in values.items()},
@@ -361,5 +415,6 @@ def _as_row(results: Sequence[Mapping[str, Any]], **facts: Any) -> ModeRow:
     )
 
 
-def _per_query(result: EvaluationResult) -> dict[str, Any]:
-    return {"per_query": {shown: [float(v) for v in result.per_query[name]] for name, shown in METRIC_NAMES.items()}}
+def per_query(result: EvaluationResult, names: Mapping[str, str] = METRIC_NAMES) -> dict[str, Any]:
+    """Return each metric's value for every question, as a stage keeps it."""
+    return {"per_query": {shown: [float(v) for v in result.per_query[name]] for name, shown in names.items()}}

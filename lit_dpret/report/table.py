@@ -154,6 +154,19 @@ class Table:
         return "" if cell is None else cell
 
 
+def grid_of(lines: Sequence[Mapping[str, object]]) -> Grid:
+    """Return lines of the same keys as a table; empty for no lines."""
+    return Grid(list(lines[0]) if lines else [], [list(line.values()) for line in lines])
+
+
+def settings_grid(head: Sequence[str], lines: Sequence[tuple[Sequence[object], Mapping[str, object]]]) -> Grid:
+    """Return a table of settings: what a line begins with, then a column for each setting of any line."""
+    names = list(dict.fromkeys(name for _, settings in lines for name in settings))
+    body = [[*first, *(plain(settings.get(name)) for name in names)] for first, settings in lines]
+    header = [*head, *(name.replace("_", " ") for name in names)]
+    return Grid(header, body, frozenset(range(len(head), len(header))))
+
+
 def console_table(rows: Sequence[RowResult], *, title: str = "") -> ConsoleTable:
     """Return the table for ``rich.print``, in 80 columns: intervals and privacy below numbers and names."""
     names = metric_names(rows)

@@ -8,7 +8,6 @@ written again after each of them: it says which seeds a row has, and what was no
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,20 +15,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lightning as L
 import numpy as np
 
-from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Banner, Block, Code, Grid, Paragraph, Section
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import DualEncoder
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.report.page import Page
-from lit_dpret.report.table import plain
-from lit_dpret.retrieval.trec_runs import EvaluationResult
+from lit_dpret.report.table import settings_grid
 from lit_dpret.settings import require_number, require_whole
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
@@ -37,16 +33,13 @@ from lit_dpret.tasks.encoder_privacy import privacy_of_encoder
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.parts import Parts, require_budgets, say, some_of
 from lit_dpret.tasks.pipeline import METRIC_NAMES
-from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
-from lit_dpret.tasks.ranking import score_bm25, score_embeddings
 from lit_dpret.tasks.round_trip import KEPT, check_round_trip
-from lit_dpret.tasks.stages import settings_fingerprint
 from lit_dpret.tasks.synthesize import public_sample
 from reproduction.paper_000.end_to_end_table import FIRST, Cell, Finished, Regime, Run, budget_name
 from reproduction.paper_000.table import shown, write_tables
-from reproduction.recipe import GeneratorRecipe, Recipe, draw, made_by, refuse_other_training, train_generator
+from reproduction.recipe import GeneratorRecipe, Recipe, made_by, refuse_other_training
 from reproduction.spent import spent_under
-from reproduction.study import Study
+from reproduction.study import QueryStudy, per_query
 
 NAME = "end_to_end"
 _TITLE = "Paper 000, its comparison end to end: synthetic queries beside direct DP training of whole dual encoders"
@@ -72,7 +65,7 @@ def _trip(regime: str, k: int, eps: float | None) -> str:
 
 
 @dataclass(kw_only=True, eq=False)
-class EndToEnd(Study):
+class EndToEnd(QueryStudy):
     """Train every regime in every way at every budget under several seeds, and say where the paper's order holds.
 
     Guarantees:
@@ -83,7 +76,7 @@ class EndToEnd(Study):
         - With ``rates`` no private query is learned from or judged by: words of public passages stand in their place.
     """
 
-    growing: ClassVar[frozenset[str]] = Study.growing | {
+    growing: ClassVar[frozenset[str]] = QueryStudy.growing | {
         "regimes", "generator", "eps", "seeds", "only", "report_only", "originals_are_public", "tuning_note",
         "tuning_data", "note", "chosen",
     }  # fmt: skip
@@ -147,20 +140,14 @@ class EndToEnd(Study):
     def run(self, parts: Parts) -> dict[str, float]:
         """Train what is not done yet, and report; returns nDCG@10 of each row that has a run."""
         refuse_several_ranks(parts.make_trainer(logger=False))
-        self._parts = parts
-        self.begin(parts, fingerprint=settings_fingerprint(self, but=self.growing, seed=parts.seed))
-        self._searched = self._data(max_passages=self.max_passages)
-        read = self._searched.collection
-        self._stages.on_data(read.queries, read.passages, read.qrels, read.users).begin()
-        self._searched.use_unit("query")
+        self.open(parts)
         if self.rates is not None:
             return self._try_rates()
-        self._judged = self._searched.evaluation_set(self.split)
         self._refuse_other_generators()
-        todo = [] if self.report_only else list(self._todo())
-        self.in_turn(todo, lambda one: one[0].run(one[1]), self._do, label="training runs")
+        todo = [] if self.report_only else list(product(self.all_seeds(), self._asked()))
+        self.in_turn(todo, lambda one: one[1].run(one[0]), self._do, label="training runs")
         told = self._tell()
-        say(f"written: {self._parts.run_dir / 'report' / NAME}.html")
+        say(f"written: {self._run_dir / 'report' / NAME}.html")
         return told
 
     def kept_models(self) -> set[str]:
@@ -174,21 +161,13 @@ class EndToEnd(Study):
         found = {f"regimes.{regime}.ways.{way}": trials for (regime, way), trials in ways.items()}
         return {"generator": self.generator.trials, **found}
 
-    def _todo(self) -> Iterator[tuple[Cell, int]]:
-        """Yield every training, all of one seed before those of the next."""
-        for seed, cell in product(self._all_seeds(), self._asked()):
-            yield cell, seed
-
-    def _all_seeds(self) -> list[int]:
-        return [self._parts.seed + i for i in range(self.seeds)]
-
     def _refuse_other_generators(self) -> None:
         """Refuse to go on where what is finished learned from another generator than the one that is there."""
-        run_dir = self._parts.run_dir
+        run_dir = self._run_dir
         for eps in self.eps:
             made = f"made-{budget_name(eps)}"
             learned = [cell for cell in self.cells() if cell.eps == eps and self.recipe(cell).learns_from_synthetic]
-            rows = [cell.run(seed) for cell, seed in product(learned, self._all_seeds())]
+            rows = [cell.run(seed) for cell, seed in product(learned, self.all_seeds())]
             refuse_other_training(
                 self._stages, run_dir, f"generator-{budget_name(eps)}",
                 cards={made: run_dir / made / "data"} | {row: run_dir / row for row in rows},
@@ -199,51 +178,28 @@ class EndToEnd(Study):
         found = [(r, k) for r in self.regimes for way in self._ways(r).values() if (k := way.round_trip_filter)]
         return list(dict.fromkeys(found))
 
-    def _do(self, one: tuple[Cell, int]) -> str:
-        cell, seed = one
+    def _do(self, one: tuple[int, Cell]) -> str:
+        seed, cell = one
         if self.recipe(cell).learns_from_synthetic and not self._stages.is_done(cell.run(seed)):
             self._synthetic(cell)  # here, so that the time of a training is its own
-        told = f"{FIRST} {np.mean(self._trained(*one)[FIRST]):.4f}"
+        told = f"{FIRST} {np.mean(self._trained(cell, seed)[FIRST]):.4f}"
         self._tell()
         return told
 
-    # -- data --------------------------------------------------------------------------------
-
-    def _data(self, **changes: Any) -> PairsDataModule:
-        made: PairsDataModule = self._parts.make_datamodule(
-            **{"expected_batch_size": None, "sample_rate": None, "rows_per_unit": "one"} | changes
-        )
-        made.prepare_data()
-        made.setup("fit")
-        return made
-
-    def _made(self, eps: float | None) -> Path:
-        """Return the queries of the generator of one budget, trained and drawn if need be."""
-        source, tuning = f"generator-{budget_name(eps)}", {"data": self.tuning_data, "note": self.tuning_note or ""}
-        seed, settings = self._parts.seed, self.generator.describe()
-
-        def train(folder: Path, resume: bool) -> dict[str, Any]:
-            privacy = NoPrivacy() if eps is None else self.generator.privacy(eps=eps, delta=self._delta())
-            return train_generator(
-                self.generator, privacy, folder, parts=self._parts, seed=seed, resume=resume, tuning=self._tuning()
-            )
-
-        def write(folder: Path, resume: bool) -> dict[str, Any]:
-            trained = self._parts.run_dir / source
-            return draw(self.generator, trained, self._to_write_for(), folder, count=1, seed=seed, tuning=tuning)
-
-        self.once(source, settings, train, knob="task.generator")
-        self.once(f"made-{budget_name(eps)}", settings, write, knob="task.generator")
-        return self._parts.run_dir / f"made-{budget_name(eps)}" / "data"
-
-    def _to_write_for(self) -> dict[str, str]:
-        return public_sample(dict(self._data(max_passages=None).public_passages()), self.written_passages)
-
     def _synthetic(self, cell: Cell) -> SyntheticDataModule:
         """Return the queries that a row learns from: all, or those that find their passage."""
-        folder, k, keep = self._made(cell.eps), self.recipe(cell).round_trip_filter, None
+        eps, k, keep = cell.eps, self.recipe(cell).round_trip_filter, None
+
+        def make_privacy() -> PrivacyMode:
+            return NoPrivacy() if eps is None else self.generator.privacy(eps=eps, delta=self.claimed_delta())
+
+        folder = self.generate(
+            self.generator, make_privacy, self._everything,
+            trained=f"generator-{budget_name(eps)}", made=f"made-{budget_name(eps)}", knob="task.generator",
+            seed=self._parts.seed,
+        )  # fmt: skip
         if k is not None:
-            stage = _trip(cell.regime, k, cell.eps)
+            stage = _trip(cell.regime, k, eps)
 
             def work(place: Path, resume: bool) -> dict[str, Any]:
                 start, released = self._untrained(cell.regime), load_released(folder)
@@ -251,73 +207,50 @@ class EndToEnd(Study):
 
             settings = described_retriever(self.regimes[cell.regime])
             self.once(stage, settings, work, knob=f"task.regimes.{cell.regime}.retriever")
-            keep = self._parts.run_dir / stage / KEPT
+            keep = self._run_dir / stage / KEPT
         return SyntheticDataModule(folder=folder, evaluation=self._searched, keep=keep)
 
     # -- one training --------------------------------------------------------------------------
-
-    def _delta(self) -> float:
-        return 1.0 / (2 * self._searched.n_units)
-
-    def _tuning(self) -> dict[str, Any]:
-        return {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note}
 
     def _trained(self, cell: Cell, seed: int) -> Any:
         """Return each metric's value for every test question, trained if need be."""
         recipe = self.recipe(cell)
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
-            data = self._synthetic(cell) if recipe.learns_from_synthetic else self._data(max_passages=None)
-            model = self._fit(recipe, cell, data, folder, seed=seed, resume=resume)
-            return {"per_query": _per_query(self._score(model, *self._judged))}
+            data = self._synthetic(cell) if recipe.learns_from_synthetic else self.make_data(max_passages=None)
+            return per_query(self.score(self._fit(recipe, cell, data, folder, seed=seed, resume=resume)), METRIC_NAMES)
 
         settings = [recipe, described_retriever(self.regimes[cell.regime])]
         if recipe.learns_from_synthetic:
             settings.append(self.generator.describe())
-        knob = f"task.regimes.{cell.regime}.ways.{cell.way}"
-        return self.once(cell.run(seed), repr(settings), work, knob=knob)["per_query"]
+        return self.once(cell.run(seed), repr(settings), work, knob=_knob(cell))["per_query"]
 
     def _fit(
         self, recipe: Recipe, cell: Cell, data: PairsDataModule, folder: Path, *, seed: int, resume: bool
     ) -> DualEncoder:
-        L.seed_everything(seed, verbose=False)
-        privacy = recipe.make_privacy(eps=cell.eps, delta=self._delta(), seed=seed, noise_multiplier=None)
-        model = self._encoder(cell.regime, privacy, optimizer=recipe.optimizer, temperature=recipe.temperature)
-        data.physical_batch_size = 2 * recipe.batch
-        callbacks = stage_callbacks(
-            folder, resume=resume, label=folder.name, save_every=max(1, recipe.steps // 2),
-            tuning_trials=recipe.trials, **self._tuning(),
-        )  # fmt: skip
-        train_retriever(
-            model, data, folder, parts=self._parts, steps=recipe.steps, batch=recipe.batch, callbacks=callbacks,
-            resume=resume,
-        )  # fmt: skip
-        for name in ("model", "checkpoints"):  # an encoder is large, and the results are kept
-            shutil.rmtree(folder / name, ignore_errors=True)
-        return model
+        def make_model() -> DualEncoder:
+            privacy = recipe.make_privacy(eps=cell.eps, delta=self.claimed_delta(), seed=seed, noise_multiplier=None)
+            how: dict[str, Any] = {"optimizer": recipe.optimizer, "temperature": recipe.temperature}
+            return self.regimes[cell.regime].retriever(privacy=privacy, **how)
 
-    def _encoder(self, regime: str, privacy: Any, **settings: Any) -> DualEncoder:
-        return self.regimes[regime].retriever(privacy=privacy, **settings)
+        often = max(1, recipe.steps // 2)
+        trained: DualEncoder = self.fit(
+            make_model, data, folder, seed=seed, resume=resume, save_every=often, **recipe.size()
+        )
+        return trained
+
+    def _everything(self) -> Mapping[str, str]:
+        return self.make_data(max_passages=None).public_passages()
 
     def _untrained(self, regime: str) -> DualEncoder:
-        return self._encoder(regime, NoPrivacy())
-
-    def _score(
-        self, model: DualEncoder, queries: Mapping[str, str], qrels: Mapping[str, Mapping[str, int]]
-    ) -> EvaluationResult:
-        passages = dict(sorted(self._searched.public_passages().items()))
-        with ProgressLine("encoding passages") as progress:
-            found = model.encode_passages(list(passages.values()), progress=progress)
-        return score_embeddings(
-            list(queries), model.encode_queries(list(queries.values())), list(passages), found, qrels
-        )
+        return self.regimes[regime].retriever(privacy=NoPrivacy())
 
     # -- the search for learning rates, on public texts ------------------------------------------
 
     def _try_rates(self) -> dict[str, float]:
         """Train each way at each rate on pseudo-queries, and judge by those of other passages; nothing else is done."""
         eps, rates = self.finite[0], list(self.rates or ())
-        folder = self._parts.run_dir / "pseudo"
+        folder = self._run_dir / "pseudo"
         self._stages.run("pseudo", self._write_pseudo)
         judged = self._pseudo_data(folder).evaluation_set("test")
         cells = [c for c in self._asked() if c.eps in (eps, None) and not self.recipe(c).learns_from_synthetic]
@@ -334,17 +267,16 @@ class EndToEnd(Study):
             def work(place: Path, resume: bool) -> dict[str, Any]:
                 data = self._pseudo_data(folder)
                 model = self._fit(recipe, cell, data, place, seed=self._parts.seed, resume=resume)
-                return {"means": dict(self._score(model, *judged).means)}
+                return {"means": dict(self.score_on(model, *judged).means)}
 
             settings = repr([recipe, described_retriever(self.regimes[cell.regime])])
-            knob = f"task.regimes.{cell.regime}.ways.{cell.way}"
-            return dict(self.once(name(one), settings, work, knob=knob)["means"])
+            return dict(self.once(name(one), settings, work, knob=_knob(cell))["means"])
 
         def told(one: tuple[Cell, float]) -> str:
             return f"nDCG@10 {result(one)['ndcg@10']:.4f}"
 
         self.in_turn(todo, name, told, label="trials on pseudo-queries")
-        start = {regime: self._score(self._untrained(regime), *judged).means["ndcg@10"] for regime in self.regimes}
+        start = {regime: self.score_on(self._untrained(regime), *judged).means["ndcg@10"] for regime in self.regimes}
         header = ["regime", "way", "epsilon", "rate", "nDCG@10", "untrained"]
         body = [
             (cell.regime, cell.way, shown(cell.eps), f"{rate:g}", f"{result((cell, rate))['ndcg@10']:.4f}",
@@ -362,17 +294,17 @@ class EndToEnd(Study):
             sections=[Section("Trials", [grid]), Section("How to get this again", [Code(self._command())])],
             facts={"about": about, "header": header, "trials": body}, tables={"rates.csv": grid}, owner_only=False,
         )  # fmt: skip
-        page.write(self._parts.run_dir / "report")
+        page.write(self._run_dir / "report")
         return {name(one): float(result(one)["ndcg@10"]) for one in todo}
 
     def _pseudo_data(self, folder: Path) -> PairsDataModule:
         # Of some passages the query is neither learned from nor judged by.
-        return self._data(folder=folder / "data", max_passages=None, drop_queries_without_passage=True)
+        return self.make_data(folder=folder / "data", max_passages=None, drop_queries_without_passage=True)
 
     def _write_pseudo(self, folder: Path, resume: bool) -> dict[str, Any]:
         """Write as many pseudo-queries as there are private queries, and others to judge by."""
-        everything = dict(self._data(max_passages=None).public_passages())
-        searched = self._searched.public_passages()
+        everything = dict(self._everything())
+        searched = self.passages()
         held = set(public_sample(dict(searched), self.rate_queries))
         rest = {name: text for name, text in everything.items() if name not in held}
         chosen = set(public_sample(rest, self._searched.n_units)) | held | set(searched)
@@ -392,21 +324,20 @@ class EndToEnd(Study):
 
     def _known(self, cell: Cell) -> dict[int, Any]:
         """Return the finished runs of a row by seed, each metric's values for every test question."""
-        done = [seed for seed in self._all_seeds() if self._stages.is_done(cell.run(seed))]
+        done = [seed for seed in self.all_seeds() if self._stages.is_done(cell.run(seed))]
         return {seed: self._trained(cell, seed) for seed in done}
 
     def _tell(self) -> dict[str, float]:
         """Write the page of what is there; returns the first number of each row that has a run."""
         known = {cell: self._known(cell) for cell in self.cells()}
         tables = [self._finished(regime, known).table() for regime in self.regimes]
-        folder, hidden = self._parts.run_dir / "report", not self.originals_are_public
-        spent = spent_under(self._parts.run_dir).text
+        folder, hidden = self._run_dir / "report", not self.originals_are_public
+        spent = spent_under(self._run_dir).text
         lead: list[Block] = [Banner(_INTERNAL)] if hidden else []
         lead += [*([Banner(spent, "caution")] if spent else []), Paragraph(_ABOUT)]
         missing = self._missing(known)
         lead += [Paragraph(text) for text in (self.note, missing) if text]
-        queries, passages = self._judged[0], self._searched.public_passages()
-        judged = f"Judged on {len(queries)} {self.split} questions over {len(passages)} passages."
+        judged = f"Judged on {len(self._queries)} {self.split} questions over {len(self.passages())} passages."
         sections = [
             *write_tables(tables, folder, owner_only=hidden),
             Section("How each row was trained", [Paragraph(judged), self._settings(known)]),
@@ -432,7 +363,7 @@ class EndToEnd(Study):
     def _missing(self, known: Mapping[Cell, Mapping[int, Any]]) -> str:
         """Say which rows of which seeds were not run; nothing where all were."""
         told = []
-        for seed in self._all_seeds():
+        for seed in self.all_seeds():
             lacks = [cell for cell, runs in known.items() if seed not in runs]
             whole = [eps for eps in self.eps if all(cell in lacks for cell in known if cell.eps == eps)]
             names = [f"ε = {shown(eps)}" for eps in whole] + [cell.name for cell in lacks if cell.eps not in whole]
@@ -448,26 +379,20 @@ class EndToEnd(Study):
 
     def _finished(self, regime: str, known: Mapping[Cell, Mapping[int, Run]]) -> Finished:
         runs = {cell: found for cell, found in known.items() if cell.regime == regime}
-        places = {cell: self._parts.run_dir / cell.run(next(iter(found))) for cell, found in runs.items() if found}
+        places = {cell: self._run_dir / cell.run(next(iter(found))) for cell, found in runs.items() if found}
         start = self._untrained(regime)
         return Finished(
-            name=regime, regime=self.regimes[regime], runs=runs, start=self._start(regime), bm25=self._bm25(),
+            name=regime, regime=self.regimes[regime], runs=runs, start=self._start(regime),
+            bm25=self.bm25(METRIC_NAMES)["per_query"],
             claims={cell: privacy_line(read_card(place)) for cell, place in places.items()},
             start_privacy=privacy_of_encoder(start.pretrained, start),
         )  # fmt: skip
-
-    def _bm25(self) -> Any:
-        def work(folder: Path, resume: bool) -> dict[str, Any]:
-            queries, qrels = self._judged
-            return {"per_query": _per_query(score_bm25(queries, self._searched.public_passages(), qrels))}
-
-        return self._stages.run("bm25", work)["per_query"]
 
     def _start(self, regime: str) -> Any:
         """Return what the encoder reaches before any training, for every test question."""
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
-            return {"per_query": _per_query(self._score(self._untrained(regime), *self._judged))}
+            return per_query(self.score(self._untrained(regime)), METRIC_NAMES)
 
         settings = described_retriever(self.regimes[regime])
         return self.once(f"{regime}-untrained", settings, work, knob=f"task.regimes.{regime}.retriever")["per_query"]
@@ -482,7 +407,7 @@ class EndToEnd(Study):
             count = self._stages.result(made)["passages"]
             self._stages.result(trained)
             seconds = [f"{self._stages.seconds[stage]:.0f}" for stage in (trained, made)]
-            claim = privacy_line(read_card(self._parts.run_dir / trained))
+            claim = privacy_line(read_card(self._run_dir / trained))
             body.append((shown(eps), claim, count, *seconds, "; ".join(self._trips(eps))))
         header = ["ε", "what the generator promises", "queries", "seconds to train", "to draw", "find their passage"]
         return Grid(header, body, frozenset({2, 3, 4}))
@@ -497,14 +422,16 @@ class EndToEnd(Study):
     def _settings(self, known: Mapping[Cell, Mapping[int, Any]]) -> Grid:
         lines = []
         for cell, runs in known.items():
-            if runs:
-                seed = next(iter(runs))
-                told = self.recipe(cell).describe(read_card(self._parts.run_dir / cell.run(seed)))
+            for seed in list(runs)[:1]:
+                told = self.recipe(cell).describe(read_card(self._run_dir / cell.run(seed)))
                 told = {name: value for name, value in told.items() if name not in _OF_HEADS}
-                lines.append((cell, told | {"seconds": round(self._stages.seconds[cell.run(seed)])}))
-        names = list(lines[0][1]) if lines else []
-        body = [[cell.regime, cell.way, *(plain(told.get(name)) for name in names)] for cell, told in lines]
-        return Grid(["regime", "way", *(name.replace("_", " ") for name in names)], body)
+                told["seconds"] = round(self._stages.seconds[cell.run(seed)])
+                lines.append(([cell.regime, cell.way], told))
+        return settings_grid(["regime", "way"], lines)
+
+
+def _knob(cell: Cell) -> str:
+    return f"task.regimes.{cell.regime}.ways.{cell.way}"
 
 
 def described_retriever(regime: Regime) -> str:
@@ -513,7 +440,3 @@ def described_retriever(regime: Regime) -> str:
     if not isinstance(made, partial):
         return repr(made)
     return repr({name: value for name, value in sorted(made.keywords.items()) if name != "optimizer"})
-
-
-def _per_query(result: EvaluationResult) -> dict[str, list[float]]:
-    return {title: [float(v) for v in result.per_query[name]] for name, title in METRIC_NAMES.items()}

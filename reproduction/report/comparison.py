@@ -2,8 +2,7 @@
 
 A difference is called significant only where the training runs carry it: a system that is better on these queries by
 the luck of its noise is not better. Whether the choice of queries carries it as well stands beside. All comparisons of
-one budget and one metric are one family (Holm, 1979). The page says what every row costs in the same line as what it
-reached, and that many trainings on the same queries cost more together than any one of them.
+one budget and one metric are one family (Holm, 1979).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -23,7 +22,7 @@ from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph
 from lit_dpret.errors import DataError
 from lit_dpret.report.chart import bar_chart
 from lit_dpret.report.page import Drawing, Page, Sheet
-from lit_dpret.report.table import RowResult, Table, console_table, ends, plain, show
+from lit_dpret.report.table import RowResult, Table, console_table, ends, grid_of, settings_grid, show
 from lit_dpret.retrieval.statistics import (
     Interval,
     bootstrap_interval,
@@ -32,6 +31,7 @@ from lit_dpret.retrieval.statistics import (
     seed_interval,
     seed_test,
 )
+from lit_dpret.settings import picked
 from lit_dpret.tasks.parts import say
 
 _SCHEMA = "lit-dpret/mode-comparison/1"
@@ -69,36 +69,30 @@ class ModeRow:
         return min(len(values) for values in self.per_run.values())
 
     def over_runs(self, metric: str) -> Interval:
-        """Mean and t-interval over training runs; without bounds where there is one number only."""
         return seed_interval(self.per_run[metric])
 
     def over_queries(self, metric: str) -> Interval:
-        """Return the same mean with the bootstrap interval over queries, the training runs taken as they are."""
         return bootstrap_interval(self.per_query[metric])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far ``first`` is above ``second``."""
+    """How far the system ``first`` is above ``second``."""
 
-    # first, second: Names of the systems; ``first`` has the higher mean.
     first: str
     second: str
-    metric: str  # of the values
+    metric: str
     budget: float | None  # the family; None for the same mode at two budgets, or where there are no budgets
-    difference: float  # of the means
-    # low, high: The 95 % interval of the difference over training runs, for this one comparison.
+    difference: float  # of the means, with its 95 % interval over training runs, for this one comparison
     low: float
     high: float
     p_runs: float  # over training runs, adjusted for the family
     p_queries: float  # over queries, adjusted for the family
 
     def is_significant(self) -> bool:
-        """Return whether the training runs carry the difference."""
         return self.p_runs < LEVEL
 
     def holds_over_queries(self) -> bool:
-        """Return whether the choice of queries carries it."""
         return self.p_queries < LEVEL
 
 
@@ -114,8 +108,8 @@ def differences(rows: Sequence[ModeRow], metric: str, references: Sequence[str] 
     Args:
         rows: The systems; those without a budget take part in every family.
         metric: Which of their metrics.
-        references: Names of the systems of which at least one takes part in every comparison of a budget; the
-            fewer comparisons, the less the adjustment for them costs. Without any, every two systems are compared.
+        references: One of these takes part in every comparison of a budget: the fewer comparisons, the less their
+            adjustment costs. Without any, every two systems are compared.
     """
     if len({len(row.per_query[metric]) for row in rows}) > 1:
         raise DataError("Systems that were judged on different queries cannot be compared.")
@@ -154,9 +148,8 @@ def _mean(row: ModeRow, metric: str) -> float:
     return float(np.mean(row.per_run[metric]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Headings:
-    """What a comparison is called."""
+class Headings(NamedTuple):
+    """What a comparison is called: its files, its page, and its rows on the console."""
 
     name: str
     title: str
@@ -192,25 +185,14 @@ class ComparisonReport:
             for of_metric in found.values()
             for each in of_metric
         ]
-        facts = {
-            "schema": _SCHEMA,
-            "evaluated_on": self.evaluated_on,
-            "command": self.command,
-            "notes": list(self.notes),
-            "private_runs": self.private_runs,
-            "spent": self.spent,
-            "rows": [_row_facts(row, self.metrics) for row in self.rows],
-            "references": list(self.references),
-            "differences": told,
-        }
+        same = ("evaluated_on", "command", "notes", "private_runs", "spent", "references")
+        facts = {"schema": _SCHEMA, **picked(self, *same), "differences": told}
+        facts["rows"] = [_row_facts(row, self.metrics) for row in self.rows]
         name = self.headings.name
-        sheets: dict[str, Sheet] = {
-            f"{name}.csv": _sheet(self.rows, self.metrics),
-            "differences.csv": Grid(list(told[0]) if told else [], [list(each.values()) for each in told]),
-        }
+        tables: dict[str, Sheet] = {f"{name}.csv": _sheet(self.rows, self.metrics), "differences.csv": grid_of(told)}
         return Page(
             name=name, title=self.headings.title, lead=self._lead(), sections=self._sections(found), facts=facts,
-            tables=sheets,
+            tables=tables,
         ).write(folder)  # fmt: skip
 
     def print(self) -> None:
@@ -278,56 +260,37 @@ def _claims(rows: Sequence[ModeRow]) -> tuple[list[str], str]:
 
 def _verdicts(found: Mapping[str, Sequence[Difference]], *, budgeted: bool) -> list[Block]:
     blocks: list[Block] = []
+    unbudgeted = "the same mode at two budgets" if budgeted else "all rows"
+    header = ("Better", "Worse", "Difference", "p over runs", "Significant", "p over queries")
     for metric, of_metric in found.items():
         for budget in dict.fromkeys(each.budget for each in of_metric):
             family = [each for each in of_metric if each.budget == budget]
             carried = sum(each.is_significant() for each in family)
-            if budget is not None:
-                where = f"epsilon {budget:g}"
-            else:
-                where = "the same mode at two budgets" if budgeted else "all rows"
+            where = unbudgeted if budget is None else f"epsilon {budget:g}"
             blocks.append(Paragraph(f"{metric}, {where}: {carried} of {len(family)} differences are significant."))
             body = [
-                (
-                    each.first,
-                    each.second,
-                    show(Interval(each.difference, each.low, each.high)),
-                    p_value(each.p_runs),
-                    "yes" if each.is_significant() else "no",
-                    p_value(each.p_queries),
-                )
+                (each.first, each.second, show(Interval(each.difference, each.low, each.high)), p_value(each.p_runs),
+                 "yes" if each.is_significant() else "no", p_value(each.p_queries))
                 for each in family
-            ]
-            header = ("Better", "Worse", "Difference", "p over runs", "Significant", "p over queries")
+            ]  # fmt: skip
             blocks.append(Grid(header, body, frozenset({2, 3, 5})))
     return blocks
 
 
 def _settings(rows: Sequence[ModeRow]) -> Grid:
-    trained = [row for row in rows if row.settings]
-    names = list(dict.fromkeys(name for row in trained for name in row.settings))
-    body = [[row.name, row.runs, *(plain(row.settings.get(name)) for name in names)] for row in trained]
-    return Grid(
-        ["System", "runs", *(name.replace("_", " ") for name in names)], body, frozenset(range(1, 2 + len(names)))
-    )
+    return settings_grid(["System", "runs"], [([row.name, row.runs], row.settings) for row in rows if row.settings])
 
 
 def _row_facts(row: ModeRow, metrics: Sequence[str]) -> dict[str, Any]:
     measured = {
         metric: {
-            "per_run": list(row.per_run[metric]),
-            "over_runs": ends(row.over_runs(metric)),
+            "per_run": list(row.per_run[metric]), "over_runs": ends(row.over_runs(metric)),
             "over_queries": ends(row.over_queries(metric)),
         }
         for metric in metrics
-    }
-    return {
-        "system": row.name,
-        "budget": row.budget,
-        "privacy": row.privacy,
-        "settings": dict(row.settings),
-        "metrics": measured,
-    }
+    }  # fmt: skip
+    facts = picked(row, "budget", "privacy") | {"settings": dict(row.settings)}
+    return {"system": row.name, **facts, "metrics": measured}
 
 
 def _sheet(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Table:
@@ -358,10 +321,10 @@ PAPER = (0.1830, 0.2525)
 
 @dataclass(frozen=True)
 class Share:
-    """What a system keeps of a bound."""
+    """What a system keeps of a bound, the system without privacy."""
 
-    system: str  # its name
-    bound: str  # the name of the system without privacy
+    system: str
+    bound: str
     of_gain: Interval  # (system - start) / (bound - start), with the interval over training runs of both
     of_score: float  # system / bound
 
@@ -375,11 +338,6 @@ def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float)
     Example:
         >>> share_of_gain([0.44, 0.45, 0.46], [0.49, 0.50, 0.51], 0.40)
         Interval(mean=0.5..., low=0.2..., high=0.7...)
-
-    Args:
-        system: One result per run.
-        bound: The same of the system without privacy.
-        start: The result of the untrained system.
 
     Returns:
         The bounds are NaN where either side has a single run.
@@ -421,14 +379,9 @@ def gain_shares(rows: Sequence[ModeRow], bounds: Sequence[ModeRow], start: ModeR
 def share_section(shares: Sequence[Share], metric: str) -> Section:
     """Return the table, with the paper's number beside it."""
     bounds = list(dict.fromkeys(share.bound for share in shares))
-    found = {(share.system, share.bound): share for share in shares}
-    body = []
-    for system in dict.fromkeys(share.system for share in shares):
-        cells: list[object] = [system]
-        for bound in bounds:
-            share = found[system, bound]
-            cells += [_percent(share.of_gain), f"{share.of_score:.1%}"]
-        body.append(cells)
+    body: dict[str, list[object]] = {}
+    for share in shares:  # of one system in the order of the bounds
+        body.setdefault(share.system, [share.system]).extend([_percent(share.of_gain), f"{share.of_score:.1%}"])
     header = ["System", *(text for bound in bounds for text in (f"of the gain of {bound}", "of its score"))]
     explained = (
         f"Share of the gain: ({metric} - that of zero-shot) / (that of a row without privacy - that of zero-shot), "
@@ -436,9 +389,8 @@ def share_section(shares: Sequence[Share], metric: str) -> Section:
         f"what the paper's numbers give: {PAPER[0]:.4f} of {PAPER[1]:.4f}, {PAPER[0] / PAPER[1]:.1%} at epsilon 3, of "
         "another data set, encoder and generator; how much of it an untrained encoder reaches, they do not say."
     )
-    return Section(
-        "How much of the gain is kept", [Paragraph(explained), Grid(header, body, frozenset(range(1, len(header))))]
-    )
+    grid = Grid(header, list(body.values()), frozenset(range(1, len(header))))
+    return Section("How much of the gain is kept", [Paragraph(explained), grid])
 
 
 def _percent(interval: Interval) -> str:

@@ -20,7 +20,7 @@ from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.modes import DPSGD, BatchClip, NoPrivacy, PerExampleDuplicated, PublicPassages, SyntheticData
 from reproduction import EndToEnd
-from reproduction.paper_000 import end_to_end
+from reproduction import study as harness
 from reproduction.paper_000.end_to_end_table import Cell, Regime
 from reproduction.recipe import GeneratorRecipe, Recipe
 
@@ -165,13 +165,13 @@ def test_queries_whose_generator_was_moved_away_are_not_learned_from(tmp_path: P
 
 def test_rates_are_tried_on_public_texts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[set[str]] = []
-    train = end_to_end.train_retriever
+    train = harness.train_retriever
 
     def watched(model: Any, data: Any, *rest: Any, **more: Any) -> None:
         read.append({row.query for row in data.pair_rows("train")})
         train(model, data, *rest, **more)
 
-    monkeypatch.setattr(end_to_end, "train_retriever", watched)
+    monkeypatch.setattr(harness, "train_retriever", watched)
     few = partial(PairsDataModule, folder=write_log(tmp_path / "log"), sampling="poisson", max_train_queries=12)
     told = study(tmp_path, rates=[0.1, 0.2], rate_queries=4, only=["whole-original", "whole-batches"]).run(
         parts(tmp_path, make_datamodule=few)
