@@ -139,7 +139,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lit_dpret.distributed import fsdp
+    from lit_dpret.distributed import fsdp, shards
     from lit_dpret.distributed.shards import place_of
     from lit_dpret.errors import UnsupportedModelError
     from lit_dpret.modules import OptimizerSpec
@@ -148,7 +148,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (world,))
-    fsdp.BUCKET, noise.BLOCK = 40, 8
+    shards.BUCKET, noise.BLOCK = 120, 8
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -166,17 +166,17 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.add_(rank)  # rank 0's are taken
-    shards = fsdp.ShardedParameters(module, mesh)
+    sharded = fsdp.ShardedParameters(module, mesh)
     first = [id(p) for p in module.parameters()]
-    with shards.whole():
+    with sharded.whole():
         gathered = {name: p.detach().clone() for name, p in module.named_parameters()}
         inside = [id(p) for p in module.parameters()]
         with torch.no_grad():
             module.lone.fill_(99.0)  # forgotten: it is a copy
-        with shards.whole():
+        with sharded.whole():
             pass
         still_whole = not hasattr(module.lone, "full_tensor")
-    with shards.whole():
+    with sharded.whole():
         same_objects = [id(p) for p in module.parameters()] == inside
     values = dict(plain.named_parameters())
     seen: dict[str, Any] = {
@@ -191,7 +191,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     mine = {name: t.clone() for name, t in of_rank[rank].items()}
     mine["lone"] = mine["lone"].bfloat16()
     totals = {name: sum(each[name] for each in of_rank) for name in values}
-    cut = shards.add_up(mine)
+    cut = sharded.add_up(mine)
     seen["emptied"] = mine == {}
     seen["kept_in"] = str(cut["lone"].dtype)
     seen["sums"] = max(float((cut[n].full_tensor() - t).abs().max()) for n, t in totals.items() if n != "lone")
@@ -225,7 +225,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
         pairs = zip(right.parameters(), left.parameters(), strict=True)
         seen["optimizers"][name] = max(float((a.detach().full_tensor() - b.detach()).abs().max()) for a, b in pairs)
 
-    with shards.assembled(here=rank == 0):
+    with sharded.assembled(here=rank == 0):
         holds = {name: p for name, p in module.named_parameters()}
         seen["assembled"] = all(not hasattr(p, "full_tensor") for p in holds.values())
         seen["equal"] = rank > 0 or all(torch.equal(holds[name], p) for name, p in values.items())

@@ -14,30 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Rows
 from torch.optim import Optimizer
 
-from lit_dpret.distributed.handover import GradHandover, Handover, refuse_zero_state
+from lit_dpret.distributed.handover import Handover, refuse_zero_state, replaced
 from lit_dpret.distributed.ranks import Ranks, noticing_death
-from lit_dpret.distributed.shards import like
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.distributed.shards import Shard, ShardLayout, like
+from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.settings import require_number
-
-#: Elements that one reduction hands in: 100 MB in float32.
-BUCKET = 25_000_000
-
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ShardedParameters:
@@ -100,36 +95,19 @@ class ShardedParameters:
                 self.scatter()
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sum whole tensors over the ranks, and keep this rank's shard of the totals.
+        """Sum whole tensors over the ranks by `ShardLayout`; return this rank's shards, cut as the parameters are.
 
-        Guarantees:
-            - Sums are formed in float32 or wider.
-            - A tensor is let go as soon as it is added up, so that the whole ones are not held beside copies of all.
-
-        Args:
-            sums: By parameter name, of the whole parameter's shape; it is emptied. All ranks call it, with the same
-                names. Parameters are in shards.
-
-        Returns:
-            ``DTensor`` s, cut as the parameters are.
+        ``sums`` is by parameter name, of the whole parameter's shape, and is emptied. Parameters are in shards.
         """
-        parameters = dict(self.module.named_parameters())
-        found: dict[str, Tensor] = {}
-        for names in _buckets(sums):
-            parts = [sums.pop(name) for name in names]
-            wide = torch.promote_types(parts[0].dtype, torch.float32)
-            layouts = [_layout(name, parameters[name], self.world) for name in names]
-            pairs = list(zip(parts, layouts, strict=True))
-            sent = torch.cat([_chunk(*pair, rank).to(wide) for rank in range(self.world) for pair in pairs])
-            del parts, pairs
-            own = torch.empty(len(sent) // self.world, dtype=wide, device=sent.device)
-            with noticing_death():
-                _reduce_scatter(own, sent, group=self.group)
-            del sent
-            pieces = torch.split(own, [layout.padded for layout in layouts])
-            for name, layout, piece in zip(names, layouts, pieces, strict=True):
-                found[name] = layout.shard_of(parameters[name], piece)
-        return found
+        parameters: dict[str, Any] = {name: p for name, p in self.module.named_parameters() if name in sums}
+        layout = [
+            [_shard_of(name, p, rank, self.world) for name, p in parameters.items()] for rank in range(self.world)
+        ]
+        sizes = {name: p.numel() for name, p in parameters.items()}
+        wide = reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
+        none = torch.empty(0, dtype=wide, device=next(iter(sums.values())).device)  # where this rank has no row
+        own = ShardLayout(layout, sizes, Ranks.here()).add_up(sums)
+        return {name: like(p, own.get(name, none).view(p.to_local().shape)) for name, p in parameters.items()}
 
     def handover(self, ranks: Ranks) -> Handover:
         return _ShardHandover(self, ranks)
@@ -140,29 +118,19 @@ class ShardedParameters:
 
         All ranks enter it; one that does not say ``here`` keeps its shards. Parameters are in shards before and after.
         """
-        places: list[tuple[nn.Module, str, Any]] = [
-            (layer, name, parameter)
-            for layer in self.module.modules()
-            for name, parameter in layer._parameters.items()
-            if isinstance(parameter, DTensor)
-        ]
         whole: dict[int, nn.Parameter] = {}
-        for key, parameter in {id(parameter): parameter for _, _, parameter in places}.items():
-            with noticing_death():
-                full = parameter.detach().full_tensor()
-            if here:
-                whole[key] = nn.Parameter(full.cpu(), requires_grad=parameter.requires_grad)
-            del full
-        try:
-            for layer, name, parameter in places if here else ():
-                layer._parameters[name] = whole[id(parameter)]
+        for parameter in self.module.parameters():
+            if isinstance(parameter, DTensor):
+                with noticing_death():
+                    full: Any = parameter.full_tensor()
+                if here:
+                    whole[id(parameter)] = nn.Parameter(full.cpu(), requires_grad=parameter.requires_grad)
+                del full
+        with replaced(self.module, whole):
             yield
-        finally:
-            for layer, name, parameter in places if here else ():
-                layer._parameters[name] = parameter
 
 
-class _ShardHandover(GradHandover):
+class _ShardHandover(Handover):
     """Shards of the sums, as ``DTensor`` s; whole parameters from the first physical batch of a step to the last."""
 
     in_shards = True
@@ -220,55 +188,14 @@ def _as_on_rank_0(module: nn.Module) -> None:
             tensor.detach().copy_(ranks.share(tensor.detach().cpu))
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """How the rows of a parameter lie on the ranks: ``rows`` on each, until there are none left."""
-
-    rows: int
-    total: int
-    row: int
-
-    @property
-    def padded(self) -> int:
-        return self.rows * self.row
-
-    def shard_of(self, parameter: Tensor, piece: Tensor) -> Tensor:
-        if not isinstance(parameter, DTensor):
-            raise ConfigurationError("The parameters are whole; their shards are wanted.")
-        local = parameter.to_local()
-        return like(parameter, piece[: local.numel()].clone().view(local.shape))
-
-
-def _layout(name: str, parameter: Tensor, world: int) -> _Layout:
-    if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (Shard(0),):
+def _shard_of(name: str, parameter: Tensor, rank: int, world: int) -> Shard:
+    """Return the coordinates of a parameter that ``rank`` holds: so many rows on each, until there are none left."""
+    if not isinstance(parameter, DTensor) or tuple(parameter.placements) != (Rows(0),):
         raise UnsupportedModelError(f"Parameter {name} is not cut along its first axis, so its noise has no place.")
     total = parameter.shape[0]
-    return _Layout(-(-total // world), total, parameter.numel() // max(total, 1))
-
-
-def _chunk(whole: Tensor, layout: _Layout, rank: int) -> Tensor:
-    """Return the rows of ``whole`` that belong to ``rank``, flat, padded with zeros to as many as rank 0 has."""
-    first = min(rank * layout.rows, layout.total)
-    part = whole[first : first + layout.rows].reshape(-1)
-    return part if len(part) == layout.padded else torch.cat([part, part.new_zeros(layout.padded - len(part))])
-
-
-def _buckets(sums: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names of tensors of one kind, in an order that is the same on every rank, as many as one message holds."""
-    kinds: dict[Any, list[str]] = {}
-    for name in sorted(sums):
-        kinds.setdefault(str(sums[name].dtype), []).append(name)
-    for names in kinds.values():
-        bucket: list[str] = []
-        size = 0
-        for name in names:
-            if bucket and size + sums[name].numel() > BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += sums[name].numel()
-        if bucket:
-            yield bucket
+    row, rows = parameter.numel() // max(total, 1), -(-total // world)
+    first, last = min(rank * rows, total), min((rank + 1) * rows, total)
+    return Shard(name, first * row, (last - first) * row)
 
 
 class ShardingStrategy(ModelParallelStrategy):

@@ -9,70 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import ResumeError
 
 
-class Handover(Protocol):
-    """The owner of parameters, gradients and optimizer; its calls are collective, in the same order on all ranks."""
+class Handover:
+    """Put gradients into ``.grad``, whole on every rank; strategies with an engine of their own override it.
 
-    @property
-    def in_shards(self) -> bool:
-        """Whether ``add_up`` leaves each rank only its shards of the sums."""
-
-    @property
-    def starts(self) -> Mapping[str, int] | None:
-        """The flat index of its parameter at which each flat tensor of ``add_up`` begins; None for shaped ones."""
-
-    def whole(self) -> AbstractContextManager[object]:
-        """Gather every parameter on every rank, as the same object, within the block; then restore the state."""
-
-    def clipping(self) -> AbstractContextManager[object]:
-        """Like ``whole``, around each physical batch; parameters may stay gathered until ``add_up``."""
-
-    def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over all ranks, in float32 or wider: the part that this rank must noise."""
-
-    def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
-        """Pass noised gradients, whole or in the shards of ``add_up``, to the optimizer's next step."""
-
-    def assembled(self, *, here: bool) -> AbstractContextManager[object]:
-        """Give the module of a rank with ``here`` its whole master weights within the block, for writing."""
-
-
-class GradHandover:
-    """Put gradients into ``.grad``, whole on every rank.
-
-    Args:
-        module: What is trained.
-        ranks: Who takes part.
+    Calls are collective, in the same order on all ranks.
     """
 
+    #: Whether ``add_up`` leaves each rank only its shards of the sums.
     in_shards: bool = False
+    #: The flat index of its parameter at which each flat tensor of ``add_up`` begins; None for shaped ones.
     starts: Mapping[str, int] | None = None
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         self._module, self._ranks = module, ranks
 
     def whole(self) -> AbstractContextManager[object]:
+        """Gather every parameter on every rank, as the same object, within the block; then restore the state."""
         return nullcontext()
 
     def clipping(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        """Like ``whole``, around each physical batch; parameters may stay gathered until ``add_up``."""
+        return self.whole()
 
     def assembled(self, *, here: bool) -> AbstractContextManager[object]:
+        """Give the module of a rank with ``here`` its whole master weights within the block, for writing."""
         return nullcontext()
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums over all ranks, in float32 or wider: the part that this rank must noise."""
         self._ranks.sum_(sums)
         return sums
 
     def give(self, gradients: Mapping[str, Tensor], optimizer: object) -> None:
+        """Pass noised gradients, whole or in the shards of ``add_up``, to the optimizer's next step."""
         for name, parameter in self._module.named_parameters():
             if name in gradients:
                 slot = gradient_slot(optimizer, parameter)
@@ -208,26 +187,41 @@ def in_float32(module: nn.Module, optimizers: Iterable[Any]) -> Iterator[None]:
     Weights in half precision that are not trained are float32 inside as well: adapters are merged into them.
     """
     masters = _masters(optimizers)
-    places = [
-        (layer, name, parameter)
-        for layer in (module.modules() if masters else ())
-        for name, parameter in layer._parameters.items()
-        if parameter is not None and parameter.dtype in HALF
-    ]
+    halves = [p for p in module.parameters() if p.dtype in HALF] if masters else []
     wide = {
-        id(parameter): nn.Parameter(
-            masters.get(id(parameter), parameter).detach().to("cpu", torch.float32),
-            requires_grad=parameter.requires_grad,
-        )
-        for _, _, parameter in places
+        id(p): nn.Parameter(masters.get(id(p), p).detach().to("cpu", torch.float32), requires_grad=p.requires_grad)
+        for p in halves
     }
+    with replaced(module, wide):
+        yield
+
+
+@contextmanager
+def replaced(module: nn.Module, tensors: Mapping[int, Any]) -> Iterator[None]:
+    """Put other parameters and buffers in the places of those with these ids, within the block; tied ones stay tied."""
+    places = [
+        (store, name, tensor)
+        for part in module.modules()
+        for store in (part._parameters, part._buffers)
+        for name, tensor in store.items()
+        if id(tensor) in tensors
+    ]
     try:
-        for layer, name, parameter in places:
-            layer._parameters[name] = wide[id(parameter)]
+        for store, name, tensor in places:
+            store[name] = tensors[id(tensor)]
         yield
     finally:
-        for layer, name, parameter in places:
-            layer._parameters[name] = parameter
+        for store, name, tensor in places:
+            store[name] = tensor  # type: ignore[assignment]
+
+
+def on_host(module: nn.Module) -> AbstractContextManager[None]:
+    """Replace XLA tensors of a module by CPU copies within the block, for writing to a file."""
+    copies: dict[int, Any] = {id(b): b.detach().cpu() for b in module.buffers() if is_lazy(b.device)}
+    for p in module.parameters():
+        if is_lazy(p.device):
+            copies[id(p)] = nn.Parameter(p.detach().cpu(), p.requires_grad)
+    return replaced(module, copies)
 
 
 def _masters(optimizers: Iterable[Any]) -> dict[int, nn.Parameter]:

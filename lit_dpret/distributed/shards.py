@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -54,23 +55,19 @@ class ShardLayout:
         """Exchange the shards of this rank with the others; a collective call."""
         return cls(ranks.gather(list(own)), sizes, ranks)
 
-    def add_up(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum whole tensors over all ranks, and keep this rank's shards of the totals.
+    def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sum whole tensors over all ranks; return this rank's shards of the totals, flat, by name.
 
-        One message per bucket; of each coordinate the total is sent to its rank alone.
-
-        Args:
-            sums: By name; the same names, shapes and types on every rank, which all call this.
-
-        Returns:
-            The own shards, flat, by name.
+        One message per bucket; of each coordinate the total is sent to its rank alone. Names, shapes and types are the
+        same on every rank. ``sums`` is emptied: a tensor is let go as soon as it is sent.
         """
-        wide = torch.float32
-        for tensor in sums.values():
-            wide = torch.promote_types(wide, tensor.dtype)
+        wide = reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
         device = next(iter(sums.values())).device
-        flat = {name: tensor.detach().reshape(-1) for name, tensor in sums.items()}
         world = self.ranks.world_size
+        ends: dict[str, int] = {}  # where the last rank has sent all of a tensor
+        for shards in self._layout:
+            for end, shard in zip(accumulate(shard.count for shard in shards), shards, strict=True):
+                ends[shard.name] = max(end, ends.get(shard.name, 0))
         longest = max(sum(shard.count for shard in shards) for shards in self._layout)
         width = max(1, BUCKET // world)
         own = torch.empty(sum(shard.count for shard in self.own.values()), dtype=wide, device=device)
@@ -79,11 +76,13 @@ class ShardLayout:
             sent = torch.zeros(world, count, dtype=wide, device=device)
             for row, shards in zip(sent, self._layout, strict=True):
                 for place, name, part in _between(shards, first, first + count):
-                    row[place : place + part.stop - part.start] = flat[name][part].to(wide)
+                    row[place : place + part.stop - part.start] = sums[name].detach().reshape(-1)[part].to(wide)
+            for name in [name for name in sums if ends.get(name, 0) <= first + count]:
+                del sums[name]
             kept = own[first : first + count]
             kept.copy_(self.ranks.sum_rows(sent)[: len(kept)])
-        ends = accumulate(shard.count for shard in self.own.values())
-        return {name: own[end - shard.count : end] for end, (name, shard) in zip(ends, self.own.items(), strict=True)}
+        begins = accumulate((shard.count for shard in self.own.values()), initial=0)
+        return {name: own[at : at + shard.count] for at, (name, shard) in zip(begins, self.own.items(), strict=False)}
 
     def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather flat own shards of one type from all ranks; return whole flat tensors, on the CPU, on rank 0 alone."""

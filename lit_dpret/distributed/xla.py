@@ -8,12 +8,11 @@ private step reads no value and has fixed shapes, and cuts after each physical b
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def is_lazy(device: torch.device) -> bool:
@@ -51,30 +50,6 @@ def fetch(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Copy XLA tensors to the host, in one transfer."""
     _torch_xla()
     return list(importlib.import_module("_XLAC")._xla_get_cpu_tensors([tensor.detach() for tensor in tensors]))
-
-
-@contextmanager
-def on_host(module: nn.Module) -> Iterator[None]:
-    """Replace XLA tensors of a module by CPU copies within the block, for writing to a file."""
-    places = [
-        (store, name, tensor)
-        for part in module.modules()
-        for store in (part._parameters, part._buffers)
-        for name, tensor in store.items()
-        if tensor is not None and is_lazy(tensor.device)
-    ]
-    copies: dict[int, Tensor] = {}
-    try:
-        for store, name, tensor in places:
-            if id(tensor) not in copies:  # what is shared stays shared
-                value = tensor.detach().cpu()
-                shared = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-                copies[id(tensor)] = shared
-            store[name] = copies[id(tensor)]  # type: ignore[assignment]
-        yield
-    finally:
-        for store, name, tensor in places:
-            store[name] = tensor  # type: ignore[assignment]
 
 
 def seed(device: torch.device, number: int) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_dpret.distributed.handover import is_zero_state
+from lit_dpret.distributed.handover import Handover, is_zero_state, replaced
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.distributed.shards import Shard, ShardLayout
 from lit_dpret.errors import ConfigurationError, ResumeError, UnsupportedModelError
@@ -59,26 +59,18 @@ class _Group:
     held: Mapping[str, int]  # how many elements the shard of each parameter takes in it, padding included
 
 
-class ZeroHandover(ABC):
+class ZeroHandover(Handover, ABC):
     """Base of all stages: shards of parameters (``own`` on this rank) in the flat tensors of ``groups``."""
-
-    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, groups: list[_Group], own: list[Shard],
-                 shapes: Mapping[str, torch.Size]) -> None:  # fmt: skip
-        self._zero, self._module, self._ranks = engine.optimizer, module, ranks
-        self._groups, self._shapes = groups, dict(shapes)
-        self._shards = ShardLayout.agree(own, {name: shape.numel() for name, shape in shapes.items()}, ranks)
-
-    @property
-    def starts(self) -> Mapping[str, int] | None:
-        return self._shards.starts
 
     in_shards = True
 
-    def whole(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def clipping(self) -> AbstractContextManager[object]:
-        return self.whole()
+    def __init__(self, engine: Any, module: nn.Module, ranks: Ranks, groups: list[_Group], own: list[Shard],
+                 shapes: Mapping[str, torch.Size]) -> None:  # fmt: skip
+        super().__init__(module, ranks)
+        self._zero = engine.optimizer
+        self._groups, self._shapes = groups, dict(shapes)
+        self._shards = ShardLayout.agree(own, {name: shape.numel() for name, shape in shapes.items()}, ranks)
+        self.starts = self._shards.starts
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         # Under stage 3, a sum that no unit touched was made in the shape of a parameter that is not here now.
@@ -162,22 +154,9 @@ class ZeroHandover(ABC):
         with self.whole():
             frozen = {name: p.detach().cpu().clone() for name, p in self._module.named_parameters()
                       if here and name not in self._shapes}  # fmt: skip
-        values = whole | frozen
-        places = [
-            (layer, local, parameter)
-            for layer in self._module.modules()
-            for local, parameter in layer._parameters.items()
-            if parameter is not None
-        ]
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        made = {name: nn.Parameter(value, requires_grad=name in self._shapes) for name, value in values.items()}
-        try:
-            for layer, local, parameter in places if here else ():
-                layer._parameters[local] = made[names[id(parameter)]]
+        made = {name: nn.Parameter(v, requires_grad=name in self._shapes) for name, v in (whole | frozen).items()}
+        with replaced(self._module, {id(p): made[name] for name, p in self._module.named_parameters() if here}):
             yield
-        finally:
-            for layer, local, parameter in places if here else ():
-                layer._parameters[local] = parameter
 
     def _parts(self, flats: list[Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

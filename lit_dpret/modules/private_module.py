@@ -23,7 +23,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lit_dpret.distributed.handover import GradHandover, Handover, in_float32, keep_masters
+from lit_dpret.distributed.handover import Handover, in_float32, keep_masters
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.distributed.xla import read, sync_device
 from lit_dpret.distributed.xla import seed as seed_xla
@@ -166,7 +166,7 @@ class PrivateModule(Checkpointed):
         self._guard: Guard | None = None
         self._ranks = Ranks()
         self._shards: ShardedParameters | None = None
-        self._handover: Handover = GradHandover(self, self._ranks)
+        self._handover = Handover(self, self._ranks)
         self._physical = PhysicalBatches(self._add_piece, self._forget_step)
         self._held_error: LitDpretError | None = None
         self._couplings = CouplingCheck()
@@ -274,7 +274,7 @@ class PrivateModule(Checkpointed):
         self._guard = guard
         self._ranks = Ranks.here()
         kept = self._shards  # of an earlier fit, whose parameters stay sharded
-        self._handover = GradHandover(self, self._ranks) if kept is None else kept.handover(self._ranks)
+        self._handover = Handover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
         self._held_error = None
         self.updating = False

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lit_dpret.distributed.xla import on_host
+from lit_dpret.distributed.handover import on_host
 from lit_dpret.encoders.backbones import hold_rotary_positions, position_limit, refuse_if_padding_counts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.families import IGNORED, DecoderOnly, family_of

@@ -39,13 +39,13 @@ def add_up(layout: Sequence[Sequence[Shard]], sums: Sequence[dict[str, Tensor]])
     world = len(layout)
     sent: list[list[Tensor]] = [[] for _ in layout]
     for rank in range(world):
-        ShardLayout(layout, sizes, Wire(rank, world, sent)).add_up(sums[rank])
+        ShardLayout(layout, sizes, Wire(rank, world, sent)).add_up(dict(sums[rank]))
     found = []
     for rank in range(world):
         known = [list(messages) for messages in sent]
         wire = Wire(rank, world, known)
         known[rank] = []  # sends it again
-        found.append(ShardLayout(layout, sizes, wire).add_up(sums[rank]))
+        found.append(ShardLayout(layout, sizes, wire).add_up(dict(sums[rank])))
     return found
 
 
