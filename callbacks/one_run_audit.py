@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.audit.canaries.canary import Kind
-from lit_dpret.audit.canaries.coin_flips import KNOBS, AuditScores, CoinFlips, coins_in_run, read_scores, write_scores
+from lit_dpret.audit.canaries.coin_flips import KNOBS, AuditScores, coins_in_run, read_scores, write_scores
 from lit_dpret.audit.canaries.suite import CanarySuite
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.one_run import (
@@ -187,8 +187,8 @@ class OneRunAudit(Callback):
         self.resume = resume
         self.canaries, self.max_share = canaries, max_share
         self.kind, self.queries, self.confidence, self.seed = kind, queries, confidence, seed
-        self._coins: CoinFlips | None = None
-        self._scores: AuditScores | None = None
+        self._coins: Any = None  # the `CoinFlips` of this fit
+        self._scores: Any = None  # the `AuditScores`
         self._neighbours = "zero_out"
         self._judged = False
         self._violation: PrivacyViolation | None = None
@@ -288,8 +288,8 @@ class OneRunAudit(Callback):
     def _register(self, ledger: Any) -> None:
         """Write down what will be done, before the first release; a resume that would do otherwise is refused."""
         facts = {
-            "canaries": len(self._planted.rows),
-            "sha256": self._planted.facts["sha256"],
+            "canaries": len(self._coins.rows),
+            "sha256": self._coins.facts["sha256"],
             "guessed_shares": list(SHARES),
             "confidence": self.confidence,
             "alarm": ALARM,
@@ -308,24 +308,18 @@ class OneRunAudit(Callback):
         claim = None if plan is None else planned_curve(plan)
         if claim is None:
             return
-        best = Best.of(len(self._planted.rows), claim, confidence=self.confidence)
+        best = Best.of(len(self._coins.rows), claim, confidence=self.confidence)
         if best.eps_lower < claim.eps or not best.alarms:
             _log.warning(
                 "callbacks.audit: %s, whatever the run does; %.3g is planned. Raise callbacks.audit.canaries, where "
-                "callbacks.audit.max_share allows it.", best.describe(len(self._planted.rows)), claim.eps,
+                "callbacks.audit.max_share allows it.", best.describe(len(self._coins.rows)), claim.eps,
             )  # fmt: skip
-
-    @property
-    def _planted(self) -> CoinFlips:
-        if self._coins is None:
-            raise ConfigurationError("callbacks.audit: no canaries are planted.")
-        return self._coins
 
     def _score(self, module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the scores of the canaries and, where they stand in for them, of their twins."""
         with torch.random.fork_rng(devices=[module.device] if module.device.type == "cuda" else []):
-            rows = module.canary_scores(list(self._planted.rows))
-            twins = module.canary_scores(list(self._planted.twins)) if self._neighbours == "replace_one" else ()
+            rows = module.canary_scores(list(self._coins.rows))
+            twins = module.canary_scores(list(self._coins.twins)) if self._neighbours == "replace_one" else ()
         return tuple(map(float, rows)), tuple(map(float, twins))
 
     # -- after it ----------------------------------------------------------------------------
@@ -341,8 +335,6 @@ class OneRunAudit(Callback):
             raise self._violation
 
     def _judge(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self._scores is None:
-            raise ResumeError("callbacks.audit: there are no scores of the canaries before training.")
         folder = self._folder(trainer)
         after, twins = self._score(module)
         self._scores = AuditScores(
@@ -350,7 +342,7 @@ class OneRunAudit(Callback):
             twins_before=self._scores.twins_before, twins_after=twins,
         )  # fmt: skip
         write_scores(self._scores, folder)
-        scores = CanaryScores.of(self._scores.learned(), list(self._planted.included))
+        scores = CanaryScores.of(self._scores.learned(), list(self._coins.included))
         claim = claimed_curve(ledger_of(trainer).records)
         evidence = both_ends_audit(scores, delta=0.0 if claim is None else claim.delta, confidence=self.confidence)
         refutation = None if claim is None else refute(scores, claim.pairs)

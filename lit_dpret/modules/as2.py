@@ -84,22 +84,8 @@ class AS2DualEncoder(DualEncoder):
                 f"privacy={privacy.name} bounds a loss of cosines, and answer selection is by the dot product. Choose "
                 "privacy=dp_sgd, synthetic or none."
             )
-        super().__init__(
-            privacy=privacy,
-            optimizer=optimizer,
-            encoder=encoder,
-            config=config,
-            tokenizer=tokenizer,
-            towers=towers,
-            passage_tower=passage_tower,
-            negatives=negatives,
-            passage_cache_dir=passage_cache_dir,
-            temperature=temperature,
-            max_query_length=max_query_length,
-            max_passage_length=max_passage_length,
-            gradient_checkpointing=gradient_checkpointing,
-            log_private_loss=log_private_loss,
-        )
+        own = ("self", "__class__", "query_pooling", "passage_pooling")
+        super().__init__(**{name: value for name, value in settings.items() if name not in own})
         self.keep_settings(settings)
         # Frozen by whoever made the encoder, and so in no message: the same in every module that starts from it.
         self._never_trained = frozenset(

@@ -181,8 +181,7 @@ class Passes:
 
     def _in_company(self, rows: Rows, features: Any, *, gradients: bool, later: bool) -> _Seen:
         """Return what becomes of the kept rows among ``features``, and of the same rows in the batch after."""
-        self._kept_state.reset()
-        losses = self._losses(features, gradients=gradients)
+        losses = self._afresh(features, gradients=gradients)
         gradient = self._gradient(losses, rows.kept) if gradients else {}
         losses = losses.detach()[rows.kept]
         return _Seen(losses, gradient, self._losses(rows.alone(), fixed_coins=True) if later else losses[:0])
@@ -191,8 +190,7 @@ class Passes:
         """Compare the losses of the kept rows with and without the others, and what either batch leaves for later."""
         (features, places), found, drawn, after, counted = rows.others_alone(), [], [], [], []
         for batch in (rows.as_they_are(), rows.alone(), features):
-            self._kept_state.reset()
-            found.append(self._losses(batch, fixed_coins=True))
+            found.append(self._afresh(batch, fixed_coins=True))
             drawn.append(python_and_numpy_now())
             if batch is not features:
                 once = self._kept_state.numbers()
@@ -212,8 +210,7 @@ class Passes:
         """Compare the gradient of a row's loss among others with that of the row alone."""
         found = []
         for features in rows.extreme():
-            self._kept_state.reset()
-            losses = self._losses(features, gradients=True, fixed_coins=True)
+            losses = self._afresh(features, gradients=True, fixed_coins=True)
             last = torch.arange(len(losses), device=losses.device) == len(losses) - 1
             found.append(self._gradient(losses, last))
         one, other = found
@@ -246,8 +243,7 @@ class Passes:
         found = []
         other = rows.with_other_company(from_kept=True) if other is None else other
         for before in (rows.as_they_are(), other):
-            self._kept_state.reset()
-            self._losses(before)
+            self._afresh(before)
             found.append(self._losses(rows.as_they_are()))
         if _differ(found[0], found[1]):
             self._refuse_memory()
@@ -300,9 +296,7 @@ class Passes:
             for features, at in ((alone, first), (self.collated(together, []).features, 0)):
                 batch, places = self._batch_like(rows.batch, features, at)
                 self.module.before_batch(batch)
-                self._kept_state.reset()
-                kept = places[first - at :][: len(own)]
-                found.append(self._losses(batch.rows, fixed_coins=True)[kept])
+                found.append(self._afresh(batch.rows, fixed_coins=True)[places[first - at :][: len(own)]])
                 drawn.append(python_and_numpy_now())
             if drawn[0] != drawn[1]:
                 self._refuse_other_coins()
@@ -318,10 +312,7 @@ class Passes:
         features = take_rows(rows.batch.alone, slice(None))
         alone = replace(rows.batch, rows=features, data_rows=kept, mask=mask, alone=None)
         self.module.before_batch(alone)
-        found = []
-        for features in (rows.as_they_are(), alone.rows):
-            self._kept_state.reset()
-            found.append(self._losses(features, fixed_coins=True)[kept])
+        found = [self._afresh(features, fixed_coins=True)[kept] for features in (rows.as_they_are(), alone.rows)]
         if _differ(found[0], found[1]):
             self._refuse(rows)
 
@@ -347,6 +338,10 @@ class Passes:
         found = replace(batch, rows=moved, unit_ids=ids, mask=mask, data_rows=data_rows, alone=None)
         return found, places
 
+    def _afresh(self, features: Any, **how: bool) -> Tensor:
+        self._kept_state.reset()
+        return self._losses(features, **how)
+
     def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
         seed_everywhere(self._seed)
@@ -369,10 +364,7 @@ class Passes:
 
     def _refuse(self, rows: Rows, what: str = _DEPENDS) -> NoReturn:
         """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""
-        again = []
-        for _ in range(2):
-            self._kept_state.reset()
-            again.append(self._losses(rows.as_they_are()))
+        again = [self._afresh(rows.as_they_are()) for _ in range(2)]
         name, mode = type(self.module).__name__, self.module.privacy.name
         if _differ(again[0], again[1]):
             raise UnsupportedModelError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,39 +23,17 @@ IGNORED = -100
 Features = dict[str, Tensor]
 
 
-class Family(Protocol):
-    """How one family reads passages and scores queries.
-
-    Guarantees:
-        - ``logits`` of a row depend on that row alone, not on the other rows, nor on how far the batch was padded,
-          up to rounding.
-    """
-
-    @property
-    def default_prompt(self) -> str:
-        """The default prompt of a generator."""
-
-    def collate(self, passages: Sequence[Sequence[int]], queries: Sequence[Sequence[int]], pad: int) -> Features:
-        """Return the features of rows, padded to the longest; ``labels`` of shape ``(rows, query tokens)``."""
-
-    def place(
-        self, features: Features, places: Sequence[int], rows: int, *, source: int, target: int, pad: int
-    ) -> Features:
-        """Return the features as ``rows`` rows, with those given at ``places`` and texts padded to full length.
-
-        ``source`` and ``target`` are the most tokens of a passage and of a query.
-        """
-
-    def logits(self, model: Any, features: Features) -> Tensor:
-        """Return the logits of the query's tokens, ``(rows, query tokens, vocabulary)``."""
-
-
 class EncoderDecoder:
-    """T5, BART and similar models: the encoder reads the passage, the decoder writes the query."""
+    """T5, BART and similar models: the encoder reads the passage, the decoder writes the query.
+
+    In both families ``logits`` of a row depend on that row alone, not on the other rows, nor on how far the batch was
+    padded, up to rounding.
+    """
 
     default_prompt = "generate_query: "
 
     def collate(self, passages: Sequence[Sequence[int]], queries: Sequence[Sequence[int]], pad: int) -> Features:
+        """Return the features of rows, padded to the longest; ``labels`` of shape ``(rows, query tokens)``."""
         return {
             "input_ids": padded(passages, pad),
             "attention_mask": padded([[1] * len(ids) for ids in passages], 0),
@@ -65,6 +43,10 @@ class EncoderDecoder:
     def place(
         self, features: Features, places: Sequence[int], rows: int, *, source: int, target: int, pad: int
     ) -> Features:
+        """Return the features as ``rows`` rows, with those given at ``places`` and texts padded to full length.
+
+        ``source`` and ``target`` are the most tokens of a passage and of a query.
+        """
         attended = placed(features["attention_mask"], places, (rows, source), 0)
         attended[:, 0] = 1  # also of a filled-in row: attention to nothing is not defined
         # Added to the scores as it is: of a mask of zeros and ones, transformers would ask whether all are ones.
@@ -76,6 +58,7 @@ class EncoderDecoder:
         }
 
     def logits(self, model: Any, features: Features) -> Tensor:
+        """Return the logits of the query's tokens, ``(rows, query tokens, vocabulary)``."""
         found: Tensor = model(
             input_ids=features["input_ids"],
             attention_mask=features["attention_mask"],
@@ -124,6 +107,9 @@ class DecoderOnly:
                 "be computed for the query alone. Choose a model as GPT-2, Llama, Qwen or Gemma are."
             )
         return found
+
+
+Family: TypeAlias = EncoderDecoder | DecoderOnly
 
 
 @contextmanager

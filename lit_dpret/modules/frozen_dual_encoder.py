@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,6 @@ from lit_dpret.settings import require_choice
 Head = Literal["query", "both", "shared"]
 Negatives = Literal["auto", "pool", "batch"]
 _LOGITS_AT_ONCE = 8_000_000
-
-
-class Texts(Protocol):
-    """The interface of a DataModule for this module."""
-
-    def public_passages(self) -> Mapping[str, str]: ...
-    def pair_rows(self, split: str = "train") -> Sequence[Row]: ...
 
 
 class FrozenDualEncoder(PairModule):
@@ -209,7 +202,7 @@ class FrozenDualEncoder(PairModule):
 
     # -- texts to embeddings, once -----------------------------------------------------------
 
-    def prepare(self, data: Texts, *, progress: Progress | None = None) -> None:
+    def prepare(self, data: Any, *, progress: Progress | None = None) -> None:
         """Encode public passages and train queries of a DataModule, or load them from the cache; ``setup`` calls it."""
         queries = {row.query_id: row.query for row in data.pair_rows("train")}
         passages = dict(sorted(data.public_passages().items()))  # one order: the cache knows the same set again

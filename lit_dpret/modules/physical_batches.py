@@ -74,9 +74,8 @@ class PhysicalBatches:
             batch: As the loader handed it out.
             may_split: Whether its units may be taken apart; not where they see each other.
             advice: What to do where a single unit, or a batch that may not be split, does not fit.
-            drops: Leave out a unit that fails alone: for want of ``memory``, or for whatever reason (``all``, which is
-            found
-                by bisection); say so on the terminal alone. Then no such failure tells anybody of private rows, and
+            drops: Leave out a unit that fails alone: for want of ``memory``, or for whatever reason (``all``, found by
+                bisection); say so on the terminal alone. Then no such failure tells anybody of private rows, and
                 each unit still adds what follows from itself, or nothing.
             parts: Which parts of a step come here: the first, and how far apart they are; None for any.
         """
