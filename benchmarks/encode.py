@@ -37,7 +37,7 @@ def main() -> None:
     texts = list(data.public_passages().values())[: arguments.texts]
     ours = TextEncoder.from_pretrained("minilm")
     theirs = SentenceTransformer(str(resolve_folder("minilm")), device=arguments.device)
-    tokens = sum(len(row) for row in ours.one_side("passage").token_ids(texts))
+    tokens = sum(len(row) for row in ours.token_ids(texts, "passage"))
     batch = arguments.batch_size
 
     def run(name: str) -> torch.Tensor:

@@ -127,12 +127,6 @@ class TextEncoder(nn.Module):
         other.unused_weights = self.unused_weights
         return other
 
-    def with_projection(self, projection: nn.Linear) -> Self:
-        """Return the same encoder, sharing its weights, with a linear map before normalisation."""
-        if self.projection is not None:
-            raise ConfigurationError("The encoder has a projection already; fold the two into one.")
-        return self.changed(projection=projection)
-
     def tokenize(self, texts: Sequence[str], side: Side) -> dict[str, Tensor]:
         """Return texts as model input, prefixed, truncated and padded: ``input_ids`` and ``attention_mask``, on the
         CPU.
@@ -250,17 +244,13 @@ class TextEncoder(nn.Module):
         """
         _require_positive(batch_size=batch_size, buffer_size=buffer_size)
         return encode_windows(
-            self.one_side(side, device),
+            OneSide(self, side, device),
             texts,
             batch_size=batch_size,
             buffer_size=buffer_size,
             progress=progress,
             total=len(texts) if isinstance(texts, Sized) else None,
         )
-
-    def one_side(self, side: Side, device: torch.device | str | None = None) -> OneSide:
-        """Return the encoder for bulk encoding of one side, for `encode_to_file` and `Window`."""
-        return OneSide(self, side, device)
 
     @property
     def wide(self) -> torch.dtype:

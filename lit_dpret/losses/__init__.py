@@ -4,17 +4,10 @@
 similarities in a batch, which know what one record can do to their gradient.
 """
 
-from lit_dpret.losses.pairs import (
-    DeclaredPairLoss,
-    KernelPairLoss,
-    NullMassSoftmaxPairLoss,
-    PairwiseLoss,
-    SigmoidPairLoss,
-    SoftmaxPairLoss,
-    SpreadoutPairLoss,
-    SymmetricSoftmaxPairLoss,
-    check_declared_bounds,
-)
+from lit_dpret.losses.pairs.base import PairwiseLoss
+from lit_dpret.losses.pairs.declared import DeclaredPairLoss, check_declared_bounds
+from lit_dpret.losses.pairs.separate import KernelPairLoss, SigmoidPairLoss, SpreadoutPairLoss
+from lit_dpret.losses.pairs.softmax import NullMassSoftmaxPairLoss, SoftmaxPairLoss, SymmetricSoftmaxPairLoss
 from lit_dpret.losses.row_losses import (
     HardNegativeSoftmaxLoss,
     InBatchSoftmaxLoss,

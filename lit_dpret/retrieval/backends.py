@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -35,16 +35,8 @@ _TRAINED_ON = 2**20
 _QUERIES = 1024
 
 
-class BackEnd(Protocol):
-    """A search index over passages."""
-
-    def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-        """Return indices of ``count`` candidate passages for each query, -1 as filler."""
-        ...
-
-
 class Faiss:
-    """An index made by faiss's ``index_factory``, for the inner product."""
+    """An index made by faiss's ``index_factory``, for the inner product; `propose` fills up with -1."""
 
     def __init__(self, index: Any) -> None:
         self.index = index
@@ -119,6 +111,9 @@ class Scann:
     def propose(self, queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         count = min(count, self._count)
         return np.asarray(self._searcher.search_batched(queries, final_num_neighbors=count)[0], dtype=np.int64)
+
+
+BackEnd: TypeAlias = Faiss | Scann
 
 
 def search_with(

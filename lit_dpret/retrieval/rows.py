@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -17,27 +17,8 @@ Storage = Literal["float32", "bfloat16"]
 STORAGES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Rows(Protocol):
-    """Embeddings, one row each."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def dim(self) -> int:
-        """The width of a row."""
-        ...
-
-    def chunk(self, start: int, stop: int) -> Tensor:
-        """Return rows from ``start`` up to ``stop``, in the stored dtype."""
-        ...
-
-    def take(self, places: Tensor) -> Tensor:
-        """Return a few thousand rows, by index, in the stored dtype."""
-        ...
-
-
 class TensorRows:
-    """The rows of a tensor."""
+    """The rows of a tensor, ``dim`` wide; `chunk` gives consecutive ones, `take` a few thousand by index, as stored."""
 
     def __init__(self, embeddings: Tensor) -> None:
         self.embeddings = embeddings.detach()
@@ -102,6 +83,9 @@ class FileRows:
         if any(len(row) != self._width for row in rows):
             raise DataError(f"{self.path} became shorter while it was searched.")
         return torch.frombuffer(bytearray(b"".join(rows)), dtype=self._dtype).view(-1, self._dim)
+
+
+Rows: TypeAlias = TensorRows | FileRows
 
 
 def as_rows(embeddings: Tensor | NDArray[Any] | Rows) -> Rows:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -24,15 +23,8 @@ from lit_dpret.synthesis.dataset_folder import SyntheticQuery
 _MARK = "#"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A query that can receive votes."""
-
-    passage_id: str  # the passage that it was written for
-    draw: int  # counts the candidates of that passage
-    text: str
-    log_prob: float | None = None  # as in `SyntheticQuery`
-    finished: bool = True
+class Candidate(SyntheticQuery):
+    """A query that can receive votes; ``draw`` counts the candidates of its passage."""
 
     @property
     def name(self) -> str:
@@ -42,15 +34,7 @@ class Candidate:
     def of_record(cls, record: Mapping[str, Any]) -> Candidate:
         """Return the candidate drawn under its name, from a record of a shard."""
         passage_id, _, draw = str(record["passage_id"]).rpartition(_MARK)
-        return cls(
-            passage_id=passage_id, draw=int(draw), text=str(record["text"]), log_prob=record["log_prob"],
-            finished=bool(record["finished"]),
-        )  # fmt: skip
-
-    def query(self) -> SyntheticQuery:
-        return SyntheticQuery(
-            passage_id=self.passage_id, draw=self.draw, text=self.text, log_prob=self.log_prob, finished=self.finished
-        )
+        return cls(**{**record, "passage_id": passage_id, "draw": int(draw)})
 
 
 def name_of(passage_id: str, draw: int) -> str:

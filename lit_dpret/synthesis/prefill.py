@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,47 +24,19 @@ ENCODED_AT_ONCE = 8  # rows that the encoder sees together on a CPU
 SHARED_FROM = 32
 
 
-class Decoder(Protocol):
-    """A batch of queries during decoding."""
-
-    def first(self) -> Tensor:
-        """Return the logits of the first token, ``(rows, vocabulary)``."""
-
-    def next(self, tokens: Tensor) -> Tensor:
-        """Append one token to each row, ``(rows,)``, and return the logits of the next."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Continue with only these rows."""
-
-
-class Prefilled(Protocol):
-    """Passages after reading; queries made from it do not change it."""
-
-    def __len__(self) -> int: ...
-
-    def part(self, rows: slice) -> Prefilled:
-        """Return some of the passages."""
-
-    def repeated(self, count: int) -> Prefilled:
-        """Return the single passage ``count`` times."""
-
-    def begin(self) -> Decoder:
-        """Begin a query for each passage."""
-
-    def teacher_forced(self, targets: Tensor) -> Tensor:
-        """Return the logits of each token of ``targets``, ``(rows, tokens)``, given those before it."""
-
-
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, passages: Sequence[Sequence[int]]) -> Prefilled:
-    """Read passages once; their draws share the result."""
-    if model.config.is_encoder_decoder:
-        return _encoded(model, passages)
-    return _cached(model, passages)
+    """Read passages once; their draws share the result, and do not change it."""
+    return _encoded(model, passages) if model.config.is_encoder_decoder else _cached(model, passages)
 
 
 class _Encoded:
-    """Passages after the encoder: hidden states ``(rows, tokens, dim)`` and mask ``(rows, tokens)``."""
+    """Passages after the encoder: hidden states ``(rows, tokens, dim)`` and mask ``(rows, tokens)``.
+
+    Like `_Cached` it gives ``part`` of the passages, a single one ``repeated``, and the logits of each token of given
+    queries, ``teacher_forced``. ``begin`` begins a query for each: ``first`` and ``next`` return logits ``(rows,
+    vocabulary)``, and ``keep`` goes on with only these rows.
+    """
 
     def __init__(self, model: PreTrainedModel, states: Tensor, mask: Tensor) -> None:
         self._model: Any = model
@@ -224,3 +196,6 @@ def _shared(cache: DynamicCache) -> DynamicCache:
     found = copy.copy(cache)
     found.layers = [copy.copy(layer) for layer in cache.layers]
     return found
+
+
+Prefilled: TypeAlias = _Encoded | _Cached

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,11 +117,35 @@ def synthesize(
     texts = {name: text for name, text in passages.items() if text.strip()}
     if not texts:
         raise DataError(f"None of the {len(passages)} passages has any text.")
-    promise = _Promise(source, folder, how.queries_per_passage, how.seed, tuning)
-    promise.card({}, {}, None)  # a card that cannot be inherited is refused before the work, not after it
+    decoding: dict[str, Any] = {}  # filled in once lengths are known
+    above = source.resolve().parent / LEDGER_NAME  # a run folder holds its ledger beside model/
+
+    def card_of(hashes: Mapping[str, str], environment: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the card of the set, which inherits the generator's claim."""
+        return inherit_card(
+            source / CARD_NAME,
+            {"artifact_type": "dataset", "name": folder.resolve().name, "sha256": dict(hashes)},
+            CardFacts(
+                tuning=tuning,
+                environment=environment,
+                generation={
+                    "doc_source": "declared_public",
+                    "per_doc": how.queries_per_passage,
+                    "decoding": dict(decoding),
+                    "filters": [],
+                    "seeds": [how.seed],
+                },
+                assumptions=[Assumption(list_assumption(read_card(source)["claim"]["neighbours"]), "unverified")],
+            ),
+            description="queries drawn from the generator for a public list of passages",
+            parent_ledger=above if above.is_file() and not (source / LEDGER_NAME).exists() else None,
+        )
+
+    card_of({}, None)  # a card that cannot be inherited is refused before the work, not after it
     generator = load_generator(source)
     longest = generator.contract.max_query_length if how.max_new_tokens is None else how.max_new_tokens
     how = replace(how, max_new_tokens=longest, device=str(place))
+    decoding |= asdict(how.decoding())
     configuration = drawing_facts(source, texts, how)
     groups = canonical_groups(generator.codec, texts, how.group_size)
     fits = partial(check_disk, folder, texts, draws=how.queries_per_passage, max_new_tokens=longest)
@@ -130,7 +154,15 @@ def synthesize(
         del generator  # with workers, each has its own
         draw_into(store, groups, texts, source, how, generator=alone, progress=progress, job=job)
         if isinstance(store, ShardStore):
-            _assemble(folder, promise, store, texts, configuration, about)
+            of = f"`{configuration['generator'][:16]}` (SHA-256 of its files)"
+            about = replace(about, origin=[f"Generator: {of}, named in the privacy card.", "Filters: none."])
+            amount = f"{how.queries_per_passage} per passage; seed {how.seed}"
+            records = store.records
+
+            def queries() -> Iterator[SyntheticQuery]:
+                return (SyntheticQuery(**record) for record in records())
+
+            write_set(folder, queries, texts, configuration, about, card_of, amount=amount)
     return folder
 
 
@@ -203,65 +235,6 @@ def _keep(
             done = before + job.add("passages", sizes[index]) if job.size > 1 else done + sizes[index]
             if progress is not None:
                 progress(done, total)
-
-
-@dataclass(frozen=True)
-class _Promise:
-    """What the data set inherits from its generator."""
-
-    source: Path
-    folder: Path
-    draws: int
-    seed: int
-    tuning: Mapping[str, Any] | None
-
-    def card(
-        self, hashes: Mapping[str, str], decoding: Mapping[str, Any], environment: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        name = self.folder.resolve().name
-        above = self.source.resolve().parent / LEDGER_NAME  # a run folder holds its ledger beside model/
-        return inherit_card(
-            self.source / CARD_NAME,
-            {"artifact_type": "dataset", "name": name, "sha256": dict(hashes)},
-            CardFacts(
-                tuning=self.tuning,
-                environment=environment,
-                generation={
-                    "doc_source": "declared_public",
-                    "per_doc": self.draws,
-                    "decoding": dict(decoding),
-                    "filters": [],
-                    "seeds": [self.seed],
-                },
-                assumptions=[Assumption(list_assumption(read_card(self.source)["claim"]["neighbours"]), "unverified")],
-            ),
-            description="queries drawn from the generator for a public list of passages",
-            parent_ledger=above if above.is_file() and not (self.source / LEDGER_NAME).exists() else None,
-        )
-
-
-def _assemble(
-    folder: Path,
-    promise: _Promise,
-    store: ShardStore,
-    texts: Mapping[str, str],
-    configuration: dict[str, Any],
-    about: DataCard,
-) -> None:
-    decoding = {field.name: configuration[field.name] for field in fields(Decoding)}
-
-    def card_of(hashes: Mapping[str, str], environment: Mapping[str, Any]) -> dict[str, Any]:
-        return promise.card(hashes, decoding, environment)
-
-    def queries() -> Iterator[SyntheticQuery]:
-        return (SyntheticQuery(**record) for record in store.records())
-
-    amount = f"{promise.draws} per passage; seed {promise.seed}"
-    about = replace(about, origin=[
-        f"Generator: `{configuration['generator'][:16]}` (SHA-256 of its files), named in the privacy card.",
-        "Filters: none.",
-    ])  # fmt: skip
-    write_set(folder, queries, texts, configuration, about, card_of, amount=amount)
 
 
 def write_set(

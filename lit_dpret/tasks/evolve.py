@@ -375,7 +375,7 @@ class Evolve(SetDrawing):
 
     def _write(self, folder: Path, found: list[Candidate], passages: Mapping[str, str], writer: _Writer) -> None:
         place, order = folder / SYNTHETIC, {name: number for number, name in enumerate(passages)}
-        queries = [each.query() for each in sorted(found, key=lambda each: (order[each.passage_id], each.draw))]
+        queries = sorted(found, key=lambda each: (order[each.passage_id], each.draw))
         configuration = drawing_facts(writer.place, passages, writer.how) | {
             "evolution": {
                 **picked(self, "generations", *_COMPARED, "max_votes"),

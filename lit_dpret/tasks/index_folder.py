@@ -27,7 +27,7 @@ from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import Job
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
-from lit_dpret.encoders.bulk import in_order
+from lit_dpret.encoders.bulk import OneSide, in_order
 from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError
 from lit_dpret.files import file_sha256, meant, read_json, settle_modes
@@ -324,7 +324,7 @@ def encode_folder(
     try:
         if job.share(prepare):
             encode_to_file(
-                tower.one_side(side, where),
+                OneSide(tower, side, where),
                 in_order(texts),
                 folder / EMBEDDINGS,
                 Rows(dtype=STORAGES[how.storage], batch_size=how.batch_size),

@@ -14,7 +14,7 @@ import torch
 from tiny_models import TEXTS, WORDS, tiny_bert, tiny_tokenizer
 
 from lit_dpret.encoders import Contract, TextEncoder
-from lit_dpret.encoders.bulk import ahead
+from lit_dpret.encoders.bulk import OneSide, ahead
 from lit_dpret.encoders.embedding_cache import Rows, encode_to_file, mapped
 from lit_dpret.errors import ResumeError
 
@@ -33,7 +33,7 @@ class Stop(Exception):
 
 def write(path: Path, stop_after: int | None = None, **changed: Any) -> int:
     """Write MANY, and raise after so many batches; returns how many batches were computed."""
-    side = tiny_encoder().one_side("passage")
+    side = OneSide(tiny_encoder(), "passage", None)
     embed, batches = side.embed, 0
 
     def counted(ids: Any) -> Any:
@@ -104,7 +104,7 @@ sys.path[:0] = {folders!r}
 import test_embedding_file as case
 from pathlib import Path
 path, after = Path(sys.argv[1]), int(sys.argv[2])
-side = case.tiny_encoder().one_side("passage")
+side = case.OneSide(case.tiny_encoder(), "passage", None)
 embed, left = side.embed, [after]
 def counted(ids):
     left[0] -= 1

@@ -46,11 +46,15 @@ MODELS: dict[str, Callable[[], Model]] = {
     "t5 with prefixes, not normalised": lambda: (tiny_encoder("t5", normalise=False, **PREFIXES), None, None),
     "cls": lambda: (tiny_encoder(pooling="cls"), None, None),
     "max, lower case": lambda: (tiny_encoder(pooling="max", lower_case=True, **PREFIXES), None, None),
-    "projection on both sides": lambda: (tiny_encoder().with_projection(head(7)), None, None),
+    "projection on both sides": lambda: (tiny_encoder().changed(projection=head(7)), None, None),
     "query head": lambda: (tiny_encoder(**PREFIXES), None, head()),
     "query head without bias, t5": lambda: (tiny_encoder("t5", normalise=False), None, head(bias=False)),
     "two lengths": lambda: (tiny_encoder(passage_max_length=14), None, None),
-    "two lengths and a projection": lambda: (tiny_encoder(passage_max_length=14).with_projection(head(7)), None, None),
+    "two lengths and projection": lambda: (
+        tiny_encoder(passage_max_length=14).changed(projection=head(7)),
+        None,
+        None,
+    ),
     "two lengths and a query head": lambda: (tiny_encoder("t5", passage_max_length=14, lower_case=True), None, head()),
     "two towers": lambda: (tiny_encoder(**PREFIXES), tiny_encoder(seed=1, **PREFIXES), None),
     "two poolings": lambda: two_poolings(),
@@ -63,7 +67,7 @@ ALL = pytest.mark.parametrize("name", list(MODELS))
 def expected(model: Model) -> tuple[Tensor, Tensor]:
     """Our embeddings of all texts as queries and as passages, one batch each."""
     query, passage, linear = model
-    with_head = query if linear is None else query.with_projection(linear)
+    with_head = query if linear is None else query.changed(projection=linear)
     return with_head.encode(TEXTS, "query"), (passage or query).encode(TEXTS, "passage")
 
 
@@ -73,7 +77,7 @@ def save(name: str, folder: Path) -> Path:
 
 def write(model: Model, folder: Path) -> Path:
     query, passage, linear = model
-    save_sentence_transformer(folder, query if linear is None else query.with_projection(linear), passage or query)
+    save_sentence_transformer(folder, query if linear is None else query.changed(projection=linear), passage or query)
     return folder
 
 
@@ -222,7 +226,7 @@ def test_the_similarity_is_noted_for_the_reader(tmp_path: Path) -> None:
 
 def test_a_head_that_ends_in_another_space_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"ends in 7 dimensions .* passage side in 16"):
-        save_sentence_transformer(tmp_path / "a", tiny_encoder().with_projection(head(7)), tiny_encoder())
+        save_sentence_transformer(tmp_path / "a", tiny_encoder().changed(projection=head(7)), tiny_encoder())
     with pytest.raises(ConfigurationError, match="normalise=False"):
         save_sentence_transformer(tmp_path / "b", tiny_encoder(), tiny_encoder(normalise=False))
     (tmp_path / "file").write_text("")

@@ -10,7 +10,7 @@ from pair_cases import LOSSES
 from torch import Tensor
 
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, SymmetricSoftmaxPairLoss
-from lit_dpret.losses.pairs import Relation
+from lit_dpret.losses.pairs.base import Relation
 
 Batch = tuple[Tensor, Tensor]
 Encoder = Callable[[Tensor, Tensor], Tensor]

@@ -18,7 +18,8 @@ from lit_dpret.losses import (
     SoftmaxPairLoss,
     SpreadoutPairLoss,
 )
-from lit_dpret.losses.pairs import Relation, find_worst_case, movement_factors
+from lit_dpret.losses.pairs.base import Relation
+from lit_dpret.losses.pairs.declared import find_worst_case, movement_factors
 
 EACH = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 RELATIONS = pytest.mark.parametrize("relation", ["add_or_remove", "replace_one"])

@@ -303,7 +303,7 @@ def test_the_saved_folder_gives_the_same_embeddings(tmp_path: Path, head: str, p
     encoder = tower(query_prefix="query: ", passage_prefix="passage: ")
     if projected:
         torch.manual_seed(4)
-        encoder = encoder.with_projection(nn.Linear(16, 6))
+        encoder = encoder.changed(projection=nn.Linear(16, 6))
     module = frozen(head=head, encoder=encoder)
     module.save_model(tmp_path / "model")
     loaded = load_towers(tmp_path / "model")

@@ -35,7 +35,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rotation = torch.nn.Linear(16, 16, bias=False)
     torch.nn.init.orthogonal_(rotation.weight)
     save_sentence_transformer(root / "plain", tower)
-    save_sentence_transformer(root / "rotated", tower.with_projection(rotation))
+    save_sentence_transformer(root / "rotated", tower.changed(projection=rotation))
     return {name: root / name for name in ("plain", "rotated")}
 
 

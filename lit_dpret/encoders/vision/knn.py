@@ -9,7 +9,7 @@ claim.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lit_dpret.encoders.vision.nets import embed
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.settings import require_choice
 
 _DECIMALS = 12
 Ties = Literal["nearest", "lowest"]
@@ -66,34 +65,18 @@ def _nearest_of(similarities: Tensor, k: int) -> Tensor:
     return indices.gather(1, order)
 
 
-def knn_predict(
-    train: Tensor, labels: Tensor, queries: Tensor, *, classes: int, k: int = 3, chunk_size: int = 256,
-    ties: Ties = "nearest",
-) -> Tensor:  # fmt: skip
-    """Return the majority label of the ``k`` nearest train embeddings.
+def votes(
+    train: Tensor, labels: Tensor, queries: Tensor, *, classes: int, k: int = 3, chunk_size: int = 256
+) -> tuple[dict[Ties, Tensor], Tensor]:
+    """Return the majority label of each query's ``k`` nearest train embeddings by each rule for ties, and which tie.
 
-    ``labels`` are those of ``train``, int64, shape (n,). ``ties`` go to the ``nearest`` of the tied neighbours, or to
-    the ``lowest`` label as in scikit-learn.
-
-    Returns:
-        Predicted labels, int64, shape (m,).
+    Ties go to the ``nearest`` of the tied neighbours, or to the ``lowest`` label as in scikit-learn.
     """
-    require_choice("ties", ties, get_args(Ties))
-    predicted, _ = _by_rule(_neighbour_labels(train, labels, queries, k=k, chunk_size=chunk_size), classes)
-    return predicted[ties]
-
-
-def _neighbour_labels(train: Tensor, labels: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) -> Tensor:
-    """Return the labels of the ``k`` nearest train embeddings, nearest first, shape (m, k)."""
     if labels.shape != train.shape[:1]:
         raise DataError(f"{len(train)} train embeddings have labels of shape {tuple(labels.shape)}.")
-    return labels[nearest(train, queries, k=k, chunk_size=chunk_size)]
-
-
-def _by_rule(neighbours: Tensor, classes: int) -> tuple[dict[Ties, Tensor], Tensor]:
-    """Return what the labels of neighbours, nearest first, vote for under each rule, and which votes are ties."""
-    votes = F.one_hot(neighbours, classes).sum(dim=1)
-    leads = votes == votes.amax(dim=1, keepdim=True)
+    neighbours = labels[nearest(train, queries, k=k, chunk_size=chunk_size)]
+    counts = F.one_hot(neighbours, classes).sum(dim=1)
+    leads = counts == counts.amax(dim=1, keepdim=True)
     first = leads.gather(1, neighbours).int().argmax(dim=1, keepdim=True)  # the nearest whose label leads
     return {"nearest": neighbours.gather(1, first)[:, 0], "lowest": leads.int().argmax(dim=1)}, leads.sum(dim=1) > 1
 
@@ -124,7 +107,7 @@ def evaluate_knn(
         DataError: Shapes differ, or an embedding is not finite.
     """
     keys, queries = (embed(net, images, batch_size=batch_size) for images, _ in (train, test))
-    predicted, tied = _by_rule(_neighbour_labels(keys, train[1], queries, k=k), classes)
+    predicted, tied = votes(keys, train[1], queries, classes=classes, k=k)
     confusions = {rule: confusion_matrix(test[1], labels, classes=classes) for rule, labels in predicted.items()}
     scores = {rule: ClassificationScores.of(confusion, beta=beta) for rule, confusion in confusions.items()}
     return KnnResult(

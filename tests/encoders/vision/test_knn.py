@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.encoders.vision.knn import ClassificationScores, confusion_matrix, evaluate_knn, knn_predict, nearest
+from lit_dpret.encoders.vision.knn import ClassificationScores, confusion_matrix, evaluate_knn, nearest, votes
 from lit_dpret.errors import ConfigurationError, DataError
 
 
@@ -24,8 +24,8 @@ def test_predictions_are_those_of_scikit_learn(k: int) -> None:
     train, known, queries = embeddings(200), labels(200), embeddings(80, seed=1)
     reference = neighbors.KNeighborsClassifier(n_neighbors=k, metric="cosine", algorithm="brute")
     reference.fit(train.double().numpy(), known.numpy())
-    predicted = knn_predict(train, known, queries, classes=4, k=k, chunk_size=17, ties="lowest")
-    assert predicted.tolist() == reference.predict(queries.double().numpy()).tolist()
+    predicted, _ = votes(train, known, queries, classes=4, k=k, chunk_size=17)
+    assert predicted["lowest"].tolist() == reference.predict(queries.double().numpy()).tolist()
 
 
 def test_equal_neighbours_are_taken_in_order_whatever_the_chunks() -> None:
@@ -44,13 +44,8 @@ def test_an_even_vote_goes_to_the_nearest_of_the_tied_or_to_the_lowest_label(
     known: list[int], nearest_wins: int, lowest: int
 ) -> None:
     train = torch.tensor([[1.0, 0.1 * i] for i in range(len(known))])
-    for settings, label in (({}, nearest_wins), ({"ties": "nearest"}, nearest_wins), ({"ties": "lowest"}, lowest)):
-        predicted = knn_predict(
-            train, torch.tensor(known), torch.tensor([[1.0, 0.0]]), classes=4, k=len(known), **settings
-        )
-        assert predicted.tolist() == [label], settings
-    with pytest.raises(ConfigurationError, match="ties"):
-        knn_predict(train, torch.tensor(known), train, classes=4, ties="first")  # type: ignore[arg-type]
+    predicted, _ = votes(train, torch.tensor(known), torch.tensor([[1.0, 0.0]]), classes=4, k=len(known))
+    assert (predicted["nearest"].tolist(), predicted["lowest"].tolist()) == ([nearest_wins], [lowest])
 
 
 def test_both_rules_are_scored_and_ties_are_counted() -> None:
@@ -74,7 +69,7 @@ def test_broken_embeddings_and_impossible_k_are_refused() -> None:
     with pytest.raises(DataError, match="cannot be compared"):
         nearest(embeddings(3), embeddings(1, dim=5), k=1)
     with pytest.raises(DataError, match=r"labels of shape \(2,\)"):
-        knn_predict(embeddings(3), labels(2), embeddings(1), classes=4, k=1)
+        votes(embeddings(3), labels(2), embeddings(1), classes=4, k=1)
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
