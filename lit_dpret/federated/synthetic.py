@@ -90,7 +90,6 @@ def train_generator(
     terms: GeneratorTerms,
     *,
     secret_file: str | Path | None = None,
-    ledgers: str | Path | None = None,
     label: str | None = None,
 ) -> Path:
     """Train a silo's query generator on its train queries, charged to the ledger of its rounds; return its run folder.
@@ -116,8 +115,9 @@ def train_generator(
         eps=terms.eps, delta=budget.delta, neighbours=budget.neighbours, law=law, steps=steps,
         accountant=privacy.accountant,
     )  # fmt: skip
-    spent = Path(state) / "private" if ledgers is None else Path(ledgers)
-    ledger = SiloLedger(spent, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
+    ledger = SiloLedger(
+        Path(state) / "private", budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file
+    )
     ledger.require_whole(Path(state))
 
     def fit(folder: Path, noise_multiplier: float, *, repeat: bool) -> Path:

@@ -65,19 +65,15 @@ class SystemRunner:
           is what releasing that system alone would cost.
     """
 
-    def __init__(
-        self, plan: FederationPlan, silos: Mapping[str, Path], folder: Path, *, split: str, fed: bool = True
-    ) -> None:
-        # With ``fed`` negatives will be asked for: under a budget stage 1 leaves room for the requests.
-        self.plan, self.silos, self.folder, self.split, self.fed = plan, dict(silos), folder, split, fed
+    def __init__(self, plan: FederationPlan, silos: Mapping[str, Path], folder: Path, *, split: str) -> None:
+        self.plan, self.silos, self.folder, self.split = plan, dict(silos), folder, split
 
     def run(self, system: System, seed: int) -> SystemResult:
         """Run one system with one seed."""
         began = time.process_time()
         settings = self.plan.settings(seed)
         if system == "bm25":
-            kind: Literal["fed", "dynamic"] = "fed" if self.fed else "dynamic"
-            settings = replace(settings, stage2=replace(settings.stage2, negatives=kind))
+            settings = replace(settings, stage2=replace(settings.stage2, negatives="fed"))
             elsewhere = self.plan.transport in ELSEWHERE  # where it is all one run
             folder = self._shared(settings) if elsewhere else self.folder / "bm25"
             found = self._federation(settings, folder, "bm25")
@@ -134,7 +130,8 @@ class SystemRunner:
 
     def _federated(self, system: System, settings: PddAs2) -> SystemResult:
         shared = self._shared(settings)
-        settings = replace(settings, stage2=replace(settings.stage2, negatives="fed" if self.fed else "dynamic"))
+        # Negatives will be asked for: under a budget stage 1 leaves room for the requests.
+        settings = replace(settings, stage2=replace(settings.stage2, negatives="fed"))
         if system == "stage1":
             return self._federation(settings, shared, "stage1")
         kind: Literal["fed", "dynamic"] = "fed" if system == "fed_negative" else "dynamic"

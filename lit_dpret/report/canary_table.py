@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.audit.statistics.curves import group_delta
+from lit_dpret.audit.statistics.evidence import group_delta
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.privacy.budget import show_delta

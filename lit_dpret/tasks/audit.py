@@ -7,7 +7,7 @@ single canaries and generated queries are internal: under a broken guarantee the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -75,7 +75,7 @@ class Measurement:
             towers = load_towers(model)
             with ProgressLine("scoring canaries") as progress:
                 pairs = score_pairs(towers, canaries, progress=progress)
-            return [{"score": one.to_dict(), "leak": Leak(one.name, 0, 0, None, ()).to_dict()} for one in pairs]
+            return [{"score": one.to_dict(), "leak": asdict(Leak(one.name, 0, 0, None, ()))} for one in pairs]
         generator = load_generator(model)
         with ProgressLine("scoring canaries") as progress:
             scores = score_canaries(generator, canaries, decoding=self.decoding(), span=self.span, progress=progress)
@@ -83,7 +83,7 @@ class Measurement:
             leaks = draw_leaks(
                 generator, canaries, decoding=self.decoding(), draws=self.draws, seed=seed, progress=progress
             )
-        return [{"score": score.to_dict(), "leak": leak.to_dict()} for score, leak in zip(scores, leaks, strict=True)]
+        return [{"score": score.to_dict(), "leak": asdict(leak)} for score, leak in zip(scores, leaks, strict=True)]
 
 
 def limits_by_copies(

@@ -157,7 +157,7 @@ class FederatedAttacks:
                 if reader != name:
                     mine = askers[reader]
                     found = own_texts(rows[name], (asker.texts, asker.sent), (mine.texts, mine.sent), seed=seed)
-                    near += [] if found is None else [found.to_dict()]
+                    near += [] if found is None else [asdict(found)]
         means = {key: float(np.mean([one[key] for one in near])) for key in near[0]} if near else None
         return {
             **asdict(way),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -268,7 +268,7 @@ class Inversion:
             written += [words.text(ids) for ids in decoder.write(rows, max_tokens=self.max_tokens)]
         again = self._encode(tower, [text or " " for text in written])
         cosines = torch.nn.functional.cosine_similarity(again, embeddings).tolist()
-        return recovered(written, list(attacked), cosines=cosines).to_dict(), written
+        return asdict(recovered(written, list(attacked), cosines=cosines)), written
 
 
 def _thinned(losses: Sequence[float], points: int = 100) -> list[tuple[int, float]]:

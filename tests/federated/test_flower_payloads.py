@@ -69,7 +69,7 @@ def test_an_answer_and_a_pool_come_out_as_they_went_in() -> None:
     queries, candidates = torch.randn(5, 4, generator=generator), torch.randn(9, 4, generator=generator)
     block = respond("b", queries, candidates, 3)
     content = payloads.envelope()
-    content["block"] = payloads.block_record(block)
+    content["block"] = payloads.tensors_record(block.parts)
     found = payloads.block_of(content, "b", rows=5, dim=4, limit=3)
     for part in ("embeddings", "starts", "entries"):
         assert torch.equal(getattr(found, part), getattr(block, part))
@@ -93,7 +93,7 @@ def test_an_answer_and_a_pool_come_out_as_they_went_in() -> None:
 def test_an_answer_is_checked_under_the_name_of_who_gave_it(block: Block, message: str) -> None:
     """What `Block.check` refuses stands in `test_negatives`."""
     content = payloads.envelope()
-    content["block"] = payloads.block_record(block)
+    content["block"] = payloads.tensors_record(block.parts)
     with pytest.raises(DataError, match=message):
         payloads.block_of(content, "b", rows=1, dim=3, limit=1)
 
@@ -105,8 +105,8 @@ def test_request_rows_of_wrong_shape_or_without_values_are_refused_and_no_rows_a
     rows: torch.Tensor,
 ) -> None:
     content = payloads.envelope()
-    content["rows"] = payloads.rows_record(rows)
+    content["rows"] = payloads.tensors_record({"rows": rows})
     with pytest.raises(DataError, match="The request of client 'a'"):
         payloads.rows_of(content, "client 'a'", dim=4)
-    content["rows"] = payloads.rows_record(torch.empty(0, 4))
+    content["rows"] = payloads.tensors_record({"rows": torch.empty(0, 4)})
     assert payloads.rows_of(content, "client 'a'", dim=4).shape == (0, 4)

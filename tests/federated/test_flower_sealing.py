@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 from masked_silos import MASKED, Drifts, Masked, credentials
 
 from lit_dpret.federated.flower.library import Message, RecordDict
-from lit_dpret.federated.flower.payloads import rows_record
+from lit_dpret.federated.flower.payloads import tensors_record
 from lit_dpret.federated.keys import new_identity
 from lit_dpret.federated.negatives import Block, FedPool, respond, respond_uniformly
 from lit_dpret.federated.settings import PddAs2
@@ -299,7 +299,7 @@ def test_a_silo_that_seals_answers_no_request_in_clear(tmp_path: Path) -> None:
     weights = made.grid.of("query.fedneg_request", "down")[10]["head"]["weights"]
     asked = made.ask(10, "query.fedneg_request", weights=weights, refresh=0)
     assert asked.error.reason == "DataError (no such key)"
-    rows = {"rows.0": rows_record(torch.randn(3, DIM))}
+    rows = {"rows.0": tensors_record({"rows": torch.randn(3, DIM)})}
     served = made.ask(10, "query.fedneg_serve", rows, weights=weights, refresh=0, askers=1)
     assert not served.content.array_records
     clear = run(tmp_path / "clear", CLEAR)

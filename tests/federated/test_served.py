@@ -18,7 +18,7 @@ from messages import Run, only_stage1
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, fingerprint
 from lit_dpret.federated.flower.library import Message
-from lit_dpret.federated.flower.payloads import rows_record, weights_record
+from lit_dpret.federated.flower.payloads import tensors_record, weights_record
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import Served
 
@@ -103,7 +103,7 @@ def test_a_silo_that_was_ended_in_a_round_makes_it_again_for_the_same_weights_al
 
 def test_requests_answers_and_measures_are_of_one_set_of_global_weights(tmp_path: Path) -> None:
     asking = Asking(tmp_path, SMALL)
-    rows = {"rows.0": rows_record(torch.ones(2, 16))}
+    rows = {"rows.0": tensors_record({"rows": torch.ones(2, 16)})}
     messages: tuple[tuple[str, dict[str, Any]], ...] = (
         ("query.fedneg_request", {"refresh": 0}),
         ("query.fedneg_serve", {"refresh": 0, "askers": 1, "records": rows}),
@@ -124,7 +124,7 @@ def test_requests_answers_and_measures_are_of_one_set_of_global_weights(tmp_path
 
 def test_rows_that_come_later_in_a_refresh_are_not_answered(tmp_path: Path) -> None:
     asking = Asking(tmp_path, SMALL)
-    first, second = (rows_record(torch.full((2, 16), value)) for value in (1.0, 2.0))
+    first, second = (tensors_record({"rows": torch.full((2, 16), value)}) for value in (1.0, 2.0))
     facts: dict[str, Any] = {"refresh": 0}
     rows = {"rows.0": second, "rows.1": first}
     one = asking.ask("query.fedneg_serve", asking.start, records={"rows.0": first}, askers=1, **facts)

@@ -155,10 +155,6 @@ class Recovered:
     cosine: float | None
     texts: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
 
 def token_set_f1(written: str, original: str) -> float:
     """Return the F1 of the two sets of words.

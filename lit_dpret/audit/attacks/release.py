@@ -89,15 +89,14 @@ def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Fl
     return found
 
 
-def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float = 1.0, n: int = 3) -> NDArray[np.bool_]:
+def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float = 1.0) -> NDArray[np.bool_]:
     """Return which queries the release repeats, shape ``(queries,)``.
 
     Args:
         queries: Queries that may have been trained on.
         release: The synthetic queries.
         overlap: 1 asks for all words of the query, in order and with nothing else, case and punctuation aside.
-            Below, this share of the query's distinct n-grams must stand in one synthetic query.
-        n: Words of an n-gram; a query with fewer words is repeated only by its equal.
+            Below, this share of the query's distinct trigrams must stand in one synthetic query.
 
     Raises:
         ConfigurationError: ``overlap`` is not a share above 0.
@@ -109,12 +108,12 @@ def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float =
     holders: dict[tuple[str, ...], set[int]] = {}
     if overlap < 1:
         for place, tokens in enumerate(made):
-            for gram in ngrams(tokens, n):
+            for gram in ngrams(tokens, 3):
                 holders.setdefault(gram, set()).add(place)
 
     def found(text: str) -> bool:
         own = tuple(words(text))
-        grams = set(ngrams(own, n)) if overlap < 1 else set()
+        grams = set(ngrams(own, 3)) if overlap < 1 else set()
         if (own and own in whole) or not grams:
             return bool(own) and own in whole
         shared = Counter(place for gram in grams for place in holders.get(gram, ()))

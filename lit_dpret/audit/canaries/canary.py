@@ -150,18 +150,15 @@ def _token_ids(
     reader: Any, canary: Canary
 ) -> Iterator[tuple[Literal["query", "passage"], list[list[int]], list[list[int]]]]:
     """Yield each side that holds the secret, and the tokens of its text with every candidate: whole, and as read."""
-    for side, texts in _filled(canary) if hasattr(reader, "token_ids") else ():
-        whole, read = reader.token_ids(texts, side, whole=True), reader.token_ids(texts, side)
+    texts: dict[Literal["query", "passage"], list[str]] = {}
+    if canary.side in ("query", "both"):
+        texts["query"] = [canary.query_with(secret) for secret in canary.candidates]
+    if canary.side in ("passage", "both"):
+        texts["passage"] = [canary.passage_with(secret) for secret in canary.candidates]
+    for side, filled in texts.items() if hasattr(reader, "token_ids") else ():
+        whole, read = reader.token_ids(filled, side, whole=True), reader.token_ids(filled, side)
         if whole is not None and read is not None:
             yield side, whole, read
-
-
-def _filled(canary: Canary) -> Iterator[tuple[Literal["query", "passage"], list[str]]]:
-    """Yield each side that holds the secret, and its text with every candidate."""
-    if canary.side in ("query", "both"):
-        yield "query", [canary.query_with(secret) for secret in canary.candidates]
-    if canary.side in ("passage", "both"):
-        yield "passage", [canary.passage_with(secret) for secret in canary.candidates]
 
 
 def check_sentinels(reader: object, canary: Canary) -> None:

@@ -210,10 +210,18 @@ def _cell(
     first = [group[0] for group in by_training]
     chances = [one.chance for one in found if one.chance is not None]
     top, leaked, draws = share(tops), share(leaks), found[0].draws
-    shared = len(found) > len(trainings)
 
     def bounds(confidence: float, of_shared: float) -> tuple[Evidence, ...]:
-        return _bounds(ranks, shared, candidates, copies, delta, of_shared, neighbours, confidence)
+        hits = sum(rank == 1 for rank in ranks)
+        point = mean_rank_point(float(np.mean(ranks)), candidates=candidates, copies=copies, delta=delta)
+        together = top_rank_one_training(
+            hits, len(ranks), candidates=candidates, copies=copies, delta=of_shared, neighbours=neighbours,
+            confidence=confidence,
+        )  # fmt: skip
+        if len(found) > len(trainings) or neighbours == "replace_one":
+            return together, point
+        alone: dict[str, Any] = {"candidates": candidates, "copies": copies, "delta": delta, "confidence": confidence}
+        return top_rank_bound(hits, len(ranks), **alone), mean_rank_bound(ranks, **alone), point
 
     alarms = bounds(1 - alarm, delta)  # a claim with a delta is contradicted by what holds with that delta alone
     return Cell(
@@ -233,28 +241,6 @@ def _cell(
         limits=limits,
         excesses=tuple(_excesses(first, alarms, limits, alarm)),
     )
-
-
-def _bounds(
-    ranks: Sequence[int],
-    shared: bool,
-    candidates: int,
-    copies: int,
-    delta: float,
-    delta_of_shared: float,
-    neighbours: Neighbours,
-    confidence: float,
-) -> tuple[Evidence, ...]:
-    hits = sum(rank == 1 for rank in ranks)
-    point = mean_rank_point(float(np.mean(ranks)), candidates=candidates, copies=copies, delta=delta)
-    together = top_rank_one_training(
-        hits, len(ranks), candidates=candidates, copies=copies, delta=delta_of_shared, neighbours=neighbours,
-        confidence=confidence,
-    )  # fmt: skip
-    if shared or neighbours == "replace_one":
-        return together, point
-    alone: dict[str, Any] = {"candidates": candidates, "copies": copies, "delta": delta, "confidence": confidence}
-    return top_rank_bound(hits, len(ranks), **alone), mean_rank_bound(ranks, **alone), point
 
 
 def _excesses(first: Sequence[Outcome], alarms: Sequence[Evidence], limits: Limits, alarm: float) -> Iterator[Excess]:

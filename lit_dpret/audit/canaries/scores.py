@@ -152,10 +152,6 @@ class Leak:
     copied: int | None  # the same for the passage with its secret in it; None where that is the same passage
     sample: tuple[str, ...]  # the first query drawn, and the first with the secret if there is one
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
 
 def draw_leaks(
     generator: GeneratorModel,

@@ -382,13 +382,7 @@ def _vocabulary(passages: Mapping[str, str], ids: Sequence[str], seed: int) -> l
 # -- planting ------------------------------------------------------------------------------------
 
 
-class Plantable(Sources, Protocol):
-    """A DataModule that accepts additional units."""
-
-    def plant(self, planted: Planted) -> None: ...
-
-
-def plant(data: Plantable, canaries: CanarySet) -> None:
+def plant(data: Any, canaries: CanarySet) -> None:
     """Plant canaries in a DataModule, after ``setup`` and before ``fit``.
 
     Guarantees:
@@ -421,7 +415,7 @@ def planted_facts(canaries: CanarySet) -> dict[str, Any]:
 
 
 def plant_in_run(
-    data: Plantable,
+    data: Any,
     suite: CanarySuite,
     run_dir: Path,
     *,
@@ -466,9 +460,9 @@ def _no_pairs(data: object) -> ConfigurationError:
     )
 
 
-def _wait_for(path: Path, *, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 120
     while not path.is_file():
         if time.monotonic() > end:
-            raise ConfigurationError(f"{path} was not written by the first process within {seconds:.0f} seconds.")
+            raise ConfigurationError(f"{path} was not written by the first process within 120 seconds.")
         time.sleep(0.2)

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betaincinv
 
-from lit_dpret.audit.statistics.curves import least_epsilon
-from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_confidence, check_hits
+from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_confidence, check_hits, least_epsilon
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Strategy, audit
 
@@ -24,7 +23,6 @@ ASSUMPTION = (
     "the scores of members are independent of each other, and so are those of the others: one canary to a training, or "
     "canaries that do not touch each other."
 )
-HULL = " The number of thresholds was that of the ROC hull, which no theorem covers."
 
 
 def rate_at_least(hits: ArrayLike, trials: ArrayLike, error: float) -> NDArray[np.float64]:
@@ -122,9 +120,7 @@ def clopper_pearson_audit(
     """
     strategy = strategy or Bonferroni()
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
-    return audit(
-        scores, _any_mechanism, strategy, terms, method=METHOD, assumption=_independent(strategy), guessing=False
-    )
+    return audit(scores, _any_mechanism, strategy, terms, method=METHOD, assumption=ASSUMPTION, guessing=False)
 
 
 def clopper_pearson_counts(
@@ -140,13 +136,6 @@ def clopper_pearson_counts(
     """
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
     return terms.evidence(METHOD, _any_mechanism(counts, terms.error, 0.0, terms), ASSUMPTION)
-
-
-def _independent(strategy: Strategy) -> str:
-    return ASSUMPTION + (HULL if strategy == Bonferroni(over="hull") else "")
-
-
-# What the counts at one threshold prove, each as `lit_dpret.audit.statistics.thresholds.Bound`.
 
 
 def _any_mechanism(counts: Counts, error: float, floor: float, terms: Terms) -> float:

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from scipy.stats import binom
 
-from lit_dpret.audit.statistics.curves import largest_contradicted
-from lit_dpret.audit.statistics.error_rates import HULL
 from lit_dpret.audit.statistics.evidence import (
     Evidence,
     Terms,
@@ -24,6 +22,7 @@ from lit_dpret.audit.statistics.evidence import (
     check_count,
     check_delta,
     check_hits,
+    largest_contradicted,
 )
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Split, Strategy, audit
@@ -69,10 +68,11 @@ def one_run_audit(
     planned = not isinstance(strategy, Explicit | Split)
 
     def bound(counts: Counts, error: float, floor: float, terms: Terms) -> float:
-        return _epsilon(_of(counts), error, floor, terms, planned)
+        guessed = {"canaries": counts.canaries, "guesses": counts.guesses, "correct": counts.tp}
+        return _epsilon(guessed, error, floor, terms, planned)
 
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
-    return audit(scores, bound, strategy, terms, method=METHOD, assumption=_assumed(strategy), guessing=True)
+    return audit(scores, bound, strategy, terms, method=METHOD, assumption=ASSUMPTION, guessing=True)
 
 
 def one_run_counts(
@@ -93,7 +93,10 @@ def one_run_counts(
         ConfigurationError: Not ``0 <= correct <= guesses <= canaries``, or a number is out of its range.
     """
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
-    _check_counts(canaries, guesses, correct)
+    check_hits(guesses, canaries, names=("guesses", "canaries"))
+    check_count("correct", correct)
+    if correct > guesses:
+        raise ConfigurationError(f"correct={correct} is more than guesses={guesses}.")
     counts = {"canaries": canaries, "guesses": guesses, "correct": correct}
     eps = _epsilon(counts, terms.error, 0.0, terms, planned)
     return terms.evidence(METHOD, eps, ASSUMPTION)
@@ -281,31 +284,13 @@ def audit_power(
     for count in canaries:
         # Of a binomial count, at least half lies at or above the median.
         median = int(binom.median(count, accuracy))
-        both = [
+        best, claimed = (
             one_run_counts(canaries=count, guesses=count, correct=right, delta=delta, confidence=confidence).eps_lower
             for right in (count, median)
-        ]
-        rows.append(
-            {
-                "canaries": count,
-                "confidence": confidence,
-                "accuracy": accuracy,
-                "at_best": both[0],
-                "as_claimed": both[1],
-            }
         )
+        facts = {"canaries": count, "confidence": confidence, "accuracy": accuracy}
+        rows.append(facts | {"at_best": best, "as_claimed": claimed})
     return rows
-
-
-def _assumed(strategy: Strategy) -> str:
-    return ASSUMPTION + (HULL if strategy == Bonferroni(over="hull") else "")
-
-
-def _check_counts(canaries: int, guesses: int, correct: int) -> None:
-    check_hits(guesses, canaries, names=("guesses", "canaries"))
-    check_count("correct", correct)
-    if correct > guesses:
-        raise ConfigurationError(f"correct={correct} is more than guesses={guesses}.")
 
 
 def _epsilon(counts: Mapping[str, int], error: float, floor: float, terms: Terms, planned: bool) -> float:
@@ -319,7 +304,3 @@ def _epsilon(counts: Mapping[str, int], error: float, floor: float, terms: Terms
         return unplanned_p_value(terms.copies * eps, **counts, delta=group, error=error) < error
 
     return largest_contradicted(contradicted, floor)
-
-
-def _of(counts: Counts) -> dict[str, int]:
-    return {"canaries": counts.canaries, "guesses": counts.guesses, "correct": counts.tp}

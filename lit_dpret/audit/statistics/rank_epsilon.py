@@ -2,7 +2,7 @@
 
 A secret is drawn at random from R candidates, planted k times, and ranked among them by the trained model. Had it
 not been planted, its rank would be uniform on 1..R. Under (eps, delta)-DP for one unit, planting makes no event
-likelier than e^(k eps) times that and delta_k (`lit_dpret.audit.statistics.curves.group_delta`).
+likelier than e^(k eps) times that and delta_k (`lit_dpret.audit.statistics.evidence.group_delta`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len
 from scipy.stats import binom
 
-from lit_dpret.audit.statistics.curves import largest_contradicted, least_epsilon, least_where
 from lit_dpret.audit.statistics.error_rates import rate_at_least
 from lit_dpret.audit.statistics.evidence import (
     Evidence,
     Terms,
     check_count,
     check_hits,
+    largest_contradicted,
+    least_epsilon,
+    least_where,
 )
 from lit_dpret.audit.statistics.exposure import mean_rank
 from lit_dpret.errors import ConfigurationError

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lit_dpret.audit.statistics.evidence import Evidence, Terms, check_probability
+from lit_dpret.audit.statistics.evidence import Evidence, Terms
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.errors import ConfigurationError, DataError
 
-Bound = Callable[[Counts, float, float], float]
+# What the counts at one threshold prove: from counts, an allowed error and a floor to the bound, or the floor where
+# that is higher, which lets later thresholds be dismissed early.
+Bound = Callable[[Counts, float, float, Terms], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,62 +54,49 @@ class Split:
 Strategy = Explicit | Bonferroni | Split
 
 
-Found = tuple[float, float | None, int]
-"""The best bound, the threshold that gave it (None: none), and among how many the error was divided."""
+HULL = " The number of thresholds was that of the ROC hull, which no theorem covers."
 
 
 def audit(
-    scores: CanaryScores, bound: Callable[[Counts, float, float, Terms], float], strategy: Strategy, terms: Terms, *,
-    method: str, assumption: str, guessing: bool,
+    scores: CanaryScores, bound: Bound, strategy: Strategy, terms: Terms, *, method: str, assumption: str,
+    guessing: bool,
 ) -> Evidence:  # fmt: skip
     """Return the evidence of ``strategy`` from the scores.
 
-    ``bound`` says what the counts at one threshold prove: from counts, an allowed error and a floor to the bound, or
-    the floor where that is higher, which lets later thresholds be dismissed early. ``guessing`` says that it allows
-    guesses that depend on the scores, as the one-run audits do.
+    ``guessing`` says that the bound allows guesses that depend on the scores, as the one-run audits do.
     """
-
-    def of(counts: Counts, error: float, floor: float) -> float:
-        return bound(counts, error, floor, terms)
-
-    eps, threshold, tests = _best_bound(scores, of, strategy, terms.error, guessing)
-    return terms.evidence(method, eps, assumption, threshold=threshold, tests=tests)
-
-
-def _best_bound(scores: CanaryScores, bound: Bound, strategy: Strategy, error: float, guessing: bool) -> Found:
+    threshold: float | None
+    error, tests = terms.error, 1
     match strategy:
         case Explicit(threshold=threshold):
             if np.isnan(threshold):
                 raise ConfigurationError("Explicit(threshold=nan): a threshold must be a number.")
-            return bound(scores.counts(threshold), error, 0.0), threshold, 1
+            eps = bound(scores.counts(threshold), error, 0.0, terms)
         case Bonferroni(over="hull" | "all" as over):
             tests = len(roc_hull(scores)[0]) if over == "hull" else len(scores)
-            return *_best(scores, bound, error / tests), tests
+            assumption += HULL if over == "hull" else ""
+            eps, threshold = _best(scores, bound, error / tests, terms)
         case Bonferroni(over="doubling"):
             if not guessing:
                 raise ConfigurationError(
                     "Bonferroni(over='doubling') takes thresholds from scores, which only the one-run audits allow. "
                     "Use over='all'."
                 )
-            sizes = 2 ** np.arange(len(scores).bit_length())
-            return *_doubling(scores, sizes, bound, error / len(sizes)), len(sizes)
+            # These numbers of guesses do not depend on the scores, and ties count as wrong.
+            sizes = [2**power for power in range(len(scores).bit_length())]
+            tests, eps, threshold = len(sizes), 0.0, None
+            for size in sizes:
+                found = bound(scores.highest(size), error / tests, eps, terms)
+                if found > eps:
+                    eps, threshold = found, float(scores.pooled[-size])
         case Split(share=share, seed=seed):
-            return *_split(scores, bound, share, error, np.random.default_rng(seed)), 1
+            eps, threshold = _split(scores, bound, share, terms, np.random.default_rng(seed))
         case _:
             raise ConfigurationError(f"{strategy!r} is no way to choose a threshold.")
+    return terms.evidence(method, eps, assumption, threshold=threshold, tests=tests)
 
 
-def _doubling(scores: CanaryScores, sizes: NDArray[np.int64], bound: Bound, error: float) -> tuple[float, float | None]:
-    """Return the best of so many highest scores, numbers that do not depend on the scores; ties count as wrong."""
-    best, chosen = 0.0, None
-    for size in map(int, sizes):
-        eps = bound(scores.highest(size), error, best)
-        if eps > best:
-            best, chosen = eps, float(scores.pooled[-size])
-    return best, chosen
-
-
-def _best(scores: CanaryScores, bound: Bound, error: float) -> tuple[float, float | None]:
+def _best(scores: CanaryScores, bound: Bound, error: float, terms: Terms) -> tuple[float, float | None]:
     """Return the best bound of the hull's thresholds, which no other threshold beats."""
     thresholds, alone, missed = roc_hull(scores)
     right, wrong = len(scores.in_scores) - missed, len(scores.out_scores) - alone
@@ -116,21 +104,22 @@ def _best(scores: CanaryScores, bound: Bound, error: float) -> tuple[float, floa
     order = np.argsort(-(right - wrong) / np.sqrt(np.maximum(1, right + wrong)), kind="stable")
     best, chosen = 0.0, None
     for threshold in thresholds[order]:
-        eps = bound(scores.counts(threshold), error, best)
+        eps = bound(scores.counts(threshold), error, best, terms)
         if eps > best:
             best, chosen = eps, float(threshold)
     return best, chosen
 
 
 def _split(
-    scores: CanaryScores, bound: Bound, share: float, error: float, rng: np.random.Generator
+    scores: CanaryScores, bound: Bound, share: float, terms: Terms, rng: np.random.Generator
 ) -> tuple[float, float | None]:
-    check_probability("share", share)
+    if not 0 < share < 1:
+        raise ConfigurationError(f"share={share} must lie between 0 and 1, both excluded.")
     first = rng.permutation(len(scores)) < round(share * len(scores))
     of_members, of_others = first[: len(scores.in_scores)], first[len(scores.in_scores) :]
     if min(of_members.sum(), (~of_members).sum(), of_others.sum(), (~of_others).sum()) == 0:
         raise DataError(f"A split of {len(scores)} canaries left a part without members or without others: add more.")
     choosing = CanaryScores(scores.in_scores[of_members], scores.out_scores[of_others])
     judging = CanaryScores(scores.in_scores[~of_members], scores.out_scores[~of_others])
-    _, threshold = _best(choosing, bound, error)
-    return (0.0, None) if threshold is None else (bound(judging.counts(threshold), error, 0.0), threshold)
+    _, threshold = _best(choosing, bound, terms.error, terms)
+    return (0.0, None) if threshold is None else (bound(judging.counts(threshold), terms.error, 0.0, terms), threshold)

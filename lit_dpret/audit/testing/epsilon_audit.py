@@ -27,7 +27,7 @@ CANDIDATES = np.concatenate([np.linspace(0.002, 0.04, 8), np.linspace(0.05, 0.95
 Values = NDArray[np.float64]
 
 
-def epsilon_lower_bound(p: Values, q: Values, delta: float, confidence: float = CONFIDENCE) -> float:
+def epsilon_lower_bound(p: Values, q: Values, delta: float) -> float:
     """Return a lower bound on epsilon from a statistic's values on two neighbouring inputs, ``(trials,)``; at least 0.
 
     The threshold, and which side of it counts, are chosen by the first quarter of the values and applied
@@ -39,18 +39,18 @@ def epsilon_lower_bound(p: Values, q: Values, delta: float, confidence: float = 
         for s in (1, -1):
             for swap in (False, True):
                 a, b = (first_q, first_p) if swap else (first_p, first_q)
-                found = _bound(s * a, s * b, s * candidate, delta, confidence)
+                found = _bound(s * a, s * b, s * candidate, delta)
                 if found > best:
                     best, threshold, sign, swapped = found, float(candidate), s, swap
     rest_p, rest_q = p[len(first_p) :], q[len(first_q) :]
     a, b = (rest_q, rest_p) if swapped else (rest_p, rest_q)
-    return max(0.0, _bound(sign * a, sign * b, sign * threshold, delta, confidence))
+    return max(0.0, _bound(sign * a, sign * b, sign * threshold, delta))
 
 
-def most_that_can_be_shown(trials: int, delta: float, confidence: float = CONFIDENCE) -> float:
+def most_that_can_be_shown(trials: int, delta: float) -> float:
     """Return the bound for a mechanism without noise from ``trials`` releases of each input."""
     counted = trials - int(trials * CHOOSING)
-    return _epsilon(counted, 0, counted, counted, delta, confidence)
+    return _epsilon(counted, 0, counted, counted, delta)
 
 
 def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: float, trials: int) -> float:
@@ -85,12 +85,12 @@ def check_epsilon(probe: Probe, unit: int, weight: float, eps: float, delta: flo
     return found
 
 
-def _bound(a: Values, b: Values, threshold: float, delta: float, confidence: float) -> float:
-    return _epsilon(int((a > threshold).sum()), int((b > threshold).sum()), len(a), len(b), delta, confidence)
+def _bound(a: Values, b: Values, threshold: float, delta: float) -> float:
+    return _epsilon(int((a > threshold).sum()), int((b > threshold).sum()), len(a), len(b), delta)
 
 
-def _epsilon(hits_a: int, hits_b: int, size_a: int, size_b: int, delta: float, confidence: float) -> float:
+def _epsilon(hits_a: int, hits_b: int, size_a: int, size_b: int, delta: float) -> float:
     """Bound epsilon by event counts on either side; minus infinity where they show nothing."""
-    alpha = (1 - confidence) / 2
+    alpha = (1 - CONFIDENCE) / 2
     least, most = float(rate_at_least(hits_a, size_a, alpha)), float(rate_at_most(hits_b, size_b, alpha))
     return math.log((least - delta) / most) if least > delta else -math.inf

@@ -38,7 +38,7 @@ def check_noise_of_empty_steps(probe: Probe) -> float:
             entries.add(flat[1:], flat[:-1])
             if values.dim() > 1:
                 axes.add(values[1:], values[:-1])
-        for a, b in itertools.pairwise(_by_shape(noise)):
+        for a, b in itertools.pairwise(sorted(noise, key=lambda name: (tuple(noise[name].shape), name))):
             if noise[a].shape == noise[b].shape:
                 twins.add(noise[a], noise[b])
         if previous is not None:
@@ -104,10 +104,6 @@ def _noise(probe: Probe, step: Step) -> Noise:
         if not bool(values.isfinite().all()):
             raise PrivacyViolation(f"noise: the update of parameter {name} is not finite.")
     return noise
-
-
-def _by_shape(noise: Noise) -> list[str]:
-    return sorted(noise, key=lambda name: (tuple(noise[name].shape), name))
 
 
 def _check_coordinates(squares: Noise, draws: int, std: float, where: str = "") -> None:

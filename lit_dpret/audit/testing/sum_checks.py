@@ -90,7 +90,7 @@ def check_independence(probe: Probe, quiet: dict[int, float]) -> None:
     units = list(quiet)
     probe.weights = dict(quiet)
     alone = {unit: probe.step([unit]).sums for unit in units}
-    added = _total(list(alone.values()))
+    added = {name: torch.stack([sums[name].double() for sums in alone.values()]).sum(0) for name in alone[units[0]]}
     for size in (None, 1, 2, 3):
         together = probe.step(units, size=size).sums
         where = f"in physical batches of {size or len(units)}"
@@ -116,7 +116,8 @@ def _moved(probe: Probe, whole: Step, neighbour: Step, times: int, what: str) ->
     """Return how far the sum moved over the bound, seen before noise and again in what the optimizer got."""
     coordinates = sum(p.numel() for p in probe.parameters.values())
     # Adding the same noise to two sums rounds each of them differently.
-    rounding = 8 * _epsilon(probe) * probe.plan.noise_std * coordinates**0.5
+    epsilon = max(torch.finfo(p.dtype).eps for p in probe.parameters.values())
+    rounding = 8 * epsilon * probe.plan.noise_std * coordinates**0.5
     views: tuple[tuple[str, Callable[[Step], dict[str, Tensor]], float], ...] = (
         ("the clipped sum", lambda step: step.sums, 0.0),
         ("the noised sum that the optimizer gets", Step.noised_sums, rounding),
@@ -133,10 +134,6 @@ def _moved(probe: Probe, whole: Step, neighbour: Step, times: int, what: str) ->
     return share
 
 
-def _epsilon(probe: Probe) -> float:
-    return max(torch.finfo(p.dtype).eps for p in probe.parameters.values())
-
-
 def _same(probe: Probe, a: dict[str, Tensor], b: dict[str, Tensor], units: int, what: str) -> None:
     apart = gap(a, b)
     if not apart <= units * probe.bound * tolerance(probe):
@@ -144,10 +141,6 @@ def _same(probe: Probe, a: dict[str, Tensor], b: dict[str, Tensor], units: int, 
             f"independence: the sums of {what} differ by {apart:.4g} (the bound on one unit is {probe.bound:.4g}): "
             "what a unit contributes depends on its company, so clipping each unit bounds nothing."
         )
-
-
-def _total(sums: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([each[name].double() for each in sums]).sum(0) for name in sums[0]}
 
 
 def norm(sums: dict[str, Tensor]) -> float:

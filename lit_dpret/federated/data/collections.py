@@ -137,14 +137,14 @@ def safe_name(domain: str) -> str:
     return name
 
 
-def merged_silo(silos: Sequence[Silo], *, name: str = "central") -> Silo:
+def merged_silo(silos: Sequence[Silo]) -> Silo:
     """Merge silos into one, the upper bound of a federation; ids are prefixed by the client to be unique."""
 
     def of(client: str, found: str) -> str:
         return f"{client}.{found}"
 
     return Silo(
-        name,
+        "central",
         {of(one.name, pid): title for one in silos for pid, title in one.passages.items()},
         {of(one.name, sid): text for one in silos for sid, text in one.sentences.items()},
         {of(one.name, sid): of(one.name, pid) for one in silos for sid, pid in one.passage_of.items()},

@@ -90,6 +90,10 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
                     raise DataError("The server's settings are not this silo's.", kind="other settings")
                 check_planned(client.settings, head)
                 check_ledgers(client, context)
+                if action in SUM_ACTS and not client.settings.secure_sum:
+                    raise DataError(
+                        "The server begins a secure sum, and the settings have none.", kind="other settings"
+                    )
                 # A server that goes on to something else has given up its sum or its refresh: keys do not outlive them.
                 if client.settings.secure_sum and action not in SUM_ACTS:
                     _sum(client).forget()
@@ -110,7 +114,7 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
     register("query", "describe", describe)
     register("train", "stage1", train_stage1)
     for act, handler in SUM_ACTS.items():
-        register("train", act, partial(summed, handler))
+        register("train", act, handler)
     for query in (seal_key, fedneg_request, fedneg_serve):
         register("query", query.__name__, query)
     register("train", "personalise", personalise)
@@ -219,9 +223,8 @@ def secagg_share(client: SiloClient, content: RecordDict, head: Head) -> RecordD
 
 def secagg_masked(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Receive sealed shares, return the masked vector."""
-    return payloads.answer(
-        masked=payloads.words_record(_sum(client).mask(_attempt(head), payloads.bytes_of(content, "shares", _SERVER)))
-    )
+    words = _sum(client).mask(_attempt(head), payloads.bytes_of(content, "shares", _SERVER))
+    return payloads.answer(masked=payloads.tensors_record({"words": torch.from_numpy(words)}))
 
 
 def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
@@ -242,13 +245,6 @@ def secagg_unmask(client: SiloClient, content: RecordDict, head: Head) -> Record
 SUM_ACTS: dict[str, Handler] = {
     act.__name__: act for act in (secagg_setup, secagg_share, secagg_masked, secagg_sign, secagg_unmask)
 }
-
-
-def summed(act: Handler, client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Run one phase of the secure sum, if the silo's settings use it."""
-    if not client.settings.secure_sum:
-        raise DataError("The server begins a secure sum, and the settings have none.", kind="other settings")
-    return act(client, content, head)
 
 
 def _sum(client: SiloClient) -> SiloSum:
@@ -296,7 +292,7 @@ def fedneg_request(client: SiloClient, content: RecordDict, head: Head) -> Recor
     """Return the request rows for other silos; under ``seal`` encrypted for them."""
     rows = client.request(global_weights(client, content, head), payloads.whole(head, "refresh"))
     if not client.settings.seal:
-        return payloads.answer(rows=payloads.rows_record(rows))
+        return payloads.answer(rows=payloads.tensors_record({"rows": rows.float()}))
     refresh, sealer = _refresh(client, head), _sealer(client)
     keys, refused = sealer.usable(refresh, payloads.bytes_of(content, "keys", _SERVER))
     letter = sealer.seal(refresh, "request", save({"rows": rows.float().contiguous()}), keys)
@@ -317,7 +313,8 @@ def fedneg_serve(client: SiloClient, content: RecordDict, head: Head) -> RecordD
     ]
     for asker, known in enumerate(Served(client.state).known(refresh, asked)):
         if known:  # a request that comes later in this refresh is one more than was planned
-            reply[f"block.{asker}"] = payloads.block_record(client.serve(weights, asked[asker], refresh=refresh))
+            block = client.serve(weights, asked[asker], refresh=refresh)
+            reply[f"block.{asker}"] = payloads.tensors_record(block.parts)
     return reply
 
 

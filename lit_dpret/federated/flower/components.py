@@ -36,12 +36,6 @@ def make_silo(context: Context) -> SiloClient:
     return read_silo_settings(Path(place)).client()
 
 
-def server_folder(name: str) -> Path:
-    """Return the server's folder of a run, below its operator's folder (``$LIT_DPRET_FEDERATIONS``)."""
-    chosen = os.environ.get(SERVER_FOLDER)
-    return (Path(chosen) if chosen else default_secret_file().parent / "federations") / name
-
-
 client_app = build_client_app(make_silo)
 server_app = ServerApp()
 
@@ -53,14 +47,14 @@ def serve(grid: Grid, context: Context) -> None:
         text = context.run_config.get(RUN_CONFIG)
         request = read_run_request(text if isinstance(text, str) else "")
         start, dim = start_and_dim(request.model)
-        folder = server_folder(request.name)
+        chosen = os.environ.get(SERVER_FOLDER)  # the operator's
+        folder = (Path(chosen) if chosen else default_secret_file().parent / "federations") / request.name
         federation = FlowerFederation(request.federated, start, folder, dim=dim, patience=request)
-        app = build_server_app(federation, measure=request.measure, split=request.split, on_result=_say)
-        app(grid, context)
+
+        def say(result: FedResult) -> None:
+            print(RESULT + json.dumps(result.facts()), file=sys.stderr, flush=True)
+
+        build_server_app(federation, measure=request.measure, split=request.split, on_result=say)(grid, context)
     except LitDpretError as error:
         print(REFUSAL + json.dumps(str(error)), file=sys.stderr, flush=True)
         raise
-
-
-def _say(result: FedResult) -> None:
-    print(RESULT + json.dumps(result.facts()), file=sys.stderr, flush=True)

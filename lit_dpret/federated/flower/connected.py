@@ -107,15 +107,9 @@ class ConnectedSilos:
     def ask(
         self, kind: str, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], where: str
     ) -> dict[str, Any]:
-        """Exchange messages and decode every answer; refused answers are dropped and reported."""
-        return self.read_each(self.exchange(kind, contents, where), read, where)
-
-    def read_each(
-        self, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], where: str
-    ) -> dict[str, Any]:
-        """Decode every silo's answer from its name and content; refused ones are dropped and reported."""
+        """Exchange messages and decode every answer from its name and content; refused ones are reported."""
         found: dict[str, Any] = {}
-        for name, content in contents.items():
+        for name, content in self.exchange(kind, contents, where).items():
             try:
                 found[name] = read(name, content)
             except DataError as error:
@@ -142,7 +136,11 @@ class ConnectedSilos:
                 self.faults.append(f"{where}: node {node} has no name or no train query; it is left out.")
             elif self._nodes.get(name) in here:
                 self.faults.append(f"{where}: node {node} says that it is {name!r}, who is there already.")
-            elif numbered and not self._is_new(number, name):
+            elif numbered and (
+                not is_whole(number)
+                or number < 1
+                or any(known == number for other, known in self._numbers.items() if other != name)
+            ):
                 self.faults.append(f"{where}: node {node} has no number on a roster of keys, or another silo's.")
             else:
                 self._nodes[name], self.examples[name] = node, examples
@@ -163,10 +161,6 @@ class ConnectedSilos:
     def listed(self) -> int:
         """The length of the key roster, by majority of the known silos; 0 without a roster."""
         return Counter(self._listed.values()).most_common(1)[0][0] if self._listed else 0
-
-    def _is_new(self, number: object, name: str) -> bool:
-        whole = is_whole(number) and number > 0
-        return whole and all(known != number for other, known in self._numbers.items() if other != name)
 
     def _send(self, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:
         """Map node id to its answer or an error message; a node that did not answer in time is missing."""

@@ -223,7 +223,7 @@ class Relay:
     def _asking(self, name: str, rows: list[Tensor]) -> RecordDict:
         if self.settings.stage2.request == "none":  # requests that say nothing are all the same one
             rows = [torch.empty(0, self.dim)]
-        records = {f"rows.{place}": payloads.rows_record(one) for place, one in enumerate(rows)}
+        records = {f"rows.{place}": payloads.tensors_record({"rows": one.float()}) for place, one in enumerate(rows)}
         return self._message(name, records, askers=len(rows))
 
     # -- sealed --------------------------------------------------------------------------------

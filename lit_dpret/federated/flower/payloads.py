@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, in_words, schema_problem
@@ -79,7 +78,7 @@ def weights_record(weights: Mapping[str, Tensor]) -> ArrayRecord:
             f"{odd!r} is {weights[odd].dtype}: only float16 and float32 weights travel between clients and server. "
             "Leave buffers out (lit_dpret.federated.aggregation.take_weights)."
         )
-    return _record(weights)
+    return tensors_record(weights)
 
 
 def weights_of(content: RecordDict, whose: str, *, like: Mapping[str, Tensor]) -> Weights:
@@ -91,11 +90,6 @@ def weights_of(content: RecordDict, whose: str, *, like: Mapping[str, Tensor]) -
     weights = {name: value.float() for name, value in found.items()}
     check_weights(whose, weights, like)
     return weights
-
-
-def rows_record(rows: Tensor) -> ArrayRecord:
-    """Encode request rows, ``(rows, dim)``."""
-    return _record({"rows": rows.float()})
 
 
 def rows_of(content: RecordDict, whose: str, *, name: str = "rows", dim: int) -> Tensor:
@@ -114,11 +108,6 @@ def checked_rows(rows: Tensor | None, whose: str, *, dim: int) -> Tensor:
 
 
 # -- negatives ---------------------------------------------------------------------------------
-
-
-def block_record(block: Block) -> ArrayRecord:
-    """Encode an answer."""
-    return _record(block.parts)
 
 
 def block_of(
@@ -143,7 +132,7 @@ def pool_record(pool: FedPool, *, send_as: torch.dtype) -> ArrayRecord:
         there = pool.lists != MISSING
         parts["starts"] = torch.cat([torch.zeros(1, dtype=torch.long), there.sum(1).cumsum(0)])
         parts["entries"] = pool.lists[there].to(torch.int32)
-    return _record(parts)
+    return tensors_record(parts)
 
 
 def pool_of_record(content: RecordDict, whose: str, *, dim: int, rows: int | None) -> FedPool:
@@ -195,17 +184,12 @@ def keys_of(content: RecordDict, whose: str) -> list[Keys]:
     return found
 
 
-def words_record(words: Words) -> ArrayRecord:
-    """Encode a masked vector."""
-    return ArrayRecord({"words": Array(np.ascontiguousarray(words.astype("<u4")))})
-
-
 def words_of(content: RecordDict, whose: str, *, size: int) -> Words:
     """Decode a masked vector: only its length and type can be checked."""
-    words = _arrays(content, "masked", whose).get("words")
-    if words is None or words.shape != (size,) or words.dtype != np.uint32:
+    words = _tensors(content, "masked", whose).get("words")
+    if words is None or words.shape != (size,) or words.dtype != torch.uint32:
         raise DataError(f"The message of {whose} has no vector of {size} words.", kind="bad update")
-    return words.astype(np.uint32)
+    return words.numpy()
 
 
 def unmasking_of(content: RecordDict, whose: str, number: int, active: list[int], dead: list[int]) -> Unmasking:
@@ -216,45 +200,39 @@ def unmasking_of(content: RecordDict, whose: str, number: int, active: list[int]
     return Unmasking(number, seeds, keys)
 
 
-def body_record(body: bytes) -> ArrayRecord:
-    """Encode the body of a sealed message."""
-    return ArrayRecord({"body": Array(np.frombuffer(body, dtype=np.uint8))})
-
-
 def body_of(content: RecordDict, name: str, whose: str) -> bytes:
     """Decode the body of a sealed message."""
-    body = _arrays(content, name, whose).get("body")
-    if body is None or body.ndim != 1 or body.dtype != np.uint8:
+    body = _tensors(content, name, whose).get("body")
+    if body is None or body.dim() != 1 or body.dtype != torch.uint8:
         raise DataError(f"The message of {whose} has no letter {name!r}.", kind="bad message")
-    return body.tobytes()
+    return body.numpy().tobytes()
+
+
+def body_record(body: bytes) -> ArrayRecord:
+    """Encode the body of a sealed message."""
+    return tensors_record({"body": torch.frombuffer(bytearray(body), dtype=torch.uint8)})
 
 
 # -- arrays ------------------------------------------------------------------------------------
 
 
-def _record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+def tensors_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Encode tensors."""
     arrays = {name: Array(np.asarray(value.detach().cpu().contiguous().numpy())) for name, value in tensors.items()}
     return ArrayRecord(arrays)
 
 
-def _arrays(content: RecordDict, name: str, whose: str) -> dict[str, NDArray[Any]]:
+def _tensors(content: RecordDict, name: str, whose: str) -> dict[str, Tensor]:
     record = content.array_records.get(name)
     if record is None:
         raise DataError(f"The message of {whose} has no {name!r}.", kind="bad message")
     try:
-        return {key: np.array(value.numpy()) for key, value in record.items()}
-    except (ValueError, TypeError, OSError, EOFError, MemoryError) as error:
+        return {key: torch.from_numpy(np.array(value.numpy())) for key, value in record.items()}
+    except (ValueError, TypeError, OSError, EOFError, MemoryError) as error:  # TypeError: a type that torch lacks
         raise DataError(
             f"The message of {whose}: {name!r} holds an array that cannot be read ({in_words(error)}).",
             kind="bad message",
         ) from error
-
-
-def _tensors(content: RecordDict, name: str, whose: str) -> dict[str, Tensor]:
-    try:
-        return {key: torch.from_numpy(value) for key, value in _arrays(content, name, whose).items()}
-    except TypeError as error:  # a type that torch does not have
-        raise DataError(f"The message of {whose}: {name!r} holds no tensors.", kind="bad message") from error
 
 
 def _require_parts(parts: Mapping[str, Tensor], whose: str, names: tuple[str, ...]) -> None:

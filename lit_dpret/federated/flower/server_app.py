@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -97,7 +96,7 @@ class FlowerFederation(Federation):
                 finished = self.silos.exchange("train.personalise", contents, where)
                 for name, content in finished.items():
                     relay.report_refusals(name, content)
-                _write_json(done, {"schema": SCHEMA, "silos": sorted(finished)})
+                write_whole(done, json.dumps({"schema": SCHEMA, "silos": sorted(finished)}))
                 progress(number + 1, stage.epochs)
 
     # -- measures ------------------------------------------------------------------------------
@@ -142,13 +141,10 @@ def build_server_app(
 
     def main(grid: Grid, context: Context) -> None:
         result = federation.serve(grid, measure=measure, split=split)
-        _write_json(federation.folder / "federation.json", {"schema": SCHEMA, **result.facts()})
+        facts = {"schema": SCHEMA, **result.facts()}
+        write_whole(federation.folder / "federation.json", json.dumps(facts, indent=1))
         if on_result is not None:
             on_result(result)
 
     app.main()(main)
     return app
-
-
-def _write_json(path: Path, facts: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(facts, indent=1))

@@ -11,7 +11,6 @@ from canary_samples import PUBLISHED, quantiles
 from scipy.spatial import ConvexHull
 from scipy.stats import beta, norm
 
-from lit_dpret.audit.statistics.curves import group_delta, least_epsilon
 from lit_dpret.audit.statistics.error_rates import (
     clopper_pearson_audit,
     clopper_pearson_counts,
@@ -19,6 +18,7 @@ from lit_dpret.audit.statistics.error_rates import (
     rate_at_least,
     rate_at_most,
 )
+from lit_dpret.audit.statistics.evidence import group_delta, least_epsilon
 from lit_dpret.audit.statistics.metrics import accuracy_at_least, auc, bootstrap, tpr_at_fpr
 from lit_dpret.audit.statistics.scores import CanaryScores, Counts, roc_hull
 from lit_dpret.audit.statistics.thresholds import Bonferroni, Explicit, Split

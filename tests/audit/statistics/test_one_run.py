@@ -13,8 +13,8 @@ from canary_samples import PUBLISHED, flipped, quantiles
 from scipy import stats
 from scipy.stats import binom
 
-from lit_dpret.audit.statistics.curves import group_delta
 from lit_dpret.audit.statistics.error_rates import clopper_pearson_audit, clopper_pearson_counts
+from lit_dpret.audit.statistics.evidence import group_delta
 from lit_dpret.audit.statistics.one_run import (
     Curve,
     audit_power,

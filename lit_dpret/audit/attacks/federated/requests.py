@@ -8,7 +8,7 @@ the *same* silo that were sent and that were not; told from another silo's, a te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -162,10 +162,6 @@ class OwnTexts:
     similarity: float
     control: float  # the same with an own query drawn at random
     equal: float  # the share of rows whose victim's query the silo has word for word, and finds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
 
 
 def own_texts(
