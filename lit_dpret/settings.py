@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, ParamSpec, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lit_dpret.errors import ConfigurationError
 
@@ -61,6 +61,42 @@ def require_number(where: str, settings: object, *names: str, zero: bool = False
                 f"{where}.{name}={value!r} must be a positive, finite number{', or 0' if zero else ''}"
                 f"{', or null' if null else ''}."
             )
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least that a whole number may be, in the annotation of a field of `Settings`."""
+
+    value: int
+
+
+Natural = Annotated[int, Least(0)]
+Count = Annotated[int, Least(1)]
+
+
+def settle(settings: Any, where: str = "task") -> None:
+    """Refuse fields that their annotations rule out (`Least`, ``Literal``), and make texts paths where they say so."""
+    hints = get_type_hints(type(settings), include_extras=True)
+    for name in (one.name for one in fields(settings)):
+        hint, value = hints[name], getattr(settings, name)
+        options = set(get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,))
+        if len(options - {type(None)}) > 1 or (value is None and type(None) in options):
+            continue
+        (kind,) = options - {type(None)}
+        if kind is Path:
+            object.__setattr__(settings, name, Path(value).expanduser())  # of a frozen class, too
+        elif get_origin(kind) is Literal:
+            require_choice(f"{where}.{name}", value, get_args(kind))
+        for bound in getattr(kind, "__metadata__", ()):
+            require_whole(where, settings, bound.value, name, null=type(None) in options)
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """The settings of a task, checked by their annotations."""
+
+    def __post_init__(self) -> None:
+        settle(self)
 
 
 def batch_among(batch: int | None, n: int, units: str = "the number of units") -> int:

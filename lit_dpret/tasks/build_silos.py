@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.datamodules import InsuranceQADataModule, PairsDataModule
@@ -17,14 +17,14 @@ from lit_dpret.federated.data import planted_silos, silos_by_article, silos_by_d
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.data.questions import Question, read_genres, read_newsqa, squad_json
 from lit_dpret.report.page import aligned
-from lit_dpret.settings import built, picked, require_choice
+from lit_dpret.settings import Settings, built, picked
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 Source = Literal["insuranceqa", "medquad", "squad", "newsqa", "planted"]
 
 
 @dataclass(kw_only=True)
-class BuildSilos:
+class BuildSilos(Settings):
     """Write the silos of a source into ``RUN/silos``, and print the size of each client."""
 
     source: Source
@@ -40,7 +40,7 @@ class BuildSilos:
     planted: Planted = field(default_factory=Planted)
 
     def __post_init__(self) -> None:
-        require_choice("task.source", self.source, get_args(Source))
+        super().__post_init__()
         needed = {"newsqa": ("newsqa", "cnn_urls"), "medquad": ("folder",), "squad": ("folder",)}
         given = {"newsqa": self.newsqa, "cnn_urls": self.cnn_urls, "folder": self.folder}
         for name in needed.get(self.source, ()):

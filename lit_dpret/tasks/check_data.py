@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from lit_dpret.cards.file import refuse_another_claim
 from lit_dpret.datamodules.cleaning import check_clean, refused_records, write_clean
@@ -29,7 +29,7 @@ from lit_dpret.files import OutputFile, OutputFolder, write_whole
 from lit_dpret.privacy.budget import LARGE_DELTA, large_delta
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import render
-from lit_dpret.settings import require_choice, require_whole
+from lit_dpret.settings import Count, Natural, Settings
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.rulers import MAX_TEXTS, SIDES, fitting_batch, fitting_length, make_rulers
 
@@ -45,27 +45,23 @@ _FRACTIONS = {"train": 0.8, "dev": 0.1, "test": 0.1}
 
 
 @dataclass(kw_only=True)
-class CheckData:
+class CheckData(Settings):
     """Read the datamodule's files to the end, collect every problem, and report on their content.
 
     The report is printed, and written into the run folder for its owner alone; its name says that it is private.
     """
 
-    examples: int = 5
-    max_texts: int = MAX_TEXTS
+    examples: Natural = 5
+    max_texts: Count = MAX_TEXTS
     write_clean: OutputFile | None = None
     write_split: OutputFolder | None = None
     fractions: Mapping[str, float] = field(default_factory=lambda: _FRACTIONS)
     split_by: SplitBy = "auto"
-    split_seed: int = 0
+    split_seed: Natural = 0
     resplit: bool = False
 
     def __post_init__(self) -> None:
-        require_whole("task", self, 0, "examples", "split_seed")
-        require_whole("task", self, 1, "max_texts")
-        require_choice("task.split_by", self.split_by, get_args(SplitBy))
-        self.write_clean = None if self.write_clean is None else Path(self.write_clean).expanduser()
-        self.write_split = None if self.write_split is None else Path(self.write_split)
+        super().__post_init__()
         self.fractions = checked_fractions(_FRACTIONS if self.fractions is None else self.fractions)
 
     def run(self, parts: Parts, *, show: bool = True) -> dict[str, float]:

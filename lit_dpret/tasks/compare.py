@@ -27,12 +27,12 @@ from lit_dpret.retrieval.trec_runs import (
     read_qrels,
     read_run,
 )
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import Count, Settings
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
 
 @dataclass(kw_only=True)
-class Compare:
+class Compare(Settings):
     """The difference of two systems in every metric on every common data set."""
 
     run_a: Path
@@ -40,18 +40,15 @@ class Compare:
     qrels: Path | None = None
     metrics: Sequence[str] = DEFAULT_METRICS
     level: float = 0.95
-    resamples: int = 10_000
+    resamples: Count = 10_000
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.metrics:
             raise ConfigurationError("task.metrics names no metric; name at least one, as [ndcg@10].")
         if not 0 < self.level < 1:
             raise ConfigurationError(f"task.level={self.level} must lie strictly between 0 and 1.")
-        require_whole("task", self, 1, "resamples")
-        self.run_a = Path(self.run_a)
-        self.run_b = Path(self.run_b)
-        self.qrels = None if self.qrels is None else Path(self.qrels)
         self.metrics = tuple(str(Metric.parse(name)) for name in self.metrics)
 
     def run(self, parts: Parts) -> dict[str, float]:

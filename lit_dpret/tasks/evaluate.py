@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any
 
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.left_out import named
@@ -18,7 +18,6 @@ from lit_dpret.retrieval.trec_runs import (
     evaluate,
     write_evaluation,
 )
-from lit_dpret.settings import require_choice
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import Ranker
 from lit_dpret.tasks.uncovered import Owner, refuse_training_data
@@ -37,8 +36,6 @@ class Evaluate(Ranker):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.metrics = checked_metrics(self.metrics, self.top_k)
-        if self.whose is not None:
-            require_choice("task.whose", self.whose, get_args(Owner))
 
     @property
     def undeclared_results(self) -> bool:

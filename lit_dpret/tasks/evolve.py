@@ -45,7 +45,7 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ledger.trained import runs_behind
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
-from lit_dpret.settings import picked, require_number, require_whole
+from lit_dpret.settings import Count, picked, require_number
 from lit_dpret.synthesis.dataset_folder import DataCard, check_passages
 from lit_dpret.synthesis.evolution import Candidate, at_most, distinct, in_turn, numbered, offspring, survivors, votes
 from lit_dpret.synthesis.filters.bins import require_public_encoder
@@ -78,33 +78,30 @@ class Evolve(SetDrawing):
     releases_itself: ClassVar[bool] = True
 
     passages_are_public: bool = False
-    generations: int = 3
-    population: int = 2000
-    queries: int | None = None
+    generations: Count = 3
+    population: Count = 2000
+    queries: Count | None = None
     threshold: float = 2.0
-    keep: int | None = None
+    keep: Count | None = None
     vote_power: float = 1.0
     fresh: float = 0.0
-    per_passage: int | None = None
+    per_passage: Count | None = None
     variation: str = "{passage}"
-    nearest: int = 1
-    max_votes: int = 1
+    nearest: Count = 1
+    max_votes: Count = 1
     encoder: str = "minilm"
     encoder_is_public: bool = False
     cache_dir: OutputFolder | None = None
-    max_passages: int | None = None
+    max_passages: Count | None = None
     max_new_tokens: int | None = None
     min_free_mb: float = 200
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole("task", self, 1, "generations", "population", "nearest", "max_votes")
-        require_whole("task", self, 1, "queries", "keep", "per_passage", "max_passages", null=True)
         require_number("task", self, "threshold", "vote_power", "fresh", zero=True)
         if self.fresh > 1:
             raise ConfigurationError(f"task.fresh={self.fresh} is a share of the new candidates, from 0 to 1.")
         _check_variation(self.variation)
-        self.cache_dir = None if self.cache_dir is None else Path(self.cache_dir).expanduser()
         if self.generations > MOST_GENERATIONS:
             raise ConfigurationError(
                 f"task.generations={self.generations}: each one is a release, and all share one budget. Set at most "

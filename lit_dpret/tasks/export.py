@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -38,7 +38,7 @@ from lit_dpret.modules.checkpointed import CLASS_KEY
 from lit_dpret.privacy.ledger.private_run import Position
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.page import render
-from lit_dpret.settings import require_choice, require_switch
+from lit_dpret.settings import Settings, require_switch
 from lit_dpret.synthesis.dataset_folder import DATA_FILES
 from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME
 from lit_dpret.tasks.hub_repository import HubRepository
@@ -49,7 +49,7 @@ OURS = "lit_dpret.modules."
 
 
 @dataclass(kw_only=True)
-class Export:
+class Export(Settings):
     """Write ``model/`` from a checkpoint, with a model card and a privacy card; or ``data/`` from a synthetic set.
 
     Guarantees:
@@ -72,11 +72,11 @@ class Export:
     push_to_hub: str | None = None
     push_private: bool = True
     push_without_guarantee: bool = False
-    tuning_data: str = "unknown"
+    tuning_data: TuningData = "unknown"
     derives_from: ClassVar[tuple[str, ...]] = ("task.checkpoint", "task.data")
 
     def __post_init__(self) -> None:
-        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
+        super().__post_init__()
         stated_languages(self.language)
         check_license(self.license)
         check_repositories("task.base_model", [] if self.base_model is None else [self.base_model])
@@ -95,9 +95,6 @@ class Export:
                 f"task.{told[0]}={own[told[0]]} is for the card of a model. State licence, language and tuning_data of "
                 "a set when it is made (task=synthesize, task=filter)."
             )
-        self.checkpoint = None if self.checkpoint is None else Path(self.checkpoint)
-        self.data = None if self.data is None else Path(self.data)
-        self.evaluation = None if self.evaluation is None else Path(self.evaluation)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write the folder; return its size in bytes."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from lit_dpret.modules import AS2DualEncoder
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import FullBatch
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import Count, Least, Settings
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_budgets, some_of
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 from lit_dpret.tasks.uncovered import Owner, model_of, refuse_training_data, require_owner, tell_attack
@@ -50,7 +50,7 @@ Attack = Literal["requests", "updates"]
 
 
 @dataclass(kw_only=True)
-class FederatedAttacks:
+class FederatedAttacks(Settings):
     """Attack a folder of silos: a silo that matches requests, and a server that reads word embeddings.
 
     The attacked messages come from the code that a federation runs, the model is the public one that it begins with.
@@ -60,37 +60,33 @@ class FederatedAttacks:
     whose: Owner | None = None
     attacks: Sequence[Attack] = ("requests", "updates")
     encoder: str | Path = "minilm"
-    layers: int | None = None
-    candidates: int = 100
+    layers: Count | None = None
+    candidates: Annotated[int, Least(2)] = 100
     request_eps: Sequence[float] = (8.0, 4.0, 1.0)
     update_eps: Sequence[float] = (8.0, 1.0)
     delta: float | None = None
-    centroids: int = 16
-    centroid_iterations: int = 3
-    batch_size: int = 8
-    negatives: int = 8
+    centroids: Count = 16
+    centroid_iterations: Count = 3
+    batch_size: Count = 8
+    negatives: Count = 8
     lr: float = 3e-5
     weight_decay: float = 0.01
-    max_query_length: int = 32
-    max_passage_length: int = 128
+    max_query_length: Annotated[int, Least(3)] = 32
+    max_passage_length: Annotated[int, Least(3)] = 128
     confidence: float = 0.95
     min_free_mb: float = 1000
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_owner(self.whose, "the numbers are about these silos' queries")
         self.attacks = some_of("task.attacks", self.attacks, get_args(Attack))
         require_budgets("task.request_eps", self.request_eps)
         require_budgets("task.update_eps", self.update_eps)
-        require_whole("task", self, 1, "centroids", "centroid_iterations", "batch_size", "negatives")
-        require_whole("task", self, 2, "candidates")
-        require_whole("task", self, 3, "max_query_length", "max_passage_length")
-        require_whole("task", self, 1, "layers", null=True)
         if not self.lr > 0 or not 0 <= self.weight_decay < 1:
             raise ConfigurationError(
                 f"task.lr={self.lr} must be above 0, and task.weight_decay={self.weight_decay} in [0, 1)."
             )
         check_confidence(self.confidence)
-        self.silos = Path(self.silos)
         self.request_eps = [float(e) for e in self.request_eps]
         self.update_eps = [float(e) for e in self.update_eps]
         self.lr = float(self.lr)

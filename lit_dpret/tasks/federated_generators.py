@@ -34,7 +34,7 @@ from lit_dpret.modules import QueryGenerator
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import aligned, write_short
-from lit_dpret.settings import picked, require_whole
+from lit_dpret.settings import Count, picked, require_whole
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
 from lit_dpret.tasks.synthesize import Drawing
@@ -59,14 +59,14 @@ class FederatedGenerators(Drawing):
     data: Path | None = None
     epochs: int = 1
     batch_size: int = 32
-    queries_per_passage: int = 2
+    queries_per_passage: Count = 2
     min_free_mb: float = 1000
 
     def __post_init__(self) -> None:
-        require_whole("task", self, 1, "queries_per_passage", "max_new_tokens", "group_size")
+        super().__post_init__()
+        require_whole("task", self, 1, "max_new_tokens")
         if self.names is not None and self.data is not None:
             raise ConfigurationError("task.names chooses among the silos of a folder, and task.data is one. Give one.")
-        self.data = None if self.data is None else Path(self.data)
         self.training = GeneratorTerms(eps=self.eps, epochs=self.epochs, batch_size=self.batch_size)
         self.writing = picked(
             self, "queries_per_passage", "top_p", "temperature", "top_k", "max_new_tokens", "min_new_tokens",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Grid
@@ -15,7 +15,7 @@ from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.settings import require_choice, require_whole
+from lit_dpret.settings import Natural, Settings
 from lit_dpret.synthesis.filters import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.synthesis.filters.selection import Applied, check_is_new
 from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
@@ -25,7 +25,7 @@ FILTERED = "filtered"
 
 
 @dataclass(kw_only=True)
-class Filter:
+class Filter(Settings):
     """Apply filters in order to a folder of synthetic queries.
 
     Guarantees:
@@ -41,19 +41,17 @@ class Filter:
     filters: Mapping[str, QueryFilter]
     corpus: str | Path | None = None
     queries_are_public: bool = False
-    examples: int = 5
-    tuning_data: str = "unknown"
+    examples: Natural = 5
+    tuning_data: TuningData = "unknown"
     tuning_note: str | None = None
     min_free_mb: float = 50
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.filters:
             raise ConfigurationError(
                 "task.filters is empty: name at least one filter, as filter=round_trip or filter=[round_trip,best_of]."
             )
-        require_whole("task", self, 0, "examples")
-        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
-        self.data = Path(self.data)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/filtered``, ``filter.json`` and ``examples.md``; return the kept share."""

@@ -34,6 +34,7 @@ from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.ledger.private_run import require_run
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, forthcoming_releases
 from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.settings import Settings
 from lit_dpret.tasks.parts import CHECKPOINTS, Parts, check_run_dir, say, say_unaccounted
 from lit_dpret.tasks.resumed_settings import keep_settings
 
@@ -90,7 +91,7 @@ def plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
 
 
 @dataclass(kw_only=True)
-class Fit:
+class Fit(Settings):
     """Train ``model`` on ``datamodule`` under ``privacy``; write model, ledger and card."""
 
     takes_ranks = takes_canaries = takes_start = True

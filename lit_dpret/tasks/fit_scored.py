@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from lit_dpret.callbacks.retrieval_evaluation import trains_on
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.generator_folder import load_generator
-from lit_dpret.settings import require_choice, require_whole
+from lit_dpret.settings import Count
 from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
@@ -37,22 +37,20 @@ class FitScored(Fit):
     data: Whose | None = None
     datamodule: Any = None
     split: str = "dev"
-    max_passages: int | None = 500
+    max_passages: Count | None = 500
     top_p: float = 0.8
     temperature: float = 1.0
-    group_size: int = 64
+    group_size: Count = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.data is None:
             raise ConfigurationError(
                 "task.data=null: declare the kind of the validation queries. public and synthetic cost nothing; a "
                 "score on private ones stays in the run folder, and choosing settings by it has a cost "
                 "(docs/sweeps.md)."
             )
-        require_choice("task.data", self.data, get_args(Whose))
         need("sacrebleu")  # before hours of training
-        require_whole("task", self, 1, "group_size")
-        require_whole("task", self, 1, "max_passages", null=True)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Train and score; loggers receive the score unless it uses private queries."""

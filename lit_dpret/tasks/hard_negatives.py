@@ -21,7 +21,7 @@ from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import write_short
 from lit_dpret.retrieval.search import search
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import Count, Settings
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import embedded_texts
 from lit_dpret.tasks.uncovered import DECLARED, Owner, model_of, refuse_training_data, require_owner
@@ -32,21 +32,20 @@ _SPARE = 16  # sentences that repeat an answer and count as none
 
 
 @dataclass(kw_only=True)
-class HardNegatives:
+class HardNegatives(Settings):
     """Write ``hard_negatives.json`` and ``.md``; ``internal_hard_negatives`` for private questions."""
 
     silo: Path
     encoder: str | Path
     whose: Owner | None = None
-    questions: int = 4
-    negatives: int = 2
-    batch_size: int = 64
+    questions: Count = 4
+    negatives: Count = 2
+    batch_size: Count = 64
     min_free_mb: float = 50
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_owner(self.whose, "the report holds the questions")
-        require_whole("task", self, 1, "questions", "negatives", "batch_size")
-        self.silo = Path(self.silo)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Return how often a negative ranks above every answer."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
-from lit_dpret.settings import picked, require_choice
+from lit_dpret.settings import Settings, picked
 from lit_dpret.synthesis.filters.bins import Bins
 from lit_dpret.synthesis.filters.released import foreign_code
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -43,7 +43,7 @@ from lit_dpret.texts import refuse_quoted
 
 
 @dataclass(kw_only=True)
-class Histogram:
+class Histogram(Settings):
     """Release a histogram of the private train queries over public bins.
 
     The ledger of this run begins with what the generator's training cost, so that its card claims both together;
@@ -56,13 +56,9 @@ class Histogram:
     bins: Bins
     noise_multiplier: float = 10.0
     max_count: int = 1
-    tuning_data: str = "unknown"
+    tuning_data: TuningData = "unknown"
     tuning_note: str | None = None
     min_free_mb: float = 50
-
-    def __post_init__(self) -> None:
-        self.generator = Path(self.generator).expanduser()
-        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``histogram.json``, its ledger and its card to the run folder; return the epsilons."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from lit_dpret.cards.file import read_card
 from lit_dpret.cards.tuning import TuningData
@@ -12,7 +12,7 @@ from lit_dpret.distributed.job import job_here
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import shortened
 from lit_dpret.retrieval.search import MISSING
-from lit_dpret.settings import picked, require_choice, require_whole
+from lit_dpret.settings import Count, Settings, picked
 from lit_dpret.tasks.index_folder import IndexFolder, index_folder
 from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
 
@@ -21,19 +21,15 @@ INDEX = "index"
 
 
 @dataclass(kw_only=True)
-class Index:
+class Index(Settings):
     """Write an index folder, with the embeddings linked into it."""
 
     embeddings: Path
     search: str = "exact"
     private: bool = False
     device: str = "cpu"
-    tuning_data: str = "unknown"
+    tuning_data: TuningData = "unknown"
     derives_from: ClassVar[tuple[str, ...]] = ("task.embeddings",)
-
-    def __post_init__(self) -> None:
-        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
-        self.embeddings = Path(self.embeddings)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/index``, on the first rank."""
@@ -51,7 +47,7 @@ class Index:
 
 
 @dataclass(kw_only=True)
-class Search:
+class Search(Settings):
     """Print the passages nearest to a query, which is embedded in memory and written nowhere by this task.
 
     Hydra keeps the command in the run folder (``.hydra/overrides.yaml``): a private query does not belong on a command
@@ -60,15 +56,14 @@ class Search:
 
     index: Path
     query: str
-    top_k: int = 10
+    top_k: Count = 10
     encoder: str | None = None
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        require_whole("task", self, 1, "top_k")
+        super().__post_init__()
         if not str(self.query).strip():
             raise ConfigurationError("task.query is empty.")
-        self.index = Path(self.index)
         self.query = str(self.query)
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.topk import TopK
-from lit_dpret.settings import require_choice, require_whole
+from lit_dpret.settings import Count, settle
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, shown
 
 SCHEMA = "lit-dpret/index/1"
@@ -208,16 +208,13 @@ class Encoding:
     dtype: str = "float32"
     # ``float32``, or ``bfloat16`` for half the disk; scores are compared in float32 either way.
     storage: Storage = "float32"
-    batch_size: int = 64  # texts per forward pass
+    batch_size: Count = 64  # texts per forward pass
     max_length: int | None = None  # tokens of a text that are read; null for what the encoder's folder says
     device: str | None = None  # ``cpu``, ``cuda`` and so on
-    tuning_data: str = "unknown"  # what the settings above, and the encoder, were chosen on, for the card
+    tuning_data: TuningData = "unknown"  # what the settings above, and the encoder, were chosen on, for the card
 
     def __post_init__(self) -> None:
-        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
-        require_choice("task.side", self.side, get_args(Side))
-        require_choice("task.storage", self.storage, tuple(STORAGES))
-        require_whole("task", self, 1, "batch_size")
+        settle(self)
         if self.side == "passage" and self.queries is not None:
             raise ConfigurationError(
                 f"task.queries={self.queries} says something about queries, but task.side=passage."

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Side, TextEncoder, load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
-from lit_dpret.settings import require_choice, require_whole
+from lit_dpret.settings import Count, Least, Natural, Settings
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.parts import Parts, check_run_dir
 from lit_dpret.tasks.ranking import embedded_texts
@@ -46,7 +46,7 @@ _LABELS: dict[Arm, str] = {
 
 
 @dataclass(kw_only=True)
-class Inversion:
+class Inversion(Settings):
     """Three attacks on embeddings: a probe with its control, naming a candidate, and reconstruction."""
 
     encoder: str | Path
@@ -54,30 +54,25 @@ class Inversion:
     texts: str | Path | None = None
     split: str = "test"
     side: Side = "query"
-    known: int = 4000
-    attacked: int = 500
+    known: Annotated[int, Least(20)] = 4000
+    attacked: Annotated[int, Least(20)] = 500
     language_model: str | Path | None = None
     how: How = "key_value"
-    places: int = 1
-    max_tokens: int = 32
-    steps: int = 1000
-    batch_size: int = 64
+    places: Count = 1
+    max_tokens: Annotated[int, Least(2)] = 32
+    steps: Count = 1000
+    batch_size: Count = 64
     lr: float | None = None
-    candidates: int = 100
-    samples: int = 0
+    candidates: Annotated[int, Least(2)] = 100
+    samples: Natural = 0
     attacker_encoder: str | Path | None = None
     confidence: float = 0.95
     device: str = "cpu"
     min_free_mb: float = 500
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_owner(self.whose, "the numbers are about these texts")
-        require_choice("task.side", self.side, get_args(Side))
-        require_choice("task.how", self.how, get_args(How))
-        require_whole("task", self, 20, "known", "attacked")
-        require_whole("task", self, 1, "places", "steps", "batch_size")
-        require_whole("task", self, 2, "max_tokens", "candidates")
-        require_whole("task", self, 0, "samples")
         if self.candidates > self.attacked:
             raise ConfigurationError(
                 f"task.candidates={self.candidates} are more than task.attacked={self.attacked} texts."

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.files import file_sha256
 from lit_dpret.modules.generator_folder import is_generator
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.settings import require_choice, require_number, require_whole
+from lit_dpret.settings import Count, Least, Settings, require_number
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -98,17 +98,17 @@ MEMORISED_MOST = 10
 
 
 @dataclass(kw_only=True)
-class MembershipSettings:
+class MembershipSettings(Settings):
     """Attack settings besides the run folder: `run` is the method of every task."""
 
     model: Path | None = None
     others: Others | None = None
-    queries: int = 1000
-    rows_per_query: int = 2
+    queries: Annotated[int, Least(20)] = 1000
+    rows_per_query: Count = 2
     reference: str | None = "start"
     shadows: int = 8
     minutes: float = 20.0
-    pool: int = 500
+    pool: Annotated[int, Least(2)] = 500
     temperature: float = 0.05
     release: str | Path | None = None
     release_reference: str | Path | None = None
@@ -116,17 +116,13 @@ class MembershipSettings:
     repeats: float = 0.8
     confidence: float = 0.95
     alarm: float = 0.9999
-    resamples: int = 1000
-    batch_size: int = 32
+    resamples: Count = 1000
+    batch_size: Count = 32
     device: str = "cpu"
     min_free_mb: float = 500
 
     def __post_init__(self) -> None:
-        if self.others is not None:
-            require_choice("task.others", self.others, get_args(Others))
-        require_whole("task", self, 20, "queries")
-        require_whole("task", self, 2, "pool")
-        require_whole("task", self, 1, "rows_per_query", "batch_size", "resamples")
+        super().__post_init__()
         require_number("task", self, "minutes", "temperature")
         if self.shadows != 0 and (not isinstance(self.shadows, int) or self.shadows < 4 or self.shadows % 2):
             raise ConfigurationError(f"task.shadows={self.shadows} must be 0, or an even number from 4 on.")
@@ -139,7 +135,6 @@ class MembershipSettings:
             )
         check_confidence(self.confidence)
         check_confidence(self.alarm)
-        self.model = None if self.model is None else Path(self.model)
 
 
 class Membership(MembershipSettings):

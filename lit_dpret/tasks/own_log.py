@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Annotated, Any
 
 from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, UnplannedError
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import Least
 from lit_dpret.tasks.check_data import PAGE, CheckData
 from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -36,13 +36,8 @@ class OwnLog(Pipeline):
     """
 
     # Tokens at which passages are cut; None for the least that cuts under 5 % of them.
-    passage_length: int | None = None
-    longest: int = 128  # what ``passage_length`` does not exceed by itself, for the sake of time
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("task", self, 8, "longest")
-        require_whole("task", self, 8, "passage_length", null=True)
+    passage_length: Annotated[int, Least(8)] | None = None
+    longest: Annotated[int, Least(8)] = 128  # what ``passage_length`` does not exceed by itself, for the sake of time
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Run the check, the split and every unfinished stage of the pipeline; return its numbers."""

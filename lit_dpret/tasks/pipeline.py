@@ -33,7 +33,7 @@ from lit_dpret.report.page import shortened
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.retrieval.trec_runs import EvaluationResult
-from lit_dpret.settings import require_choice
+from lit_dpret.settings import Settings
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
@@ -92,7 +92,7 @@ SCORE = "synthetic/nDCG@10"
 
 
 @dataclass(kw_only=True)
-class Pipeline:
+class Pipeline(Settings):
     """Generator, synthetic queries, retriever, baselines, report."""
 
     undeclared_results: ClassVar[bool] = True  # of the DataModule's test queries
@@ -116,15 +116,14 @@ class Pipeline:
     round_trip_filter: int | None = None
     samples: int = 10
     tuning_note: str | None = None
-    tuning_data: str = "unknown"
+    tuning_data: TuningData = "unknown"
     only: Sequence[System] = get_args(System)
     embeddings: OutputFolder | None = None
     min_free_mb: float = 500
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         chosen = self.only = tuple(some_of("task.only", self.only, get_args(System)))
-        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
-        self.embeddings = None if self.embeddings is None else Path(self.embeddings)
         if self.round_trip_filter is not None and self.round_trip_filter < 1:
             raise ConfigurationError(f"task.round_trip_filter={self.round_trip_filter} must be at least 1, or null.")
         if counting := [one for one in ("direct", "synthetic", "pseudo") if one in chosen]:

@@ -15,7 +15,7 @@ from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.report.page import Page
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import Count, Settings
 from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say
@@ -26,7 +26,7 @@ _QUERIES, _PASSAGES = "queries", "passages"
 
 
 @dataclass(kw_only=True)
-class PretrainingOverlap:
+class PretrainingOverlap(Settings):
     """Search for the datamodule's queries and passages in the pre-training corpus of a public model."""
 
     corpus: Path
@@ -35,23 +35,20 @@ class PretrainingOverlap:
     card: Path | None = None
     field: str = "text"
     split: str = "train"
-    max_texts: int | None = 10_000
-    subsets: int = 1
-    ngram: int = 13
+    max_texts: Count | None = 10_000
+    subsets: Count = 1
+    ngram: Count = 13
     sampled: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.queries = check_declared(
             self.queries, self.card_entry, knob="task.queries", measured="the share found in a corpus"
         )
-        require_whole("task", self, 1, "ngram", "subsets")
-        require_whole("task", self, 1, "max_texts", null=True)
         if self.sampled is not None and not 0 < self.sampled <= 1:
             raise ConfigurationError(
                 f"task.sampled={self.sampled} is not a share of a corpus; give one above 0, up to 1."
             )
-        self.corpus = Path(self.corpus)
-        self.card = None if self.card is None else Path(self.card)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; return the shares found."""

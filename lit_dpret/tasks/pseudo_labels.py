@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.settings import picked
+from lit_dpret.settings import Settings, picked
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS, Labelling, label
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -20,7 +20,7 @@ _OF_LABELLING = (
 
 
 @dataclass(kw_only=True)
-class PseudoLabels:
+class PseudoLabels(Settings):
     """Label synthetic queries against passages that a retriever confuses with their own; an interrupted run goes on."""
 
     data: Path
@@ -37,9 +37,9 @@ class PseudoLabels:
     min_free_mb: float = 50
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.per_query <= self.depth:
             raise ConfigurationError(f"task.per_query={self.per_query} is not between 1 and task.depth={self.depth}.")
-        self.data = Path(self.data)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``run_dir/pseudo_labels``; return the number of labelled queries."""

@@ -18,7 +18,7 @@ from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.metrics import Qrels
 from lit_dpret.retrieval.search import SearchStream, TopK, lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import EvaluationResult, Ranking, evaluate, without_self_matches
-from lit_dpret.settings import built
+from lit_dpret.settings import Settings, built
 
 
 def rank_embeddings(
@@ -85,7 +85,7 @@ def score_bm25(queries: Mapping[str, str], passages: Mapping[str, str], qrels: Q
 
 
 @dataclass(kw_only=True)
-class Ranker:
+class Ranker(Settings):
     """Rank passages for queries, best first."""
 
     encoder: str  # ``minilm``, the folder of a trained encoder, a hub name, or ``bm25``
@@ -105,6 +105,7 @@ class Ranker:
     bm25: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._bm25 = built(BM25Settings, self.bm25, "task.bm25")
         check_search(self.search)
         if self.encoder == "bm25" and (self.max_passage_length is not None or self.max_query_length is not None):

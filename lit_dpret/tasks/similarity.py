@@ -17,7 +17,7 @@ from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.encoders import Towers, load_towers
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.report.similarity_report import scores_of, write_similarity
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import Count, Settings
 from lit_dpret.synthesis.textsim import diversity
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.mauve import mauve
@@ -67,7 +67,7 @@ class Texts:
 
 
 @dataclass(kw_only=True)
-class Similarity:
+class Similarity(Settings):
     """Compare the queries of a synthetic data set with original ones."""
 
     synthetic: Path
@@ -77,20 +77,20 @@ class Similarity:
     reference_file: Path | None = None
     held_out: str | None = None
     measures: Sequence[Measure] | None = None
-    ngram: int = 8
+    ngram: Count = 8
     encoder: str = "minilm"
     features: Sequence[Features] = ("query", "query_passage")
-    max_texts: int = 5000
-    seeds: int = 5
+    max_texts: Count = 5000
+    seeds: Count = 5
     buckets: int | None = None
     ceiling: bool = True
     plot: bool | None = None
-    batch_size: int = 64
+    batch_size: Count = 64
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.reference = check_declared(self.reference, self.card_entry, knob="task.reference", measured="similarity")
-        require_whole("task", self, 1, "ngram", "max_texts", "seeds", "batch_size")
         self.chosen: Sequence[Measure] = some_of("task.measures", self.measures, get_args(Measure))
         self.features = some_of("task.features", self.features, get_args(Features))
         if self.reference_file is not None and self.held_out is not None:
@@ -107,8 +107,6 @@ class Similarity:
                 "task.reference=synthetic is checked against a privacy card, and task.reference_file has none. Pass "
                 "the folder as datamodule=synthetic, or declare the kind of the queries."
             )
-        self.synthetic = Path(self.synthetic)
-        self.reference_file = None if self.reference_file is None else Path(self.reference_file)
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``similarity.json``, ``.md``, ``.html`` and, with matplotlib, ``similarity.png``; return the scores."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
@@ -18,7 +17,7 @@ from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.settings import require_choice
+from lit_dpret.settings import Settings
 from lit_dpret.sweeps import SweepFile, SweepFolder, Trial, run_trials
 from lit_dpret.sweeps.folder import SWEEP, SweepTerms
 from lit_dpret.sweeps.report import write_report
@@ -30,7 +29,7 @@ from lit_dpret.tasks.trial import check_trial, release_behind
 
 
 @dataclass(kw_only=True)
-class Sweep:
+class Sweep(Settings):
     """Run a W&B sweep file without a server, in a folder that W&B's agents can share.
 
     Guarantees:
@@ -41,16 +40,15 @@ class Sweep:
     file: str | Path
     dataset_ledger: OutputFile | None = None
     total_eps: float | None = None
-    metric_data: str = "unknown"
+    metric_data: TuningData = "unknown"
     start: bool = True
     offline: bool = True
     give_back: bool = False
     min_free_mb: float = 200
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.sweep = SweepFile.read(self.file)
-        self.dataset_ledger = None if self.dataset_ledger is None else Path(self.dataset_ledger).expanduser()
-        require_choice("task.metric_data", self.metric_data, get_args(TuningData))
         if self.metric_data == "none" and self.sweep.metric:
             raise ConfigurationError(
                 f"task.metric_data=none, and task.file={self.sweep.path} compares its trials by "

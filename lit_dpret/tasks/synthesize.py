@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.distributed.job import Job, job_here
-from lit_dpret.settings import picked, require_choice, require_whole
+from lit_dpret.settings import Count, Natural, Settings, picked
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, say_unaccounted
 from lit_dpret.texts import refuse_quoted
@@ -20,7 +20,7 @@ SYNTHETIC = "synthetic"
 
 
 @dataclass(kw_only=True)
-class Drawing:
+class Drawing(Settings):
     """Settings for drawing queries from a generator."""
 
     top_p: float = 0.8
@@ -28,7 +28,7 @@ class Drawing:
     top_k: int | None = None
     max_new_tokens: int | None = 32
     min_new_tokens: int = 1
-    group_size: int = 64
+    group_size: Count = 64
 
 
 @dataclass(kw_only=True)
@@ -37,18 +37,13 @@ class SetDrawing(Drawing):
 
     precision: str = "32-true"
     device: str = "auto"
-    threads: int = 1
-    workers: int = 0
-    groups_in_flight: int = 2
+    threads: Count = 1
+    workers: Natural = 0
+    groups_in_flight: Count = 2
     language: str | None = None
     license: str | None = None
-    tuning_data: str = "unknown"
+    tuning_data: TuningData = "unknown"
     tuning_note: str | None = None
-
-    def __post_init__(self) -> None:
-        require_whole("task", self, 1, "group_size", "threads", "groups_in_flight")
-        require_whole("task", self, 0, "workers")
-        require_choice("task.tuning_data", self.tuning_data, get_args(TuningData))
 
     @property
     def tuning(self) -> dict[str, str]:
@@ -71,14 +66,11 @@ class Synthesize(SetDrawing):
 
     generator: Path
     passages_are_public: bool = False
-    queries_per_passage: int = 1
-    max_passages: int | None = None
+    queries_per_passage: Count = 1
+    max_passages: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole("task", self, 1, "queries_per_passage")
-        require_whole("task", self, 1, "max_passages", null=True)
-        self.generator = Path(self.generator)
         self.settings = picked(
             self, "top_p", "temperature", "top_k", "max_new_tokens", "min_new_tokens", "group_size", "precision",
             "device", "threads", "workers", "groups_in_flight", "language", "license", "tuning",

@@ -12,12 +12,12 @@ from lit_dpret.cards.signature import check_signature, sign_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, VerificationError
 from lit_dpret.files import OutputFile, write_whole
-from lit_dpret.settings import picked
+from lit_dpret.settings import Settings, picked
 from lit_dpret.tasks.parts import Parts, say
 
 
 @dataclass(kw_only=True)
-class Verify:
+class Verify(Settings):
     """Check a card against its files, its ledger and its parents; write the findings to ``report``, if set."""
 
     card: Path
@@ -31,7 +31,8 @@ class Verify:
     report: OutputFile | None = None
 
     def __post_init__(self) -> None:
-        self.card, self.parents = Path(self.card), [Path(parent) for parent in self.parents]
+        super().__post_init__()
+        self.parents = [Path(parent) for parent in self.parents]
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Print a line for each check; return the number of checks by result."""
