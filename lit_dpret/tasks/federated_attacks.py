@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.audit.attacks.federated.requests import Identified, identify_requests, own_texts, pooled
-from lit_dpret.audit.attacks.federated.word_rows import MovedRows, TokenSeparation, moved_rows, separate_tokens
+from lit_dpret.audit.attacks.federated.word_rows import TokenSeparation, moved_rows, separate_tokens
 from lit_dpret.audit.statistics.error_rates import Rate
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine
@@ -38,7 +38,7 @@ from lit_dpret.modules import AS2DualEncoder
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
 from lit_dpret.privacy.accounting.releases import FullBatch
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.settings import Count, Least, Settings
+from lit_dpret.settings import Count, Least, Settings, picked
 from lit_dpret.tasks.parts import Parts, check_run_dir, require_budgets, some_of
 from lit_dpret.tasks.stages import Stages, settings_fingerprint
 from lit_dpret.tasks.uncovered import Owner, model_of, refuse_training_data, require_owner, tell_attack
@@ -87,8 +87,7 @@ class FederatedAttacks(Settings):
                 f"task.lr={self.lr} must be above 0, and task.weight_decay={self.weight_decay} in [0, 1)."
             )
         check_confidence(self.confidence)
-        self.request_eps = [float(e) for e in self.request_eps]
-        self.update_eps = [float(e) for e in self.update_eps]
+        self.request_eps, self.update_eps = list(map(float, self.request_eps)), list(map(float, self.update_eps))
         self.lr = float(self.lr)
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -145,15 +144,13 @@ class FederatedAttacks(Settings):
         foreign: dict[str, Identified] = {}
         near: list[dict[str, Any]] = []
         names = list(askers)
-        for place, name in enumerate(names):
-            asker, other = askers[name], names[(place + 1) % len(names)]
+        for name, other in zip(names, [*names[1:], names[0]], strict=True):
+            asker = askers[name]
             own[name] = identify_requests(rows[name], asker.sent, asker.unsent, **settings)
             foreign[name] = identify_requests(rows[other], asker.sent, asker.unsent, **settings)
-            for reader in names:
-                if reader != name:
-                    mine = askers[reader]
-                    found = own_texts(rows[name], (asker.texts, asker.sent), (mine.texts, mine.sent), seed=seed)
-                    near += [] if found is None else [asdict(found)]
+            for mine in (one for reader, one in askers.items() if reader != name):
+                found = own_texts(rows[name], (asker.texts, asker.sent), (mine.texts, mine.sent), seed=seed)
+                near += [] if found is None else [asdict(found)]
         means = {key: float(np.mean([one[key] for one in near])) for key in near[0]} if near else None
         return {
             **asdict(way),
@@ -168,8 +165,7 @@ class FederatedAttacks(Settings):
         self, parts: Parts, stages: Stages, folders: Mapping[str, Path], make: AS2Maker
     ) -> list[dict[str, Any]]:
         module, start = start_weights(make)
-        encoder = module.encoder
-        table = word_table(module)
+        encoder, table = module.encoder, word_table(module)
         tokens = {name: tokens_of(data, encoder) for name, data in folders.items()}
 
         def attacked(_: Path, __: bool, defence: Defence) -> dict[str, Any]:
@@ -227,17 +223,12 @@ class FederatedAttacks(Settings):
         return {
             "internal": self.whose == "private",
             "encoder": Path(str(self.encoder)).name,
-            "layers": self.layers,
             "silos": counts,
             "requests": [],
             "updates": [],
-            "candidates": self.candidates,
-            "centroids": self.centroids,
-            "batch_size": self.batch_size,
-            "negatives": self.negatives,
-            "lr": self.lr,
-            "weight_decay": self.weight_decay,
-            "confidence": self.confidence,
+            **picked(
+                self, "layers", "candidates", "centroids", "batch_size", "negatives", "lr", "weight_decay", "confidence"
+            ),
         }
 
     def _fingerprint(self, parts: Parts) -> str:
@@ -255,9 +246,6 @@ class Asker:
     texts: Sequence[str]  # the train queries, which requests are made of
     sent: Floats  # their embeddings, (queries, dim)
     unsent: Floats  # of its dev and test queries that equal no train query, (queries, dim)
-
-    def __repr__(self) -> str:
-        return f"Asker({len(self.texts)} queries)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,13 +273,9 @@ def asker_of(folder: Path, module: AS2DualEncoder) -> Asker:
     data = SiloDataModule(folder=folder)
     texts = list(data.evaluation_set("train")[0].values())
     known = {normalise(text) for text in texts}
-    others = {
-        normalise(query.text): query.text for query in data.silo.queries if normalise(query.text) not in known
-    }  # fmt: skip
+    others = {key: query.text for query in data.silo.queries if (key := normalise(query.text)) not in known}
     if not others:
-        raise DataError(
-            f"{folder} has no query outside of its train split, so there is nothing to distinguish those from."
-        )
+        raise DataError(f"{folder} has no query outside of its train split to distinguish those from.")
     return Asker(texts, _array(module.encode_queries(texts)), _array(module.encode_queries(list(others.values()))))
 
 
@@ -319,8 +303,7 @@ def _pooled_requests(found: Sequence[Identified]) -> dict[str, Any]:
     facts: dict[str, Any] = {"nearness": _spread([one.nearness for one in found])}
     facts["traced"] = _spread([one.traced for one in found if one.traced is not None])
     for kind in ("named", "control"):
-        rates = {top: pooled([getattr(one, kind)[top] for one in found]) for top in found[0].named}
-        facts[kind] = {str(top): None if one is None else one.to_dict() for top, one in rates.items()}
+        facts[kind] = {str(top): _pooled([getattr(one, kind)[top] for one in found]) for top in found[0].named}
     return facts
 
 
@@ -344,9 +327,6 @@ class SiloTokens:
     queries: Ids
     collection: Ids
     held_out: Ids  # of its dev and test queries, which no round trains on
-
-    def __repr__(self) -> str:
-        return f"SiloTokens({len(self.queries)} of queries, {len(self.collection)} of the collection)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,6 +405,12 @@ def _state(folder: Path) -> Path:
     return one
 
 
+def start_weights(make: MakeModule) -> tuple[AS2DualEncoder, Weights]:
+    """Build the initial model of a round; return it and the weights to send."""
+    module = make(privacy=NoPrivacy(), optimizer_lr=1e-3)
+    return module, take_weights(module)
+
+
 def word_table(module: AS2DualEncoder) -> str | None:
     """Return the name of the word embeddings in an update; None if no update has them."""
     table = getattr(module.encoder.backbone, "get_input_embeddings", lambda: None)()
@@ -438,15 +424,9 @@ def word_table(module: AS2DualEncoder) -> str | None:
 
 
 def attack_updates(
-    defence: Defence,
-    updates: Mapping[str, Weights] | None,
-    start: Tensor,
-    table: str,
-    tokens: Mapping[str, SiloTokens],
-    special: Sequence[int],
-    *,
-    confidence: float,
-) -> dict[str, Any]:
+    defence: Defence, updates: Mapping[str, Weights] | None, start: Tensor, table: str,
+    tokens: Mapping[str, SiloTokens], special: Sequence[int], *, confidence: float,
+) -> dict[str, Any]:  # fmt: skip
     """Attack each silo by the rows of the word embeddings."""
     facts: dict[str, Any] = {**asdict(defence), "pooled": None, "silos": {}, "anyone": None}
     if updates is None:
@@ -454,23 +434,14 @@ def attack_updates(
     before = start.double().numpy()
     everyone = np.setdiff1d(np.arange(len(before)), special)
     told: dict[str, dict[str, TokenSeparation | None]] = {}
-    moved: dict[str, MovedRows] = {}
-    for name, update in updates.items():
-        moved[name] = moved_rows(before, update[table].double().numpy())
+    moved = {name: moved_rows(before, update[table].double().numpy()) for name, update in updates.items()}
+    for name, rows in moved.items():
         told[name] = {
-            kind: separate_tokens(
-                moved[name], right, wrong, touched_alone=kind == "queries_touched", confidence=confidence
-            )
+            kind: separate_tokens(rows, right, wrong, touched_alone=kind == "queries_touched", confidence=confidence)
             for kind, (right, wrong) in _questions(name, tokens, everyone, masked=defence.masked).items()
         }
-    facts["silos"] = {
-        name: {
-            "kept": moved[name].kept,
-            "touched": int(moved[name].touched.sum()),
-            **{kind: None if one is None else one.to_dict() for kind, one in kinds.items()},
-        }
-        for name, kinds in told.items()
-    }
+        shown = {kind: None if one is None else one.to_dict() for kind, one in told[name].items()}
+        facts["silos"][name] = {"kept": rows.kept, "touched": int(rows.touched.sum()), **shown}
     facts["pooled"] = {kind: _pooled_tokens([one[kind] for one in told.values()]) for kind in next(iter(told.values()))}
     if defence.masked:
         queries = np.concatenate([one.queries for one in tokens.values()])
@@ -480,12 +451,6 @@ def attack_updates(
         found = separate_tokens(next(iter(moved.values())), only, nobody, confidence=confidence)
         facts["anyone"] = None if found is None else found.to_dict()
     return facts
-
-
-def start_weights(make: MakeModule) -> tuple[AS2DualEncoder, Weights]:
-    """Build the initial model of a round; return it and the weights to send."""
-    module = make(privacy=NoPrivacy(), optimizer_lr=1e-3)
-    return module, take_weights(module)
 
 
 def _questions(
@@ -512,15 +477,16 @@ def _pooled_tokens(found: Sequence[TokenSeparation | None]) -> dict[str, Any] | 
     known = [one for one in found if one is not None]
     if not known:
         return None
-
-    def facts(rates: Sequence[Rate]) -> dict[str, Any] | None:
-        one = pooled(rates)
-        return None if one is None else one.to_dict()
-
+    tokens = sum(one.tokens for one in known)
     return {
         **(_spread([one.auc for one in known]) or {}),
-        "recall": facts([one.recall for one in known]),
-        "precision": facts([one.precision for one in known if one.precision is not None]),
-        "tokens": sum(one.tokens for one in known),
-        "prevalence": sum(one.tokens for one in known) / sum(one.tokens + one.others for one in known),
-    }  # fmt: skip
+        "recall": _pooled([one.recall for one in known]),
+        "precision": _pooled([one.precision for one in known if one.precision is not None]),
+        "tokens": tokens,
+        "prevalence": tokens / sum(one.tokens + one.others for one in known),
+    }
+
+
+def _pooled(rates: Sequence[Rate]) -> dict[str, Any] | None:
+    one = pooled(rates)
+    return None if one is None else one.to_dict()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +31,7 @@ from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import OneSide, in_order
 from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_file
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError
-from lit_dpret.files import file_sha256, meant, read_json, settle_modes
+from lit_dpret.files import file_sha256, meant, read_json, settle_modes, write_whole
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
@@ -45,6 +46,7 @@ EMBEDDINGS = "embeddings.bin"
 TEXTS = "texts.jsonl"
 OFFSETS = "texts.offsets"
 FAISS = "index.faiss"
+_GOES_ON = "What is finished is kept: mend this and run the same command again."
 
 Kind = Literal["exact", "faiss"]
 
@@ -302,10 +304,7 @@ def encode_folder(
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
         if private:
             folder.chmod(0o700)
-        if finished := _is_finished(folder, begun | declared):
-            return not finished
-        _refuse_another(folder, begun | declared)
-        return True
+        return not _is_finished(folder, begun | declared)
 
     def seal() -> None:
         _write_texts(folder, texts)
@@ -318,20 +317,14 @@ def encode_folder(
         names = (EMBEDDINGS, TEXTS, OFFSETS)
         _seal(folder, manifest, names, None if private else parent, what, begun | declared, facts)
 
-    try:
+    with _storing(folder):
         if job.share(prepare):
+            rows = Rows(dtype=STORAGES[how.storage], batch_size=how.batch_size)
             encode_to_file(
-                OneSide(tower, side, where),
-                in_order(texts),
-                folder / EMBEDDINGS,
-                Rows(dtype=STORAGES[how.storage], batch_size=how.batch_size),
-                facts=begun,
-                progress=progress,
-                job=job,
-            )
+                OneSide(tower, side, where), in_order(texts), folder / EMBEDDINGS, rows, facts=begun,
+                progress=progress, job=job,
+            )  # fmt: skip
         job.share(seal)
-    except OSError as error:
-        raise _storage(folder, error) from error
     return IndexFolder(folder)
 
 
@@ -368,7 +361,8 @@ def index_folder(
             f"{source} holds embeddings of private queries: whoever has an index of them can ask it what people asked. "
             "Set task.private=true to build one that stays where the queries are."
         )
-    if (folder / MANIFEST).is_file() and _promised(IndexFolder(folder)) != _promised(given):
+    there = _read_manifest(folder) if (folder / MANIFEST).is_file() else given.manifest
+    if (there.private, there.card is None) != (given.manifest.private, given.manifest.card is None):
         raise ResumeError(
             f"{folder} holds an index of other embeddings, which were private where these are not, or had a card where "
             "these have none: their description would remain. Choose another folder, or delete it."
@@ -376,7 +370,7 @@ def index_folder(
     if folder.resolve() == given.folder.resolve():
         raise ConfigurationError(f"The index would be written over its own source {source}. Give another folder.")
     names = [EMBEDDINGS, TEXTS, OFFSETS]
-    try:
+    with _storing(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700 if given.manifest.private else 0o777)
         if given.manifest.private:
             folder.chmod(0o700)
@@ -387,12 +381,14 @@ def index_folder(
         (folder / MANIFEST).unlink(missing_ok=True)  # from here on the folder is unfinished
         (folder / FAISS).unlink(missing_ok=True)
         for name in names:
-            _link(given.folder / name, folder / name)
+            (folder / name).unlink(missing_ok=True)
+            try:
+                os.link(given.folder / name, folder / name)
+            except OSError:  # another file system
+                shutil.copy2(given.folder / name, folder / name)
         if search != "exact":
             os.replace(draft, folder / FAISS)
             names.append(FAISS)
-    except OSError as error:
-        raise _storage(folder, error) from error
     encoder = {**given.manifest.encoder, "folder": told_from(folder, given.encoder_folder)}
     structure: Kind = "exact" if search == "exact" else "faiss"
     manifest = replace(given.manifest, kind=structure, factory=factory or None, encoder=encoder)
@@ -401,10 +397,6 @@ def index_folder(
     made_on = environment_facts(device=device, precision="float32")
     facts = CardFacts(environment=made_on, tuning={"data": tuning_data})
     return _seal(folder, manifest, names, parent, what, {}, facts)
-
-
-def _promised(index: IndexFolder) -> tuple[bool, bool]:
-    return index.manifest.private, index.manifest.card is not None
 
 
 def _card_of(encoder: str | Path) -> Path | None:
@@ -439,83 +431,55 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
 
 
 def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
-    """Return whether these very embeddings are there already."""
-    try:
-        known = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return bool(
-            known["encoder"]["begun"] == begun and file_sha256(folder / EMBEDDINGS) == known["files"][EMBEDDINGS]
-        )
-    except (OSError, ValueError, KeyError, TypeError, DataError):
-        return False
-
-
-def _refuse_another(folder: Path, begun: Mapping[str, Any]) -> None:
+    """Return whether these very embeddings are there, whole; refuse to write over those of something else."""
     if not (folder / MANIFEST).is_file():
-        return
-    known = IndexFolder(folder).manifest.encoder.get("begun", {})
+        return False
+    manifest = _read_manifest(folder)
+    known = manifest.encoder.get("begun", {})
     if changed := sorted(name for name in begun if known.get(name) != begun[name]):
         raise ResumeError(
             f"{folder} holds embeddings made with another {', '.join(changed)}. Give another folder, or delete it."
         )
+    with suppress(DataError, KeyError):
+        if file_sha256(folder / EMBEDDINGS) == manifest.files[EMBEDDINGS]:
+            return True
     (folder / MANIFEST).unlink()  # its embeddings are damaged, and computed again
+    return False
 
 
 def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
     offsets = np.zeros(len(texts) + 1, dtype="<i8")
-    draft, end = folder / f".{TEXTS}.tmp", 0
-    with draft.open("wb") as file:
-        for place, (name, text) in enumerate(texts.items(), start=1):
+
+    def lines() -> Iterator[bytes]:
+        for place, (name, text) in enumerate(texts.items()):
             line = json.dumps({"_id": name, "text": text}, ensure_ascii=False) + "\n"
-            end += file.write(line.encode("utf-8", "surrogatepass"))
-            offsets[place] = end
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, folder / TEXTS)
-    draft = folder / f".{OFFSETS}.tmp"
-    offsets.tofile(draft)
-    os.replace(draft, folder / OFFSETS)
+            yield (encoded := line.encode("utf-8", "surrogatepass"))
+            offsets[place + 1] = offsets[place] + len(encoded)
+
+    write_whole(folder / TEXTS, lines())
+    write_whole(folder / OFFSETS, offsets.tobytes())
 
 
 def _seal(
-    folder: Path,
-    manifest: Manifest,
-    names: tuple[str, ...] | list[str],
-    parent: Path | None,
-    description: str,
-    begun: Mapping[str, Any],
-    facts: CardFacts,
-) -> IndexFolder:
-    files = [folder / name for name in names]
-    card = None
+    folder: Path, manifest: Manifest, names: Sequence[str], parent: Path | None, description: str,
+    begun: Mapping[str, Any], facts: CardFacts,
+) -> IndexFolder:  # fmt: skip
+    files, card = [folder / name for name in names], None
     if parent is not None:
         subject = subject_of("index", folder.resolve().name, files, root=folder)
         write_card(inherit_card(parent, subject, facts, description=description), folder)
         card = card_sha256(folder)
-    digests = {file.name: file_sha256(file) for file in files}
     encoder = {**manifest.encoder, **({"begun": dict(begun)} if begun else {})}
-    whole = replace(manifest, files=digests, card=card, encoder=encoder)
-    draft = folder / f".{MANIFEST}.tmp"
-    try:
-        draft.write_text(whole.to_json(), encoding="utf-8")
-        settle_modes(draft, owner_only=manifest.private)
-        os.replace(draft, folder / MANIFEST)
-    except OSError as error:
-        raise _storage(folder, error) from error
+    whole = replace(manifest, files={file.name: file_sha256(file) for file in files}, card=card, encoder=encoder)
+    write_whole(folder / MANIFEST, whole.to_json(), owner_only=manifest.private, advice=_GOES_ON)
     return IndexFolder(folder)
 
 
-def _link(source: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
+@contextmanager
+def _storing(folder: Path) -> Iterator[None]:
     try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def _storage(folder: Path, error: OSError) -> OSError:
-    if isinstance(error, StorageError):
-        return error
-    return StorageError(
-        f"{folder} could not be written: {error.strerror or error}. What is finished is kept: mend this and run the "
-        "same command again."
-    )
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{folder} could not be written: {error.strerror or error}. {_GOES_ON}") from error

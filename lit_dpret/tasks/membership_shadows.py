@@ -67,9 +67,6 @@ class Suspects:
     # them; they are not attacked either.
     unanswered: int = 0
 
-    def __repr__(self) -> str:
-        return f"Suspects({self.attacked} attacked, {len(self.ids) - self.attacked} in the population)"
-
     @property
     def population(self) -> NDArray[np.int64]:
         """The places of the population among the suspects."""
