@@ -190,7 +190,6 @@ def good_weights(start: Mapping[str, Tensor], found: Weights, most: float | None
 
 
 def _robust(updates: Mapping[str, Mapping[str, Tensor]], stage: Stage1) -> Weights:
-    """Combine updates by one of Flower's rules."""
     from lit_dpret.federated.flower.library import robust_rules
 
     names, keys = sorted(updates), sorted(next(iter(updates.values())))

@@ -47,7 +47,6 @@ class SiloSettings:
     ledgers: Path | None = None
 
     def client(self) -> SiloClient:
-        """Build the silo; read its data, and its ledgers if it has a budget."""
         credentials = None
         if self.federated.roster:
             if self.signing_key is None or self.roster_file is None:
@@ -65,7 +64,6 @@ class SiloSettings:
         )  # fmt: skip
 
     def to_yaml(self) -> str:
-        """Return the YAML that `read_silo_settings` reads."""
         return _yaml({"schema": SILO_SCHEMA, **plain(self)})
 
 
@@ -95,7 +93,6 @@ class Patience:
     wait: float = 600.0
 
     def check_patience(self) -> None:
-        """Refuse values that are out of range."""
         require_whole("federated", self, 1, "min_clients")
         require_number("federated", self, "timeout", null=True)
         require_number("federated", self, "wait", zero=True)
@@ -112,7 +109,6 @@ class SuperLinkTarget(Patience):
 
     @property
     def by_address(self) -> bool:
-        """Whether ``superlink`` is an address instead of a name."""
         return self.superlink is not None and ":" in self.superlink
 
 
@@ -127,7 +123,6 @@ class RunRequest(Patience):
     split: str = "test"  # on which questions
 
     def check(self) -> RunRequest:
-        """Refuse values that are out of range; return the request."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
             raise ConfigurationError(
                 f"federated.name={self.name!r} must be up to 64 letters, digits, dots, dashes or underscores: the "
@@ -139,7 +134,6 @@ class RunRequest(Patience):
         return self
 
     def to_yaml(self) -> str:
-        """Return the YAML that `read_run_request` reads."""
         return _yaml({"schema": RUN_SCHEMA, **plain(self)})
 
 

@@ -47,7 +47,6 @@ class FedResult:
 
     @property
     def sent(self) -> Counter[str]:
-        """Bytes by phase, of all silos together."""
         return self.traffic.by_phase()
 
     def mean(self, system: str, metric: str) -> float:
@@ -169,7 +168,6 @@ class Federation(ABC):
 
     @contextmanager
     def giving_reasons(self, where: str) -> Iterator[None]:
-        """Add to a round's error why each silo was excluded."""
         try:
             yield
         except DataError as error:

@@ -179,16 +179,13 @@ class Credentials:
 
     @property
     def number(self) -> int:
-        """The silo's own number, from 1."""
         return sorted(self.roster).index(self.name) + 1
 
     @property
     def by_number(self) -> dict[int, bytes]:
-        """All public signing keys, by number."""
         return {place: self.roster[name] for place, name in enumerate(sorted(self.roster), start=1)}
 
     def sign(self, content: bytes) -> bytes:
-        """Sign as this silo."""
         return sign(self.identity, content)
 
     def signed_by(self, number: int, signature: bytes, content: bytes) -> bool:

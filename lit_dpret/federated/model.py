@@ -55,7 +55,6 @@ class AS2Maker:
         return self
 
     def describe(self) -> str:
-        """Describe the model in words."""
         layers = "" if self.layers is None else f", its first {self.layers} layers"
         tables = "" if self.train_embeddings else ", embedding tables frozen at their public values"
         return (

@@ -63,12 +63,10 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """The number of answered request rows."""
         return len(self.starts) - 1
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors to send, by name."""
         return {"embeddings": self.embeddings, "starts": self.starts, "entries": self.entries}
 
     @property

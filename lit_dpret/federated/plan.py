@@ -114,7 +114,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             )
 
     def _defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what null settings of both stages stand for."""
         private = self.privacy.eps is not None and self.train_on == "queries"
         given = self.stage1 or {}
         weighting = "examples"
@@ -132,7 +131,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         }
 
     def settings(self, seed: int) -> PddAs2:
-        """Return the settings of one seed."""
         return replace(self.run, seed=seed)
 
     def federation(self, settings: PddAs2, silos: Mapping[str, Path], folder: Path) -> FederationRun:
@@ -226,7 +224,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
 
 
 def _filled(given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given values, with the defaults for those that are null or missing."""
     found = dict(given or {})
     return {**found, **{name: value for name, value in defaults.items() if found.get(name) is None}}
 

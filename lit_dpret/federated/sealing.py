@@ -80,7 +80,6 @@ class Sealer:
         return good, bad
 
     def seal(self, refresh: Refresh, kind: Kind, content: bytes, to: Mapping[int, bytes]) -> Letter:
-        """Seal a message for the silos with these keys."""
         own, key = self._own(refresh), secrets.token_bytes(KEY_BYTES)
         body = seal(key, content, label("body", *_parts(refresh), kind, own[0]))
         boxes = {
@@ -91,7 +90,6 @@ class Sealer:
         return Letter(body, boxes)
 
     def open(self, refresh: Refresh, kind: Kind, body: bytes, box: bytes, *, sender: int, public: bytes) -> bytes:
-        """Open a sealed message."""
         own = self._own(refresh)
         if len(box) < _HEADER.size:
             raise _refused(sender, "was cut")
@@ -112,7 +110,6 @@ class Sealer:
         return found
 
     def forget(self) -> None:
-        """Delete the key: the refresh is over."""
         self._path.unlink(missing_ok=True)
 
     def _own(self, refresh: Refresh) -> tuple[int, bytes]:

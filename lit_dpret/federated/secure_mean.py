@@ -55,7 +55,6 @@ class FixedPoint:
         return (whole & 0xFFFFFFFF).astype(np.uint32), cut
 
     def decode(self, words: Words) -> Values:
-        """Return the values of a sum."""
         return words.astype(np.uint32).view(np.int32).astype(np.float64) / self.scale
 
 

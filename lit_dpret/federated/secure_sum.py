@@ -150,7 +150,6 @@ class Client:
         self._signed = b""
 
     def advertise(self) -> Keys:
-        """Phase 1: return the public keys."""
         sealing, mask = public_of(self._seal), public_of(self._mask)
         signature = b""
         if self._identity is not None:
@@ -353,7 +352,6 @@ class Server:
 
     @property
     def active(self) -> list[int]:
-        """The clients whose masked vectors arrived."""
         return sorted(self.masked)
 
     @property

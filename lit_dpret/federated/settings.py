@@ -22,7 +22,6 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def _require_choices(where: str, settings: object) -> None:
-    """Refuse values of the fields that are literals, where they are none of these."""
     for name, hint in get_type_hints(type(settings)).items():
         if get_origin(hint) is Literal:
             require_choice(f"{where}.{name}", getattr(settings, name), get_args(hint))
@@ -51,7 +50,6 @@ class Stage1:
     optimizer_state: Literal["reset", "keep"] = "reset"
 
     def check(self) -> None:
-        """Refuse values that are out of range or contradict each other."""
         require_switch("federated.stage1", self, "in_batch")
         require_whole("federated.stage1", self, 0, "warmup_rounds", "rounds", "other_positives")
         require_whole("federated.stage1", self, 1, "batch_size", "bm25_n", "static_n", "top_k", "malicious")
@@ -104,7 +102,6 @@ class Stage2:
         return self.negatives == "fed" and epoch % self.refresh_every == 0
 
     def check(self) -> None:
-        """Refuse values that are out of range or contradict each other."""
         require_switch("federated.stage2", self, "in_batch")
         require_whole("federated.stage2", self, 0, "epochs")
         require_whole("federated.stage2", self, 1, "batch_size", "n", "top_k", "centroids", "centroid_iterations",
@@ -136,7 +133,6 @@ class FederatedPrivacy:
     noise: NoiseName = "gaussian"
 
     def check(self) -> None:
-        """Refuse values that are out of range or contradict each other."""
         _require_choices("federated.privacy", self)
         if self.eps is not None and self.neighbours == "add_or_remove":
             raise ConfigurationError(

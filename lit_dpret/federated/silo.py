@@ -241,7 +241,6 @@ class SiloClient:
         return self.state / f"optimizer-{number:03}.pt"
 
     def _shared_negatives(self, number: int) -> list[NegativeSource]:
-        """Return the sources of negatives of a round of stage 1."""
         stage, seed = self.settings.stage1, self._turn_seed("stage1", number)
         warm = stage.negatives == "static" and number < stage.warmup_rounds
         sources: list[NegativeSource] = [InBatchNegatives()] if stage.in_batch else []
@@ -305,7 +304,6 @@ class SiloClient:
             return torch.zeros(1, module.encoder.dim)
 
     def serve(self, weights: Mapping[str, Tensor], rows: Tensor, *, refresh: int) -> Block:
-        """Answer another client's request."""
         stage = self.settings.stage2
         candidates = self._candidates(weights)
         if not len(rows):  # a request that says nothing: everybody gets the same sample of this refresh
@@ -314,7 +312,6 @@ class SiloClient:
         return respond(self.name, rows, candidates, stage.top_k, send_as=stage.send_as)
 
     def has_personal(self, number: int) -> bool:
-        """Return whether an epoch of stage 2 is finished."""
         return self._personal_path(number).is_file()
 
     def personalise(self, weights: Mapping[str, Tensor], pool: FedPool | None, number: int) -> None:
@@ -379,7 +376,6 @@ class SiloClient:
         return size if self.settings.privacy.eps is not None else min(size, self.examples)
 
     def _datamodule(self, batch_size: int) -> PairsDataModule:
-        """Return the training data: synthetic queries or the silo's own."""
         if self.synthetic is not None and self.settings.train_on == "synthetic":
             return SyntheticDataModule(
                 folder=self.synthetic.folder, expected_batch_size=batch_size, physical_batch_size=batch_size,

@@ -58,7 +58,6 @@ class SiloAccount:
         secret_file: str | Path | None,
         ledgers: Path,
     ) -> SiloAccount:
-        """Open the account of the silo at ``folder``, whose run stores its files in ``state``."""
         privacy, near = settings.privacy, [state]
         if privacy.eps is None:
             synthetic = read_synthetic(folder, budget=None, ledger=None, near=near) if settings.generated else None

@@ -107,7 +107,6 @@ class SiloLedger:
                 )
 
     def training(self, *, noise_multiplier: float, max_grad_norm: float) -> DPSGD:
-        """Return the privacy mode of one round of training, charged to this silo."""
         budget = self.budget
         return DPSGD(
             eps=budget.eps,
@@ -219,7 +218,6 @@ class SiloLedger:
         return 0.0 if total is None else total.epsilon
 
     def charged(self) -> list[Release]:
-        """Return all charges, of any run."""
         return composed(entry.charge for entry in self._book.entries.values())
 
     def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:

@@ -42,7 +42,6 @@ class SumPlan:
     clients: tuple[int, ...]  # the numbers of all clients; with a roster of all who are on it
 
     def session(self, least: int | None) -> Session:
-        """Return the session, with the threshold that follows from ``sum_threshold``."""
         name = f"stage 1, round {self.round}, attempt {self.attempt} of run {self.run} from {self.weights}"
         try:
             return Session(name=name, clients=self.clients, threshold=threshold_for(least, len(self.clients)))
@@ -132,7 +131,6 @@ class SiloSum:
 
     @_one_at_a_time
     def share(self, attempt: str, keys: Iterable[Keys]) -> dict[int, bytes]:
-        """Phase 2: return sealed shares of the silo's secrets, by receiver."""
         plan, client = self._known(attempt)
         found = client.share(keys)
         self._keep(plan, client)
@@ -152,7 +150,6 @@ class SiloSum:
 
     @_one_at_a_time
     def sign(self, attempt: str, active: Iterable[int], dead: Iterable[int]) -> bytes:
-        """Phase 4, with a roster: sign the lists of remaining and lost silos."""
         plan, client = self._known(attempt)
         alive, lost = set(active), set(dead)
         self._agree(plan, client.statement(alive, lost))
@@ -180,7 +177,6 @@ class SiloSum:
                 self.forget()
 
     def forget(self) -> None:
-        """Delete the secrets of a sum."""
         for path in (self._secrets, self._words):
             path.unlink(missing_ok=True)
 

@@ -103,7 +103,6 @@ class Traffic:
             save_json(self._path, self._events)
 
     def by_silo(self) -> dict[str, Counter[str]]:
-        """Return the bytes of each phase, for each silo."""
         found: dict[str, Counter[str]] = {}
         for event, sent in self._events.items():
             for silo, count in sent.items():
@@ -111,7 +110,6 @@ class Traffic:
         return found
 
     def by_phase(self) -> Counter[str]:
-        """Return the bytes of each phase, of all silos together."""
         return sum(self.by_silo().values(), Counter())
 
 

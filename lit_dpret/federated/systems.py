@@ -69,7 +69,6 @@ class SystemRunner:
         self.plan, self.silos, self.folder, self.split = plan, dict(silos), folder, split
 
     def run(self, system: System, seed: int) -> SystemResult:
-        """Run one system with one seed."""
         began = time.process_time()
         settings = self.plan.settings(seed)
         if system == "bm25":

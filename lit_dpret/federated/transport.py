@@ -42,7 +42,6 @@ class FederationRun:
     link: SuperLinkTarget = field(default_factory=SuperLinkTarget)  # the SuperLink, for ``transport=flower``
 
     def state(self, name: str) -> Path:
-        """Return the state folder of a silo on this machine."""
         return silo_state(self.folder, name)
 
     def client(self, name: str) -> SiloClient:

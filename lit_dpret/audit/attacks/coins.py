@@ -39,7 +39,6 @@ class Coins:
 
     @property
     def trained_on(self) -> frozenset[str]:
-        """The ids of the queries whose coin showed heads."""
         return frozenset(query for query, head in self.heads.items() if head)
 
     def write(self, folder: Path) -> Path:
@@ -50,7 +49,6 @@ class Coins:
 
     @classmethod
     def read(cls, folder: Path) -> Coins:
-        """Read the coins of a run."""
         path = folder / COINS_NAME
         facts = read_json(path, SCHEMA)
         heads = facts.get("heads")

@@ -97,11 +97,9 @@ class EmbeddingGain:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes zero information."""
         return self.low > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return {**asdict(self), "significant": self.significant}
 
 

@@ -51,7 +51,6 @@ class AttackResult:
     evidence: Evidence | None = None  # of a one-run audit; None where members were not chosen by fair coins
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return {
             "attack": self.attack,
             "members": self.members,

@@ -138,7 +138,6 @@ class Disclosures:
 
     @property
     def excess(self) -> int:
-        """The number of repeated trained queries above the number of phantoms."""
         return self.trained - self.phantoms
 
     @property
@@ -147,7 +146,6 @@ class Disclosures:
         return self.trained / self.repeated if self.repeated else 0.5
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts, and what they prove, as JSON values."""
         return {
             "queries": self.queries, "repeated": self.repeated, "trained": self.trained, "phantoms": self.phantoms,
             "excess": self.excess, "precision": self.precision, "evidence": self.evidence.to_dict(),

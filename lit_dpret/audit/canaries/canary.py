@@ -42,11 +42,9 @@ class Canary:
     included: bool = True  # whether it was planted at all, by a coin where the suite tosses one
 
     def query_with(self, secret: str) -> str:
-        """Return the query with this secret."""
         return self.query if self.side == "passage" else f"{self.query} {secret}".strip()
 
     def passage_with(self, secret: str) -> str:
-        """Return the passage with this secret."""
         return self.passage if self.side == "query" else f"{self.passage} {secret}".strip()
 
     def units(self) -> Iterator[tuple[Row, ...]]:

@@ -124,11 +124,9 @@ class Cell:
 
     @property
     def contradictions(self) -> tuple[str, ...]:
-        """Return measurements above the accountant's limits, in sentences."""
         return tuple(map(str, self.excesses))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the cell as JSON values."""
         facts = {name: value for name, value in vars(self).items() if name != "excesses"}
         facts["contradictions"] = list(self.contradictions)
         for name in ("mean_rank", "top", "leaked"):

@@ -129,7 +129,6 @@ def _log_probability_of_draw(
 
 
 def _common(stem: Sequence[int], target: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
     return next((i for i, (a, b) in enumerate(zip(stem, target, strict=False)) if a != b), min(len(stem), len(target)))
 
 

@@ -161,13 +161,11 @@ class CanarySuite:
             )
 
     def settings(self) -> dict[str, Any]:
-        """Return every setting as JSON values."""
         lists = ("kinds", "repetitions", "sides")
         return {name: list(value) if name in lists else value for name, value in vars(self).items()}
 
     @property
     def units(self) -> int:
-        """The number of the canaries' units."""
         return self.count * sum(copies for _, _, copies in self._combinations())
 
     def make(self, data: Sources, reader: object = None, *, released: bool = True, knobs: Knobs = _KNOBS) -> CanarySet:
@@ -249,7 +247,6 @@ class CanarySuite:
                 yield kind, side, copies
 
     def refuse_splits(self, knobs: Knobs = _KNOBS) -> None:
-        """Refuse queries of a split, for a model that is released."""
         if self.queries in EVALUATION_SPLITS:
             raise ConfigurationError(f"{knobs.queries}={self.queries} {_OF_PEOPLE}")
 

@@ -61,11 +61,9 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The share of hits among the trials."""
         return self.hits / self.trials
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return {**asdict(self), "value": self.value}
 
 

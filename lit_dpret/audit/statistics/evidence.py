@@ -46,7 +46,6 @@ class Evidence:
         return f"{self.method}: {bound}. It assumes: {self.assumption}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return asdict(self)
 
 
@@ -65,7 +64,6 @@ class Terms:
 
     @property
     def error(self) -> float:
-        """The allowed probability of error."""
         return 1 - self.confidence
 
     def group_delta(self, eps: float) -> float:
@@ -75,7 +73,6 @@ class Terms:
     def evidence(
         self, method: str, eps_lower: float, assumption: str, *, threshold: float | None = None, tests: int = 1
     ) -> Evidence:
-        """Return a bound that an estimator found under these terms."""
         return Evidence(
             method=method, eps_lower=eps_lower, delta=self.delta, confidence=self.confidence, assumption=assumption,
             copies=self.copies, threshold=threshold, tests=tests,

@@ -161,7 +161,6 @@ class Refutation:
     delta: float
 
     def contradicts(self, *, confidence: float) -> bool:
-        """Return whether the claim is contradicted with ``confidence``."""
         return self.p_value < check_confidence(confidence)
 
 

@@ -78,7 +78,6 @@ class Correlation:
         self.products, self.first, self.second, self.count = 0.0, 0.0, 0.0, 0
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Add two tensors of equal shape, entry by entry."""
         self.products += float((a * b).sum())
         self.first += float(a.square().sum())
         self.second += float(b.square().sum())

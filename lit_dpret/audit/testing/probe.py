@@ -43,7 +43,6 @@ class Inputs:
 
     @classmethod
     def build(cls, batch: Any, unit_ids: Tensor | None) -> Inputs:
-        """Validate a user's batch."""
         rows: dict[str, Tensor] | list[Any]
         if isinstance(batch, list):
             count, rows = len(batch), batch
@@ -69,7 +68,6 @@ class Inputs:
 
     @property
     def units(self) -> int:
-        """The number of units."""
         return int(self.unit_ids.max()) + 1
 
     def collated(self, module: PrivateModule) -> Inputs:
@@ -157,7 +155,6 @@ class Probe:
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The trained parameters, by name."""
         return trainable(self.module)
 
     def step(
@@ -199,7 +196,6 @@ class Probe:
     # -- in place of the accountant and the optimizer ---------------------------------------
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
-        """Grant the step, and keep a copy of the sums."""
         self._step.sums = {name: value.detach().clone() for name, value in sums.items()}
         return Permit(attempt, step, self.salt)
 
@@ -215,13 +211,11 @@ class Probe:
             self._step.beside = {clip_fraction.NAME: torch.tensor(noised, dtype=torch.float64)}
 
     def take(self) -> None:
-        """Store the optimizer's inputs."""
         found = ((name, p.grad) for name, p in self.parameters.items())
         self._step.gradients = {name: g.detach().clone() for name, g in found if g is not None}
         self._count += 1
 
     def clear(self) -> None:
-        """Clear the gradients, as an optimizer does."""
         for parameter in self.module.parameters():
             parameter.grad = None
 

@@ -434,7 +434,6 @@ def _unpacked(content: bytes, sender: int) -> dict[str, Tensor]:
 
 
 def _refusals(reply: RecordDict, refused: Mapping[int, str]) -> RecordDict:
-    """Add to a reply whose letters were left out, and why."""
     if refused:
         reply["refused"] = ConfigRecord({str(number): why for number, why in refused.items()})
     return reply

@@ -182,7 +182,6 @@ class Relay:
         self.where = f"refresh {refresh}"
 
     def pools(self) -> Pools:
-        """Return the training pool of each asking silo."""
         return self._sealed() if self.settings.seal else self._in_clear()
 
     def report_refusals(self, name: str, content: RecordDict) -> None:
@@ -252,8 +251,6 @@ class Relay:
         return found
 
     def _letters(self, kind: str, contents: Mapping[str, RecordDict]) -> Letters:
-        """Exchange messages; return the letters in the answers, and report those that silos left out."""
-
         def read(name: str, content: RecordDict) -> tuple[RecordDict, dict[int, bytes]]:
             self.report_refusals(name, content)
             return content, payloads.bytes_of(content, "boxes", f"client {name!r}")
@@ -291,7 +288,6 @@ class Relay:
         return select_clients(asker, names, run.stage2, seed=run.seed, refresh=self.refresh)
 
     def _askers(self, asking: list[str], names: list[str]) -> dict[str, list[str]]:
-        """Map each silo that is asked to those who ask it."""
         askers: dict[str, list[str]] = {name: [] for name in names}
         for asker in asking:
             for name in self._selected(asker, names):

@@ -98,11 +98,9 @@ class UntilStopped:
         self._grid, self._stopped = grid, stopped
 
     def get_node_ids(self) -> list[int]:
-        """Return the ids of all nodes."""
         return list(self._grid.get_node_ids())
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Send all, and return the answers that arrive within the waiting time."""
         missing = set(self._grid.push_messages(messages))
         replies: list[Message] = []
         until = None if timeout is None else time.monotonic() + timeout

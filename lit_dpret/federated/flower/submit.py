@@ -118,7 +118,6 @@ def silo_document(settings: PddAs2, model: AS2Maker) -> str:
 
 
 def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, Any]:
-    """Hand over the run, follow it, and return the server's facts."""
     app, config = folder / "app", folder / "run.toml"
     app.mkdir(exist_ok=True)
     (app / "pyproject.toml").write_text(APP, encoding="utf-8")

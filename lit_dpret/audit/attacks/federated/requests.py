@@ -82,7 +82,6 @@ class Identified:
     candidates: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return {
             "rows": self.rows, "candidates": self.candidates, "nearness": self.nearness, "traced": self.traced,
             "named": {str(top): one.to_dict() for top, one in self.named.items()},

@@ -43,7 +43,6 @@ class MovedRows:
 
     @property
     def touched(self) -> NDArray[np.bool_]:
-        """Which rows stand out, ``(vocabulary,)``."""
         return np.asarray(self.moved > self.threshold)
 
 
@@ -78,11 +77,9 @@ class TokenSeparation:
 
     @property
     def prevalence(self) -> float:
-        """The share of ``tokens`` among both."""
         return self.tokens / (self.tokens + self.others)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         return {
             "tokens": self.tokens, "others": self.others, "prevalence": self.prevalence, "auc": self.auc,
             "recall": self.recall.to_dict(), "precision": None if self.precision is None else self.precision.to_dict(),
