@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal, Protocol
 
 from lit_dpret.datamodules.readers import NOT_UNICODE, as_id, is_unicode
@@ -76,21 +77,17 @@ class Collection:
             if not found:
                 yield DataError(f"{self.source} {problem}.", kind="empty part")
                 return
-        yield from self._bad_texts(allow_empty_passages)
-        yield from self._bad_qrels()
-        yield from self._bad_queries()
+        for kind, problem in chain(self._bad_texts(allow_empty_passages), self._bad_qrels(), self._bad_queries()):
+            yield DataError(f"{self.source}: {problem}.", kind=kind)
 
-    def _bad_texts(self, allow_empty_passages: bool) -> Iterator[DataError]:
+    def _bad_texts(self, allow_empty_passages: bool) -> Iterator[tuple[str, str]]:
         for passage_id, text in self.passages.items() if not allow_empty_passages else ():
             if not text.strip():
-                yield DataError(
-                    f"{self.source}: passage {passage_id!r} has an empty text; mend the corpus or set "
-                    "datamodule.allow_empty_passages=true.",
-                    kind="empty passage",
-                )
+                advice = "mend the corpus or set datamodule.allow_empty_passages=true"
+                yield "empty passage", f"passage {passage_id!r} has an empty text; {advice}"
         for query_id, text in self.queries.items():
             if not text.strip():
-                yield DataError(f"{self.source}: query {query_id!r} has an empty text.", kind="empty query")
+                yield "empty query", f"query {query_id!r} has an empty text"
         held = self.passages if isinstance(self.passages, dict) else {}  # a store is written as UTF-8
         for what, texts in (
             ("passage", held), ("query", self.queries), ("the user of query", self.users),
@@ -98,55 +95,43 @@ class Collection:
         ):  # fmt: skip
             for key, text in texts.items():
                 if not (is_unicode(text) and is_unicode(key)):
-                    yield DataError(f"{self.source}: {what} {key!r} {NOT_UNICODE}.", kind="not Unicode text")
+                    yield "not Unicode text", f"{what} {key!r} {NOT_UNICODE}"
 
-    def _bad_qrels(self) -> Iterator[DataError]:
+    def _bad_qrels(self) -> Iterator[tuple[str, str]]:
         for split, qrels in self.qrels.items():
             if split not in SPLITS:
-                yield DataError(
-                    f"{self.source}: split {split!r} is not one of {', '.join(SPLITS)}.", kind="unknown split"
-                )
+                yield "unknown split", f"split {split!r} is not one of {', '.join(SPLITS)}"
             for query_id, judged in qrels.items():
                 if query_id not in self.queries:
-                    yield DataError(
-                        f"{self.source}: qrels of {split} name an unknown query {query_id!r}.", kind="unknown query"
-                    )
+                    yield "unknown query", f"qrels of {split} name an unknown query {query_id!r}"
                 for passage_id, grade in judged.items():
+                    pair = f"query {query_id!r} and passage {passage_id!r}"
                     if passage_id not in self.passages:
-                        yield DataError(
-                            f"{self.source}: qrels of {split} pair query {query_id!r} with an unknown "
-                            f"passage {passage_id!r}.",
-                            kind="unknown passage",
-                        )
+                        yield "unknown passage", f"qrels of {split} pair {pair}, which is unknown"
                     if not is_whole(grade):
-                        yield DataError(
-                            f"{self.source}: qrels of {split}: the grade of query {query_id!r} and passage "
-                            f"{passage_id!r} is {grade!r}, not a whole number.",
-                            kind="no whole-number grade",
-                        )
+                        yield "no whole-number grade", f"qrels of {split}: the grade of {pair} is {grade!r}, not whole"
 
-    def _bad_queries(self) -> Iterator[DataError]:
+    def _bad_queries(self) -> Iterator[tuple[str, str]]:
+        advice = "datamodule.drop_queries_without_passage=true leaves such queries out"
         for query_id in self.queries:
             if not any(qrels.get(query_id) for qrels in self.qrels.values()):
-                yield DataError(
-                    f"{self.source}: query {query_id!r} has no passage in the qrels. Add one, or set "
-                    "datamodule.drop_queries_without_passage=true.",
-                    kind="query without passage",
-                )
+                yield "query without passage", f"query {query_id!r} has no passage in the qrels. Add one; {advice}"
         for query_id, judged in self.qrels.get("train", {}).items():
             if not any(isinstance(grade, int) and grade > 0 for grade in judged.values()):
-                yield DataError(
-                    f"{self.source}: query {query_id!r} has no passage: all its grades in train are below 1. "
-                    "Set datamodule.drop_queries_without_passage=true to leave such queries out.",
-                    kind="query without passage",
+                yield (
+                    "query without passage",
+                    f"query {query_id!r} has no passage of a grade above 0 in train; {advice}",
                 )
             for split in ("dev", "test"):
                 if query_id in self.qrels.get(split, {}):
-                    yield DataError(
-                        f"{self.source}: query {query_id!r} is in train and in {split}: training queries cannot be "
-                        "used for evaluation.",
-                        kind="query in two splits",
-                    )
+                    yield "query in two splits", f"query {query_id!r} is in train and in {split}, which evaluates"
+
+    def with_qrels(self, qrels: Mapping[str, Qrels]) -> Collection:
+        """Return the collection with other qrels and only the queries that they name."""
+        named = set().union(*qrels.values())
+        parts = {"queries": self.queries, "users": self.users, "domains": self.domains}
+        kept = {part: {name: of[name] for name in of if name in named} for part, of in parts.items()}
+        return replace(self, qrels=qrels, **kept)  # type: ignore[arg-type]
 
     def split(self, name: str) -> Qrels:
         """Return the qrels of one split; a `DataError` lists those there are."""

@@ -265,10 +265,7 @@ class PairsDataModule(SampledDataModule):
             rest[split] = {query: judged for query, judged in qrels.items() if query not in query_ids}
         if not chosen:
             raise DataError(f"{everything.source} has none of the queries that are to be trained on.")
-        kept = {"train": chosen} | {split: qrels for split, qrels in rest.items() if split != "train"}
-        names = {query for qrels in kept.values() for query in qrels}
-        queries = {query: text for query, text in everything.queries.items() if query in names}
-        self._collection, self._units = replace(everything, qrels=kept, queries=queries), None
+        self._collection, self._units = everything.with_qrels({**rest, "train": chosen}), None
 
     def use_unit(self, unit: TextUnit, neighbours: str | None = None) -> None:
         """Group the rows by ``unit`` (``privacy.unit``); called for the run's privacy mode before training.

@@ -42,12 +42,7 @@ def with_units_without_rows(collection: Collection, read: Collection) -> Collect
     train, kept = read.qrels.get("train"), collection.qrels.get("train", {})
     if train is None or train.keys() == kept.keys():
         return collection
-    qrels = {**collection.qrels, "train": {query: kept.get(query, {}) for query in train}}
-    named = {query for judged in qrels.values() for query in judged}
-    queries = {query: text for query, text in read.queries.items() if query in named}
-    domains = {query: name for query, name in read.domains.items() if query in named}
-    users = {query: user for query, user in read.users.items() if query in named}
-    return replace(collection, queries=queries, qrels=qrels, domains=domains, users=users)
+    return read.with_qrels({**collection.qrels, "train": {query: kept.get(query, {}) for query in train}})
 
 
 def lower_case_queries(collection: Collection) -> Collection:
@@ -167,11 +162,4 @@ def _with_qrels(collection: Collection, qrels: Mapping[str, Qrels], knob: str = 
     for split, found in collection.qrels.items():
         if knob and found and not qrels[split]:
             raise DataError(f"{collection.source}: no query of {split} remains; change {knob}.")
-    named = set().union(*qrels.values())
-    return replace(
-        collection,
-        qrels=qrels,
-        queries={query: text for query, text in collection.queries.items() if query in named},
-        users={query: user for query, user in collection.users.items() if query in named},
-        domains={query: domain for query, domain in collection.domains.items() if query in named},
-    )
+    return collection.with_qrels(qrels)

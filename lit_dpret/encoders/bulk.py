@@ -7,12 +7,11 @@ computation goes into padding; in the order of the corpus it is more than half.
 
 from __future__ import annotations
 
-import queue
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -141,40 +140,12 @@ def ahead(items: Iterable[T]) -> Iterator[T]:
 
     An error is raised where the item would have come. Abandoning the iterator ends the thread after its item.
     """
-    waiting: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=1)
-    given_up = threading.Event()
-
-    def make() -> None:
-        try:
-            for item in items:
-                _offer(("item", item))
-                if given_up.is_set():
-                    return
-            _offer(("end", None))
-        except BaseException as error:
-            _offer(("error", error))
-
-    def _offer(message: tuple[str, Any]) -> None:
-        while not given_up.is_set():
-            try:
-                waiting.put(message, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-
-    thread = threading.Thread(target=make, name="encoding ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            kind, value = waiting.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise value
-            yield value
-    finally:
-        given_up.set()
-        thread.join()
+    source, end = iter(items), object()
+    with ThreadPoolExecutor(1, "encoding ahead") as thread:
+        coming = thread.submit(next, source, end)
+        while (item := coming.result()) is not end:
+            coming = thread.submit(next, source, end)
+            yield cast(T, item)
 
 
 #: Places for texts in a batch; beside them stands one short row, so that no batch is without padding (transformers
