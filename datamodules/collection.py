@@ -105,11 +105,12 @@ class Collection:
                 if query_id not in self.queries:
                     yield "unknown query", f"qrels of {split} name an unknown query {query_id!r}"
                 for passage_id, grade in judged.items():
-                    pair = f"query {query_id!r} and passage {passage_id!r}"
+                    pair = f"qrels of {split} pair query {query_id!r} with"
                     if passage_id not in self.passages:
-                        yield "unknown passage", f"qrels of {split} pair {pair}, which is unknown"
+                        yield "unknown passage", f"{pair} an unknown passage {passage_id!r}"
                     if not is_whole(grade):
-                        yield "no whole-number grade", f"qrels of {split}: the grade of {pair} is {grade!r}, not whole"
+                        problem = f"a grade that is {grade!r}, not a whole number"
+                        yield "no whole-number grade", f"{pair} passage {passage_id!r} by {problem}"
 
     def _bad_queries(self) -> Iterator[tuple[str, str]]:
         advice = "datamodule.drop_queries_without_passage=true leaves such queries out"
@@ -118,10 +119,8 @@ class Collection:
                 yield "query without passage", f"query {query_id!r} has no passage in the qrels. Add one; {advice}"
         for query_id, judged in self.qrels.get("train", {}).items():
             if not any(isinstance(grade, int) and grade > 0 for grade in judged.values()):
-                yield (
-                    "query without passage",
-                    f"query {query_id!r} has no passage of a grade above 0 in train; {advice}",
-                )
+                why = f"all its grades in train are below 1; {advice}"
+                yield "query without passage", f"query {query_id!r} has no passage: {why}"
             for split in ("dev", "test"):
                 if query_id in self.qrels.get(split, {}):
                     yield "query in two splits", f"query {query_id!r} is in train and in {split}, which evaluates"
