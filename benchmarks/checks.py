@@ -79,7 +79,6 @@ finally:
 
 
 def main() -> None:
-    """Run them one after the other and print the shares."""
     parser = options(__doc__, "checks_cpu.json")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--only", type=int, help="number of the run, from 0")

@@ -69,12 +69,10 @@ class Row:
 
     @property
     def label(self) -> str:
-        """As it stands in the table."""
         return f"{self.model} {self.batch} x {self.source}" + (f"/{self.target}" if self.target else "")
 
     @property
     def tokens(self) -> int:
-        """In a batch."""
         return self.batch * (self.source + self.target)
 
 
@@ -262,7 +260,6 @@ def upper_bound(values: list[float], confidence: float = 0.95) -> float | None:
 
 
 def wait(device: str) -> None:
-    """Wait until the GPU has finished."""
     if device != "cpu":
         import torch
 
@@ -286,7 +283,6 @@ def matmul_rate(device: str) -> float:
 
 
 def count_flops(step: Callable[[], None]) -> int:
-    """Floating-point operations of the matrix products of a step, as torch counts them."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -404,7 +400,6 @@ def largest_batch(variant: str, row: Row, limit: int, device: str, threads: int)
 
 
 def report_row(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure a row and print it."""
     more = LOW_PRECISION if arguments.low_precision else ()
     memory = {v: measure_memory(v, row, arguments.device, arguments.threads) for v in (*VARIANTS, *more)}
     spent = measure_time(row, arguments.rounds, arguments.device, ("ghost", *more))
@@ -434,7 +429,6 @@ def report_row(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the tables and write the JSON."""
     parser = options(__doc__, None)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of all variants; at least 7 for a report")
     parser.add_argument("--threads", type=int, default=2)

@@ -30,7 +30,6 @@ def options(doc: str, results: str | None) -> argparse.ArgumentParser:
 
 
 def write(report: Any, out: Path) -> None:
-    """Write the results and say where."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     say(f"written: {out}")

@@ -83,7 +83,6 @@ SETTINGS = {
 
 
 def insuranceqa_options(doc: str, results: str | None) -> argparse.ArgumentParser:
-    """Return a parser for trainings on cached embeddings of InsuranceQA."""
     parser = options(doc, results)
     parser.add_argument("--cache", type=Path, required=True, help="folder for embeddings; private, as the queries are")
     shared = os.environ.get("LIT_DPRET_DATA")
@@ -103,7 +102,6 @@ def make_trainer(folder: Path, *, steps: int, callbacks: Sequence[Any]) -> L.Tra
 
 
 def ndcg(module: FrozenDualEncoder, passages: Mapping[str, str], queries: Mapping[str, str], qrels: Any) -> np.ndarray:
-    """Return nDCG@10 of every query over all passages."""
     ids = list(passages)
     top = search(
         module.encode_queries(list(queries.values())), module.encode_passages(list(passages.values())), 10,
@@ -145,7 +143,6 @@ class Bench:
     def run(
         self, setting: Setting, *, noise_seed: int | None = None, callbacks: Sequence[Any] = ()
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Train once; nDCG@10 of every query, and what the run was."""
         with tempfile.TemporaryDirectory() as folder:
             return self._run(setting, Path(folder), noise_seed, callbacks)
 

@@ -109,7 +109,6 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
 
 
 def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what rank 0 of two new processes measured."""
     words = ["--rank-of", way, "--shape", arguments.shape, "--steps", arguments.steps, "--units", arguments.units]
     found: dict[str, Any] = ranks(__file__, *words, world=2, timeout=arguments.timeout, **GIVEN_BACK)[0]
     return found

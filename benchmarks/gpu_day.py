@@ -68,7 +68,6 @@ class Day:
         return found
 
     def train(self, trainer: tuple[str, ...], folder: Path, steps: int, *more: str) -> list[str]:
-        """Return the command that trains a query generator for some steps under an epsilon of 3."""
         model = ("model.pretrained=null", "model.config={model_type: t5, d_model: 768, d_kv: 64, d_ff: 3072, "
                  "num_layers: 12, num_heads: 12, vocab_size: 2048}")  # fmt: skip
         if self.tiny:
@@ -101,13 +100,11 @@ def run(command: list[str], log: Path, limit: float | None = None) -> str:
 
 
 def epsilon_of(folder: Path) -> float:
-    """Return the epsilon that the card of a private run claims."""
     card: dict[str, Any] = json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))
     return float(card["claim"]["epsilon"])
 
 
 def clipping(day: Day) -> dict[str, Any]:
-    """Return the ratios of each model's private step to the plain one, in time and in memory."""
     common = f"--device {day.device} --limit-gb 0 --low-precision"
     found = day.benchmark("clipping", f"--quick --rounds 2 {common}", f"--rounds 7 {common}")
     rows: dict[str, Any] = {}
@@ -127,7 +124,6 @@ def clipping(day: Day) -> dict[str, Any]:
 
 
 def noise(day: Day) -> dict[str, Any]:
-    """Return how fast noise is drawn, and the processor seconds of one step of T5-XL."""
     where = f"--device {day.device}"
     rows = day.benchmark("noise", f"--count 200000 --rounds 2 {where}", f"--threads {os.cpu_count()} {where}")["rows"]
     keys = ("normals_per_second", "processor_seconds_for_t5_xl")
@@ -135,7 +131,6 @@ def noise(day: Day) -> dict[str, Any]:
 
 
 def synthesize(day: Day) -> dict[str, Any]:
-    """Return queries a second beside ``model.generate``."""
     tiny = "--models public_t5 --passages 24 --batch-size 8 --rounds 2 --max-new-tokens 6"
     where = f" --device {day.device}"
     rows = day.benchmark("synthesize", tiny + where, "--passages 2048 1024 --batch-size 256" + where)["rows"]
@@ -158,7 +153,6 @@ def encode(day: Day) -> dict[str, Any]:
 
 
 def search(day: Day) -> dict[str, Any]:
-    """Return seconds of exact searches of each system on the device."""
     where = f" --device {day.device}"
     tiny = "--queries 50 --passages 9000 --k 20 --dim 16" + where
     runs = day.benchmark("search", tiny, "--passages 1000000 --rounds 2" + where)["speed"]["runs"]

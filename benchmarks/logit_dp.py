@@ -57,7 +57,6 @@ class Row:
 
     @property
     def label(self) -> str:
-        """As it stands in the table."""
         return f"{self.model} n={self.n} d={self.dim}"
 
 
@@ -78,7 +77,6 @@ QUICK = [Row("conv", 3, 4), Row("mlp", 4, 4)]
 
 
 def build_encoder(name: str, dim: int) -> Any:
-    """Return an encoder with random weights and embeddings of length 1, in eval mode."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -113,7 +111,6 @@ def build_encoder(name: str, dim: int) -> Any:
 
 
 def build_rows(model: str, n: int) -> Any:
-    """Images, features, or texts of 16 tokens."""
     import torch
 
     if model == "conv":
@@ -122,7 +119,6 @@ def build_rows(model: str, n: int) -> Any:
 
 
 def build_module(variant: str, row: Row) -> Any:
-    """Return the shared encoder; for two towers, both."""
     import torch
     from torch import nn
 
@@ -196,7 +192,6 @@ def build_step(variant: str, module: Any, row: Row) -> Callable[[], Any]:
 
 
 def gradient_bytes(row: Row) -> int:
-    """Return what n squared gradients take in fp32."""
     return 4 * row.n**2 * sum(p.numel() for p in build_module("plain", row).parameters())
 
 
@@ -244,12 +239,10 @@ def measure_memory(variant: str, row: Row, threads: int) -> int:
 
 
 def runnable(row: Row, limit_gb: float) -> list[str]:
-    """Return the ways that fit."""
     return [v for v in LABELS if v not in MATERIALISING or gradient_bytes(row) <= limit_gb * 1e9]
 
 
 def main() -> None:
-    """Print the tables and write the JSON."""
     parser = options(__doc__, "logit_dp_cpu.json")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of all ways")
     parser.add_argument("--threads", type=int, default=1)

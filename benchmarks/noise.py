@@ -112,7 +112,6 @@ def main() -> None:
 
 
 def wait(where: str) -> None:
-    """Until a device has done what it was told to do."""
     if where != "cpu":
         torch.get_device_module(where).synchronize()
 

@@ -65,7 +65,6 @@ class Case:
         self.layers = int(config.num_layers), int(config.num_decoder_layers)
 
     def model(self, encoder: int, decoder: int) -> Any:
-        """Return the model with so many layers."""
         import torch
 
         from lit_dpret.costs.slices import slice_of
@@ -92,7 +91,6 @@ def one(name: str, what: str) -> dict[str, Any]:
 
 
 def memory(case: Case) -> dict[str, Any]:
-    """Return the bytes that slices tell; their times come in turn with real ones."""
     import torch
 
     from lit_dpret.costs.measure import held_bytes
@@ -168,7 +166,6 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 
 
 def table(cases: dict[str, Any]) -> str:
-    """Predicted over measured, a row for each case."""
     names = ("bytes", "step", "bytes_over_those_with_holes", "bytes_estimated", "step_estimated")
     lines = [["case", *names], ["---"] * (1 + len(names))]
     for case, found in cases.items():

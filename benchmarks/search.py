@@ -118,7 +118,6 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def grid(rounds: int) -> list[dict[str, Any]]:
-    """Return the ratio of our time to sentence-transformers' for each size, medians over rounds in turns."""
     generator, found = torch.Generator().manual_seed(0), []
     draw = torch.nn.functional.normalize(torch.randn(210_000, 384, generator=generator), dim=1)
     for passages in (10_000, 50_000, 200_000):

@@ -40,7 +40,6 @@ SHORTEST, LONGEST = 8, 300  # words of a passage of mixed length
 
 
 def models(names: list[str]) -> Iterator[tuple[str, GeneratorModel]]:
-    """Return the generators, by what the results call them."""
     codec = TextCodec(load_tokenizer("public_t5"), GeneratorContract(prompt="", max_passage_length=384))
     for name in names:
         if name == "public_t5":
@@ -52,7 +51,6 @@ def models(names: list[str]) -> Iterator[tuple[str, GeneratorModel]]:
 
 
 def passages(count: int, *, mixed: bool) -> dict[str, str]:
-    """InsuranceQA's passages, or its words at lengths from `SHORTEST` to `LONGEST`."""
     data = InsuranceQADataModule()
     data.setup("test")
     texts = list(data.public_passages().values())
@@ -68,7 +66,6 @@ def passages(count: int, *, mixed: bool) -> dict[str, str]:
 
 
 def ours(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, batch: int, seed: int) -> list[str]:
-    """Return queries by canonical groups."""
     drawn = []
     for group in canonical_groups(generator.codec, texts, batch):
         drawn += draw_group(generator, {name: texts[name] for name in group}, 1, seed, decoding)
@@ -77,7 +74,6 @@ def ours(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding
 
 @torch.inference_mode()
 def plain(generator: GeneratorModel, texts: Mapping[str, str], decoding: Decoding, batch: int, seed: int) -> list[str]:
-    """Return queries by ``model.generate``."""
     torch.manual_seed(seed)
     tokenizer, drawn, rows = generator.tokenizer, list[str](), generator.codec.passages(list(texts.values()))
     for start in range(0, len(rows), batch):
@@ -121,7 +117,6 @@ def side_by_side(generator: GeneratorModel, texts: Mapping[str, str], decoding: 
 
 
 def summary(ratios: list[float]) -> dict[str, float]:
-    """Median and range of the rounds."""
     return {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
 
 

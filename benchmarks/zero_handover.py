@@ -35,7 +35,6 @@ STEPS = 3
 
 
 def one_rank(way: str, stage: int, bf16: bool) -> dict[str, Any]:
-    """Do the steps of one rank, and return what it measured."""
     import logging
 
     import deepspeed

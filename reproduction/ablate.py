@@ -190,7 +190,6 @@ class Ablate(RetrievalStudy):
         return {**super().tried(), **trials}
 
     def _asked_generators(self) -> list[str]:
-        """Return the generators that some chosen recipe learns from."""
         asked = dict.fromkeys(str(self.variants[name].queries) for name in self.chosen)
         return [name for name in asked if name in self.generators]
 
@@ -198,11 +197,9 @@ class Ablate(RetrievalStudy):
         return self.score(self._prepared(self._searched, "encoding passages and queries"))
 
     def _make_retriever(self, privacy: Any, **settings: Any) -> Any:
-        """Make a retriever that finds the embeddings of this run."""
         return self.retriever(privacy=privacy, cache_dir=self._run_dir / EMBEDDINGS, **settings)
 
     def _prepared(self, data: PairsDataModule, label: str) -> Any:
-        """Make the untrained retriever, with the texts of ``data`` encoded."""
         model = self._make_retriever(NoPrivacy())
         with ProgressLine(label) as progress:
             model.prepare(data, progress=progress)
@@ -237,7 +234,6 @@ class Ablate(RetrievalStudy):
         return self.score(self.fit(make_model, data, run.folder, seed=seed, resume=run.resume, **recipe.size()))
 
     def _learned_from(self, cell: Cell, seed: int) -> tuple[PairsDataModule, dict[str, Any]]:
-        """Return the data of a run, and what the retriever is told of a teacher's margins."""
         recipe, given = self.variants[cell.variant], cell.synthetic
         if recipe.queries is None and given is None:
             data = self.make_data()
@@ -258,7 +254,6 @@ class Ablate(RetrievalStudy):
         return self._run_dir / name / "data"
 
     def _made(self, recipe: Recipe, seed: int) -> Path:
-        """Return what the generator of this seed wrote."""
         name, count = str(recipe.queries), recipe.queries_per_passage
         generator, first = self.generators[name], f"generator-{name}-seed{self._parts.seed}"
 
@@ -273,7 +268,6 @@ class Ablate(RetrievalStudy):
         )  # fmt: skip
 
     def _chosen(self, recipe: Recipe, made: Path, name: str) -> SyntheticDataModule:
-        """Return synthetic queries as training data: all, or those that find their passage."""
         keep, k = None, recipe.round_trip_filter or self.round_trip_filter
         if k is not None:
             stage = f"round_trip{k}-{name}"
@@ -286,7 +280,6 @@ class Ablate(RetrievalStudy):
         return SyntheticDataModule(folder=made, evaluation=self._searched, keep=keep, require_privacy_card=card)
 
     def _consistent(self, made: Path, k: int, stage: Path, resume: bool) -> dict[str, Any]:
-        """Keep the synthetic queries that find their own passage among ``k`` results of the untrained encoder."""
         data = self._as_data(made, None)
         data.setup("fit")
         model = self._prepared(data, "encoding synthetic queries")
@@ -297,7 +290,6 @@ class Ablate(RetrievalStudy):
         return made_by(made) if self._is_here(made) and not self._is_pseudo(made) else {}
 
     def _released(self, made: Path) -> ReleasedQueries:
-        """Return synthetic queries, and all passages that are searched."""
         return replace(load_released(made, declared_public=self._is_pseudo(made)), passages=self.passages())
 
     def _is_here(self, made: Path) -> bool:
@@ -307,7 +299,6 @@ class Ablate(RetrievalStudy):
         return self._is_here(made) and made.parent.name.startswith(PSEUDO)
 
     def _margins(self, recipe: Recipe, data: SyntheticDataModule, made: Path, seed: int) -> dict[str, Any]:
-        """Return what a retriever needs to learn the teacher's margins of synthetic queries."""
         teacher, per_query = self._teacher, recipe.pseudo_labels
         if teacher is None or per_query is None:
             raise ConfigurationError("task.teacher is null.")

@@ -139,13 +139,11 @@ class CompareNegatives(RetrievalStudy):
 
 
 def _makes(source: object, kind: type[NegativeSource]) -> bool:
-    """Return whether this makes sources of a kind."""
     made = source.func if isinstance(source, partial) else None
     return isinstance(made, type) and issubclass(made, kind)
 
 
 def _shown(source: NegativeSource) -> str:
-    """Return a source in few words: its name, and how many of how many."""
     if not isinstance(source, PassageSource):
         return source.name
     depth = f" of {source.depth}" if hasattr(source, "depth") else ""

@@ -169,13 +169,11 @@ class SecondTask(Classifier, Study):
         return {name: run.metrics["accuracy"] for name, run in runs.items()}
 
     def _second_data(self, parts: Parts) -> tuple[ImagesDataModule, Labels]:
-        """Return what is classified, and by which labels."""
         if self.data is not None and (self.data.folder is None or Path(self.data.folder).is_dir()):
             return self.data, self.data.labels
         return parts.make_datamodule(), "coarse"
 
     def _encoders(self) -> list[Encoder]:
-        """Return the study's runs of the paper's variants, and what they started from where the study kept it."""
         path = self.study / "report" / SETTINGS
         if not path.is_file():
             raise DataError(f"task.study={self.study} holds no {path.name}: it is not a run folder of task=variants.")

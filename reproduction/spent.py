@@ -100,7 +100,6 @@ def spent_under(
 
 
 def _ledgers(*folders: Path) -> list[_Records]:
-    """Return the records of each ledger under ``folders``; of copies the longest alone."""
     places = dict.fromkeys(place for folder in folders for place in _places(folder, LEDGER_NAME))
     return _longest([PrivacyLedger.read(place / LEDGER_NAME).records for place in places])
 
@@ -115,7 +114,6 @@ def _longest(ledgers: Sequence[_Records]) -> list[_Records]:
 
 
 def _unit_of(budget: dict[str, Any]) -> str:
-    """Name the unit of a recorded budget, with what makes rows one unit where its name leaves that open."""
     more = ["equal texts merged"] if budget.get("duplicates") == "merge" else []
     more += [budget["unit_by"]] if budget.get("unit_by") else []
     return f"{budget['unit']} ({', '.join(more)})" if more else str(budget["unit"])

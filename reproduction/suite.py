@@ -146,7 +146,6 @@ class Suite(Study):
         return self._run_dir / (self.parts[name].run_in or name)
 
     def _composed(self, parts: Parts, name: str) -> tuple[Any, Parts]:
-        """Return the task of a part, made and not started, and its own parts."""
         if parts.make_run is None:
             raise ConfigurationError("task=suite is run from the command line, which composes its parts.")
         folder = str(self._folder(name)).replace("\\", "\\\\").replace("'", "\\'")

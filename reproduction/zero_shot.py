@@ -173,7 +173,6 @@ class ZeroShot(Study):
         return {m: macro_interval([values[name][m] for name in groups], weights) for m in self.metrics if groups}
 
     def _tell(self, folder: Path, rows: Sequence[SetResult], mean: dict[str, Interval], promise: str) -> None:
-        """Write ``zero_shot.{json,md,html,csv}``, and print the sets that were measured."""
         missing = [row.name for row in rows if not row.metrics]
         measured = len(rows) - len(missing)  # a mean over some sets is not that over all
         name = f"mean of all {measured}" if not missing else f"mean of {measured} of {len(rows)}"

@@ -21,7 +21,6 @@ _CELL = 190
 
 
 def rooms() -> dict[str, Path]:
-    """The folder of each room, by its name."""
     inside = {path.name: path for path in sorted((ROOT / "lit_dpret").iterdir()) if path.is_dir()}
     found = {name: path for name, path in inside.items() if (path / "__init__.py").exists() and not path.is_symlink()}
     # The statistics of an audit stand on the ground floor, below the attacks that use them: a room of their own.
@@ -29,13 +28,11 @@ def rooms() -> dict[str, Path]:
 
 
 def first_sentence(folder: Path) -> str:
-    """The first sentence of the docstring of a room."""
     text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".").replace("`", "")
 
 
 def imports(found: Mapping[str, Path]) -> dict[str, set[str]]:
-    """The other rooms that each room imports."""
     edges: dict[str, set[str]] = {}
     for name, folder in found.items():
         seen: set[str] = set()
@@ -71,8 +68,6 @@ def floors(edges: Mapping[str, set[str]]) -> dict[str, int]:
 
 
 def needed(edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """The arrows that do not follow from others."""
-
     def reached(names: Iterable[str]) -> set[str]:
         return {deeper for name in names for deeper in edges[name] | reached(edges[name])}
 
@@ -80,7 +75,6 @@ def needed(edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def draw() -> str:
-    """The picture as SVG: one box for each room, the roof on top."""
     found = rooms()
     edges = imports(found)
     height = floors(edges)

@@ -24,8 +24,6 @@ INK, SOFT, LINE, BLUE, GREY, PANEL = "#1c2430", "#56606f", "#d5dbe3", "#0072B2",
 
 
 def taken_from(run: Path) -> dict[str, Any]:
-    """Return what the picture shows of a finished run."""
-
     def read(*place: str) -> Any:
         return json.loads(run.joinpath(*place).read_text(encoding="utf-8"))
 
@@ -47,7 +45,6 @@ def taken_from(run: Path) -> dict[str, Any]:
 
 
 def draw(facts: Mapping[str, Any]) -> str:
-    """Return the picture as SVG: a bar with its interval and the promise for each row, and the card below."""
     rows = facts["rows"]
     top = 82
     height = top + ROW * len(rows) + 30 + BOX + MARGIN
@@ -89,7 +86,6 @@ def _row(row: Mapping[str, Any], y: float, longest: float) -> list[str]:
 
 
 def _promise(text: str) -> str:
-    """Return a row's line of privacy, in short."""
     for long, short in (("neighbours = zero_out", "zero-out"), (" = ", " "), ("epsilon", "ε"), ("delta", "δ")):
         text = text.replace(long, short)
     return text
@@ -142,7 +138,6 @@ def _about(facts: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Take the numbers of a run where one is named, and draw them."""
     if arguments:
         facts = json.dumps(taken_from(Path(arguments[0])), indent=1, ensure_ascii=False)
         FACTS.write_text(facts + "\n", encoding="utf-8")

@@ -34,7 +34,6 @@ _RIGHT = 10.0
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--pairs", type=Path, nargs="+", required=True, help="folders in BEIR's layout, or files of pairs"
@@ -77,7 +76,6 @@ def questions(source: Path, encoder: SentenceTransformer, args: argparse.Namespa
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train, and write the folder."""
     args = arguments(argv)
     torch.manual_seed(args.seed)
     source = str(resolve_folder(args.encoder))

@@ -88,12 +88,10 @@ def training_rows(device_name: str) -> list[list[str]]:
 
 
 def range_of(told: dict[str, Any], steps: int = 1) -> str:
-    """Return the time of so many steps, from every part at its peak to the assumed shares."""
     return " to ".join(duration(steps * seconds) for seconds in told["seconds_per_step"])
 
 
 def parts_rows(device_name: str) -> list[list[str]]:
-    """Return what each class of work takes of a step on eight devices under FSDP2."""
     model = outline("google-t5/t5-3b")
     parts = dict(predicted(model, device_name, 8, "fsdp")["seconds"])
     parts["noise, secure_rng"] = predicted(model, device_name, 8, "fsdp", secure_rng=True)["seconds"]["noise"]
@@ -121,7 +119,6 @@ def epochs_rows(device_name: str) -> list[list[str]]:
 
 
 def encoding_rates() -> dict[str, float]:
-    """Passages per processor second, and products per second of the search, from benchmarks/results."""
     encode = json.loads((ROOT / "benchmarks" / "results" / "encode_cpu.json").read_text(encoding="utf-8"))
     search = json.loads((ROOT / "benchmarks" / "results" / "search_cpu.json").read_text(encoding="utf-8"))["speed"]
     own: list[Any] = [each["lit-dpret"]["processor_seconds"] for each in encode["rounds"]]
@@ -187,7 +184,6 @@ def counted_rows() -> list[list[str]]:
 
 
 def update_bytes() -> float:
-    """Bytes of an update for each weight of T5-XL, all of them trained."""
     model = outline("google-t5/t5-3b")
     return estimated_bytes(model, work_of(model)).updating / model.parameters
 

@@ -43,7 +43,6 @@ SHARES = {
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with squad_dev, medquad, real_queries, pretrain_text"
@@ -112,7 +111,6 @@ def vocabulary_lines(mixture: tasks.Mixture, limit: int = 6_000) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, or go on training, and write the model folder."""
     chosen = arguments(argv)
     torch.set_num_threads(chosen.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -29,7 +29,6 @@ HEAD = """\
 
 
 def requirements(extras: Iterable[str]) -> list[Requirement]:
-    """What pyproject.toml asks for, for the project itself and for the named extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for name in extras for line in project["optional-dependencies"][name])]
     return [Requirement(line) for line in lines]
@@ -67,7 +66,6 @@ def _applies(one: Requirement, extra: str) -> bool:
 
 
 def main() -> None:
-    """Write the file."""
     lines = sorted(f"{name}=={version}\n" for name, version in pins(requirements(EXTRAS)).items())
     (ROOT / "constraints.txt").write_text(HEAD + "".join(lines), encoding="utf-8")
 

@@ -98,7 +98,6 @@ def write_canary_table(
 
 
 def _in_short(rows: Sequence[CanaryRow]) -> list[Section]:
-    """Return the papers' table: their kinds together, a line for each model and form."""
     pooled = [row for row in rows if row.cell.kind == POOLED]
     copies = sorted({row.cell.copies for row in pooled})
     if not pooled:
@@ -134,7 +133,6 @@ def _in_full(rows: Sequence[CanaryRow]) -> list[Section]:
 
 
 def _line(row: CanaryRow) -> tuple[object, ...]:
-    """Return a row in words; under a claim with what the accounting allows."""
     cell, limits = row.cell, row.cell.limits
     measured = (
         cell.copies, cell.kind, f"{cell.canaries} in {cell.trainings}", _interval(cell.mean_rank, "{:.1f}"),
@@ -204,7 +202,6 @@ def _about(cell: Any) -> str:
 
 
 def _sheet(rows: Sequence[CanaryRow]) -> Table:
-    """Return every number of every row; ceilings where there is a claim."""
     known = ("side", "kind", "copies", "trainings", "canaries", "draws")
     measured = ("mean_rank", "top", "leaked")
     head = ["model", *known, *measured, "exposure", "chance", "eps_lower", "method"]

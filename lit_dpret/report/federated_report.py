@@ -299,7 +299,6 @@ def _orders(by_name: Mapping[str, FederatedRow]) -> list[Block]:
 
 
 def _bought(by_name: Mapping[str, FederatedRow]) -> list[Block]:
-    """Every system that learnt from people's queries against those that could not."""
     bases = [name for name in WITHOUT_QUERIES if name in by_name]
     learnt = [name for name in TABLE_1 if name in by_name and name not in (*WITHOUT_QUERIES, "bm25")]
     metric = "sentence/mrr@10"
@@ -402,7 +401,6 @@ def _silos(silos: Mapping[str, Mapping[str, int]]) -> Grid:
 
 
 def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], facts: FederatedFacts) -> dict[str, Any]:
-    """Everything on the page as data; means of private queries, and so as internal as the page."""
     return {
         "schema": _SCHEMA,
         **facts.data,
@@ -427,7 +425,6 @@ def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], fac
 
 
 def _systems(rows: Sequence[FederatedRow]) -> dict[str, Any]:
-    """Each system as data."""
     table = {}
     for row in rows:
         paper = dict(zip(COLUMNS, TABLE_1[row.system][2] or (), strict=False))
@@ -476,5 +473,4 @@ def _known(value: float | None) -> str:
 
 
 def _spent(value: float | None) -> str:
-    """An epsilon, rounded up; none is infinite."""
     return "infinite" if value is None else f"{math.ceil(value * 1000) / 1000:.3f}"

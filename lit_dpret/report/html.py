@@ -71,7 +71,6 @@ def _results(table: Sequence[RowResult], evaluated_on: str) -> Section:
 
 
 def _round_trip(result: Mapping[str, Any]) -> Section:
-    """Return how often a synthetic query finds its own passage, and how often by luck."""
     k = result["k"]
     rows = [
         ("synthetic queries, own passage", show(Interval(*result["recall"]))),

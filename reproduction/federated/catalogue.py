@@ -218,8 +218,6 @@ def _clients(asked: Asked) -> list[Point]:
 
 
 def _ends(claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
-    """Compare the last point of each line with its first."""
-
     def contrasts(points: Sequence[Point]) -> list[Contrast]:
         lines: dict[str, list[Point]] = {}
         for point in points:
@@ -232,8 +230,6 @@ def _ends(claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
 
 
 def _each_against(system: System, claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
-    """Compare every point with that of a baseline on the same silos."""
-
     def contrasts(points: Sequence[Point]) -> list[Contrast]:
         base = {point.label: point for point in points if point.system == system}
         return [
@@ -261,8 +257,6 @@ def _against_first(points: Sequence[Point]) -> list[Contrast]:
 
 
 def _with_rows_without_queries(study: Study) -> Study:
-    """Add the rows that depend on no train query to a study, whatever varies in the others."""
-
     def points(asked: Asked) -> list[Point]:
         learnt = study.points(replace(asked, systems=[name for name in asked.systems if name not in WITHOUT_QUERIES]))
         silos = {point.silos for point in learnt}
@@ -287,7 +281,6 @@ _TRENDS = {"gain": Trend(claim="clients with fewer queries gain more", of=LINES[
 
 
 def _read() -> dict[str, Study]:
-    """Return the studies of ``studies.yaml``, each with what makes its points and contrasts."""
     told = yaml.safe_load(Path(__file__).with_name("studies.yaml").read_text(encoding="utf-8"))
     found: dict[str, Study] = {}
     for name, (points, contrasts) in _MADE.items():

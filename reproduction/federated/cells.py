@@ -227,12 +227,10 @@ class Cells:
 
 
 def _stage_1_alone(settings: PddAs2) -> PddAs2:
-    """Return the settings without those of stage 2."""
     return replace(settings, stage2=replace(type(settings.stage2)(), epochs=0, in_batch=False))
 
 
 def _contents(folder: Path) -> str:
-    """Hash the contents of a client's folder: its manifest, and what is declared public."""
     parts = [path.read_bytes() for path in (folder / MANIFEST, folder / PUBLIC) if path.is_file()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 

@@ -135,7 +135,6 @@ class FederatedStudy(Task):
     def _tell(
         self, points: Sequence[Point], found: Found, folder: Path, cells: Cells, *, notes: Sequence[str], command: str
     ) -> dict[str, float]:
-        """Write the report and print it in short; returns sentence R@1 by point."""
         study, plan = self._study, cells.plan
         counts = {seed: sizes(cells.silos(points[0], seed)) for seed in self.seeds} if study.trend else {}
         rows = [_row(study, point, found[point.name]) for point in points]
@@ -171,7 +170,6 @@ class FederatedStudy(Task):
         return {point.name: row.interval(SHOWN).mean for point, row in zip(points, rows, strict=True)}
 
     def _points(self, plan: FederationPlan, base: Mapping[str, Path]) -> list[Point]:
-        """Return the points, each of which can be run: its settings are accepted, and its silos have queries."""
         values = [self._skew(base)] if self._study.name == "gain" else self._values
         asked = Asked(run=plan.settings(0), clients=len(base), systems=self._systems, values=values)
         points = self._study.points(asked)
@@ -208,7 +206,6 @@ class FederatedStudy(Task):
         return self.skew or (_SKEW if max(counts) < _EQUAL * min(counts) else 1.0)
 
     def _notes(self, points: Sequence[Point], base: Mapping[str, Path]) -> list[str]:
-        """Return what a reader must know of this run."""
         counts = sorted(set(sizes(base).values()))
         span = " to ".join(map(str, counts[:1] + counts[1:][-1:]))
         found = [self.note] if self.note else []
@@ -246,7 +243,6 @@ def _row(study: Study, point: Point, by_seed: Mapping[int, SystemResult]) -> Stu
 
 
 def _over_clients(result: SystemResult, measure: str) -> float:
-    """Return the mean over clients of each one's mean over queries."""
     return float(np.mean([np.mean(values[measure]) for values in result.values.values()]))
 
 
@@ -258,7 +254,6 @@ def _finding(contrast: Contrast, found: Found) -> str:
 
 
 def _judged(steps: Sequence[float], what: str = "sentence R@1") -> str:
-    """State a difference, and whether the seeds support it."""
     found = seed_interval(steps)
     return f"{'+' if found.mean >= 0 else ''}{with_reach(found)} {what}; {verdict(found)}."
 

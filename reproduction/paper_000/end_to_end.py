@@ -60,7 +60,6 @@ _OF_HEADS = ("head", "head_dim", "passages_of_a_query", "per_passage", "pseudo_l
 
 
 def _trip(regime: str, k: int, eps: float | None) -> str:
-    """Name the stage that looks which queries find their passage."""
     return f"round_trip{k}-{regime}-{budget_name(eps)}"
 
 
@@ -134,7 +133,6 @@ class EndToEnd(QueryStudy):
         return found
 
     def _asked(self) -> list[Cell]:
-        """Return the rows that ``only`` lets be trained."""
         return [cell for cell in self.cells() if f"{cell.regime}-{cell.way}" in self.chosen]
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -162,7 +160,6 @@ class EndToEnd(QueryStudy):
         return {"generator": self.generator.trials, **found}
 
     def _refuse_other_generators(self) -> None:
-        """Refuse to go on where what is finished learned from another generator than the one that is there."""
         run_dir = self._run_dir
         for eps in self.eps:
             made = f"made-{budget_name(eps)}"
@@ -187,7 +184,6 @@ class EndToEnd(QueryStudy):
         return told
 
     def _synthetic(self, cell: Cell) -> SyntheticDataModule:
-        """Return the queries that a row learns from: all, or those that find their passage."""
         eps, k, keep = cell.eps, self.recipe(cell).round_trip_filter, None
 
         def make_privacy() -> PrivacyMode:
@@ -213,7 +209,6 @@ class EndToEnd(QueryStudy):
     # -- one training --------------------------------------------------------------------------
 
     def _trained(self, cell: Cell, seed: int) -> Any:
-        """Return each metric's value for every test question, trained if need be."""
         recipe = self.recipe(cell)
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
@@ -328,7 +323,6 @@ class EndToEnd(QueryStudy):
         return {seed: self._trained(cell, seed) for seed in done}
 
     def _tell(self) -> dict[str, float]:
-        """Write the page of what is there; returns the first number of each row that has a run."""
         known = {cell: self._known(cell) for cell in self.cells()}
         tables = [self._finished(regime, known).table() for regime in self.regimes]
         folder, hidden = self._run_dir / "report", not self.originals_are_public
@@ -361,7 +355,6 @@ class EndToEnd(QueryStudy):
                 if runs}  # fmt: skip
 
     def _missing(self, known: Mapping[Cell, Mapping[int, Any]]) -> str:
-        """Say which rows of which seeds were not run; nothing where all were."""
         told = []
         for seed in self.all_seeds():
             lacks = [cell for cell, runs in known.items() if seed not in runs]
@@ -398,7 +391,6 @@ class EndToEnd(QueryStudy):
         return self.once(f"{regime}-untrained", settings, work, knob=f"task.regimes.{regime}.retriever")["per_query"]
 
     def _generators(self) -> Grid:
-        """Return what each generator promises, how long it took, and how many of its queries passed a filter."""
         body = []
         for eps in self.eps:
             trained, made = f"generator-{budget_name(eps)}", f"made-{budget_name(eps)}"
@@ -413,7 +405,6 @@ class EndToEnd(QueryStudy):
         return Grid(header, body, frozenset({2, 3, 4}))
 
     def _trips(self, eps: float | None) -> Iterator[str]:
-        """Say for each filter how many queries of a generator it kept."""
         for regime, k in self._filters():
             if self._stages.is_done(stage := _trip(regime, k, eps)):
                 found = self._stages.result(stage)

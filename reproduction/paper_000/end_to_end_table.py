@@ -131,7 +131,6 @@ class Finished:
         return point, dict(zip(METRIC_NAMES.values(), theirs, strict=False))  # the paper has no MRR
 
     def _orders(self) -> Iterator[str]:
-        """Say at each budget how each way stands to the untrained encoder, and synthetic queries to every other way."""
         ways = self.regime.ways
         budgets = sorted({cell.eps for cell in self.runs}, key=lambda eps: math.inf if eps is None else eps)
         for eps, way in product(budgets, ways):

@@ -114,7 +114,6 @@ def _notes(public: bool, texts: bool) -> list[str]:
 
 
 def _asked(data: Any) -> dict[str, str]:
-    """Return the first train query of each passage that has one."""
     queries, qrels = data.evaluation_set("train")
     found: dict[str, str] = {}
     for query, judged in sorted(qrels.items()):
@@ -125,7 +124,6 @@ def _asked(data: Any) -> dict[str, str]:
 
 
 def _first_of(folder: Path) -> Mapping[str, str]:
-    """Return the first query of each passage of a data set in BEIR's layout."""
     texts: dict[str, str] = {}
     with (folder / "queries.jsonl").open(encoding="utf-8") as file:
         for line in file:

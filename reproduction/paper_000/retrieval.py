@@ -100,7 +100,6 @@ def tables(study: Trainings) -> list[PaperTable]:
 
 
 def _orders(study: Trainings, original: PaperRow, made: Sequence[PaperRow], public: Sequence[PaperRow]) -> list[Order]:
-    """Return what the paper concludes from its table 3, and whether the private queries bought anything."""
     by_cell = dict(zip(study.cells(), made, strict=True))
     main = [by_cell[cell] for cell in _by_budget(study)]
     found = [Order(more, less) for less, more in pairwise(main)]
@@ -120,7 +119,6 @@ def _above_direct(study: Trainings, made: Sequence[PaperRow], direct: Sequence[P
 
 
 def _by_budget(study: Trainings) -> list[Cell]:
-    """Return the cells of the main size, the least epsilon first."""
     eps = sorted(study.eps, key=lambda value: math.inf if value is None else value)
     return [Cell(study.main, value) for value in eps]
 

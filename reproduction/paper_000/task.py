@@ -115,7 +115,6 @@ class Paper000(Trainings):
         return {"finished": self.canaries_from, "train_queries": self.canary_queries}
 
     def _write(self, tables: Sequence[Shown], left_out: Mapping[str, str]) -> dict[str, Path]:
-        """Write the page and the files of each table; readable by their owner alone, unless declared public."""
         folder, hidden = self.parts.run_dir / REPORT, not self.originals_are_public
         tables = sorted(tables, key=lambda table: (not table.name.startswith("table_"), table.name))
         taken = self.canaries_from if any(table.name == canaries.TABLE for table in tables) else None
@@ -144,7 +143,6 @@ class Paper000(Trainings):
 
 
 def _first_numbers(tables: Sequence[Shown]) -> dict[str, float]:
-    """nDCG@10 of the rows of table 3; empty where that part was not asked for."""
     found: dict[str, float] = {}
     for table in tables:
         if table.name == "table_3_retrieval":

@@ -294,7 +294,6 @@ def _row_facts(row: ModeRow, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def _sheet(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Table:
-    """Return every number, for a spreadsheet."""
     names = list(dict.fromkeys(name for row in rows for name in row.settings))
     more: dict[str, Sequence[object]] = {
         "runs": [row.runs if row.settings else None for row in rows],

@@ -173,7 +173,6 @@ def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: boo
 
 
 def _tables(told: Sequence[_Told]) -> dict[str, Grid]:
-    """Files of what stands in tables; a further one of the same item has a number."""
     tables: dict[str, Grid] = {}
     for one in told:
         grids = [block for block in one.blocks if isinstance(block, Grid)]
@@ -277,7 +276,6 @@ def _table(paper: Mapping[str, Sequence[float]], *, relative: bool) -> Show:
 
 
 def _own_table(results: Path, _: Path) -> list[Block]:
-    """Return a table of our own runs and of encoders before any training, with nothing of the paper beside it."""
     runs = read_runs(results / RUNS)
     untrained = results / UNTRAINED_RUNS
     judged = [*runs, *(read_runs(untrained) if untrained.is_file() else [])]
@@ -287,7 +285,6 @@ def _own_table(results: Path, _: Path) -> list[Block]:
 
 
 def _shows() -> dict[str, Show]:
-    """Return by number what shows each table and figure."""
     absolute, relative, confusions = PUBLISHED["table_3"], PUBLISHED["table_1"], _figure(figures.draw_confusions)
     return {
         "Figure 1, left": _figure(figures.draw_relative_loss),
@@ -371,7 +368,6 @@ FIGURE_6 = "with embeddings 3.239 nats, without 3.245"
 
 
 def _json(path: Path) -> Any:
-    """Return what a JSON file holds."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -379,7 +375,6 @@ def _json(path: Path) -> Any:
 
 
 def _command_of(facts: Any) -> list[Block]:
-    """Return the command that the results themselves name."""
     return [Paragraph("Made by", small=True), Code(facts["command"])] if facts.get("command") else []
 
 
@@ -405,8 +400,6 @@ def _main_table(results: Path, _: Path) -> list[Block]:
 
 
 def _study(name: str, *, columns: Sequence[str] | None = None, table: bool = True) -> Show:
-    """Return the table and the plot of a study, and whether the seeds carry what the paper says."""
-
     def show(results: Path, picture: Path) -> list[Block]:
         page = read_study(results / f"{name}.json")
         source = results / (f"{name}.svg" if page.gains else f"{name}.png")

@@ -1,9 +1,7 @@
 """Pictures of a comparison of variants, in the form of paper 002's figures 1 to 5.
 
 Every ``draw_`` function writes one PNG and returns its caption, which says what the lines, bands and colours are. It
-raises `ConfigurationError` where matplotlib is not installed (``pip install "lit-dpret[plot]"``), `DataError` where the
-runs cannot be compared, and `StorageError` where the picture cannot be written. Variants are told apart by dashes as
-well as by colour, and the colours are those of Okabe and Ito (2008).
+raises `DataError` where the runs cannot be compared.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ WINDOW, ORDER = 100, 3  # of figure 2's filter, as in the paper
 class Curve:
     """The mean of a variant's runs at each observation, and a band around it."""
 
-    variant: str  # whose it is
+    variant: str
     x: tuple[float, ...]  # where it was observed; for seconds, the mean over the runs
-    mean: tuple[float, ...]  # mean over the runs
-    low: tuple[float, ...]  # lower end of the band; equal to the mean where there is one run
-    high: tuple[float, ...]  # upper end of the band
-    runs: int  # how many runs
+    mean: tuple[float, ...]
+    low: tuple[float, ...]  # equal to the mean where there is one run
+    high: tuple[float, ...]
+    runs: int
 
 
 def lowest_loss(runs: Iterable[VariantRun]) -> float:
@@ -81,7 +79,6 @@ def speed_curves(runs: Sequence[VariantRun]) -> list[Curve]:
 def _mean_curve(
     variant: str, x: Sequence[Floats], values: Sequence[Floats], *, band: Band, shared_x: bool = True
 ) -> Curve:
-    """Average ``values`` of shape (observations,) over runs; without ``shared_x`` the places too."""
     if len({len(places) for places in x}) > 1 or (shared_x and any(not np.array_equal(x[0], p) for p in x)):
         raise DataError(f"The runs of {variant!r} were not observed at the same places; there is no mean of them.")
     stacked = np.stack(values)
@@ -107,11 +104,8 @@ def smooth(values: ArrayLike) -> tuple[tuple[float, ...], int | None]:
     """Apply the Savitzky-Golay filter of figure 2: a polynomial through a sliding window of observations.
 
     A curve shorter than the window gets the largest odd window that fits; one with no window above the order is left
-    as it is. An even window, such as the paper's, has no middle observation: its curve lies half an observation to
-    one side.
-
-    Returns:
-        As many values as there were, and the window; None where the curve was too short to smooth.
+    as it is, and its window is None. An even window, such as the paper's, has no middle observation: its curve lies
+    half an observation to one side.
     """
     data = np.asarray(values, dtype=float)
     fits = WINDOW if len(data) >= WINDOW else len(data) - 1 + len(data) % 2
@@ -295,7 +289,6 @@ def _log_if_wide(panel: Any, curves: Sequence[Curve]) -> None:
 
 
 def _short(value: float, _position: int | None = None) -> str:
-    """Shorten a tick, as 250k or 1.5M."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"

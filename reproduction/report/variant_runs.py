@@ -1,10 +1,8 @@
 """Training runs of several variants as data: what the figures and tables of a comparison are made from.
 
-A *variant* is a way to train (Logit-DP, Naive-DP, Non-private); each is run under several seeds. A file holds one run
-a line, as JSON.
-
-A loss curve and a confusion matrix are computed from private rows where the data is private, and no accountant counts
-them. These files are for research data, and do not belong beside a released model.
+A *variant* is a way to train (Logit-DP, Naive-DP, Non-private). Loss curves and confusion matrices are computed from
+private rows where the data is private, and no accountant counts them: these files are for research data, and do not
+belong beside a released model.
 """
 
 from __future__ import annotations
@@ -30,20 +28,21 @@ UNTRAINED = "Untrained"
 class VariantRun:
     """One run of one variant."""
 
-    variant: str  # name of the variant, as figures and tables show it
-    seed: int  # of the run; a variant has each seed once
-    steps: Sequence[int]  # optimizer steps taken at each observation, increasing
-    losses: Sequence[float]  # training loss at each observation, per example
-    held_out: Sequence[float] = ()  # the loss of images that were not trained on; empty where it was not measured
-    examples: Sequence[int] = ()  # examples seen at each observation; empty where it was not counted
-    seconds: Sequence[float] = ()  # wall time since the first step began, increasing; empty where not measured
-    # Root mean square change of the weights by the step before each observation, over the learning rate: near 1 for
-    # the first step of an Adam whose eps does not matter. Empty where it was not measured.
+    variant: str
+    seed: int  # a variant has each seed once
+    # At each observation; what was not measured is empty.
+    steps: Sequence[int]  # optimizer steps taken, increasing
+    losses: Sequence[float]  # training loss, per example
+    held_out: Sequence[float] = ()  # the loss of images that were not trained on
+    examples: Sequence[int] = ()  # seen
+    seconds: Sequence[float] = ()  # wall time since the first step began, increasing
+    # Root mean square change of the weights by the step before, over the learning rate: near 1 for the first step of
+    # an Adam whose eps does not matter.
     moved: Sequence[float] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)  # test metrics at the last evaluation, by name
-    # Counts at the last evaluation; row: true, column: predicted. None where not measured.
-    confusion: Sequence[Sequence[float]] | None = None
-    batch_size: int | None = None  # examples of a batch; None where it was not recorded
+    # At the last evaluation.
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    confusion: Sequence[Sequence[float]] | None = None  # counts; row: true, column: predicted
+    batch_size: int | None = None  # examples of a batch
 
     def __post_init__(self) -> None:
         name = f"The run {self.variant!r} of seed {self.seed}"

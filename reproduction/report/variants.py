@@ -1,12 +1,12 @@
 """Runs of several variants of one training as a table in the form of paper 002's tables 1 to 4, and as a page.
 
-`VariantReport` takes runs from anywhere; `write_study` adds what `task=variants` knows beside them: the
-held-out loss, the variants that go beyond the paper, the paper's numbers, settings and privacy.
+`VariantReport` takes runs from anywhere; `write_study` adds what `task=variants` knows beside them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.report.page import Page, Picture, Sheet
 from lit_dpret.report.table import plain
+from lit_dpret.settings import picked
 from reproduction.published import PAPER_002
 from reproduction.report import variant_figures as figures
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, by_variant, read_runs, sizes_of, ties_of, write_runs
@@ -37,34 +38,12 @@ PAPER_METRICS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One metric of one variant over its runs; ``relative`` is its mean over the baseline's, None where that is 0."""
-
-    values: Sequence[float]
-    relative: float | None
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
-
-    @property
-    def deviation(self) -> float | None:
-        """The standard deviation over the runs (divided by runs - 1); None for one run."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-    def show(self, *, relative: bool) -> str:
-        if relative:
-            return _number(self.relative)
-        return _number(self.mean) if self.deviation is None else f"{self.mean:.3f} / {self.deviation:.3f}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class MetricsTable:
-    """Metrics by variant; tables 1 and 2 of the paper divide by Non-Private, tables 3 and 4 show the numbers."""
+    """Metrics by variant over its runs; tables 1 and 2 of the paper divide by a baseline, tables 3 and 4 do not."""
 
     baseline: str | None
     metrics: Mapping[str, str]
-    rows: Mapping[str, Mapping[str, Cell]]
+    values: Mapping[str, Mapping[str, Sequence[float]]]
 
     @classmethod
     def of(
@@ -77,23 +56,22 @@ class MetricsTable:
         for run, name in ((run, name) for run in runs for name in metrics if name not in run.metrics):
             raise DataError(f"The run {run.variant!r} of seed {run.seed} has no metric {name!r}.")
         values = {v: {name: [run.metrics[name] for run in group] for name in metrics} for v, group in groups.items()}
-        base = {name: statistics.fmean(values[baseline][name]) for name in metrics} if baseline is not None else {}
-        rows = {
-            variant: {
-                name: Cell(values=found, relative=statistics.fmean(found) / base[name] if base.get(name) else None)
-                for name, found in by_name.items()
-            }
-            for variant, by_name in values.items()
-        }
-        return cls(baseline=baseline, metrics=dict(metrics), rows=rows)
+        return cls(baseline=baseline, metrics=dict(metrics), values=values)
+
+    def mean(self, variant: str, metric: str, *, relative: bool = False) -> float | None:
+        """Return a mean over runs, or what it is of the baseline's; None where there is nothing to divide by."""
+        found = self.values.get(variant, {}).get(metric)
+        base = 1.0 if not relative else self.mean(self.baseline, metric) if self.baseline is not None else None
+        return statistics.fmean(found) / base if found and base else None
 
     def sheet(self) -> Grid:
         """Return every number, a line for each variant and metric."""
         lines = [
-            [variant, metric, cell.mean, cell.deviation, cell.relative, len(cell.values)]
-            for variant, cells in self.rows.items()
-            for metric, cell in cells.items()
-        ]
+            [variant, metric, statistics.fmean(found), _deviation(found), self.mean(variant, metric, relative=True),
+             len(found)]
+            for variant, cells in self.values.items()
+            for metric, found in cells.items()
+        ]  # fmt: skip
         return Grid(["variant", "metric", "mean", "standard_deviation", "relative", "runs"], lines)
 
     def blocks(self) -> list[Block]:
@@ -103,12 +81,18 @@ class MetricsTable:
 
     def grid(self, *, relative: bool) -> Grid:
         """Relative means, or means with standard deviations."""
-        rows = [[v, *(cells[name].show(relative=relative) for name in self.metrics)] for v, cells in self.rows.items()]
+
+        def shown(variant: str, metric: str, found: Sequence[float]) -> str:
+            deviation = None if relative else _deviation(found)
+            mean = _number(self.mean(variant, metric, relative=relative))
+            return mean if deviation is None else f"{mean} / {deviation:.3f}"
+
+        rows = [[v, *(shown(v, name, found) for name, found in cells.items())] for v, cells in self.values.items()]
         return Grid(("", *self.metrics.values()), rows, frozenset(range(1, 1 + len(self.metrics))))
 
     def caption(self, *, relative: bool) -> str:
         """Say what the numbers are, in two sentences."""
-        counts = {len(cell.values) for cells in self.rows.values() for cell in cells.values()}
+        counts = {len(found) for cells in self.values.values() for found in cells.values()}
         low, high = min(counts), max(counts)
         over = f"{low} run" if low == high == 1 else f"{low} runs" if low == high else f"{low} to {high} runs"
         best = ""
@@ -120,36 +104,23 @@ class MetricsTable:
 
     def shares_of_the_gain(self, *, start: str) -> str:
         """Say what each variant keeps of the baseline's gain in accuracy over ``start``; empty where there is none."""
-        metric = "accuracy"
-        if self.baseline is None or start not in self.rows or metric not in self.metrics:
-            return ""
         # A mean over the baseline's counts what the encoder had before it was trained as if it had been learned.
-        base, low = self.rows[self.baseline][metric].mean, self.rows[start][metric].mean
-        if base <= low:
+        means = {variant: self.mean(variant, "accuracy") or 0.0 for variant in self.values}
+        base, low = means.pop(self.baseline or "", 0.0), means.pop(start, math.inf)
+        if base <= low or "accuracy" not in self.metrics:
             return ""
-        shares = [
-            f"{variant} {(cells[metric].mean - low) / (base - low):.0%}"
-            for variant, cells in self.rows.items()
-            if variant not in (self.baseline, start)
-        ]
-        return (
-            f"Of the gain of {self.baseline} over {start.lower()} encoders in {self.metrics[metric].lower()} "
-            f"({low:.3f} to {base:.3f}): {', '.join(shares)}."
-        )
+        shares = ", ".join(f"{variant} {(mean - low) / (base - low):.0%}" for variant, mean in means.items())
+        gain = f"the gain of {self.baseline} over {start.lower()} encoders in accuracy ({low:.3f} to {base:.3f})"
+        return f"Of {gain}: {shares}."
 
     def beside_the_paper(
         self, paper: Mapping[str, Sequence[float]], *, relative: bool, marks: Mapping[str, str] | None = None
     ) -> Grid:
-        """Return each cell ours / the paper's; a dash where one of them has no such variant.
-
-        ``marks`` has what is said beside the name of a variant.
-        """
+        """Return each cell ours / the paper's, a dash where one of them has none; ``marks`` are added to names."""
         rows: list[list[str]] = []
-        for variant in dict.fromkeys([*self.rows, *paper]):
-            cells: list[Any] = [self.rows.get(variant, {}).get(name) for name in PAPER_METRICS]
-            ours = [cell and (cell.relative if relative else cell.mean) for cell in cells]
-            theirs = paper.get(variant, [None] * len(PAPER_METRICS))
-            pairs = zip(ours, theirs, strict=True)
+        for variant in dict.fromkeys([*self.values, *paper]):
+            ours = [self.mean(variant, name, relative=relative) for name in PAPER_METRICS]
+            pairs = zip(ours, paper.get(variant, [None] * len(PAPER_METRICS)), strict=True)
             label = f"{variant}{(marks or {}).get(variant, '')}"
             rows.append([label, *(f"{_number(mine)} / {_number(theirs)}" for mine, theirs in pairs)])
         header = ("ours / paper", *PAPER_METRICS.values())
@@ -158,6 +129,11 @@ class MetricsTable:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    """The standard deviation over the runs (divided by runs - 1); None for one run."""
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def beside_the_paper(
@@ -179,19 +155,17 @@ def beside_the_paper(
 class VariantReport:
     """Everything that runs have the data for; what they lack is left out."""
 
-    runs: Sequence[VariantRun]  # runs of one task, several variants and seeds
-    baseline: str | None = None  # the variant that metrics are divided by, ``Non-private`` in the paper; None for none
-    # Single runs of a variant with different batch sizes (figure 1, right); their losses are divided by the lowest
-    # among themselves and ``runs``.
+    runs: Sequence[VariantRun]
+    baseline: str | None = None  # the variant that metrics are divided by, ``Non-private`` in the paper
+    # Single runs of a variant with other batch sizes; their losses are divided by the lowest of these and ``runs``.
     batch_runs: Sequence[VariantRun] = ()
-    class_names: Sequence[str] = ()  # for the confusion matrices
-    # Names and titles of the metrics in the table.
+    class_names: Sequence[str] = ()
     metrics: Mapping[str, str] = field(default_factory=lambda: PAPER_METRICS)
-    title: str = "Comparison"  # of the page and the figures
+    title: str = "Comparison"
     untrained: Sequence[VariantRun] = ()  # encoders before their first step: rows of the table, and in no figure
-    lead: Sequence[Block] = ()  # blocks above the first picture
-    more: Sequence[Section] = ()  # further sections of the page
-    tables: Mapping[str, Sheet] = field(default_factory=dict)  # further files with tables
+    lead: Sequence[Block] = ()
+    more: Sequence[Section] = ()
+    tables: Mapping[str, Sheet] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
         """Write the runs, their figures, ``metrics.csv`` and a page that shows all; return the page in Markdown."""
@@ -216,7 +190,6 @@ class VariantReport:
         return page.write(folder)[f"{PAGE}.md"]
 
     def _draw(self, folder: Path) -> dict[str, str]:
-        """Draw the figures that the runs tell enough for; return their captions by file name."""
         runs, title, shown = self.runs, self.title, dict[str, str]()
         axis: figures.Axis = "examples" if all(run.examples for run in runs) else "steps"
         for name, draw in (
@@ -329,12 +302,9 @@ def write_study(
             tables[f"{part}.csv"] = table.sheet()
             more.append(Section(title, [*_held_out(beside, folder / f"{part}.png"), *table.blocks()]))
     settings = [
-        {
-            "variant": one.run.variant, "name": one.name, "seed": one.run.seed, "part": one.part,
-            "batch_size": one.run.batch_size, **one.facts,
-        }
+        {**picked(one.run, "variant", "seed", "batch_size"), **picked(one, "name", "part"), **one.facts}
         for one in finished
-    ]  # fmt: skip
+    ]
     told: list[Block] = [Paragraph(_WHAT_IS_CLAIMED), settings_grid(settings), Paragraph(STEP_MEANS)]
     more.append(Section("Settings and privacy", told))
     write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
@@ -357,7 +327,6 @@ def equal_negatives(results: Path, picture: Path) -> list[Block]:
 
 
 def _batch_runs(finished: Sequence[Finished], runs: Sequence[VariantRun]) -> list[VariantRun]:
-    """Single runs with other batch sizes, and the first run of the same variant with the usual one."""
     others = [each.run for each in finished if each.part == "batch_sizes"]
     for label in dict.fromkeys(run.variant for run in others):
         others += [run for run in runs if run.variant == label][:1]
@@ -383,8 +352,8 @@ def settings_grid(settings: Sequence[Mapping[str, Any]]) -> Grid:
 
 def bounded_norms(results: Path) -> dict[str, str]:
     """Return, by variant, what is said beside the name of one that clipped by a bound of the norms."""
-    found = {one["variant"] for one in read_settings(results) if one.get("exact_norms") is False}
-    return {variant: ", by a bound of its norms" for variant in sorted(found)}
+    bounded = (one for one in read_settings(results) if one.get("exact_norms") is False)
+    return {one["variant"]: ", by a bound of its norms" for one in bounded}
 
 
 def read_settings(results: Path) -> list[dict[str, Any]]:

@@ -49,7 +49,6 @@ class Pair:
 
 
 def clean(text: str) -> str:
-    """White space collapsed, lower-cased: the form in which the model reads and writes everything."""
     return _SPACE.sub(" ", text).strip().lower()
 
 

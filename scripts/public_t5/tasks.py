@@ -71,12 +71,10 @@ class Example:
 
 
 def content_words(text: str) -> list[str]:
-    """The words of the text that are not stop words, in order, with repeats."""
     return [w for w in _WORD.findall(text.lower()) if w not in STOP_WORDS]
 
 
 def document_frequencies(passages: Sequence[str]) -> Counter[str]:
-    """In how many passages each content word occurs."""
     counts: Counter[str] = Counter()
     for passage in passages:
         counts.update(set(content_words(passage)))
@@ -203,7 +201,6 @@ class Mixture:
         return real + self.questions_alone + [example.target for example in self._salient]
 
     def draw(self, count: int, progress: float, rng: random.Random) -> list[Example]:
-        """`count` examples at `progress` in [0, 1]."""
         weights = [a + (b - a) * progress for a, b in zip(self.start, self.end, strict=True)]
         tasks = rng.choices(TASKS, weights, k=count)
         limit = round(MIN_WORDS + (MAX_WORDS - MIN_WORDS) * min(1.0, progress / GROWTH))

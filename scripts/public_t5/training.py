@@ -179,7 +179,6 @@ class Trainer:
         return rate(self.learning_rate, self.warmup, done)
 
     def run(self, settings: dict[str, Any], log: Callable[[str], None]) -> None:
-        """Train until the time is up."""
         state = self.progress
         self.model.train()
         saved = time.monotonic()

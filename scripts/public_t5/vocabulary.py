@@ -21,7 +21,6 @@ MODEL_MAX_LENGTH = 512
 
 
 def train_vocabulary(lines: Iterable[str], path: Path, size: int, threads: int) -> None:
-    """Write a unigram sentencepiece model of `size` - `SENTINELS` pieces to `path`."""
     partial = path.with_suffix(".partial")
     with partial.open("wb") as out:
         sentencepiece.SentencePieceTrainer.train(
