@@ -1,34 +1,35 @@
 """What averages of the weights bring at epsilon 3: the recipe of experiment=best_eps3, with and without.
 
-A frozen all-MiniLM-L6-v2, a query head in 128 directions, 8,000 passages of InsuranceQA, trained by the real path
-(DataModule, accountant, Trainer). An average is post-processing, so that one run can be compared with and without: the
-noise of a run is keyed by a number (``privacy.noise_seed``), and is the same for each row of one seed.
-
     python benchmarks/averaging.py --cache ~/.cache/lit-dpret
 
-The settings were written down before the first run, and all of them are told. They differ in the schedule of the
-learning rate: a schedule that ends at zero averages over its last steps by itself.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import time
 import warnings
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from common import machine, say, write
-from frozen_head import Bench, Setting, insuranceqa_options
+from common import machine, options, say, write
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 
+from lit_dpret.callbacks.privacy_accountant import PrivacyAccountant
+from lit_dpret.datamodules.insuranceqa import InsuranceQADataModule
+from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec, Schedule
 from lit_dpret.privacy.modes import PublicPassages
 from lit_dpret.retrieval.statistics import paired_randomisation_test
+from lit_dpret.tasks.ranking import score_embeddings
 
-STEPS = 40
+STEPS, BATCH = 40, 2048
 SCHEDULES: tuple[Schedule, ...] = ("linear", "constant")
 
 
@@ -40,38 +41,66 @@ class SecondHalf(WeightAveraging):
 
 
 AVERAGES: dict[str, Any] = {
-    "none": lambda: [],
-    "ema 0.8": lambda: [EMAWeightAveraging(decay=0.8, use_buffers=False)],
-    "ema 0.9": lambda: [EMAWeightAveraging(decay=0.9, use_buffers=False)],
-    "ema 0.95": lambda: [EMAWeightAveraging(decay=0.95, use_buffers=False)],
+    "none": list,
+    **{f"ema {decay}": lambda decay=decay: [EMAWeightAveraging(decay=decay, use_buffers=False)]
+       for decay in (0.8, 0.9, 0.95)},
     "second half": lambda: [SecondHalf(use_buffers=False)],
-}
+}  # fmt: skip
 
 
-RECIPE = Setting(
-    target=0.0, eps=3.0, mode=PublicPassages, steps=STEPS, temperature=0.035, pool_size=2048, rows_per_unit="all",
-    max_grad_norm=2.0, head_dim=128,
-)  # fmt: skip
+def run(data: InsuranceQADataModule, split: str, schedule: Schedule, average: str, seed: int, cache: Path) -> Any:
+    """Train once, and return nDCG@10 of every query; the noise of a run is that of its seed."""
+    L.seed_everything(seed, verbose=False)
+    with tempfile.TemporaryDirectory() as folder:
+        privacy = PublicPassages(
+            eps=3.0, max_grad_norm=2.0, pool_size=2048, noise_seed=seed, secret_file=Path(folder) / "secret"
+        )
+        model = FrozenDualEncoder(
+            privacy=privacy, optimizer=OptimizerSpec(name="sgd", lr=4.0, schedule=schedule), head_dim=128,
+            temperature=0.035, max_passage_length=64, max_query_length=32, cache_dir=cache,
+        )  # fmt: skip
+        queries, qrels = data.evaluation_set(split)
+        passages = dict(data.public_passages())
+        model.prepare_texts(passages, {**data.collection.queries, **queries})
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+            callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), *AVERAGES[average]()],
+        )  # fmt: skip
+        trainer.fit(model, datamodule=data)
+        asked, found = model.encode_queries(list(queries.values())), model.encode_passages(list(passages.values()))
+    return np.asarray(score_embeddings(list(queries), asked, list(passages), found, qrels).per_query["ndcg@10"])
 
 
 def main() -> None:
-    parser = insuranceqa_options(__doc__, "averaging.json")
+    parser = options(__doc__ or "", "averaging.json")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for embeddings; private, as the queries are")
+    shared = os.environ.get("LIT_DPRET_DATA")
+    parser.add_argument(
+        "--data", default=shared and str(Path(shared) / "insuranceqa"),
+        help="folder of InsuranceQA; default $LIT_DPRET_DATA/insuranceqa, else the package",
+    )  # fmt: skip
+    parser.add_argument("--split", choices=["dev", "test"], default="test")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    bench = Bench(data=args.data, cache=args.cache, split=args.split, max_passages=8000, passage_length=64)
+    data = InsuranceQADataModule(
+        folder=args.data, max_passages=8000, expected_batch_size=BATCH, physical_batch_size=2 * BATCH,
+        rows_per_unit="all",
+    )  # fmt: skip
+    data.setup("fit")
     rows: list[dict[str, Any]] = []
     for schedule in SCHEDULES:
-        without: np.ndarray | None = None
+        without: Any = None
         for average in AVERAGES:
-            found = []
+            per_seed, found = [], []
             for seed in range(args.seeds):
-                L.seed_everything(seed, verbose=False)
-                setting = replace(RECIPE, optimizer=OptimizerSpec(name="sgd", lr=4.0, schedule=schedule))
-                found.append(bench.run(setting, noise_seed=seed, callbacks=AVERAGES[average]()))
-            values = np.mean([each for each, _ in found], axis=0)
-            row = {"schedule": schedule, "average": average, "ndcg@10": float(values.mean())}
-            row["per_seed"] = [{"seed": seed, **facts} for seed, (_, facts) in enumerate(found)]
+                start = time.perf_counter()
+                found.append(run(data, args.split, schedule, average, seed, args.cache))
+                seconds = round(time.perf_counter() - start, 1)
+                per_seed.append({"seed": seed, "ndcg@10": float(found[-1].mean()), "train_seconds": seconds})
+            values = np.mean(found, axis=0)
+            row = {"schedule": schedule, "average": average, "ndcg@10": float(values.mean()), "per_seed": per_seed}
             if without is None:
                 without = values
             else:
@@ -79,8 +108,9 @@ def main() -> None:
                 row["over_none"] = {"mean": float((values - without).mean()), "p_value": test.p_value}
             rows.append(row)
             say(json.dumps({k: v for k, v in row.items() if k != "per_seed"}))
+    counts = {"passages": len(data.public_passages()), f"{args.split}_queries": len(data.evaluation_set(args.split)[0])}
     report = {
-        "data": {"name": "InsuranceQA", "passages": len(bench.passages), f"{args.split}_queries": len(bench.queries)},
+        "data": {"name": "InsuranceQA", **counts},
         "recipe": "experiment=best_eps3: public_passages, eps 3, 40 steps, sgd, head_dim 128, all-MiniLM-L6-v2 frozen",
         "noise": {"keyed_by": "privacy.noise_seed = seed"},
         "rows": rows,

@@ -2,9 +2,7 @@
 
     python benchmarks/checks.py [--steps 60] [--out results/checks_cpu.json]
 
-Real runs of `train.py` on InsuranceQA, in one process each: processor time inside the checks over processor time of
-all training steps, the checks included, so both are measured in the same run. Checks look at one batch in about every
-doubling, so their share falls with the number of physical batches; a run of few short ones is the worst case.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

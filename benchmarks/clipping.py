@@ -2,31 +2,7 @@
 
     python benchmarks/clipping.py [--rounds 7] [--threads 2] [--device cpu|cuda] [--quick] [--low-precision]
 
-Models have random weights, in train mode with dropout 0.1; a step is forward, backward, and (with
-privacy) the clipped sum. No optimizer, no noise. fp32 on a CPU, bf16 autocast on a GPU.
-
-* Time: the variants run in one process, one after the other and in rotating order, after one step
-  of each that is not counted (for the ghost engine that is the step with the audit, reported on its
-  own). Each round gives one ratio to the plain step of the same round, and one of the ghost engine
-  to each opacus variant; medians over the rounds are reported, and for opacus the upper 95 percent
-  bound of the median as well (an order statistic: no distribution is assumed).
-* Of the matmul rate: the operations of the plain step's matrix products, as torch counts them, over
-  the seconds and over the rate of one large product measured in the same run. For the others it is
-  what they make of the same work.
-* Memory: on a CPU one fresh process per variant. The peak of the resident set (VmHWM, reset before
-  the step) less the resident set after the model was built; freed blocks go back to the system at
-  once (MALLOC_MMAP_THRESHOLD_), so the number is what the step needs, gradients or their sums
-  included. On a GPU the peak of the allocator less what was allocated before. ``first step``
-  is the first of a run, which the ghost engine audits with a second backward pass.
-* Largest batch: the most rows for which every step, the first included, stays within the limit.
-* ``opacus hooks`` is GradSampleModule with DPOptimizer.clip_and_accumulate, ``opacus ghost`` is
-  GradSampleModuleFastGradientClipping with two backward passes, both as the library runs them, with
-  position embeddings and biases **frozen**, because opacus cannot do them. The ghost engine trains
-  all. A model that opacus refuses is reported with its reason.
-* ``--low-precision`` adds the engines with low-precision products. On a CPU they are emulated, so their time says
-  nothing there.
-* Of the public fast implementations none is on PyPI: fastDP and private-transformers install from
-  git alone, and dp-transformers wraps the hooks of opacus.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

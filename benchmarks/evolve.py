@@ -3,13 +3,7 @@
     pip install "lit-dpret[quickstart]"
     python benchmarks/evolve.py
 
-The sample is the quickstart's: all questions vote, 8,000 passages, cut at 64 tokens, are searched. From the shipped T5,
-untrained, come queries for passages in the public order (``untrained``: as many as there are candidates, and as many as
-each set has), and the sets of ``task=evolve`` at ``--eps`` with its defaults and in `VARIANTS`. Each set is measured by
-the round trip (the share of queries whose own passage the zero-shot encoder ranks among the first 10, and of wrong
-passages), by the cosine of each test question to the nearest query of the set and of each query to the nearest test
-question, and by the retriever of the quickstart trained on the queries that pass the round trip.
-``--model smollm2`` asks SmolLM2 with the examples of `examples/few_shot.jsonl`.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

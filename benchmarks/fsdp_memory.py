@@ -2,10 +2,7 @@
 
     python benchmarks/fsdp_memory.py
 
-Each way trains a new T5 for a few logical steps on two processes of this machine (gloo, CPU), each in processes of its
-own. ``held`` is what lies in memory between two steps and ``peak`` the most at any moment of them, both beyond the
-imported program, in bytes of rank 0's resident memory; ``counted`` are parameters and optimizer state by their sizes.
-What counts is the ratio.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

@@ -3,19 +3,7 @@
     python benchmarks/gpu_day.py --out gpu_day                      on a machine with one GPU
     python benchmarks/gpu_day.py --out gpu_day --device cpu --tiny  a rehearsal on toy models
 
-Each part is a process of its own with a time limit, so that a part that fails or hangs costs the others nothing. The
-report (``gpu_day.json``, ``gpu_day.md``) is written after each part, and the same command goes on after the parts that
-are finished. A part that failed is tried again; its reason stands in the report until then.
-
-* ``clipping``: the private step over the plain one for T5-base, T5-large, T5-3B and SmolLM2, our engines (with
-  low-precision products too) beside Opacus, with peak memory and the share of the rate of one large product
-  (`clipping.py`).
-* ``noise``: how fast the noise of a step is drawn (`noise.py`): on the processor and on the device.
-* ``synthesize``, ``encode``, ``search``: queries, passages and searches a second beside ``model.generate``,
-  sentence-transformers and faiss on the same device.
-* ``run one``, ``run ddp``, ``run fsdp``, ``run zero2``, ``run zero3``: `train.py` for some steps on one device, which
-  starts NCCL, FSDP2 and DeepSpeed; seconds of a step over those of ``run one``.
-* ``resume``: a run that is killed in the middle and resumed: the weights are those of a run that was left alone.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
     python benchmarks/grad_cache.py
 
-A BERT of six layers with random weights, batches of several sizes, in-batch softmax, no dropout. Every step runs in a
-process of its own, since a process does not give its memory back: peak memory is that of the process, less
-what it had before the step. The load of the machine is written down.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

@@ -2,21 +2,7 @@
 
     python benchmarks/logit_dp.py [--rounds 5] [--threads 1] [--quick]
 
-Encoders with random weights: ``conv`` (3 convolutions of 8, 16, 32 channels on 32 x 32 images, and a
-linear layer: the embedding net of the paper's size), ``mlp`` (384-256-d on features), ``minilm-shape`` (MiniLM's
-12 heads and 4-fold feed-forward at width 48, 2 layers, 16 tokens). A step is the gradient of an in-batch
-softmax over n records: without privacy by autograd, else with every pair's similarity gradient clipped.
-Queries and passages share the encoder unless the row says two towers. fp32, no optimizer, no noise.
-
-* Ways that keep all gradients: ``one vmap`` is one vmap over all pairs, in one piece, as the authors'
-  public code does it; ``a loop`` is ``norms=brute_force``, pair after pair, which keeps nothing but the gradients.
-  Where n * n * p floats take more than ``--limit-gb`` they are not run: ``extrapolated`` gives the size of the
-  gradients alone, so a lower bound.
-* Time: the ways run in one process, one after the other and in rotating order, after one step of each that is not
-  counted (it has the engine's audit). Medians over the rounds of the ratio to the plain step of the same
-  round. Those that keep all gradients run once; the loop up to 16 records, pair_ghost up to 128.
-* Memory: one fresh process per way and row. The peak of the resident set (VmHWM, reset before the step) less the
-  resident set after a step with 2 records; freed blocks go back to the system at once (MALLOC_MMAP_THRESHOLD_).
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

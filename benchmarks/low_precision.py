@@ -2,15 +2,7 @@
 
     python benchmarks/low_precision.py [--quick] [--threads 2]
 
-For each model, in float32 and, where it is trained, under bfloat16 autocast as well: the bound on what is added for a
-unit, over the exact norm (float64) of its gradient; how many units have a bound beyond the room that is left for it,
-which are computed in float64; and how far the clipped sum is from that of ``ghost`` (L2, relative), where every unit is
-clipped.
-T5-small, MiniLM and SmolLM2 have random weights and ids (`benchmarks/clipping.py`); the others are trained, on
-questions and answers of InsuranceQA.
-
-Products are emulated on a CPU with the digits that they have on a GPU, so nothing is said here of time: not measured on
-a GPU.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

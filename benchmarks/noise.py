@@ -3,10 +3,7 @@
     python benchmarks/noise.py
     python benchmarks/noise.py --device cuda --out noise_gpu.json    # and there, with every bit compared
 
-All ways draw in every round, in turns, so that the load of the machine falls on all of them; it is written down. What
-counts are the ratios: of the rates by the clock, which mean little on a loaded machine, and of the rates by the time of
-processors, in which two threads that got in each other's way would show. T5-XL has 2.85e9 coordinates, which are noised
-in every logical step.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

@@ -4,16 +4,7 @@
     python benchmarks/plan_cost.py --only small:2      cases whose name begins so, again
     python benchmarks/plan_cost.py --table             the results so far, as a table
 
-Weights are random, ids are random, lengths are 384 and 128.
-
-*Memory* of a real step is what the kernel says of a process of its own. glibc keeps holes between small blocks, most
-where many activations are small (LoRA), and a GPU's allocator keeps other ones. So the measured process hands freed
-blocks back at once (blocks of 64 KiB and more are mapped one by one), and ``measurement_with_holes`` is the same step
-with glibc as it is.
-
-*Time* is processor time of one thread, of slices and whole model in turn in one process, several rounds; medians of the
-rounds are compared. Results go to benchmarks/results/plan_cost_cpu.json part by part, so that an interrupted run goes
-on.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

@@ -3,11 +3,7 @@
     pip install sentence-transformers beir faiss-cpu
     python benchmarks/search.py --threads 2
 
-6,980 queries (MS MARCO's dev set) against 200,000 vectors, k = 1000; the systems take turns. Seconds mean
-little on a shared machine, so the load is written down beside them, and the processor's seconds beside
-the clock's. ``--memory`` searches files of 50,000, 200,000 and 800,000 vectors, each in a process of its
-own, and reports how high its memory rose. ``--grid`` takes 1 to 10,000 queries against 10,000 to 200,000 vectors
-of 384 numbers at k = 100 beside sentence-transformers alone: one question is what people wait for.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

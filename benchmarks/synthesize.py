@@ -3,16 +3,7 @@
     pip install "lit-dpret[quickstart]"
     python benchmarks/synthesize.py
 
-Plain means: passages in the given order, ``--batch-size`` at a time, each batch padded to its longest, and
-``generate(do_sample=True, top_p=..., top_k=0)`` on it. Ours is what ``task=synthesize`` does to a group. Both
-tokenise and write text, and they take turns. The passages are those of InsuranceQA, and the same words cut or
-joined to lengths that are spread evenly on a logarithmic scale.
-
-Two regimes, told apart in the results: ``equal tokens`` forbids the end mark, so that both draw the same number of
-tokens; ``natural ends`` lets queries end, and then the two have drawn other queries, of about the same length.
-Random weights (``t5-small-shape``) never learnt to end, and their flat distribution is the worst case for drawing.
-The machine may be shared, so what is compared is processor time; it is the whole time of an idle machine at one
-thread. On a GPU (``--device cuda``) it is the clock's, on an idle machine.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations

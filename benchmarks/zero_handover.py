@@ -2,23 +2,7 @@
 
     python benchmarks/zero_handover.py [--world 2] [--out benchmarks/results/zero_handover_cpu.json]
 
-A small network, ZeRO-1 and ZeRO-2 (and ZeRO-3 where the way exists), SGD with learning rate 1, real DeepSpeed
-engines in ``--world`` processes on CPUs over gloo. Every rank has a clipped sum of its own; the noise has standard
-deviation 1 in every coordinate, and the update that is wanted is -(sum of the sums + noise), in float32.
-
-* ``pieces``: what `lit_dpret.distributed.zero` does: one reduce-scatter of the sums, each rank noises what it keeps.
-* ``surrogate``: all-reduce of the sums, the same noise on every rank, then the scalar sum_p <p, stopgrad(G_p)> goes
-  through DeepSpeed's backward pass, which averages equal gradients.
-* ``shares``: no reduction before; every rank adds noise of variance 1 / world of a stream of its own to its sum
-  (times world, against DeepSpeed's average), and the surrogate's backward pass adds up. communication_data_type fp32.
-* ``safe_set``: as ``surrogate``, but the backward pass is one of zeros and ``deepspeed.utils.safe_set_full_grad`` puts
-  the gradient behind it.
-
-Told for each: the largest error of a master weight over the noise's standard deviation; bytes that a rank puts into
-collectives in a step, over 4 bytes per parameter (an all-reduce counts twice: it is a reduce-scatter and an
-all-gather; the all-gather of updated weights, the same for all, is not counted); and how many normals a rank draws,
-over the number of parameters. ``post_processing`` says whether the released weights are a function of the noised
-sum, whatever was rounded: where they are not, the proof does not hold.
+`benchmarks/README.md` says how it measures.
 """
 
 from __future__ import annotations
