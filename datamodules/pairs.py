@@ -371,11 +371,15 @@ class PairsDataModule(SampledDataModule):
         return not self.pairs or bool(self.corpus) or self.passages_are_public
 
     def public_passages(self) -> Mapping[str, str]:
-        """Return the declared public list of passages, text by id; it depends on no query."""
+        """Return the declared public list of passages, text by id; it depends on no query.
+
+        It is sorted by id, because the order in which a log names its passages is no part of their public list; that of
+        a corpus which is read from disk (`PassageStore`) is the corpus's own.
+        """
         if not self.has_public_passages:
             raise self._no_public_list("This step")
         passages = self.collection.passages
-        return passages if isinstance(passages, PassageStore) else dict(passages)
+        return passages if isinstance(passages, PassageStore) else dict(sorted(passages.items()))
 
     def evaluation_set(self, split: str = "test") -> tuple[dict[str, str], dict[str, dict[str, int]]]:
         """Return queries and graded qrels of one split, for the evaluator."""

@@ -144,7 +144,7 @@ def _write_beir(collection: Collection, folder: Path) -> None:
         folder / "corpus.jsonl",
         (
             {"_id": name, "title": "", "text": text} | ({"domain": domains[name]} if name in domains else {})
-            for name, text in collection.passages.items()
+            for name, text in sorted(collection.passages.items())  # in the order of a log they would tell of it
         ),
         json.dumps,
     )

@@ -182,7 +182,7 @@ def test_the_passages_of_private_rows_are_no_public_list_unless_declared(folder:
     corpus = write("corpus.jsonl", [{"_id": "p", "text": "Four metres."}, {"_id": "o", "text": "The crew."}])
     data = HuggingFaceDataModule(path=folder, corpus=corpus, **COLUMNS)
     data.prepare_data()
-    assert list(data.public_passages()) == ["p", "o"] and data.collection.qrels["dev"] == {"row-3.2": {"o": 1}}
+    assert list(data.public_passages()) == ["o", "p"] and data.collection.qrels["dev"] == {"row-3.2": {"o": 1}}
     with pytest.raises(DataError, match=r"check datamodule\.corpus"):
         HuggingFaceDataModule(path=folder, corpus=folder / "gone.jsonl", **COLUMNS).prepare_data()
 

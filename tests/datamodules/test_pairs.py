@@ -11,6 +11,7 @@ import torch
 
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.rows import TextUnit
+from lit_dpret.datamodules.splitting import write_split
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw
 from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED
@@ -334,6 +335,21 @@ def test_a_log_alone_gives_no_public_passages_unless_declared(pair_log: Path, wr
     assert len(PairsDataModule(pairs=pair_log, passages_are_public=True).public_passages()) == 2
     corpus = write("c.tsv", "id\ttext\nx\tFour metres at low water.\ny\tThe lighthouse crew, in spring.\nz\tUnused.\n")
     assert list(PairsDataModule(pairs=pair_log, corpus=corpus).public_passages()) == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["ids", "ids of texts"])
+def test_the_public_list_of_a_log_does_not_tell_in_which_order_it_was_asked_about(
+    named: bool, tmp_path: Path, write: Write
+) -> None:
+    """One record more or less may move passages in the log, also where the set of them stays the same."""
+    rows = [{"query": f"q{n}", "passage": f"p{n % 3}"} | ({"passage_id": f"{n % 3}"} if named else {}) for n in range(6)]
+    found = []
+    for number, some in enumerate((rows, rows[1:])):
+        data = PairsDataModule(pairs=write(f"{number}.jsonl", some), passages_are_public=True)
+        settings = write_split(data.collection, tmp_path / f"split{number}", public_passages=True)
+        corpus = (Path(settings["folder"]) / "corpus.jsonl").read_bytes()
+        found.append((list(data.public_passages().items()), corpus))
+    assert found[0] == found[1]
 
 
 def test_an_evaluation_set_is_a_split_s_queries_and_graded_qrels(harbour: Path) -> None:
