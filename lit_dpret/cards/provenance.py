@@ -204,7 +204,8 @@ def declared_start(model: str | None, what: str = "training on the private data"
     """State the trusted declaration about weights of unknown origin that ``what`` started from."""
     if model == RANDOM_WEIGHTS:
         text = (
-            f"{what[0].upper()}{what[1:]} started from {RANDOM_WEIGHTS}, as declared. No private data went into them."
+            f"{what[0].upper()}{what[1:]} started from {RANDOM_WEIGHTS}, as declared. No private data went into them, "
+            "nor into the vocabulary, which is handed on with the model."
         )
         return Assumption(text, "unverified")
     return Assumption(

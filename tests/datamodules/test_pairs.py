@@ -342,7 +342,8 @@ def test_the_public_list_of_a_log_does_not_tell_in_which_order_it_was_asked_abou
     named: bool, tmp_path: Path, write: Write
 ) -> None:
     """One record more or less may move passages in the log, also where the set of them stays the same."""
-    rows = [{"query": f"q{n}", "passage": f"p{n % 3}"} | ({"passage_id": f"{n % 3}"} if named else {}) for n in range(6)]
+    ids = [{"passage_id": f"{n % 3}"} if named else {} for n in range(6)]
+    rows = [{"query": f"q{n}", "passage": f"p{n % 3}"} | id for n, id in enumerate(ids)]
     found = []
     for number, some in enumerate((rows, rows[1:])):
         data = PairsDataModule(pairs=write(f"{number}.jsonl", some), passages_are_public=True)
