@@ -267,11 +267,6 @@ def test_a_number_of_steps_that_is_none_is_refused_with_the_setting(knob: str, v
         Case(tmp_path, callbacks=[callback]).fitted()
 
 
-def test_steps_between_updates_have_no_null() -> None:
-    with pytest.raises(ConfigurationError, match="update_every_n_steps=None"):
-        averages.exponential_average(decay=DECAY, update_every_n_steps=None)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed", "xla"])
 def test_a_strategy_under_which_no_process_has_the_weights_whole_is_named(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -279,11 +274,6 @@ def test_a_strategy_under_which_no_process_has_the_weights_whole_is_named(
     monkeypatch.setattr(averages, "strategy_name", lambda trainer: strategy)
     with pytest.raises(ConfigurationError, match=rf"EMAWeightAveraging.*trainer\.strategy={strategy}"):
         Case(tmp_path, callbacks=[ema()]).fitted()
-
-
-def test_positions_are_kept_where_buffers_are_not_averaged(tmp_path: Path) -> None:
-    case = Case(tmp_path, callbacks=[EMAWeightAveraging(decay=DECAY, use_buffers=False)], make_module=Positions)
-    case.fitted()
 
 
 def test_a_retriever_that_reads_its_passages_in_setup_can_be_averaged(tmp_path: Path) -> None:

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, verify_card
-from lit_dpret.cards.file import check_dataset_card
 from lit_dpret.errors import (
     BudgetExceededError,
     ConfigurationError,
-    DataError,
     LedgerError,
     ResumeError,
 )
@@ -396,30 +394,6 @@ def test_a_private_number_under_such_a_name_is_refused(
     assert refused.value.trap == "T25"
 
 
-class TellsItsProgress(Regression):
-    """Logs the epoch and the step by hand, as some do to have them on an axis."""
-
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        self.log_dict({"epoch": float(self.current_epoch), "step": float(self.global_step)})
-        self.trainer.callback_metrics["trainer/global_step"] = self.global_step
-        return super().per_row_loss(rows)
-
-
-@pytest.mark.slow
-def test_the_epoch_and_the_step_may_be_logged_by_hand(tmp_path: Path) -> None:
-    fit(tmp_path / "run", TellsItsProgress(privacy=dp(tmp_path, noise_seed=1)), steps=4)
-
-
-def test_a_module_without_an_accountant_does_not_train(tmp_path: Path) -> None:
-    data = Numbers()
-    data.train_dataloader = lambda: torch.utils.data.DataLoader([0])  # type: ignore[method-assign]
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path
-    )
-    with pytest.raises(ConfigurationError, match="no privacy accountant"):
-        trainer.fit(seeded(tmp_path), datamodule=data)
-
-
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle", "full_batch"])
 def test_every_law_runs_and_stays_in_budget(tmp_path: Path, sampling: str) -> None:
     fit(
@@ -513,11 +487,3 @@ def test_a_card_before_the_accountant_is_refused_before_a_step(tmp_path: Path) -
     with pytest.raises(ConfigurationError, match="PrivacyAccountant"):
         fit(tmp_path, seeded(tmp_path), callbacks=callbacks)
     assert not list(tmp_path.glob("privacy_card.*"))
-
-
-@pytest.mark.slow
-def test_the_card_of_other_data_is_not_inherited(tmp_path: Path) -> None:
-    fit(tmp_path / "run", seeded(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "run")])
-    (tmp_path / "run" / "queries.jsonl").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match="not of the data set"):
-        check_dataset_card(tmp_path / "run" / "privacy_card.json")

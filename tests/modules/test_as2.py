@@ -20,8 +20,6 @@ from lit_dpret.federated.aggregation import take_weights
 from lit_dpret.federated.negatives import FedNegatives, FedPool
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, InBatchNegatives, NegativeSource, StaticNegatives
-from lit_dpret.privacy.batches import take_rows
-from lit_dpret.privacy.clipping import make_engine
 from lit_dpret.privacy.modes import DPSGD, LogitDP, NoPrivacy
 
 
@@ -184,25 +182,3 @@ def test_a_private_mode_refuses_negatives_of_the_batch_and_modes_for_cosines_are
     assert as2(private).coupled_loss and not as2(private, negatives=[BM25Negatives()]).coupled_loss
     with pytest.raises(ConfigurationError, match="by the dot product"):
         as2(LogitDP(eps=1.0, delta=1e-6, max_logit_grad_norm=0.1))
-
-
-@pytest.mark.parametrize(("name", "settings"), [("bm25", {}), ("fed", STAGE_2)])
-def test_the_engine_clips_each_row_as_a_batch_of_one_would_be(name: str, settings: Any) -> None:
-    module = as2(DPSGD(**NOISE), negatives=SOURCES[name](), **settings)
-    batch = batch_of(module.collate_rows(lines(0, 1, 2, 3)))
-    module.before_batch(batch)
-    engine = make_engine("ghost", module, max_grad_norm=0.1)
-    engine.add(lambda: module.per_row_loss(batch.rows), batch.unit_ids, batch.mask)
-    together = engine.take()
-    alone: dict[str, Tensor] = {}
-    for row in range(4):
-        part = take_rows(batch.rows, slice(row, row + 1))
-        module.zero_grad()
-        module.per_row_loss(part).sum().backward()
-        grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-        norm = torch.stack([g.norm() for g in grads.values()]).norm()
-        for key, value in grads.items():
-            alone[key] = alone.get(key, torch.zeros_like(value)) + value * min(1.0, float(0.1 / norm))
-    assert {key for key in together if together[key].abs().sum() > 0} == set(alone)
-    for key, value in alone.items():
-        torch.testing.assert_close(together[key], value, rtol=1e-7, atol=1e-10)

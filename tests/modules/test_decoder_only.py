@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stand_ins import KillAt, Killed, dp, fit
+from stand_ins import dp, fit
 from tiny_generator import (
     DECODERS,
     PASSAGES,
@@ -329,19 +329,6 @@ def test_a_private_run_leaves_a_generator_with_a_card_that_writes_what_it_learnt
     trained = GeneratorModel(module.model.eval(), module.codec, folder)
     ours, theirs = (draw_group(each, PASSAGES, 2, 0, decoding) for each in (trained, load_generator(folder)))
     assert [query.text for query in ours] == [query.text for query in theirs]
-
-
-@pytest.mark.slow
-def test_a_private_run_that_was_killed_goes_on(tmp_path: Path) -> None:
-    def trained(folder: Path, *, resume: bool = False, extra: Any = ()) -> QueryGenerator:
-        module = decoder_only(privacy=dp(tmp_path, eps=8.0, noise_multiplier=3.0), lora={"r": 2})
-        fit(folder, module, CopyTask("poisson"), steps=4, resume=resume, extra=list(extra))
-        return module
-
-    with pytest.raises(Killed):
-        trained(tmp_path / "run", extra=[KillAt(3)])
-    found = dict(trained(tmp_path / "run", resume=True).named_parameters())
-    assert found.keys() == dict(trained(tmp_path / "whole").named_parameters()).keys()
 
 
 def test_plain_transformers_read_the_folder(tmp_path: Path) -> None:

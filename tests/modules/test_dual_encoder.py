@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import BertModel
 
-from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.dual_encoder import DualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -66,12 +66,6 @@ def test_a_passage_is_never_a_negative_of_a_query_that_it_answers() -> None:
         torch.testing.assert_close(loss, cross_entropy(logits, torch.tensor([kept.index(i)])))
 
 
-def test_its_rows_are_coupled_and_it_says_so() -> None:
-    module = dual()
-    assert module.coupled_loss
-    assert not torch.allclose(losses(module, ROWS)[:2], losses(module, ROWS[:2]))
-
-
 def test_it_is_refused_under_dp_sgd_before_training(tmp_path: Path) -> None:
     module = dual(privacy=dp(tmp_path, noise_multiplier=4.0))
     before = [parameter.clone() for parameter in module.parameters()]
@@ -104,14 +98,6 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         torch.testing.assert_close(one.grad, two.grad)
 
 
-def test_the_saved_folder_gives_the_same_embeddings(tmp_path: Path) -> None:
-    module = dual()
-    module.save_model(tmp_path / "model")
-    loaded, texts = load_towers(tmp_path / "model"), ["my house", "how to file a claim"]
-    torch.testing.assert_close(loaded.query_encoder.encode(texts, "query"), module.encode_queries(texts))
-    torch.testing.assert_close(loaded.passage_encoder.encode(texts, "passage"), module.encode_passages(texts))
-
-
 def test_an_encoder_is_loaded_from_a_folder_with_the_lengths_and_prefixes_given(tmp_path: Path) -> None:
     tiny_bert().save_pretrained(tmp_path / "bert")
     tiny_tokenizer().save_pretrained(tmp_path / "bert")
@@ -141,6 +127,14 @@ def test_a_new_encoder_is_built_from_a_config(tmp_path: Path) -> None:
         ({"encoder": None, "config": {"hidden_size": 4}, "tokenizer": "HERE"}, "model_type"),
         ({"encoder": None, "config": {**SHAPE, "vocab_size": 3}, "tokenizer": "HERE"}, "do not belong together"),
         ({"temperature": 0.0}, "temperature"),
+        (
+            {
+                "encoder": TextEncoder(
+                    tiny_bert(), tiny_tokenizer(), Contract(normalise=False, query_max_length=8, passage_max_length=8)
+                )
+            },
+            "normalise",
+        ),
     ],
 )
 def test_settings_that_make_no_encoder_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -148,11 +142,3 @@ def test_settings_that_make_no_encoder_are_refused(tmp_path: Path, settings: dic
     given = {name: tmp_path if value == "HERE" else value for name, value in settings.items()}
     with pytest.raises(ConfigurationError, match=message):
         dual(**given)
-
-
-def test_an_encoder_that_does_not_normalise_is_refused() -> None:
-    encoder = TextEncoder(
-        tiny_bert(), tiny_tokenizer(), Contract(normalise=False, query_max_length=8, passage_max_length=8)
-    )
-    with pytest.raises(ConfigurationError, match="normalise"):
-        dual(encoder=encoder)

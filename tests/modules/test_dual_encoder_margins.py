@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from negative_cases import NOISE, PASSAGES, QUERIES, dual, in_double, lines, texts
+from negative_cases import NOISE, PASSAGES, QUERIES, dual, in_double, lines
 from pair_stand_ins import batch_of
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import DualEncoder
 from lit_dpret.negatives import InBatchNegatives, LabelledNegatives, NegativeSource, RandomNegatives
-from lit_dpret.negatives.drawn import LabelledNegative, read_labels
+from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.modes import DPSGD, LogitDP, PublicPassages
 
@@ -40,10 +40,6 @@ def ready(module: DualEncoder, *numbers: int, queries: dict[str, str] = QUERIES)
     batch = batch_of(module.collate_rows(lines(*numbers, queries=queries)))
     module.before_batch(batch)
     return batch
-
-
-def test_labels_are_read_as_they_were_written(tmp_path: Path) -> None:
-    assert read_labels(written(tmp_path)) == LABELS
 
 
 def test_the_loss_of_a_row_is_the_error_of_its_labelled_margins(tmp_path: Path) -> None:
@@ -110,10 +106,3 @@ def test_private_modes_ask_for_the_declaration_and_take_no_other_loss_than_they_
         dual(PublicPassages(max_grad_norm=1.0, **NOISE), loss=MarginMSELoss(), negatives=declared)
     with pytest.raises(ConfigurationError, match="cannot go with privacy=logit_dp"):
         dual(LogitDP(max_logit_grad_norm=1.0, **NOISE), loss=MarginMSELoss(), negatives=declared)
-
-
-def test_labels_of_another_data_set_are_refused(tmp_path: Path) -> None:
-    other = [LabelledNegative(query_id="x", passage_id="p0", negative_id="p1", margin=1.0)]
-    module = dual(loss=MarginMSELoss(), negatives=[LabelledNegatives(file=written(tmp_path, other))])
-    with pytest.raises(DataError, match="labels no train query"):
-        module.learn_negatives(texts())

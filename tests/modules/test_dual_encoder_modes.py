@@ -11,14 +11,12 @@ import torch
 from pair_stand_ins import batch_of, clipped_sum, data_module, plan_of
 from stand_ins import Line, fit
 from tiny_models import WORDS, tiny_bert, tiny_t5, tiny_tokenizer
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lit_dpret.encoders import Contract, TextEncoder, load_towers
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SigmoidPairLoss, SymmetricSoftmaxPairLoss
 from lit_dpret.modules import DualEncoder, OptimizerSpec
-from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.clipping.pairs import BruteForce
 from lit_dpret.privacy.modes import (
@@ -28,7 +26,6 @@ from lit_dpret.privacy.modes import (
     PerExampleDuplicated,
     PrivacyMode,
     PublicPassages,
-    SyntheticData,
 )
 
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["query", "value", "q", "v"]}
@@ -152,15 +149,6 @@ def against_public(gradient: Any, n: int = 3, **settings: Any) -> tuple[DualEnco
     return module, module.collate_rows(some_rows(n))
 
 
-def gradients_of_rows(module: DualEncoder, rows: dict[str, Any]) -> Tensor:
-    """What each row alone would add, flat, by the mode itself."""
-    from lit_dpret.privacy.batches import take_rows
-
-    plan = plan_of(module.privacy, module, n_max=8)
-    count = len(rows["answers"])
-    return torch.stack([clipped_sum(module, plan, take_rows(rows, slice(i, i + 1))) for i in range(count)])
-
-
 @pytest.mark.parametrize("gradient", ["none", "own", "full"])
 def test_the_gradient_of_a_row_is_that_of_its_softmax_over_public_passages(gradient: str) -> None:
     module, rows = against_public(gradient)
@@ -183,36 +171,10 @@ def test_the_gradient_of_a_row_is_that_of_its_softmax_over_public_passages(gradi
     torch.testing.assert_close(found, torch.cat([g.flatten() for g in grads]), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("gradient", ["none", "own", "full"])
-def test_poisoning_the_text_of_one_query_changes_its_row_alone(gradient: str) -> None:
-    module, _ = against_public(gradient)
-    rows = some_rows(4)
-    poisoned = list(rows)
-    poisoned[2] = Line("q2", "life life life life life", "p2", rows[2].passage, rows[2].positives)
-    before = gradients_of_rows(module, module.collate_rows(rows))
-    after = gradients_of_rows(module, module.collate_rows(poisoned))
-    changed = [not torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(before, after, strict=True)]
-    assert changed == [False, False, True, False]
-    plan = plan_of(module.privacy, module, n_max=8)
-    together = clipped_sum(module, plan, module.collate_rows(poisoned))
-    torch.testing.assert_close(together, after.sum(0), rtol=1e-8, atol=1e-10)
-
-
 def test_a_row_alone_has_a_loss_although_its_normaliser_was_left_open() -> None:
     module = dual(NoPrivacy(), loss=SigmoidPairLoss(temperature=0.5))
     rows = module.collate_rows(some_rows(1))
     assert torch.isfinite(module.per_row_loss(rows)).all()
-
-
-def test_the_pool_of_a_step_is_the_same_whatever_the_queries_are() -> None:
-    module, rows = against_public("none")
-    seen = []
-    for batch in (rows, module.collate_rows(some_rows(2, seed=9))):
-        module._candidates = None
-        module.before_batch(batch_of(batch))
-        assert module._candidates is not None
-        seen.append(module._candidates.embeddings)
-    assert torch.equal(seen[0], seen[1])
 
 
 def test_a_row_never_counts_a_further_positive_as_a_negative() -> None:
@@ -226,21 +188,6 @@ def test_a_row_never_counts_a_further_positive_as_a_negative() -> None:
 def test_a_loss_that_compares_passages_with_queries_is_refused_against_public_passages() -> None:
     with pytest.raises(ConfigurationError, match="couple them"):
         dual(PublicPassages(**NOISE), loss=SymmetricSoftmaxPairLoss(temperature=1.0))
-
-
-def test_passages_of_the_batch_are_refused_under_query_level_privacy() -> None:
-    module = dual(PublicPassages(**NOISE))
-    module.coupled_loss = True
-    module._pool = None
-    rows = {name: value for name, value in module.collate_rows(some_rows(3)).items() if name != "answers"}
-    check, batch = CouplingCheck(), batch_of(rows)
-    check.prepare(module, batch, seed=0)
-    with pytest.raises(UnsupportedModelError, match="different when other rows are in the batch"):
-        check.look(module, batch, seed=0)
-
-
-def test_synthetic_data_trains_as_without_privacy() -> None:
-    assert dual(SyntheticData()).coupled_loss and dual(NoPrivacy()).coupled_loss
 
 
 def test_a_frozen_passage_tower_needs_towers_of_its_own() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from negative_cases import JUDGED, NOISE, PASSAGES, QUERIES, dual, in_double, lines, texts
 from pair_stand_ins import batch_of, clipped_sum, data_module, plan_of
-from stand_ins import KillAt, Killed, dp, fit
+from stand_ins import KillAt, Killed, fit
 from tiny_models import WORDS
 from tiny_tasks import write_log, write_synthetic
 from torch import Tensor
@@ -128,13 +128,6 @@ def test_in_batch_alone_is_what_null_is_bit_for_bit() -> None:
     assert named._negatives is None and named.coupled_loss
 
 
-def test_in_batch_beside_another_source_masks_as_in_batch_alone() -> None:
-    """Compared where the other source gives nothing: the queue of batches is empty at first."""
-    plain, beside = in_double(), in_double(negatives=[InBatchNegatives(), PreBatchNegatives()])
-    found = plain.per_row_loss(plain.collate_rows(lines(0, 1, 3, 3, 5)))
-    torch.testing.assert_close(beside.per_row_loss(ready(beside, 0, 1, 3, 3, 5).rows), found)
-
-
 def test_pre_batch_compares_with_the_passages_of_the_batches_before_without_a_gradient() -> None:
     module = in_double(negatives=[PreBatchNegatives(batches=2)]).train()
     for numbers in ((0, 1), (2, 3), (4, 5)):
@@ -233,11 +226,6 @@ def test_a_loss_of_the_table_of_similarities_takes_no_further_negatives() -> Non
 def test_a_frozen_dual_encoder_says_whom_sources_are_for() -> None:
     with pytest.raises(ConfigurationError, match=r"are for model=dual_encoder"):
         FrozenDualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), negatives={"bm25": BM25Negatives()})  # type: ignore[arg-type]
-
-
-def test_sources_may_be_given_by_name() -> None:
-    module = dual(negatives={"in_batch": InBatchNegatives(), "bm25": BM25Negatives()})
-    assert [source.name for source in module._negatives.of_rows.sources] == ["in_batch", "bm25"]  # type: ignore[union-attr]
 
 
 def test_a_step_before_the_negatives_are_prepared_is_refused() -> None:
@@ -493,14 +481,6 @@ def same_weights(one: DualEncoder, other: DualEncoder) -> bool:
 
 
 @pytest.mark.slow
-def test_static_negatives_are_mined_anew_in_every_epoch_with_the_weights_of_its_start(tmp_path: Path) -> None:
-    module = epochs(tmp_path / "run", cache=tmp_path / "private")
-    static = module._negatives.of_rows.static  # type: ignore[union-attr]
-    assert static is not None and static.mined_in == 1
-    assert len(list((tmp_path / "private").iterdir())) == 2
-
-
-@pytest.mark.slow
 def test_a_run_that_is_killed_inside_an_epoch_goes_on_with_that_epochs_negatives(tmp_path: Path) -> None:
     whole = epochs(tmp_path / "whole", cache=tmp_path / "private" / "a")
     with pytest.raises(Killed):
@@ -542,9 +522,3 @@ def test_a_checkpoint_holds_no_hash_of_private_texts(tmp_path: Path) -> None:
     assert (
         kept == other._negatives.of_rows.state_dict() == {"static": {"epoch": 0, "weights": kept["static"]["weights"]}}
     )  # type: ignore[union-attr]
-
-
-def test_dp_sgd_takes_sources_that_couple_nothing_and_refuses_the_others(tmp_path: Path) -> None:
-    assert not dual(dp(tmp_path), negatives=[BM25Negatives()]).coupled_loss
-    with pytest.raises(ConfigurationError, match=r"model\.negatives=in_batch cannot go with privacy=dp_sgd"):
-        dual(dp(tmp_path), negatives=[InBatchNegatives(), BM25Negatives()])

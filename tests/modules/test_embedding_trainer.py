@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
-from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.vision import EmbeddingNet
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import InBatchSoftmaxLoss
@@ -202,14 +202,6 @@ def test_weights_of_another_net_are_refused(what: str, tmp_path: Path) -> None:
         (folder / "net.json").write_text('{"schema": "lit-dpret/net/2"}', encoding="utf-8")
     with pytest.raises(UnsupportedModelError, match=str(folder)):
         of_images(net=net, encoder=folder)
-
-
-def test_a_text_encoder_is_saved_as_a_folder_that_gives_the_same_embeddings(tmp_path: Path) -> None:
-    module = of_texts()
-    module.save_model(tmp_path / "model")
-    query, _ = load_towers(tmp_path / "model")
-    assert isinstance(module.net, TextEncoder)
-    torch.testing.assert_close(query.encode(["how to file"], "query"), module.net.encode(["how to file"], "query"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
-from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes, shape_of_batches
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.query_generator import QueryGenerator
@@ -169,29 +167,6 @@ class _Items(Dataset):
 
     def __getitem__(self, draw: Draw) -> Any:
         return draw, (self.pairs[3 * draw.unit : 3 * draw.unit + 1 + draw.unit % 3] if draw.unit >= 0 else ())
-
-
-def ledger(folder: Path) -> list[dict[str, Any]]:
-    changing = {"hash", "prev", "nonce", "state_hash", "sum_tag", "update_hash"}
-    lines = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in changing} for line in lines]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows_per_unit", ["one", "all"])
-def test_a_run_in_fixed_shapes_makes_the_same_updates_and_the_same_ledger(
-    tmp_path: Path, rows_per_unit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("secrets.token_hex", lambda count=32: "ab" * count)  # salts the noise of a run
-    found = []
-    for fixed in (False, True):
-        module = generator(privacy=dp(tmp_path, noise_seed=3, noise_multiplier=1.5), fixed_shapes=fixed)
-        accountant = PrivacyAccountant(run_dir=tmp_path / str(fixed), replay="never", eps_log_points=1)
-        fit(tmp_path / str(fixed), module, Pairs(rows_per_unit), steps=3, save_every=1000, accountant=accountant)
-        found.append({name: p.detach() for name, p in module.named_parameters()})
-    for name, parameter in found[0].items():
-        torch.testing.assert_close(found[1][name], parameter, rtol=1e-5, atol=1e-6)
-    assert ledger(tmp_path / "False") == ledger(tmp_path / "True")
 
 
 def on(device: str, precision: str = "32-true") -> Any:

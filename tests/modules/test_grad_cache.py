@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from negative_cases import NOISE, dual, lines, texts, tower
-from pair_stand_ins import batch_of, clipped_sum, data_module, plan_of
-from stand_ins import fit
+from pair_stand_ins import batch_of, clipped_sum, plan_of
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules import DualEncoder
-from lit_dpret.modules.dual_encoder import embed_in_chunks
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, InBatchNegatives
 from lit_dpret.privacy.batches import rows_in_turn, take_rows
 from lit_dpret.privacy.modes import BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
@@ -155,13 +152,6 @@ def test_the_sum_of_a_batch_clip_step_is_the_same() -> None:
     torch.testing.assert_close(*sums, rtol=1e-8, atol=1e-12)
 
 
-def test_a_run_trains_with_it(tmp_path: Path) -> None:
-    module = dual(grad_cache_rows=4)
-    before = [parameter.clone() for parameter in module.parameters()]
-    fit(tmp_path / "run", module, data_module(tmp_path / "data"), steps=2)
-    assert not any(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     "mode",
     [
@@ -179,9 +169,3 @@ def test_modes_that_clip_inside_the_batch_refuse_it(mode: Any) -> None:
 def test_it_embeds_at_least_one_row_at_a_time() -> None:
     with pytest.raises(ConfigurationError, match=r"model\.grad_cache_rows=0"):
         dual(grad_cache_rows=0)
-
-
-def test_features_may_be_nested() -> None:
-    features = {"a": torch.arange(6.0).view(3, 2), "b": {"c": torch.ones(3)}}
-    found = embed_in_chunks(lambda f: f["a"] * f["b"]["c"].unsqueeze(1), features, count=3, rows_at_once=2)
-    assert torch.equal(found, features["a"])

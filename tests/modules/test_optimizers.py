@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from stand_ins import Regression, dp, fit
+from stand_ins import KillAt, Killed, Regression, dp, fit
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec
@@ -187,25 +187,13 @@ def test_a_private_run_trains_and_resumes_bit_by_bit(name: str, tmp_path: Path) 
     folder = tmp_path / "parts"
     folder.mkdir()
     (folder / "privacy_ledger.jsonl").write_text(ledger[0] + "\n", encoding="utf-8")  # the same run id, same noise
-    with pytest.raises(_Stop):
-        fit(folder, module(), resume=True, extra=[_StopAt(3)])
+    with pytest.raises(Killed):
+        fit(folder, module(), resume=True, extra=[KillAt(3)])
     resumed = module()
     fit(folder, resumed, resume=True)
     text = (folder / "privacy_ledger.jsonl").read_text(encoding="utf-8")
     assert text.count('"replay"') == 1 and "replay_failed" not in text
     assert torch.equal(weights(resumed), weights(whole))
-
-
-class _Stop(Exception): ...
-
-
-class _StopAt(L.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if batch.last and batch.step + 1 == self.step:
-            raise _Stop
 
 
 @pytest.mark.parametrize("mode", [NoPrivacy(), SyntheticData()], ids=lambda mode: mode.name)

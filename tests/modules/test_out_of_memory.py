@@ -433,19 +433,6 @@ def test_pieces_hold_every_slot_once_also_those_without_a_row() -> None:
     assert pieces_of(batch, None) == [batch] and pieces_of(batch, 6) == [batch]
 
 
-@pytest.mark.slow
-def test_no_measure_of_memory_enters_the_run_folder(undisturbed: tuple[Path, Tensor, int], tmp_path: Path) -> None:
-    """That memory ran out depends on the private texts of a step: the ledger does not say it."""
-    whole, _, _ = undisturbed
-    same_streams(whole / "run", tmp_path / "run")
-    module = WholeNumbers(privacy=private(whole), fail_at=(2, 9))
-    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
-    for file in ("privacy_ledger.jsonl", "metrics.jsonl"):
-        lines = [(each / "run" / file).read_text(encoding="utf-8").splitlines() for each in (whole, tmp_path)]
-        keys = [[sorted(json.loads(line)) for line in each if '"kind": "plan"' not in line] for each in lines]
-        assert keys[0][-STEPS:] == keys[1][-STEPS:]
-
-
 def test_a_run_that_begins_anew_begins_with_the_first_part_and_takes_each_once() -> None:
     physical = PhysicalBatches(lambda piece, first: None, lambda: None)
 
