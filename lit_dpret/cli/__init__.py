@@ -18,7 +18,6 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import lit_dpret
@@ -29,7 +28,9 @@ from lit_dpret.cli.explanations import causes, explain, lost_rank
 from lit_dpret.cli.jobs import (
     begin_what_is_left,
     close_sweep,
+    is_basic,
     job_name,
+    multirun,
     one_job,
     refuse_other_proposals,
     settings_folder,
@@ -38,7 +39,7 @@ from lit_dpret.cli.jobs import (
 from lit_dpret.config import CONFIG_MODULE, format_help, names
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, WorkerError
-from lit_dpret.tasks.parts import as_typed
+from lit_dpret.tasks.parts import Parts, as_typed
 from lit_dpret.tasks.silo_command import silo_command
 from lit_dpret.tasks.stages import holds_a_run
 
@@ -79,28 +80,7 @@ def run(cfg: DictConfig) -> Any:
     if hasattr(task, "planned_fits") and rank_watch.is_first():
         sys.stderr.write(f"run folder: {cfg.run_dir}, model: {_choice('model', cfg.model)}\n")
     parts = replace(parts, make_datamodule=_named_first(parts.make_datamodule, _data_line(cfg, task)))
-    trial = None
-    if cfg.objective is not None:
-        from lit_dpret.tasks.trial import refuse_unprivate_choice
-
-        refuse_unprivate_choice(task, parts.make_privacy(), cfg.objective, knob="objective")
-    if cfg.trial_of is not None:
-        from lit_dpret.tasks.trial import TrialOf
-
-        trial = TrialOf(cfg.trial_of, task, parts)
-    if cfg.objective is not None:
-        from lit_dpret.tasks.trial import refuse_private_objective
-
-        sweep = None if trial is None else trial.sweep
-        if refuse_private_objective(task, parts.make_callbacks(), cfg.objective, sweep):
-            close_sweep()
-    many = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    if many or cfg.objective is not None:
-        from lit_dpret.tasks.trial import refuse_other_choice
-
-        varied, known = swept() if many else ([], None)
-        # Where the runs are known, all of them were compared before the first (`tell_cost`).
-        refuse_other_choice(task, parts, cfg.objective, varied, releases=None if known is None else ())
+    trial = _chosen_among(cfg, task, parts)
     before = dict(os.environ)
     with one_job():
         try:
@@ -110,6 +90,27 @@ def run(cfg: DictConfig) -> Any:
     if trial is not None:
         trial.finish(own_overrides(), result)
     return result
+
+
+def _chosen_among(cfg: DictConfig, task: Any, parts: Parts) -> Any:
+    """Refuse a run whose card would not tell of the choice that it is part of; return its sweep, if it is a trial."""
+    many = multirun() is not None
+    if not many and cfg.objective is None and cfg.trial_of is None:
+        return None
+    from lit_dpret.tasks import trial as choice
+
+    if cfg.objective is not None:
+        choice.refuse_unprivate_choice(task, parts.make_privacy(), cfg.objective, knob="objective")
+    trial = None if cfg.trial_of is None else choice.TrialOf(cfg.trial_of, task, parts)
+    if cfg.objective is not None:
+        sweep = None if trial is None else trial.sweep
+        if choice.refuse_private_objective(task, parts.make_callbacks(), cfg.objective, sweep):
+            close_sweep()
+    if many or cfg.objective is not None:
+        varied, known = swept() if many else ([], None)
+        # Where the runs are known, all of them were compared before the first (`tell_cost`).
+        choice.refuse_other_choice(task, parts, cfg.objective, varied, releases=None if known is None else ())
+    return trial
 
 
 def _named_first(make: Callable[..., Any], line: str) -> Callable[..., Any]:
@@ -153,10 +154,9 @@ def _note_place() -> None:
     """Remember where this command writes; Hydra forgets it before an interruption is reported."""
     _places.clear()
     if HydraConfig.initialized():
-        known: Any = HydraConfig.get()
-        many = known.mode == RunMode.MULTIRUN
-        folder = known.sweep.dir if many else known.runtime.output_dir
-        _places.append((f"hydra.{'sweep' if many else 'run'}.dir", Path(folder)))
+        known = multirun()
+        folder = HydraConfig.get().runtime.output_dir if known is None else known.sweep.dir
+        _places.append((f"hydra.{'run' if known is None else 'sweep'}.dir", Path(folder)))
 
 
 def _objective(cfg: DictConfig, result: Any) -> Any:
@@ -171,12 +171,6 @@ def _objective(cfg: DictConfig, result: Any) -> Any:
 
 class _NoneBegins(BaseException):
     """Ends a multirun before its first run; Hydra would start the others, and print the settings of each."""
-
-
-def _runs_here(known: Any) -> bool:
-    """Return whether Hydra runs the jobs one by one in this process, so that `_failed` can tell of errors."""
-    kinds = str(known.sweeper._target_).rpartition(".")[2], str(known.launcher._target_).rpartition(".")[2]
-    return kinds == ("BasicSweeper", "BasicLauncher")
 
 
 def _together(cfg: DictConfig, *, first: bool) -> tuple[str, Any]:
@@ -216,7 +210,8 @@ def _one_of_many(cfg: DictConfig) -> Any:
         return told
     except BaseException as error:
         result = error
-        if not isinstance(error, Exception) or not _runs_here(known):
+        one_by_one = is_basic(known) and str(known.launcher._target_).endswith(".BasicLauncher")
+        if not isinstance(error, Exception) or not one_by_one:  # in other processes nobody sees `_failed`
             raise
         _failed.append(error)
         return None
@@ -227,7 +222,7 @@ def _one_of_many(cfg: DictConfig) -> Any:
 
 @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
 def _hydra_main(cfg: DictConfig) -> Any:
-    if HydraConfig.get().mode == RunMode.MULTIRUN:  # the other jobs run, and one that failed is told of at the end
+    if multirun() is not None:  # the other jobs run, and one that failed is told of at the end
         return _one_of_many(cfg)
     try:
         return _objective(cfg, run(cfg))
@@ -249,17 +244,8 @@ def main() -> None:
         if sys.argv[1:2] == ["silo"]:
             silo_command(sys.argv[2:])
             return
-        if sys.argv[1:2] == ["list"]:
-            sys.stdout.write(f"{listing(sys.argv[2:])}\n")
-            return
-        if sys.argv[1:2] in ([], ["--help"], ["-h"], ["help"]):
-            sys.stdout.write(f"{format_help(program())}\n")
-            return
-        if sys.argv[2:] in (["--help"], ["-h"]) and sys.argv[1] in names("task"):
-            sys.stdout.write(f"{listing([f'task={sys.argv[1]}'])}\n")
-            return
-        if sys.argv[1:2] in (["--version"], ["version"]):
-            sys.stdout.write(f"lit-dpret {lit_dpret.__version__}\n")
+        if (told := _answer(sys.argv[1:])) is not None:
+            sys.stdout.write(f"{told}\n")
             return
         sys.argv[1:] = [quoted(argument) for argument in with_task(sys.argv[1:])]
         _failed.clear()
@@ -275,6 +261,17 @@ def main() -> None:
         _end(none.__cause__ or none, interrupted())
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         _end(error, interrupted())
+
+
+def _answer(words: list[str]) -> str | None:
+    """Return what is printed for words that start nothing; None for a command."""
+    if words[:1] == ["list"]:
+        return listing(words[1:])
+    if words[:1] in ([], ["--help"], ["-h"], ["help"]):
+        return format_help(program())
+    if words[1:] in (["--help"], ["-h"]) and words[0] in names("task"):
+        return listing([f"task={words[0]}"])
+    return f"lit-dpret {lit_dpret.__version__}" if words[0] in ("--version", "version") else None
 
 
 def _end(error: BaseException, interrupted: bool) -> None:

@@ -59,10 +59,15 @@ def settings_folder() -> str | None:
     return None if known is not None and holds_a_run(Path(known.runtime.output_dir)) else ".hydra"
 
 
+def multirun() -> Any:
+    """Return Hydra's own configuration in a multirun; None elsewhere."""
+    known: Any = HydraConfig.get() if HydraConfig.initialized() else None
+    return known if known is not None and known.mode == RunMode.MULTIRUN else None
+
+
 def close_sweep() -> None:
     """Make the folder of a multirun private to its owner, before its sweeper can write a score there."""
-    known: Any = HydraConfig.get() if HydraConfig.initialized() else None
-    if known is not None and known.mode == RunMode.MULTIRUN:
+    if (known := multirun()) is not None:
         folder = Path(known.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -70,10 +75,8 @@ def close_sweep() -> None:
 
 def begin_what_is_left(cfg: DictConfig) -> None:
     """Under ``-m``, let ``resume=true`` start the jobs that an interrupted multirun had not reached."""
-    known: Any = HydraConfig.get() if HydraConfig.initialized() else None
-    if known is None or known.mode != RunMode.MULTIRUN or not cfg.resume:
-        return
-    if holds_a_run(Path(known.sweep.dir)) and not holds_a_run(Path(cfg.run_dir)):
+    known = multirun() if cfg.resume else None
+    if known is not None and holds_a_run(Path(known.sweep.dir)) and not holds_a_run(Path(cfg.run_dir)):
         with read_write(cfg):
             cfg.resume = False
 
@@ -111,8 +114,7 @@ def has_seed(sweeper: Mapping[str, Any]) -> bool:
 @contextmanager
 def one_job() -> Iterator[None]:
     """Make Lightning's ranks repeat only this job of a multirun, in its folder."""
-    known: Any = HydraConfig.get() if HydraConfig.initialized() else None
-    if known is None or known.mode != RunMode.MULTIRUN:
+    if (known := multirun()) is None:
         yield
         return
     before = sys.argv
