@@ -110,12 +110,13 @@ def run_job(server: Any, folder: Path, name: str) -> Facts:
 
 def _by_command(case: str) -> Callable[[Path], Facts]:
     def run(folder: Path) -> Facts:
+        from configured import composed
         from safetensors.torch import load_file
-        from test_cli_modes import composed, private
+        from test_cli_modes import private
 
         from lit_dpret import cli
 
-        cli.run(composed(folder / "run", [*private(folder, case), "privacy.noise_seed=1"]))
+        cli.run(composed(f"run_dir={folder / 'run'}", *private(folder, case), "privacy.noise_seed=1"))
         weights: dict[str, Tensor] = {}
         for file in sorted((folder / "run" / "model").rglob("*.safetensors")):
             weights |= {f"{file.parent.name}/{name}": value for name, value in load_file(file).items()}

@@ -43,24 +43,20 @@ FILES: dict[str, bytes] = {
     "cut.jsonl": _jsonl()[:-20],
     "columns.jsonl": b'{"question": "a", "answer": "b"}\n',
     "bytes.jsonl": bytes(range(128, 256)) * 4,
-    "utf16.jsonl": '{"query": "a", "passage": "b"}\n'.encode("utf-16"),
     "latin.jsonl": '{"query": "où", "passage": "b"}\n'.encode("latin-1"),
     "two_texts.jsonl": _jsonl(*({"query_id": "q", "query": text, "passage": "b"} for text in "ac")),
     "nan.jsonl": _jsonl() + b'{"query": NaN, "passage": "b"}\n',
     "null.jsonl": _jsonl({"query": None, "passage": "b"}),
     "number.jsonl": _jsonl({"query": 7, "passage": "b"}),
-    "true.jsonl": _jsonl({"query": "a", "passage": True}),
     "nested.jsonl": _jsonl({"query": {"text": "a"}, "passage": "b"}),
     "a_list.jsonl": json.dumps(PAIRS).encode(),
     "one.jsonl": json.dumps(PAIRS[0]).encode(),
-    "no_query.jsonl": _jsonl({"query": "", "passage": "b"}),
     "blank_query.jsonl": _jsonl({"query": " \u00a0", "passage": "b"}),
     "surrogate.jsonl": _jsonl({"query": "half \ud83d", "passage": "b"}),
     "split.jsonl": _jsonl({"query": "a", "passage": "b", "split": "trainn"}),
     "not_gzip.jsonl.gz": _jsonl(),
     "cut.jsonl.gz": gzip.compress(_jsonl())[:-12],
     "cr.jsonl": _jsonl().replace(b"\n", b"\r"),
-    "cr.csv": b"query,passage\ra,b\rc,d",
     "indented.jsonl": json.dumps(PAIRS, indent=1).encode(),
     "commas.tsv": b"query,passage\na,b\n",
     "semicolons.csv": b"query;passage\na;b\n",
@@ -71,7 +67,6 @@ FILES: dict[str, bytes] = {
     "log.xlsx": b"PK\x03\x04",
     "log.parquet": _jsonl(),
     "open_secret": bytes(32),
-    "bad.yaml": b"method: [",
     "own/model/broken.yaml": b"_target_: [",
     "other/privacy_card.json": b"{}",
     "addresses/training.txt": b"http://www.cnn.com/2008/HEALTH/05/01/x/index.html",
@@ -104,22 +99,13 @@ def setting(word: str) -> Case:
 CASES: dict[str, Case] = {
     "a seed that is a text": log("seed=abc", named=r"seed='abc'"),
     "a seed that is too large": log("seed=4294967296", named=r"seed=4294967296"),
-    "a negative seed": log("seed=-1", named=r"seed=-1"),
     "a setting that nothing reads": log("+foo=1", named=r"foo is not a setting"),
-    "a group of settings that nothing reads": log("+foo.bar=1", named=r"foo is not a setting"),
-    "a setting of a group that nothing reads": log("+model.foo=1", named=r"model"),
     "a text for a number": log("model.optimizer.lr=fast", named=r"model\.optimizer\.lr='fast'"),
     "a learning rate that leaves no model": log("model.optimizer.lr=1e9", named=r"model\.optimizer\.lr=1000000000"),
-    "a setting of a mode that nothing reads": log("+privacy.epsilon=1", named=r"privacy\.epsilon is not .*eps\b"),
     "a text for a whole number": log("model.max_query_length=long", named=r"model\.max_query_length"),
     "a share of a step": log("trainer.max_steps=1.5", named=r"trainer\.max_steps=1\.5"),
     "a text for true": log("model.lower_case=perhaps", named=r"model\.lower_case='perhaps'"),
-    "a file for true": log("resume=last.ckpt", named=r"resume='last\.ckpt'"),
     "a word for a declaration": log("datamodule.passages_are_public=dunno", named=r"passages_are_public='dunno'"),
-    "a word for the declaration of a task": Case(
-        ("synthesize", *LOG[:2], "task.generator=qrels", "task.passages_are_public=nein"),
-        r"task\.passages_are_public='nein'",
-    ),
     "one value for a list": Case(("evaluate", *LOG[:2], "task.metrics=ndcg@10"), r"task\.metrics=\[ndcg@10\]"),
     "a file for a list of files": log(
         "callbacks.card.audit_protocols=audit.md", named=r"callbacks\.card\.audit_protocols=\[audit\.md\]"
@@ -129,21 +115,14 @@ CASES: dict[str, Case] = {
     "a number for a path": log("model.pretrained=5", named=r"model\.pretrained='5'"),
     "a number for a mapping": log("model.lora=8", named=r"model\.lora=8 must be a mapping"),
     "a list for columns": log("datamodule.columns=[a,b]", named=r"datamodule\.columns=.*mapping"),
-    "a share of an epoch": log("trainer.max_epochs=1.5", named=r"trainer\.max_epochs=1\.5"),
     "a list for a mapping": Case(("check_data", *LOG[:2], "task.fractions=[8,1,1]"), r"task\.fractions=\{train: 0\.8"),
     "a mapping that does not end": log("model.lora={r:", named=r"model\.lora=\{r:.*quotes"),
     "a run folder that is a file": log("hydra.run.dir=a_file", named=r"a_file is a file.*hydra\.run\.dir"),
-    "a run folder inside a file": log("hydra.run.dir=a_file/run", named=r"a_file.*hydra\.run\.dir"),
     "a start that is nowhere": log("init_from=nope", named=r"init_from=nope is not a folder"),
     "a start that holds no model": log("init_from=qrels", named=r"init_from=qrels holds no model"),
-    "a start that is a file": log("init_from=a_file", named=r"init_from=a_file is not a folder"),
     "a hub that does not answer": log("model.pretrained=t5-smal", named=r"model\.pretrained=t5-smal"),
     "a path for a hub name": log("model.pretrained=./t5-small", named=r"model\.pretrained=\./t5-small is not a folder"),
-    "a folder for a model": log("model.pretrained=/nope", named=r"model\.pretrained=/nope is not a folder"),
     "no GPU": log("trainer=gpu", named=r"trainer cannot be made: .*trainer=cpu"),
-    "no CUDA": log("trainer.accelerator=cuda", named=r"trainer cannot be made: .*trainer=cpu"),
-    "several GPUs": log("trainer=ddp", "trainer.devices=4", named=r"trainer cannot be made: .*trainer=cpu"),
-    "no TPU": log("trainer.accelerator=tpu", named=r"trainer cannot be made: .*trainer=cpu"),
     "no such precision": log("trainer.precision=8", named=r"trainer\.precision: .*8"),
     "no CUDA for a task": Case(("encode", *LOG[:2], "task.device=cuda"), r"task\.device=cuda"),
     "no device of that name": Case(
@@ -154,7 +133,6 @@ CASES: dict[str, Case] = {
     "a word that is not an option": Case(("--privacy.eps=3",), r"--privacy\.eps=3"),
     "no such option": Case(("fit", "--hlep"), r"--hlep is not an option"),
     "an option between a task and its settings": Case(("fit", "-m", "privacy.epsilon=1,3"), r"privacy\.epsilon is not"),
-    "an option before a task": Case(("-m", "fit", "privacy.epsilon=1,3"), r"privacy\.epsilon is not"),
     "blanks around the sign": Case(("fit", "privacy.eps", "=", "3"), r"privacy\.eps .*NAME=VALUE"),
     "settings of one's own that are not YAML": Case(
         ("--config-dir", "own", "model=broken"), r"own/model/broken\.yaml is not YAML"
@@ -171,21 +149,15 @@ CASES: dict[str, Case] = {
     ),
     "no such group": Case(("list", "privcy"), r"'privcy'"),
     "no choice of that name": log("privacy=dpsgd", named=r"privacy=dpsgd does not exist"),
-    "no model of that name": log("model=gpt", named=r"model=gpt does not exist"),
     "a task with another sign": Case(("check-data",), r"'check-data'.*\bcheck_data"),
-    "a task in capitals": Case(("Fit", "privacy.eps=3"), r"'Fit'.*\bfit\b"),
     "an experiment in the place of a task": Case(("quickstart",), r"'quickstart'.*experiment=quickstart"),
     "a script with the line ends of Windows": log("hydra.run.dir=runs/mine\r", named=r"hydra\.run\.dir=runs/mine"),
     "a setting with another sign": log("privacy_eps=3", named=r"privacy_eps is not .*privacy\.eps"),
-    "a setting in capitals": log("privacy.Eps=3", named=r"privacy\.Eps is not .*privacy\.eps"),
     "nothing for a choice": log("privacy=null", named=r"privacy=null does not exist.*none"),
-    "a number for a choice": log("trainer=2", named=r"trainer=2 does not exist.*cpu"),
     "a path for a choice": Case(("experiment=configs/experiment/own_log",), r"experiment=configs/.*quickstart"),
     "no name before the sign": Case(("plan", "=3"), r"NAME=VALUE"),
     "a mapping that the shell has split": log("datamodule.columns={query:", "a,", named=r"columns=\{query: .*quotes"),
     "a name for the optimizer": log("model.optimizer=adam", named=r"model\.optimizer=adam .*optimizer\.name"),
-    "no task of that name": log("task=synthesise", named=r"task=synthesise does not exist"),
-    "no logger of that name": log("logger=tensorbord", named=r"logger=tensorbord does not exist"),
     "a key that a mapping has not": Case(
         ("experiment=pdd_as2_planted", "federated.planted={clients: 3, wheels: 4}"),
         r"federated\.planted\.wheels is not a setting.*phrasings",
@@ -193,8 +165,6 @@ CASES: dict[str, Case] = {
     "no such setting": log("privacy.epsilon=3", named=r"privacy\.epsilon is not a setting"),
     "a setting without its group": log("eps=3", named=r"eps is not a setting.*privacy\.eps"),
     "a setting of the task without it": Case(("evaluate", *LOG[:2], "encoder=nope"), r"task\.encoder"),
-    "the same of a part": Case(("evaluate", *LOG[:2], "bm25.k1=2"), r"task\.bm25\.k1"),
-    "a setting of the task in the singular": Case(("evaluate", *LOG[:2], "metric=ndcg@10"), r"task\.metrics"),
     "a setting in another group": log("trainer.lr=1", named=r"trainer\.lr is not a setting.*model\.optimizer\.lr"),
     "a value that a part of the task refuses": Case(
         ("evaluate", *LOG[:2], "task.encoder=bm25", "task.bm25.k1=-3"), r"task\.bm25\.k1=-3"
@@ -215,10 +185,6 @@ CASES: dict[str, Case] = {
         r"task\.write_clean=new\.csv .*quote\.csv line 2",
     ),
     "a file for a cache": Case(("evaluate", *LOG[:2], "task.cache_dir=a_file"), r"task\.cache_dir=a_file"),
-    "a file for a cache of the model": log(
-        "model=frozen_dual_encoder", "model.cache_dir=a_file", named=r"model\.cache_dir=a_file"
-    ),
-    "a setting of the Trainer in the singular": log("trainer.max_step=3", named=r"trainer\.max_step is not a setting"),
     "a setting of the Trainer that privacy owns": log(
         "trainer.gradient_clip_val=1", named=r"trainer\.gradient_clip_val is not a setting"
     ),
@@ -232,7 +198,6 @@ CASES: dict[str, Case] = {
     "a sampling that the accountant does not judge": log(
         "datamodule.folder=nope", "privacy.accountant=prv", named=r"sampling=truncated_poisson, privacy\.accountant=prv"
     ),
-    "the same in a plan": log("task=plan", "datamodule.sampling=fixed_size", named=r"sampling=fixed_size, .*=pld"),
     "a log for data that are another choice": Case(
         ("task=own_log", "datamodule.pairs=log.jsonl"), r"datamodule\.pairs is not a setting.*datamodule=pairs"
     ),
@@ -244,10 +209,6 @@ CASES: dict[str, Case] = {
     "a choice on data that nobody knows": log(
         "callbacks.card.tuning_data=dev", named=r"callbacks\.card\.tuning_data='dev'"
     ),
-    "the same for the task of one's own log": Case(
-        ("task=own_log", "datamodule=pairs", "datamodule.pairs=log.jsonl", "task.tuning_data=dev"),
-        r"task\.tuning_data='dev'",
-    ),
     "a setting of another mode": log("privacy=none", "privacy.eps=3", named=r"privacy\.eps is not a setting"),
     "a promise that no noise keeps": log("privacy.eps=1e-9", "privacy.delta=1e-300", named=r"privacy\.eps"),
     "a folder that holds no model": log("model.pretrained=qrels", named=r"model\.pretrained=qrels"),
@@ -255,7 +216,6 @@ CASES: dict[str, Case] = {
     "a disk that is too full": log("task.min_free_mb=1e12", named=r"task\.min_free_mb"),
     "users that are not known": log("privacy.unit=user", named=r"privacy\.unit=user.*user_id"),
     "a run of no known length": log("trainer.max_steps=-1", named=r"trainer\.max_steps"),
-    "a run of fewer than no epochs": log("trainer.max_epochs=-2", named="max_epochs"),
     "a run of no steps": log("trainer.max_steps=0", named=r"trainer\.max_steps"),
     "a batch above the data": log("datamodule.expected_batch_size=100000", named=r"expected_batch_size=100000"),
     "a secret that others can read": log("privacy.secret_file=open_secret", named=r"open_secret.*chmod 600"),
@@ -263,9 +223,7 @@ CASES: dict[str, Case] = {
     "no folder of data": Case(("datamodule=pairs",), r"datamodule\.folder.*datamodule\.pairs"),
     "a card that is nowhere": Case(("verify", "nope"), r"nope"),
     "no card": Case(("verify",), r"task\.card"),
-    "runs that are nowhere": Case(("compare", "nope", "a_file"), r"nope"),
     "no runs": Case(("compare",), r"task\.run_a and task\.run_b .*lit-dpret compare RUN_A RUN_B"),
-    "one run of two": Case(("compare", "nope"), r"RUN_A RUN_B"),
     "an encoder that is nowhere": Case(("evaluate", *LOG[:2], "task.encoder=nope"), r"nope"),
     "a generator that is nowhere": Case(
         ("synthesize", *LOG[:2], "task.generator=./nope", "task.passages_are_public=true"), r"task\.generator=nope"
@@ -275,14 +233,13 @@ CASES: dict[str, Case] = {
     ),
     "embeddings that are nowhere": Case(("index", "task.embeddings=nope"), r"nope"),
     "a sweep that is nowhere": Case(("sweep", "nope.yaml"), r"nope\.yaml"),
-    "a sweep that is not YAML": Case(("sweep", "bad.yaml"), r"bad\.yaml"),
     "a folder for a file": pairs("qrels", r"qrels is a folder.*datamodule\.pairs"),
     "no such file": pairs("nope.jsonl", r"nope\.jsonl.*datamodule\.pairs"),
     **{
         word: setting(word)
         for word in (
-            "privacy.eps=0", "privacy.eps=-1", "privacy.eps=abc", "privacy.eps=inf", "privacy.eps=nan",
-            "privacy.eps=true", "privacy.delta=0", "privacy.delta=1", "privacy.delta=-1", "privacy.delta=0.5",
+            "privacy.eps=0", "privacy.eps=abc", "privacy.eps=inf", "privacy.eps=nan", "privacy.eps=true",
+            "privacy.delta=0", "privacy.delta=1", "privacy.delta=0.5",
             "privacy.unit=person", "privacy.neighbours=swap", "privacy.max_grad_norm=0", "privacy.max_grad_norm=nan",
             "datamodule.expected_batch_size=0", "datamodule.physical_batch_size=0", "datamodule.max_rows_per_unit=0",
             "model.max_passage_length=0", "model.optimizer.name=adamm", "model.optimizer.lr=-1",
@@ -296,7 +253,6 @@ CASES: dict[str, Case] = {
     "a reference that selects another setting": log(
         "+budget=-1", "privacy.eps='${oc.select:budget}'", named=r"privacy\.eps=-1"
     ),
-    "a reference to another setting": log("+budget=-1", "privacy.eps=${budget}", named=r"privacy\.eps=-1"),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cards import Run, make_plan, rewrite_chain
-from hydra import compose, initialize_config_module
+from configured import composed
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from lit_dpret import cli
 from lit_dpret.cards.card import write_card
-from lit_dpret.cli import CONFIG_MODULE, build_parts, explain, with_task
+from lit_dpret.cli import build_parts, explain, with_task
 from lit_dpret.cli.arguments import quoted
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError
 from lit_dpret.privacy.modes import NoPrivacy
@@ -95,28 +95,18 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("question", [*QUESTIONS, "plain", "12"])
 def test_a_question_is_taken_as_it_is_typed(question: str) -> None:
-    with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
-        cfg = compose("train", overrides=["task=search", quoted(f"task.query={question}")])
-    assert str(cfg.task.query) == question
+    assert str(composed("task=search", quoted(f"task.query={question}")).task.query) == question
     again = quoted(f"task.query={question}")
     assert quoted(again) == again, "ranks get the command as it was read"
 
 
 def test_a_path_may_hold_an_apostrophe_and_a_comma_is_explained() -> None:
-    with initialize_config_module(version_base="1.3", config_module=CONFIG_MODULE):
-        assert compose("train", overrides=[quoted("init_from=bob's run")]).init_from == "bob's run"
-        word = with_task(["verify", "c:\\bob's\\run\\"])[-1]
-        assert compose("train", overrides=["task=verify", word]).task.card == "c:\\bob's\\run\\"
-        with pytest.raises(HydraException) as found:
-            compose("train", overrides=["init_from=a,b"])
+    assert composed(quoted("init_from=bob's run")).init_from == "bob's run"
+    word = with_task(["verify", "c:\\bob's\\run\\"])[-1]
+    assert composed("task=verify", word).task.card == "c:\\bob's\\run\\"
+    with pytest.raises(HydraException) as found:
+        composed("init_from=a,b")
     assert "init_from='A, B'" in (explain(found.value) or "")
-
-
-def test_a_first_word_is_a_task_or_refused(tmp_path: Path) -> None:
-    line = refused(call(folder=tmp_path, program=("train.py", "nonsense")))
-    folders = (ROOT / "configs" / "task", ROOT / "reproduction" / "configs" / "task")
-    tasks = ", ".join(sorted(path.stem for folder in folders for path in folder.glob("*.yaml")))
-    assert f"'nonsense' is neither a setting (name=value) nor a task: {tasks}" in line
 
 
 def test_a_terminal_is_told_at_once_that_something_happens_and_a_pipe_gets_results_and_errors_alone() -> None:
@@ -159,9 +149,7 @@ def test_a_fit_goes_on_with_the_settings_that_it_began_with(tmp_path: Path) -> N
     """What is trained stays as it was, and is named as the user named it; how fast it goes may change."""
 
     def keep(*changed: str) -> None:
-        with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-            cfg = compose("train", overrides=[f"run_dir={tmp_path}", *TINY, *changed])
-        keep_settings(build_parts(cfg))
+        keep_settings(build_parts(composed(f"run_dir={tmp_path}", *TINY, *changed)))
 
     keep()
     for name, value in {
@@ -284,51 +272,6 @@ def test_a_run_from_another_runs_model_claims_the_cost_of_both(tmp_path: Path) -
     assert "init_from_is_public=true" in refused(call(*settings, start, folder=tmp_path / "third"))
 
 
-@pytest.mark.slow
-def test_a_run_killed_by_signal_9_resumes_to_the_same_weights_and_epsilon(tmp_path: Path) -> None:
-    """The whole command, killed by the operating system in the middle of a step, against one that was left alone."""
-    import signal
-    import time
-
-    from safetensors.torch import load_file
-
-    log = write_log(tmp_path)
-    settings = [*TINY, f"datamodule.pairs={log}", "trainer.max_steps=6", "callbacks.checkpoint.every_n_train_steps=2",
-                "privacy.noise_multiplier=5.0", "model.dropout=0.1"]  # fmt: skip
-    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
-    killed = tmp_path / "killed"
-    command = [sys.executable, "train.py", f"hydra.run.dir={killed}", *settings]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    ledger = killed / "privacy_ledger.jsonl"
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        if ledger.exists() and ledger.read_text(encoding="utf-8").count('"kind":"release"') >= 3:
-            break
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL, "it must be killed in the middle"
-
-    def finish(folder: Path, *more: str) -> dict[str, object]:
-        done = subprocess.run([sys.executable, "train.py", f"hydra.run.dir={folder}", *settings, *more], cwd=ROOT,
-                              env=environment, capture_output=True, text=True, check=False)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return json.loads((folder / "privacy_card.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-    resumed = finish(killed, "resume=true")
-    # The first record names the streams; the run that is left alone begins with it, and with nothing released.
-    (tmp_path / "whole").mkdir()
-    first = ledger.read_text(encoding="utf-8").splitlines()[0]
-    (tmp_path / "whole" / "privacy_ledger.jsonl").write_text(first + "\n", encoding="utf-8")
-    whole = finish(tmp_path / "whole", "resume=true")
-    assert resumed["claim"]["epsilon"] == whole["claim"]["epsilon"]  # type: ignore[index]
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (killed, tmp_path / "whole"))
-    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
-    from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, check_no_key_reuse
-
-    check_no_key_reuse(PrivacyLedger.read(ledger).records)
-
-
 def test_an_error_deep_in_a_chain_is_explained_by_its_own_line() -> None:
     try:
         try:
@@ -340,8 +283,7 @@ def test_an_error_deep_in_a_chain_is_explained_by_its_own_line() -> None:
 
 
 def test_a_refusal_in_what_hydra_builds_reaches_the_task_as_itself(tmp_path: Path) -> None:
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        cfg = compose("train", overrides=[f"run_dir={tmp_path}", "model.pretrained=/nowhere"])
+    cfg = composed(f"run_dir={tmp_path}", "model.pretrained=/nowhere")
     with pytest.raises(LitDpretError, match=r"model\.pretrained=/nowhere is not a folder"):
         build_parts(cfg).make_module(privacy=NoPrivacy())
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
+from configured import composed
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from tiny_tasks import write_log, write_synthetic
 
@@ -20,7 +16,6 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.losses import SigmoidPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.modes.per_example_duplicated import duplicated_sensitivity
 
-ROOT = Path(__file__).resolve().parent.parent
 COUPLED = ["privacy.sub_batches=2", "privacy.n_max=19", "privacy.delta=0.001"]
 BOUND, N_MAX = 0.1, 19  # of configs/privacy, and above
 MODES: dict[str, tuple[list[str], float]] = {
@@ -67,19 +62,14 @@ def check(folder: Path, case: str) -> None:
     assert any("2^22" in each["text"] for each in card["assumptions"]) == low
 
 
-def composed(folder: Path, overrides: list[str]) -> Any:
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        return compose("train", overrides=[f"run_dir={folder}", *overrides])
-
-
 @pytest.mark.parametrize("case", MODES)
 def test_a_dual_encoder_trains_and_its_card_states_mode_sensitivity_and_epsilon(case: str, tmp_path: Path) -> None:
-    run(composed(tmp_path / "run", private(tmp_path, case)))
+    run(composed(f"run_dir={tmp_path / 'run'}", *private(tmp_path, case)))
     check(tmp_path / "run", case)
 
 
 def test_a_dual_encoder_trained_without_privacy_claims_none(tmp_path: Path) -> None:
-    run(composed(tmp_path / "run", settings(tmp_path, "privacy=none")))
+    run(composed(f"run_dir={tmp_path / 'run'}", *settings(tmp_path, "privacy=none")))
     card = json.loads((tmp_path / "run" / "privacy_card.json").read_text(encoding="utf-8"))
     assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
 
@@ -89,7 +79,7 @@ def test_a_dual_encoder_trained_on_synthetic_queries_inherits_their_claim(tmp_pa
     folder = write_synthetic(tmp_path / "made", PairsDataModule(folder=tmp_path / "log"))
     data = ["datamodule=synthetic", f"datamodule.folder={folder}", "datamodule.expected_batch_size=8",
             f"datamodule.corpus={tmp_path / 'log' / 'corpus.jsonl'}"]  # fmt: skip
-    run(composed(tmp_path / "run", [*known, "privacy=synthetic", *data]))
+    run(composed(f"run_dir={tmp_path / 'run'}", *known, "privacy=synthetic", *data))
     card, parent = (
         json.loads((path / "privacy_card.json").read_text(encoding="utf-8")) for path in (tmp_path / "run", folder)
     )
@@ -97,16 +87,3 @@ def test_a_dual_encoder_trained_on_synthetic_queries_inherits_their_claim(tmp_pa
     assert card["mechanism"]["kind"] == "post_processing"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MODES)
-def test_the_same_from_a_shell(case: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "train.py", f"hydra.run.dir={tmp_path / 'run'}", *private(tmp_path, case)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    check(tmp_path / "run", case)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
+from configured import composed
 from stand_ins import records
 from test_cli import ROOT, TINY, call, refused, write_log
 
@@ -33,10 +33,8 @@ def settings(folder: Path, *more: str) -> list[str]:
 def test_a_task_for_one_process_is_refused_to_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        cfg = compose("train", overrides=["task=check_data", "run_dir=run"])
-    with pytest.raises(ConfigurationError, match="2 processes were started for a task that one process does"):
-        cli.run(cfg)
+    with pytest.raises(ConfigurationError, match="2 processes"):
+        cli.run(composed("task=check_data"))
 
 
 def test_how_many_processes_were_started_is_read_from_whoever_started_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
+from configured import composed
 from omegaconf import OmegaConf
 
 from lit_dpret import __version__, cli
@@ -24,10 +24,7 @@ def test_every_file_of_every_group_is_a_choice() -> None:
 
 
 def test_the_keys_of_a_choice_are_those_that_compose() -> None:
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        cfg = compose(
-            "train", overrides=["run_dir=run", "filter=round_trip", "task=filter", "task.data=x", "loss=softmax"]
-        )
+    cfg = composed("filter=round_trip", "task=filter", "task.data=x", "loss=softmax")
     for group, name in (("privacy", "dp_sgd"), ("datamodule", "insuranceqa"), ("filter", "round_trip")):
         (choice,) = [choice for choice in choices(group) if choice.name == name]
         assert choice.keys

@@ -72,11 +72,6 @@ def test_no_part_of_a_step_is_left_out_of_its_range() -> None:
     )
 
 
-def test_float32_products_take_most_of_the_time_of_all_products_at_a_fifteenth_of_the_rate() -> None:
-    parts = told()["seconds"]
-    assert parts["float32 products"]["at_peak"] > 3 * parts["bfloat16 products"]["at_peak"]
-
-
 @pytest.mark.parametrize("engine", ["ghost_tf32", "ghost_bf16"])
 def test_low_precision_products_take_the_place_of_most_float32_products(engine: str) -> None:
     before, after = told(), told(engine=engine)
@@ -142,8 +137,3 @@ def test_one_device_sends_nothing_and_more_than_a_node_send_slowly() -> None:
 def test_where_no_row_fits_no_time_is_told() -> None:
     found = told(world=1, strategy="ddp", device="l4-24gb")
     assert found["rows_that_fit"] == 0 and found["seconds_per_step"] is None and found["seconds"] is None
-
-
-def test_the_rates_of_every_device_are_in_order() -> None:
-    for one in ACCELERATORS.values():
-        assert one.fp32_flops <= one.tf32_flops < one.bf16_flops and one.link < one.bandwidth < one.fp32_flops

@@ -12,8 +12,6 @@ import pytest
 import yaml
 
 from lit_dpret.cards.card import read_card
-from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECRETS = ("PLANTEDQUERY", "PLANTEDPASSAGE", "PLANTEDFOLDER", "PLANTEDSECRET")
@@ -55,19 +53,6 @@ def written(folder: Path, place: Path) -> Path:
     return folder / "sweep.yaml"
 
 
-def total_of(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def spent(trials: Path, delta: float) -> float:
-    releases = []
-    for ledger in sorted(trials.glob("*/privacy_ledger.jsonl")):
-        records = PrivacyLedger.read(ledger).records
-        if records[0].get("plan") is not None:
-            releases += charged_releases(records)
-    return epsilon(releases, delta=delta, neighbours="zero_out")
-
-
 @pytest.mark.slow
 def test_a_sweep_is_refused_without_a_limit_and_ends_with_cards_a_total_and_nothing_private_at_wandb(
     tmp_path: Path,
@@ -99,27 +84,3 @@ def test_a_sweep_is_refused_without_a_limit_and_ends_with_cards_a_total_and_noth
     for path in logs:
         for secret in SECRETS:
             assert secret.encode() not in path.read_bytes(), f"{secret} in {path.name}"
-
-
-@pytest.mark.slow
-def test_the_quickstart_sweep_ends_with_four_cards_and_one_total(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    pytest.importorskip("insuranceqa_data")
-    ledger, folder = tmp_path / "insuranceqa.jsonl", tmp_path / "sweep"
-    command = [
-        "sweep", "quickstart", f"hydra.run.dir={folder}", f"task.dataset_ledger={ledger}",
-        "task.total_eps=12", "datamodule=insuranceqa",
-    ]  # fmt: skip
-    done = call(*command, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    cards = [read_card(path.parent) for path in (folder / "trials").glob("*/privacy_card.json")]
-    assert len(cards) == 4 and all(card["claim"]["guarantee"] == "dp" for card in cards)
-    assert len(list(folder.glob("trials/*/wandb/offline-run-*/*.wandb"))) == 4
-    report = json.loads((folder / "sweep_report.json").read_text(encoding="utf-8"))
-    delta = report["sweep"]["planned"]["delta"]
-    assert report["epsilon"] == pytest.approx(spent(folder / "trials", delta))
-    assert report["epsilon"] == pytest.approx(report["sweep"]["planned"]["epsilon"], rel=1e-6)
-    records = total_of(ledger)
-    assert [record["kind"] for record in records].count("settle") == 4
-    again = call(*command, folder=tmp_path)
-    assert again.returncode == 0 and total_of(ledger) == records, "done trials are not run again"

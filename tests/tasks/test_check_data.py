@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
+from configured import composed
 from hydra.utils import instantiate
 from tiny_generator import generator
 from tiny_tasks import parts, retriever, write_synthetic
 
-from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, MSMarcoDataModule, PairsDataModule
+from lit_dpret.datamodules import HuggingFaceDataModule, ImagesDataModule, PairsDataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.tasks import CheckData
@@ -247,33 +247,9 @@ def test_a_column_that_no_record_has_is_one_problem_that_names_the_setting_and_s
     assert "floods" not in json.dumps(report(tmp_path))
 
 
-def test_each_column_that_no_record_has_is_told_once(tmp_path: Path) -> None:
-    log = write_log(tmp_path)
-    text = log.read_text(encoding="utf-8").replace('"passage"', '"pasage"').replace('"query"', '"qury"')
-    log.write_text(text, encoding="utf-8")
-    with pytest.raises(DataError):
-        CheckData().run(job(tmp_path, pairs=log))
-    told = report(tmp_path)["problems"]["messages"]["missing column"]
-    assert len(told) == 2 and "'query'" in told[0] and "'passage'" in told[1]
-
-
 def test_queries_without_ids_that_repeat_a_text_are_told_by_their_lines(tmp_path: Path) -> None:
     CheckData().run(job(tmp_path, pairs=write_log(tmp_path)))
     assert "lines 1 and 60" in (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
-
-
-def test_other_datamodules_are_examined_by_their_own_layout(tmp_path: Path) -> None:
-    folder = tmp_path / "msmarco"
-    folder.mkdir()
-    for name, line in {
-        "collection": "0\tsome text", "queries.train": "1\tsome query", "qrels.train": "1\t0\t0\t1",
-        "queries.dev.small": "2\tanother", "qrels.dev.small": "2\t0\t0\t1",
-    }.items():  # fmt: skip
-        (folder / f"{name}.tsv").write_text(f"{line}\n", encoding="utf-8")
-    given = parts(tmp_path, make_datamodule=partial(MSMarcoDataModule, folder=folder), make_module=no_model)
-    CheckData().run(given)
-    found = report(tmp_path)
-    assert found["columns"]["queries.train"] == ["id", "text"] and set(found["splits"]) == {"train", "dev"}
 
 
 def test_a_user_column_that_is_missing_is_told_by_the_columns_that_there_are(tmp_path: Path) -> None:
@@ -360,9 +336,7 @@ def test_a_written_split_is_trained_on_by_the_command_that_is_shown(tmp_path: Pa
     shown = report(tmp_path)["command"]
     overrides = shlex.split(shown)[2:]
     assert "model=generator" in overrides and "privacy.unit=user" in overrides
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        cfg = compose("train", overrides=["run_dir=run", *(o for o in overrides)])
-    data = instantiate(cfg.datamodule)
+    data = instantiate(composed(*overrides).datamodule)
     data.use_unit("user")
     assert data.lower_case_queries and data.max_rows_per_unit == 5 and data.n_units > 0
     assert {split: len(qrels) for split, qrels in data.collection.qrels.items()} == report(tmp_path)["split"]["queries"]

@@ -359,16 +359,6 @@ def test_a_run_whose_ledger_was_deleted_is_not_begun_anew_among_its_checkpoints(
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
-def test_a_run_goes_on_beside_the_checkpoints_of_another(tmp_path: Path) -> None:
-    run(tmp_path / "other")
-    own = run(tmp_path / "run")
-    shutil.copy2(tmp_path / "other" / "checkpoints" / "last.ckpt", tmp_path / "run" / "checkpoints" / "later.ckpt")
-    shutil.rmtree(tmp_path / "run" / "model", ignore_errors=True)
-    with pytest.warns(UserWarning, match="of this run"):
-        again = run(tmp_path / "run", resume=True)
-    assert torch.equal(weights(own), weights(again))
-
-
 @pytest.mark.parametrize(("cores", "warned"), [({0, 1, 2}, False), ({0, 1}, True)])
 def test_more_processes_than_cores_are_warned_of(
     cores: set[int], warned: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder

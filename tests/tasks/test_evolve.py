@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -252,36 +247,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes_and_spends_nothing_twic
     with pytest.raises(ResumeError, match="already holds a ledger"):
         evolve(world, tmp_path / "run", **seeded)
     evolve(world, tmp_path / "run", **seeded, resume=True)
-    assert bytes_of(tmp_path / "run") == uninterrupted
-    assert sum(release.count for release in charged_releases(records_of(tmp_path / "run"))) == T
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["after the second intent", "before the second votes are on the disk"])
-def test_a_run_that_was_shot_goes_on_to_the_same_bytes(
-    point: str, world: Path, tmp_path: Path, uninterrupted: dict[str, bytes]
-) -> None:
-    """By SIGKILL, which leaves no block to end and no lock to be let go."""
-    owner, name, number = POINTS[point]
-    script = textwrap.dedent(f"""
-        import importlib.util, os, signal, sys
-        from pathlib import Path
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-        spec = importlib.util.spec_from_file_location("these_tests", {__file__!r})
-        tests = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(tests)
-        owner = tests.{owner.__name__}
-        calls, real = iter(range(1, 1000)), owner.{name}
-        def shot(*args, **settings):
-            if next(calls) == {number}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **settings)
-        owner.{name} = shot
-        tests.evolve(Path({str(world)!r}), Path({str(tmp_path / "run")!r}), mode=dict(noise_seed=5, secret_file=None))
-    """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, env=os.environ.copy())
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
-    evolve(world, tmp_path / "run", mode={"noise_seed": 5, "secret_file": None}, resume=True)
     assert bytes_of(tmp_path / "run") == uninterrupted
     assert sum(release.count for release in charged_releases(records_of(tmp_path / "run"))) == T
 

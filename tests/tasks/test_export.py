@@ -200,16 +200,6 @@ def test_a_checkpoint_without_the_average_of_its_run_is_not_called_one(tmp_path:
     assert found.startswith("none") and found.endswith(own)
 
 
-def test_a_checkpoint_loads_without_arguments_and_with_others(tmp_path: Path) -> None:
-    module = trained(tmp_path, private(tmp_path), towers="separate")
-    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    loaded = DualEncoder.load_from_checkpoint(path)
-    assert loaded.privacy.name == "none" and not loaded.training
-    torch.testing.assert_close(loaded.encode_queries(["my house"]), module.encode_queries(["my house"]))
-    longer = DualEncoder.load_from_checkpoint(path, max_query_length=7)
-    assert longer.encoder.contract.query_max_length == 7
-
-
 def test_a_checkpoint_of_another_run_is_not_written_out_under_the_card_beside_it(
     private_run: Path, bare_run: Path, tmp_path: Path
 ) -> None:

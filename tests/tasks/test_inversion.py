@@ -7,7 +7,6 @@ import random
 import stat
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,22 +77,6 @@ def test_a_rotated_encoder_hides_texts_until_some_of_them_are_known(
     task(encoders["rotated"], texts, attacker_encoder=encoders["plain"]).run(run_of(tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "inversion.json").read_text())["ranking"]
     assert found["direct"]["low"] < found["direct"]["chance"] and found["mapped"]["value"] > 0.9
-
-
-def test_queries_that_the_encoder_was_trained_on_privately_are_not_public(
-    encoders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(
-        "lit_dpret.tasks.inversion.refuse_training_data", lambda *told, knob: asked.append((*told, knob))
-    )
-    run = run_of(tmp_path / "run")
-    texts = SimpleNamespace(queries={"q": "a"}, passages={"p": "b"}, split=lambda _: ["q"])
-    data = SimpleNamespace(collection=texts, has_public_passages=True)
-    monkeypatch.setattr(type(run), "read_data", lambda *_: data)
-    for settings in ({"split": "train"}, {"split": "train", "whose": "private"}, {"split": "passages"}):
-        task(encoders["plain"], None, **settings)._read(run)  # type: ignore[arg-type]
-    assert asked == [(data, encoders["plain"], "task.whose")]
 
 
 def test_a_report_on_private_texts_is_internal(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:

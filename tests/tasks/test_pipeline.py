@@ -10,12 +10,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-from hydra import compose, initialize_config_module
+from configured import composed
 from lightning.pytorch.callbacks import Callback
 from tiny_generator import generator
 from tiny_tasks import open_to_others, parts, retriever, trainer
 
-from lit_dpret import cli
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.cli.composition import build_parts
@@ -51,9 +50,7 @@ def test_without_privacy_the_same_chain_is_the_upper_bound_and_no_card_claims_an
 
 
 def test_the_loggers_of_a_stage_write_beside_its_card_where_its_owner_alone_reads(tmp_path: Path) -> None:
-    with initialize_config_module(cli.CONFIG_MODULE, version_base="1.3"):
-        chosen = compose("train", overrides=["task=pipeline", "logger=csv", f"run_dir={tmp_path / 'run'}"])
-    loggers = build_parts(chosen).make_loggers
+    loggers = build_parts(composed("task=pipeline", "logger=csv", f"run_dir={tmp_path / 'run'}")).make_loggers
     pipeline(only=["synthetic"]).run(parts(tmp_path, make_privacy=NoPrivacy, make_loggers=loggers))
     run = tmp_path / "run"
     written = {path.relative_to(run).as_posix() for path in run.rglob("metrics.*")}

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from configured import composed
 
 from lit_dpret import cli
 from lit_dpret.modules.outline import PUBLISHED
@@ -19,11 +18,6 @@ PRESETS = {
     "xl": "google-t5/t5-3b",
 }
 LORA = "model.lora={r: 16, lora_alpha: 32, target_modules: [q, v]}"
-
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
-        return compose("train", overrides=list(overrides))
 
 
 @pytest.mark.parametrize("size", PRESETS)

@@ -144,15 +144,6 @@ def test_no_text_of_a_query_is_written_or_shown_and_a_missing_card_is_said(
         assert text not in written + capsys.readouterr().out
 
 
-def test_a_data_set_held_against_itself_is_as_similar_as_can_be(made: Path, encoder: str, tmp_path: Path) -> None:
-    task = Similarity(synthetic=made, reference="public", encoder=encoder, seeds=1, plot=False)
-    scores = task.run(parts(tmp_path / "run", pairs(made)))
-    assert scores["bleu"] == pytest.approx(100)
-    assert scores["mauve/query"] == pytest.approx(1) and scores["mauve/query_passage"] == pytest.approx(1)
-    assert scores["overlap/exact"] == 1
-    assert facts(tmp_path / "run")["diversity"]["total_variation"] == {"lengths": 0, "question_types": 0}
-
-
 def test_the_ceiling_is_the_value_of_two_samples_of_the_original_queries(
     made: Path, original: Path, encoder: str, tmp_path: Path
 ) -> None:
