@@ -41,7 +41,11 @@ def write_report(sweep: SweepFolder) -> Report:
 
     Scores may be measures of private queries, so the files are for their owner alone.
     """
-    rows = [_row(sweep, name, found) for name, found in sweep.results().items()]
+    rows = [
+        {"trial": name, "settings": dict(setting.partition("=")[::2] for setting in found["settings"]),
+         "epsilon": claimed_epsilon(sweep.trial_folder(name)), "metrics": dict(found["metrics"])}
+        for name, found in sweep.results().items()
+    ]  # fmt: skip
     epsilon, how = _spent(sweep)
     best = _best(sweep, rows)
     text = _told(sweep, rows, epsilon, how, best)
@@ -50,16 +54,10 @@ def write_report(sweep: SweepFolder) -> Report:
     write_whole(sweep.folder / TABLE_MD, text + "\n", owner_only=True)
     write_whole(sweep.folder / REPORT, json.dumps(_finite(facts), indent=2) + "\n", owner_only=True)
     metric = sweep.facts["metric"].get("name")
-    varied = _varied(rows)
+    varied = differing([row["settings"] for row in rows])
     if metric is not None and len(rows) > 1 and varied and can_draw() and any(metric in row["metrics"] for row in rows):
         draw_sweep([row | row["settings"] for row in rows], metric=metric, varied=varied, path=sweep.folder / FIGURE)
     return Report(rows, epsilon, best, text)
-
-
-def _row(sweep: SweepFolder, name: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    settings = dict(setting.partition("=")[::2] for setting in found["settings"])
-    epsilon = claimed_epsilon(sweep.trial_folder(name))
-    return {"trial": name, "settings": settings, "epsilon": epsilon, "metrics": dict(found["metrics"])}
 
 
 def claimed_epsilon(folder: Path) -> float | None:
@@ -100,21 +98,26 @@ def _best(sweep: SweepFolder, rows: Sequence[Mapping[str, Any]]) -> str | None:
     return str(best["trial"])
 
 
-def _varied(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings in which the trials differ, in the order of the file; all of them where there is one row."""
-    names = dict.fromkeys(name for row in rows for name in row["settings"])
-    return [name for name in names if len(rows) == 1 or len({row["settings"].get(name) for row in rows}) > 1]
+def differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names whose values are not the same in all rows; all names where there is one row."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if len(rows) == 1 or len({str(row.get(name)) for row in rows}) > 1]
 
 
 def _told(
     sweep: SweepFolder, rows: Sequence[Mapping[str, Any]], epsilon: float | None, how: str | None, best: str | None
 ) -> str:
     metric, facts = sweep.facts["metric"].get("name"), sweep.facts
-    names = [*_varied(rows), "epsilon", *([metric] if metric else [])]
-    cells = [
-        [f"{row['trial']}{' (best)' if row['trial'] == best else ''}", *(_cell(row, name) for name in names)]
-        for row in rows
-    ]
+    names = [*differing([row["settings"] for row in rows]), "epsilon", *([metric] if metric else [])]
+    cells = []
+    for row in rows:
+        shown = {
+            **row["metrics"],
+            **row["settings"],
+            "epsilon": "several" if row["epsilon"] is None else row["epsilon"],
+        }
+        name = f"{row['trial']} (best)" if row["trial"] == best else row["trial"]
+        cells.append([name, *(plain(shown.get(column)) for column in names)])
     claims = {row["epsilon"] for row in rows}
     proved = sorted(claims - {None, math.inf})
     told = {
@@ -129,13 +132,6 @@ def _told(
         "bare": math.inf in claims or facts.get("without_privacy") != 0,
     }
     return render("sweep.md", {"sweep": facts, **told}).rstrip()
-
-
-def _cell(row: Mapping[str, Any], name: str) -> str:
-    value = row["epsilon"] if name == "epsilon" else row["settings"].get(name, row["metrics"].get(name))
-    if name == "epsilon" and value is None:
-        return "several"
-    return plain(value)
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

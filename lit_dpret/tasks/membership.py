@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation
 from lit_dpret.files import file_sha256
 from lit_dpret.modules.generator_folder import is_generator
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
-from lit_dpret.settings import Count, Least, Settings, require_number
+from lit_dpret.settings import Count, Least, Settings, picked, require_number
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.membership_shadows import SHIFT, Attacker, Others, Shadows, Suspects, Trained, choose_suspects
 from lit_dpret.tasks.parts import Parts, check_run_dir
@@ -48,16 +48,16 @@ DROPPED = {
 }
 
 
+@dataclass
 class Claim:
     """The claim of a run, as ceilings at any false positive rate."""
 
-    def __init__(self, line: str) -> None:
-        self.line = line
-        self.eps: float | None = None
-        self.delta: float | None = None
-        self.neighbours: str | None = None
-        self.ceilings: Ceilings | None = None
-        self.caveats: list[str] = []
+    line: str  # the card's claim, in words
+    eps: float | None = None  # recomputed from the ledger; None where none is claimed about whole queries
+    delta: float | None = None
+    neighbours: str | None = None
+    ceilings: Ceilings | None = None  # None where no library computes them
+    caveats: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, folder: Path) -> Claim:
@@ -88,13 +88,6 @@ class Claim:
         else:
             found.ceilings = lambda rates: cached(tuple(rates)) or {}
         return found
-
-    def usual(self) -> Mapping[str, Any] | None:
-        """Return the ceilings at 10, 1 and 0.1 percent."""
-        return None if self.ceilings is None else self.ceilings((0.1, 0.01, 0.001))
-
-
-MEMORISED_MOST = 10
 
 
 @dataclass(kw_only=True)
@@ -177,9 +170,7 @@ class Membership(MembershipSettings):
             signals = attacker.signals(target, progress, moments=True)
         scoring = time.monotonic() - start
         scores: dict[str, NDArray[np.float64]] = dict(signals)
-        trained = None
-        if shadows is not None:
-            trained = shadows.train(suspects, attacker, stages, scoring=scoring)
+        trained = None if shadows is None else shadows.train(suspects, attacker, stages, scoring=scoring)
         if trained is not None:
             scores |= shadow_scores(signals, trained.matrix, population=suspects.population)
         facts = self._facts(target, suspects, claim, trained)
@@ -228,9 +219,10 @@ class Membership(MembershipSettings):
                         "task.reference=start is what this configuration starts from, and what is attacked is "
                         "of another kind. Name a public model (task.reference=minilm or public_t5), or set it to null."
                     )
-            attacker.learn_reference(source, progress)
+            attacker.reference = attacker.look(source, progress)
 
     def _facts(self, target: Path, suspects: Suspects, claim: Claim, trained: Trained | None) -> dict[str, Any]:
+        usual = None if claim.ceilings is None else claim.ceilings((0.1, 0.01, 0.001))
         facts: dict[str, Any] = {
             "internal": True,
             "target": {
@@ -249,7 +241,7 @@ class Membership(MembershipSettings):
             "caveats": [] if suspects.fair else [SHIFT],
             "confidence": self.confidence,
             "alarm": self.alarm,
-            "claim": {"epsilon": claim.eps, "delta": claim.delta, "ceilings": claim.usual()},
+            "claim": {"epsilon": claim.eps, "delta": claim.delta, "ceilings": usual},
             "disclosures": None,
             "shadows": None,
             "memorisation": None,
@@ -303,16 +295,12 @@ class Membership(MembershipSettings):
         results = []
         delta = (claim.delta or 0.0) if suspects.fair else None
         promise = Promise(ceilings=claim.ceilings, delta=delta, epsilon=claim.eps)
+        how = picked(self, "confidence", "alarm", "resamples")
         with ProgressLine("intervals") as progress:
             for done, (name, values) in enumerate(scores.items()):
                 progress(done, len(scores))
                 pair = CanaryScores.of(values[:count], member[:count])
-                results.append(
-                    measure(
-                        name, pair, promise, confidence=self.confidence, alarm=self.alarm, attacks=len(scores),
-                        resamples=self.resamples,
-                    )
-                )  # fmt: skip
+                results.append(measure(name, pair, promise, attacks=len(scores), **how))
             progress(len(scores), len(scores))
         return sorted(results, key=lambda result: -result.auc.value)
 
@@ -335,7 +323,7 @@ def _memorisation(trained: Trained, suspects: Suspects) -> dict[str, Any]:
     name = "loss" if "loss" in matrix.signals else "logit"
     values = counterfactual_memorisation(matrix.signals[name], matrix.included)[: suspects.attacked]
     counts, edges = np.histogram(values, bins=20)
-    most = np.argsort(-values)[:MEMORISED_MOST]
+    most = np.argsort(-values)[:10]
     return {
         "signal": name,
         "mean": float(values.mean()),

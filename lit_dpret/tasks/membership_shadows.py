@@ -10,7 +10,7 @@ import io
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,7 +142,6 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     )  # fmt: skip
 
 
-Signals = Mapping[str, NDArray[np.float64]]
 Progress = Callable[[int, int], None]
 
 
@@ -156,11 +155,7 @@ class Attacker:
     temperature: float
     batch_size: int
     device: str
-    _reference: TokenScores | EncodedPairs | None = None
-
-    def learn_reference(self, source: str | Path, progress: Progress) -> None:
-        """Compute the suspects' signals under a model without private data."""
-        self._reference = self._look(source, progress)
+    reference: TokenScores | EncodedPairs | None = None  # the suspects under a model without private data
 
     def signals(
         self, source: str | Path, progress: Progress, *, moments: bool = False
@@ -169,16 +164,17 @@ class Attacker:
 
         ``moments`` adds the signal of a generator that needs the mean and deviation over its whole vocabulary.
         """
-        seen, suspects = self._look(source, progress, moments=moments), self.suspects
+        seen, suspects = self.look(source, progress, moments=moments), self.suspects
         if isinstance(seen, TokenScores):
-            known = self._reference if isinstance(self._reference, TokenScores) else None
+            known = self.reference if isinstance(self.reference, TokenScores) else None
             found = generator_signals(seen, suspects.queries, reference=known)
         else:
-            paired = self._reference if isinstance(self._reference, EncodedPairs) else None
+            paired = self.reference if isinstance(self.reference, EncodedPairs) else None
             found = encoder_signals(seen, temperature=self.temperature, reference=paired)
         return mean_by_query(found, suspects.row_of, len(suspects.ids))
 
-    def _look(self, source: str | Path, progress: Progress, *, moments: bool = False) -> TokenScores | EncodedPairs:
+    def look(self, source: str | Path, progress: Progress, *, moments: bool = False) -> TokenScores | EncodedPairs:
+        """Return what a model makes of the suspects' rows."""
         texts = (self.suspects.queries, self.suspects.passages)
         settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": progress}
         if is_generator(self.target):
@@ -186,22 +182,6 @@ class Attacker:
             scorer = TokenScorer.load(source, contract=contract, device=self.device)
             return scorer.score(*texts, moments=moments, **settings)
         return encode_pairs(load_towers(source), *texts, self.pool, device=self.device, **settings)
-
-
-def write_signals(path: Path, signals: Signals) -> None:
-    """Write signals of private queries, atomically and readable by their owner alone."""
-    content = io.BytesIO()
-    np.savez(content, **signals)  # type: ignore[arg-type]
-    write_whole(path, content.getvalue(), owner_only=True)
-
-
-def read_signals(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Read what `write_signals` wrote."""
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            return {name: np.asarray(stored[name], dtype=np.float64) for name in stored.files}
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} holds no signals of a shadow model. Remove its folder, and resume.") from error
 
 
 PILOT_STEPS = 5
@@ -273,7 +253,8 @@ class Shadows:
                 )
                 stages.run(name := f"shadow_{number}", lambda folder, _, w=work: w(folder))  # type: ignore[misc]
                 spent += stages.seconds[name]
-                models.append(read_signals(stages.run_dir / name / SIGNALS))
+                with np.load(stages.run_dir / name / SIGNALS, allow_pickle=False) as stored:
+                    models.append({signal: np.asarray(stored[signal], dtype=np.float64) for signal in stored.files})
             progress(count, count)
         return Trained(
             matrix=ShadowMatrix.stack(models, halves[:, chosen]), steps=self.planned, wanted=self.count, seconds=spent
@@ -298,8 +279,10 @@ class Shadows:
         seed = self.parts.seed + 1 + number
         model = self._fit(folder, suspects, half, steps=self.planned, seed=seed, label=label, watch=watch)
         around, start = time.monotonic() - start - sum(watch.seconds), time.monotonic()
+        content = io.BytesIO()
         with ProgressLine(f"{label}: signals") as progress:
-            write_signals(folder / SIGNALS, attacker.signals(model, progress))
+            np.savez(content, **attacker.signals(model, progress))  # type: ignore[arg-type]
+        write_whole(folder / SIGNALS, content.getvalue(), owner_only=True)
         shutil.rmtree(model)
         scoring = time.monotonic() - start
         return {"steps": self.planned, "seconds_per_step": watch.typical(), "around": around, "scoring": scoring}

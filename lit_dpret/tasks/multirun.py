@@ -19,7 +19,7 @@ from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, c
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ledger.siblings import among_siblings, tells_of_all
 from lit_dpret.report.table import Table, plain
-from lit_dpret.sweeps.report import claimed_epsilon
+from lit_dpret.sweeps.report import claimed_epsilon, differing
 from lit_dpret.tasks.fit import Fit, PlannedFit
 from lit_dpret.tasks.parts import ComposedRun, Parts, say
 from lit_dpret.tasks.trial import refuse_other_choice, release_behind
@@ -198,8 +198,8 @@ class Outcomes:
 
     def table(self) -> Table:
         """Return the settings and results in which the runs differ, with the epsilon of each card."""
-        settings = _differing([row["settings"] for row in self.rows])
-        metrics = _differing([row["metrics"] for row in self.rows if not row["error"]])[:_MOST_RESULTS]
+        settings = differing([row["settings"] for row in self.rows])
+        metrics = differing([row["metrics"] for row in self.rows if not row["error"]])[:_MOST_RESULTS]
         failed = any(row["error"] for row in self.rows)
         lines = [
             [row["run"], *(row["settings"].get(name, "") for name in settings), plain(row["epsilon"]),
@@ -208,9 +208,3 @@ class Outcomes:
         ]  # fmt: skip
         numeric = frozenset(range(1 + len(settings), 2 + len(settings) + len(metrics)))
         return Table(["run", *settings, "epsilon", *metrics, *(["error"] if failed else [])], lines, numeric=numeric)
-
-
-def _differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names whose values are not the same in all rows; all names where there is one row."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [name for name in names if len(rows) == 1 or len({str(row.get(name)) for row in rows}) > 1]
