@@ -41,7 +41,7 @@ def write_report(sweep: SweepFolder) -> Report:
 
     Scores may be measures of private queries, so the files are for their owner alone.
     """
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"trial": name, "settings": dict(setting.partition("=")[::2] for setting in found["settings"]),
          "epsilon": claimed_epsilon(sweep.trial_folder(name)), "metrics": dict(found["metrics"])}
         for name, found in sweep.results().items()
