@@ -43,7 +43,7 @@ from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.ledger.judgement import claimed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
-from lit_dpret.settings import require_choice
+from lit_dpret.settings import picked, require_choice
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
@@ -95,24 +95,23 @@ def limits_by_copies(
         return {}
     releases = claimed_releases(PrivacyLedger.read(ledger).records[: card["ledger"]["records"]])
     found = {}
+    facts: dict[str, Any] = {"eps": claim["epsilon"], "delta": claim["delta"]}
     for k in copies:
-        group: dict[str, Any] = {"neighbours": claim["neighbours"]}
-        facts: dict[str, float | None] = {"eps": claim["epsilon"], "delta": claim["delta"], "group_eps": None}
         try:
-            ceiling = SecretCeiling(releases, copies=k, **group)
-            together = group_epsilon(releases, delta=claim["delta"], units=k, **group)
+            ceiling = SecretCeiling(releases, copies=k, neighbours=claim["neighbours"])
+            together = group_epsilon(releases, delta=claim["delta"], units=k, neighbours=claim["neighbours"])
         except UnsupportedAccountingError:
-            found[k] = Limits(eps=claim["epsilon"], delta=claim["delta"])
+            found[k] = Limits(**facts)
             continue
-        facts["group_eps"] = together if together < float("inf") else None
         found[k] = secret_limits(
-            ceiling, candidates=candidates, draws=measure.draws, tokens=measure.max_new_tokens, **facts
-        )
+            ceiling, candidates=candidates, draws=measure.draws, tokens=measure.max_new_tokens,
+            group_eps=together if together < float("inf") else None, **facts,
+        )  # fmt: skip
     return found
 
 
 NAME = "audit"
-_COINS = "one_run"
+_OF_A_BOUND = ("eps_lower", "delta", "confidence", "method", "assumption")
 
 
 class Audit:
@@ -148,7 +147,7 @@ class Audit:
             "measure": vars(self.measure),
             "sha256": set_sha256(canaries),
             "canaries": found,
-            _COINS: [evidence.to_dict() for evidence in coins],
+            "one_run": [evidence.to_dict() for evidence in coins],
         }
         notes = [
             f"{len(canaries.canaries)} canaries stood in this training, as {len(canaries.units())} units: it is the "
@@ -169,7 +168,7 @@ class Audit:
         ]
         results += [_coin_result(one, canaries) for one in coins]
         results += [_coin_result(one, canaries, ceiling=claim["epsilon"]) for one in above]
-        self._tell(rows, coins, written, results)
+        self._tell(cells, coins, written, results)
         if contradictions:
             raise PrivacyViolation(
                 f"The audit contradicts the claim of {self.run_folder.name} ({privacy_line(card)}): "
@@ -210,23 +209,16 @@ class Audit:
         return evidence
 
     def _tell(
-        self,
-        rows: Sequence[CanaryRow],
-        coins: Sequence[Evidence],
-        written: dict[str, Path],
+        self, cells: Sequence[Cell], coins: Sequence[Evidence], written: dict[str, Path],
         results: Sequence[AttackResult],
-    ) -> None:
-        for row in rows:
-            cell = row.cell
+    ) -> None:  # fmt: skip
+        for cell in cells:
             leaked = f", leaked {cell.leaked.mean:.0%}" if cell.draws else ""
             say(
                 f"{cell.side}, {cell.copies} copies, {cell.kind}: mean rank {cell.mean_rank.mean:.1f}, rank 1 "
                 f"{cell.top.mean:.0%}{leaked}; {cell.bounds[0]}"
             )
-        for evidence in coins:
-            say(f"{evidence}")
-        for name, path in written.items():
-            say(f"{name}: {path}")
+        say(*map(str, coins), *(f"{name}: {path}" for name, path in written.items()))
         if self.card:
             for folder in (self.run_folder, self.run_folder / MODEL_FOLDER):
                 known = read_card(folder)["empirical"]["results"] if (folder / CARD_NAME).is_file() else []
@@ -247,26 +239,21 @@ def _results(cell: Cell, candidates: int, *, told: bool) -> list[AttackResult]:
     surely = [_excess_result(one, f"{what}, held against the claim", common) for one in cell.excesses]
     if not told:
         return surely
-    bound, claimed = cell.bounds[0], cell.limits.eps is not None
+    claimed, limits = cell.limits.eps is not None, cell.limits
     common["confidence"] = 0.95
-    limits: Limits = cell.limits
-    return [
-        AttackResult(
-            attack=f"{what}, ranked among {candidates}", metric="share of rank 1", estimate=cell.top.mean,
-            ci=(cell.top.low, cell.top.high), ceiling=limits.top if claimed else None, eps_lower=bound.eps_lower,
-            delta=bound.delta, method=bound.method, assumption=bound.assumption, **common,
-        ),
-        *([_leak_result(cell, what, claimed, common)] if cell.draws else []),
-        *surely,
-    ]  # fmt: skip
-
-
-def _leak_result(cell: Cell, what: str, claimed: bool, common: dict[str, Any]) -> AttackResult:
-    return AttackResult(
+    ranked = AttackResult(
+        attack=f"{what}, ranked among {candidates}", metric="share of rank 1", estimate=cell.top.mean,
+        ci=(cell.top.low, cell.top.high), ceiling=limits.top if claimed else None,
+        **picked(cell.bounds[0], "eps_lower", "delta", "method", "assumption"), **common,
+    )  # fmt: skip
+    if not cell.draws:
+        return [ranked, *surely]
+    leaked = AttackResult(
         attack=f"{what}, looked for in {cell.draws} generated queries each", metric="leaked share",
         estimate=cell.leaked.mean, ci=(cell.leaked.low, cell.leaked.high),
-        ceiling=cell.limits.leak if claimed and cell.kind not in QUERY_SIDE_ONLY else None, **common,
+        ceiling=limits.leak if claimed and cell.kind not in QUERY_SIDE_ONLY else None, **common,
     )  # fmt: skip
+    return [ranked, leaked, *surely]
 
 
 def _excess_result(excess: Excess, attack: str, common: dict[str, Any]) -> AttackResult:
@@ -276,8 +263,8 @@ def _excess_result(excess: Excess, attack: str, common: dict[str, Any]) -> Attac
             ceiling=excess.ceiling, confidence=excess.confidence, **common,
         )  # fmt: skip
     return AttackResult(
-        attack=attack, metric=BOUND, estimate=bound.eps_lower, eps_lower=bound.eps_lower, delta=bound.delta,
-        confidence=bound.confidence, method=bound.method, assumption=bound.assumption, ceiling=excess.ceiling, **common,
+        attack=attack, metric=BOUND, estimate=bound.eps_lower, ceiling=excess.ceiling, **picked(bound, *_OF_A_BOUND),
+        **common,
     )  # fmt: skip
 
 
@@ -285,6 +272,5 @@ def _coin_result(evidence: Evidence, canaries: CanarySet, *, ceiling: float | No
     return AttackResult(
         attack="one-run audit of planted secrets", n=sum(one.copies == evidence.copies for one in canaries.canaries),
         metric="none" if ceiling is None else BOUND, estimate=None if ceiling is None else evidence.eps_lower,
-        eps_lower=evidence.eps_lower, delta=evidence.delta, confidence=evidence.confidence, method=evidence.method,
-        assumption=evidence.assumption, copies=evidence.copies, ceiling=ceiling,
+        copies=evidence.copies, ceiling=ceiling, **picked(evidence, *_OF_A_BOUND),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.tuning import TuningData
-from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
+from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import OutputFolder
@@ -33,7 +33,7 @@ from lit_dpret.report.page import shortened
 from lit_dpret.report.table import RowResult, console_table, write_csv, write_json
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.retrieval.trec_runs import EvaluationResult
-from lit_dpret.settings import Settings
+from lit_dpret.settings import Settings, picked
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
@@ -151,7 +151,7 @@ class Pipeline(Settings):
         self._require_room(privacy)
         self._siblings = self._together(privacy)
         L.seed_everything(parts.seed, verbose=False)
-        self._searched = self._data(max_passages=self.max_passages)
+        self._searched = self._data_of_system(NoPrivacy())
         self._searched.setup("fit")
         systems: dict[System, Callable[[], RowResult]] = {
             "bm25": self._bm25,
@@ -236,25 +236,19 @@ class Pipeline(Settings):
         mode.max_grad_norm = max_grad_norm
         return mode
 
-    def _data(self, **changes: Any) -> PairsDataModule:
-        made: PairsDataModule = self._parts.make_datamodule(
-            **{"expected_batch_size": None, "sample_rate": None, "physical_batch_size": self.retriever_batch} | changes
-        )
-        return made
-
-    def _whole_log(self) -> PairsDataModule:
-        made: PairsDataModule = self._parts.make_datamodule(
-            max_passages=None,
-            expected_batch_size=self.generator_batch,
+    def _whole_log(self) -> Any:
+        return self._parts.make_datamodule(
+            max_passages=None, expected_batch_size=self.generator_batch,
             physical_batch_size=self.generator_physical_batch,
-        )
-        return made
+        )  # fmt: skip
 
-    def _data_of_system(self, mode: PrivacyMode) -> PairsDataModule:
+    def _data_of_system(self, mode: PrivacyMode) -> Any:
         """Return a retriever's data; if the sample rate must not be derived from n, with the declared rate."""
         declared = mode.guarantee == "dp" and mode.neighbours == "add_or_remove"
-        rate = {"sample_rate": self._whole_log().sample_rate} if declared else {}
-        return self._data(max_passages=self.max_passages, **rate)
+        return self._parts.make_datamodule(
+            max_passages=self.max_passages, expected_batch_size=None, physical_batch_size=self.retriever_batch,
+            sample_rate=self._whole_log().sample_rate if declared else None,
+        )  # fmt: skip
 
     def _callbacks(self, folder: Path, resume: bool, label: str) -> list[Any]:
         return stage_callbacks(
@@ -284,13 +278,9 @@ class Pipeline(Settings):
     def _score(self, model: Any) -> EvaluationResult:
         queries, qrels = self._searched.evaluation_set("test")
         passages = self._searched.public_passages()
-        return score_embeddings(
-            list(queries),
-            model.encode_queries(list(queries.values()), keep=True),
-            list(passages),
-            model.encode_passages(list(passages.values())),
-            qrels,
-        )
+        asked = model.encode_queries(list(queries.values()), keep=True)
+        found = model.encode_passages(list(passages.values()))
+        return score_embeddings(list(queries), asked, list(passages), found, qrels)
 
     def _trained(
         self, name: str, label: str, privacy: Callable[[], Any], data: SyntheticDataModule | None = None
@@ -305,15 +295,9 @@ class Pipeline(Settings):
             source = data or self._data_of_system(model.privacy)
             with among_siblings(self._siblings if model.privacy.guarantee == "dp" else siblings_now()):
                 train_retriever(
-                    model,
-                    source,
-                    folder,
-                    parts=self._parts,
-                    steps=self.retriever_steps,
-                    batch=self.retriever_batch,
-                    callbacks=self._callbacks(folder, resume, f"retriever ({label})"),
-                    resume=resume,
-                )
+                    model, source, folder, parts=self._parts, steps=self.retriever_steps, batch=self.retriever_batch,
+                    callbacks=self._callbacks(folder, resume, f"retriever ({label})"), resume=resume,
+                )  # fmt: skip
             result = self._score(model)
             return {"intervals": {m: [i.mean, i.low, i.high] for m, i in result.intervals.items()}}
 
@@ -343,28 +327,17 @@ class Pipeline(Settings):
         passages = self._searched.public_passages()
         with ProgressLine("generating queries") as progress:
             synthesize(
-                self._parts.run_dir / "generator" / "model",
-                passages,
-                folder / "data",
-                passages_are_public=True,
-                queries_per_passage=self.queries_per_passage,
-                seed=self._parts.seed,
-                top_p=self.top_p,
-                temperature=self.temperature,
-                group_size=self.group_size,
-                tuning={"data": self.tuning_data, "note": self.tuning_note or ""},
-                progress=progress,
-            )
+                self._parts.run_dir / "generator" / "model", passages, folder / "data", passages_are_public=True,
+                seed=self._parts.seed, tuning={"data": self.tuning_data, "note": self.tuning_note or ""},
+                progress=progress, **picked(self, "queries_per_passage", "top_p", "temperature", "group_size"),
+            )  # fmt: skip
         return {"passages": len(passages)}
 
     def _made(self, folder: Path, keep: Path | None = None, *, card: bool = True) -> SyntheticDataModule:
         return SyntheticDataModule(
-            folder=folder,
-            evaluation=self._searched,
-            keep=keep,
-            require_privacy_card=card,
+            folder=folder, evaluation=self._searched, keep=keep, require_privacy_card=card,
             physical_batch_size=self.retriever_batch,
-        )
+        )  # fmt: skip
 
     def _consistent(self, name: str, folder: Path, *, card: bool = True) -> SyntheticDataModule:
         """Return the queries of ``folder`` that find their own passage, or all without a filter; stage ``name``."""

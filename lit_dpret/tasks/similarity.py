@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,10 @@ class Texts:
         """Read queries without passages, from a file of records with a ``text``."""
         file = RecordFile(path, knob="task.reference_file")
         return cls({str(number): file.text(number, record, "text") for number, record in file}, [], {})
+
+    def facts(self, source: Any) -> dict[str, Any]:
+        """Return which data these are of, as every result says, and how many they are."""
+        return {**data_facts(source, self.queries), "queries": len(self.queries), "pairs": len(self.rows)}
 
     def sample(self, count: int) -> list[str]:
         """Return this many queries, chosen by hash of id; all if there are no more."""
@@ -115,36 +119,28 @@ class Similarity(Settings):
             if measure in self.chosen:
                 need(package)  # before the card is marked and texts are encoded for nothing
         privacy = self._privacy()  # what is declared below is written on this card
-        made, original, held_out = self._made(), self._original(parts), self._held_out(parts)
+        made, original = self._made(), self._original(parts)
+        held_out = None if self.held_out is None else self._split(parts, self.held_out)
         warning = declare(
             self.synthetic, self.reference, measured=f"Similarity ({', '.join(self.chosen)})", where="this folder",
         )  # fmt: skip
         facts: dict[str, Any] = {
-            "synthetic": {
-                "name": self.synthetic.resolve().name,
-                **data_facts(self.synthetic, made.queries),
-                "queries": len(made.queries),
-                "pairs": len(made.rows),
-                "privacy": privacy,
-            },
+            "synthetic": {"name": self.synthetic.resolve().name, "privacy": privacy, **made.facts(self.synthetic)},
             "reference": {
                 "whose": self.reference,
                 "from": f"the split {self.split}" if self.reference_file is None else self.reference_file.name,
-                **data_facts(self.reference_file or parts.make_datamodule(), original.queries),
-                "queries": len(original.queries),
-                "pairs": len(original.rows),
+                **original.facts(self.reference_file or parts.make_datamodule()),
             },
             "not_covered": warning,
             "not_computed": {},
         }
-        if "bleu" in self.chosen:
-            facts["bleu"] = self._bleu(made, original, facts["not_computed"])
-        if "mauve" in self.chosen:
-            facts["mauve"] = self._mauve(made, original, facts["not_computed"])
-        if "diversity" in self.chosen:
-            facts["diversity"] = self._diversity(made, original)
-        if "overlap" in self.chosen:
-            facts["overlap"] = self._overlap(made, original, held_out)
+        measures: dict[Measure, Callable[[], Any]] = {
+            "bleu": lambda: self._bleu(made, original, facts["not_computed"]),
+            "mauve": lambda: self._mauve(made, original, facts["not_computed"]),
+            "diversity": lambda: self._diversity(made, original),
+            "overlap": lambda: self._overlap(made, original, held_out),
+        }
+        facts |= {name: measure() for name, measure in measures.items() if name in self.chosen}
         internal = self.reference == "private"
         written = write_similarity(facts, parts.run_dir, command=parts.command, plot=self.plot, owner_only=internal)
         say(*written.lines)
@@ -180,9 +176,6 @@ class Similarity(Settings):
             if trains_on(data, texts.queries.values()):
                 refuse_training_data(data, self.synthetic, knob="task.reference")
         return texts
-
-    def _held_out(self, parts: Parts) -> Texts | None:
-        return None if self.held_out is None else self._split(parts, self.held_out)
 
     def _split(self, parts: Parts, split: str) -> Texts:
         data = parts.read_data("test")
@@ -220,11 +213,9 @@ class Similarity(Settings):
             }
             side: Literal["query", "passage"] = "query" if kind == "query" else "passage"
             known = self._encode(towers, q, side)
-            found[kind] = mauve(self._encode(towers, p, side), known, **how).to_dict()
+            found[kind] = mauve(self._encode(towers, p, side), known, **how).to_dict() | {"ceiling": None}
             if self.ceiling and len(more) == len(q):
                 found[kind]["ceiling"] = mauve(self._encode(towers, more, side), known, **how).to_dict()
-            else:
-                found[kind]["ceiling"] = None
         return found
 
     def _features(self, kind: Features, made: Texts, original: Texts) -> tuple[list[str], list[str], list[str]]:
