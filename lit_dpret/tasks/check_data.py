@@ -30,7 +30,7 @@ from lit_dpret.privacy.budget import LARGE_DELTA, large_delta
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import render
 from lit_dpret.settings import Count, Natural, Settings
-from lit_dpret.tasks.parts import Parts, check_run_dir, say
+from lit_dpret.tasks.parts import Parts, check_run_dir, say, words_of
 from lit_dpret.tasks.rulers import MAX_TEXTS, SIDES, fitting_batch, fitting_length, make_rulers
 
 SCHEMA = "lit-dpret/data-check/1"
@@ -112,14 +112,9 @@ class CheckData(Settings):
         return {"problems": float(problems.total)}
 
     def _clean(
-        self,
-        parts: Parts,
-        data: Any,
-        readable: Collection | None,
-        log: RecordFile,
-        problems: Problems,
+        self, parts: Parts, data: Any, readable: Collection | None, log: RecordFile, problems: Problems,
         facts: dict[str, Any],
-    ) -> tuple[Any, Collection]:
+    ) -> tuple[Any, Collection]:  # fmt: skip
         """Write the log without the refused lines; return the DataModule and the collection of what is left."""
         refused = refused_records(problems.found, log.path)
         if refused is None or readable is None:
@@ -172,9 +167,7 @@ class CheckData(Settings):
         facts["splits"] = count_splits(collection)
         facts["duplicates"] = find_duplicates(collection, examples=self.examples)
         facts["duplicates"]["queries"]["numbered"] = _numbered(data, facts)
-        facts["invisible"] = {
-            side: count_invisible(texts[side], of_one_line=side == "query") for side in SIDES
-        }  # fmt: skip
+        facts["invisible"] = {side: count_invisible(texts[side], of_one_line=side == "query") for side in SIDES}
         facts["lengths"] = {"by": by} | {
             side: measure_lengths(texts[side], count=ruler.count, limit=ruler.limit, at_most=self.max_texts)
             for side, ruler in rulers.items()
@@ -189,8 +182,7 @@ class CheckData(Settings):
         unit = {"privacy.unit": "user", **chosen} if cap else {}
         is_split = set(collection.qrels) != {"train"}
         clean = {"datamodule.pairs": str(self.write_clean)} if "left_out" in facts else {}
-        facts["command"] = _command(parts.command, {}, clean | _fitting(data, collection, facts) | unit)
-        facts["cautions"] = _cautions(collection, facts)
+        _advise(facts, parts.command, data, collection, {}, clean | unit)
         if is_split and self.write_split is None:
             return
         if is_split and not self.resplit:
@@ -212,8 +204,7 @@ class CheckData(Settings):
         if self.write_split is not None:
             read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"), by=by)
             facts["split"]["written"] = str(self.write_split)
-            facts["command"] = _command(parts.command, read_by, _fitting(data, new, facts) | unit)
-            facts["cautions"] = _cautions(new, facts)
+            _advise(facts, parts.command, data, new, read_by, unit)
 
 
 def _units(collection: Collection, facts: Mapping[str, Any]) -> int:
@@ -222,15 +213,19 @@ def _units(collection: Collection, facts: Mapping[str, Any]) -> int:
     return int(users["users"]) if users else len(collection.qrels.get("train", {}))
 
 
-def _cautions(collection: Collection, facts: Mapping[str, Any]) -> list[str]:
+def _advise(
+    facts: dict[str, Any], given: str, data: TextData, collection: Collection, read_by: Mapping[str, str],
+    more: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Add the command that trains, with what this log needs, and what is weak about the default promise for it."""
     units = _units(collection, facts)
     delta = 1 / (2 * max(1, units))
-    return [large_delta(delta, units)] if delta > LARGE_DELTA else []
+    facts["command"] = _command(given, read_by, {**_fitting(data, units, facts), **more})
+    facts["cautions"] = [large_delta(delta, units)] if delta > LARGE_DELTA else []
 
 
-def _fitting(data: TextData, collection: Collection, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return settings that this log needs: a batch that it has units for, and a length that cuts few passages."""
-    units = _units(collection, facts)
+def _fitting(data: TextData, units: int, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return a batch that a log has units for, and a length that cuts few passages."""
     more = {"hydra.run.dir": "runs/mine"}
     if (batch := fitting_batch(units, asked := getattr(data, "expected_batch_size", None) or 256)) < asked:
         more["datamodule.expected_batch_size"] = str(batch)
@@ -265,10 +260,7 @@ _KEPT = {one.name for one in fields(PairsDataModule)} - {
 
 def _command(given: str, read_by: Mapping[str, str], more: Mapping[str, str]) -> str:
     """Return the command that trains: the given one without its task, reading ``read_by`` where that is not empty."""
-    try:
-        words = shlex.split(given)
-    except ValueError:  # a lone quote mark in a value
-        words = given.split()
+    words = words_of(given)
     program = list(takewhile(lambda word: "=" not in word, words))
     shown = list(program)
     for override in words[len(program) :]:

@@ -15,12 +15,13 @@ from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.report.page import shortened
 from lit_dpret.settings import Natural, Settings
 from lit_dpret.synthesis.filters import QueryFilter, apply_filters, load_released, write_selection
 from lit_dpret.synthesis.filters.selection import Applied, check_is_new
 from lit_dpret.tasks.parts import Parts, check_run_dir, say, say_unaccounted
 
-_SHOWN_WORDS = 25
+_SHOWN = 160  # characters of a passage
 FILTERED = "filtered"
 
 
@@ -96,14 +97,9 @@ def _examples(applied: Sequence[Applied], passages: Mapping[str, str]) -> str:
     lines = ["# What the filters kept, and what they did not", ""]
     for one in applied:
         rows = [
-            (word, f"{score:.3g}", text, f"{name}: {_beginning(passages[name])}")
+            (word, f"{score:.3g}", text, f"{name}: {shortened(' '.join(passages[name].split()), _SHOWN)}")
             for word, examples in zip(("kept", "dropped"), one.examples, strict=True)
             for score, text, name in examples
         ]
         lines += [f"## {_line(one)}", "", Grid(("", "score", "query", "passage"), rows, frozenset({1})).markdown(), ""]
     return "\n".join(lines)
-
-
-def _beginning(text: str) -> str:
-    words = text.split()
-    return " ".join(words[:_SHOWN_WORDS]) + (" ..." if len(words) > _SHOWN_WORDS else "")

@@ -112,20 +112,11 @@ class Fit(Settings):
         module = parts.make_module(privacy=privacy)
         hold_out = self._hold_out(privacy, datamodule, parts.run_dir)
         canaries = released_canaries(parts)
-        logged = train(
-            module,
-            datamodule,
-            Training(
-                run_dir=parts.run_dir,
-                make_trainer=parts.make_trainer,
-                callbacks=parts.make_callbacks(),
-                loggers=parts.make_loggers(),
-                resume=parts.resume,
-                several_ranks=True,
-            ),
-            canaries=canaries,
-            after_setup=hold_out,
-        )
+        how = Training(
+            run_dir=parts.run_dir, make_trainer=parts.make_trainer, callbacks=parts.make_callbacks(),
+            loggers=parts.make_loggers(), resume=parts.resume, several_ranks=True,
+        )  # fmt: skip
+        logged = train(module, datamodule, how, canaries=canaries, after_setup=hold_out)
         _tell_where(parts.run_dir)
         # A run that was interrupted after its last step logs nothing more, and had its results before.
         return _logged(parts.run_dir) | logged if parts.resume else logged
@@ -138,12 +129,9 @@ class Fit(Settings):
         if (canaries := released_canaries(parts)) is not None:
             plant_blanks(datamodule, canaries.units)
         return plan_fit(
-            parts.make_privacy(),
-            datamodule,
-            parts.make_trainer(logger=False),
-            make_module=parts.make_module,
+            parts.make_privacy(), datamodule, parts.make_trainer(logger=False), make_module=parts.make_module,
             callbacks=parts.make_callbacks(),
-        )
+        )  # fmt: skip
 
     def _hold_out(self, privacy: Any, datamodule: Any, folder: Path) -> Callable[[], None] | None:
         """Return a function that holds queries out once the data are read; None where all are trained on."""

@@ -42,8 +42,7 @@ class OwnLog(Pipeline):
     def run(self, parts: Parts) -> dict[str, float]:
         """Run the check, the split and every unfinished stage of the pipeline; return its numbers."""
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
-        neighbours = getattr(parts.make_privacy(), "neighbours", "zero_out")
-        if neighbours == "add_or_remove":
+        if getattr(parts.make_privacy(), "neighbours", "zero_out") == "add_or_remove":
             raise ConfigurationError(
                 "privacy.neighbours=add_or_remove keeps the number of queries private, and the batches of task=own_log "
                 "follow from it. Use task=pipeline with sizes of your own, or privacy.neighbours=zero_out."

@@ -77,7 +77,7 @@ class Parts:
 
     def command_again(self, *how: str) -> str:
         """Return the command that repeats this run, without ``resume=`` and words that begin with ``how``."""
-        return as_typed([word for word in _words(self.command) if not word.startswith(("resume=", *how))])
+        return as_typed([word for word in words_of(self.command) if not word.startswith(("resume=", *how))])
 
 
 def as_typed(words: Sequence[str]) -> str:
@@ -90,7 +90,8 @@ def as_typed(words: Sequence[str]) -> str:
     return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
 
 
-def _words(command: str) -> list[str]:
+def words_of(command: str) -> list[str]:
+    """Return the words of a command, as a shell splits it."""
     try:
         return shlex.split(command)
     except ValueError:  # a lone quote mark in a value

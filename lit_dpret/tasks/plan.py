@@ -158,15 +158,9 @@ class Plan:
             return {"why": str(error)}
         if self.device is not None:
             costs["prediction"] = predict(
-                outline,
-                batch=plan.denominator,
-                device=self.device,
-                world=self.world_size,
-                strategy=self.strategy,
-                noise=plan.noise,
-                engine=plan.engine,
-                secure_rng=secure,
-            )
+                outline, batch=plan.denominator, device=self.device, world=self.world_size, strategy=self.strategy,
+                noise=plan.noise, engine=plan.engine, secure_rng=secure,
+            )  # fmt: skip
         if self.measure == "slices":
             costs["slices"] = from_slices(
                 outline, plan, device, precision=precision, secure_rng=secure, progress=progress

@@ -73,7 +73,8 @@ class Synthesize(SetDrawing):
         super().__post_init__()
         self.settings = picked(
             self, "top_p", "temperature", "top_k", "max_new_tokens", "min_new_tokens", "group_size", "precision",
-            "device", "threads", "workers", "groups_in_flight", "language", "license", "tuning",
+            "device", "threads", "workers", "groups_in_flight", "language", "license", "tuning", "passages_are_public",
+            "queries_per_passage",
         )  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -87,35 +88,24 @@ class Synthesize(SetDrawing):
         data = parts.make_datamodule()
         job.share(data.prepare_data)
         data.setup("predict")
-        if _promises(self.generator) and (log := getattr(data, "collection", None)) is not None:
+        card, log = self.generator / CARD_NAME, getattr(data, "collection", None)
+        if log is not None and card.is_file() and read_card(card)["claim"]["guarantee"] == "dp":
             self.refuse_queries(log.queries.values(), parts.run_dir)
         passages = public_sample(data.public_passages(), self.max_passages)
         with ProgressLine("generating queries") as progress:
             folder = synthesize(
-                self.generator,
-                passages,
-                parts.run_dir / SYNTHETIC,
-                passages_are_public=self.passages_are_public,
-                queries_per_passage=self.queries_per_passage,
-                seed=parts.seed,
-                progress=progress if job.is_first else None,
-                job=job,
-                **self.settings,
-            )
+                self.generator, passages, parts.run_dir / SYNTHETIC, seed=parts.seed, job=job,
+                progress=progress if job.is_first else None, **self.settings,
+            )  # fmt: skip
         if job.is_first:
             say(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}")
             say_unaccounted(read_card(folder))
         return {"passages": float(len(passages))}
 
 
-def _promises(generator: Path) -> bool:
-    return (generator / CARD_NAME).is_file() and read_card(generator)["claim"]["guarantee"] == "dp"
-
-
 def public_sample(passages: dict[str, str], limit: int | None) -> dict[str, str]:
     """Return ``limit`` passages chosen by a hash of their ids, independent of all queries."""
     if limit is None or limit >= len(passages):
         return passages
-    chosen = sorted(passages, key=by_hash)[:limit]
-    kept = set(chosen)
+    kept = set(sorted(passages, key=by_hash)[:limit])
     return {name: text for name, text in passages.items() if name in kept}
