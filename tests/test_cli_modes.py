@@ -85,5 +85,3 @@ def test_a_dual_encoder_trained_on_synthetic_queries_inherits_their_claim(tmp_pa
     )
     assert card["claim"]["epsilon"] == parent["claim"]["epsilon"] and math.isfinite(card["claim"]["epsilon"])
     assert card["mechanism"]["kind"] == "post_processing"
-
-
