@@ -49,11 +49,8 @@ def test_a_name_finds_its_folder_and_its_split(tmp_path: Path) -> None:
     assert list(qrels) == ["dev1", "dev2", "dev3"] == list(queries)
     assert data.evaluation_split == "dev" and not data.drops_self_matches
     assert [row.query_id for row in data.pair_rows("train")] == ["train1", "train2", "train3"]
-
-
-def test_the_folder_of_the_set_itself_may_be_named(tmp_path: Path) -> None:
-    data = BeirDataModule(name="scifact", root=write_set(tmp_path / "my copy"))
-    assert list(evaluated(data)[1]) == ["test1", "test2", "test3"]
+    named = BeirDataModule(name="scifact", root=write_set(tmp_path / "my copy"))
+    assert list(evaluated(named)[1]) == ["test1", "test2", "test3"]
 
 
 def test_only_the_evaluated_split_is_read_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -18,10 +18,6 @@ GOOD = Collection(
 )
 
 
-def test_a_consistent_collection_passes() -> None:
-    assert GOOD.check() is GOOD
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -46,15 +42,6 @@ def test_each_contradiction_is_refused_in_one_line_without_a_text(change: dict[s
         replace(GOOD, **change).check()
     message = str(error.value)
     assert reason in message and "\n" not in message and "secret" not in message
-
-
-def test_empty_passages_pass_when_allowed() -> None:
-    replace(GOOD, passages={"p1": "one", "p2": ""}).check(allow_empty_passages=True)
-
-
-def test_an_unknown_split_is_refused_with_those_there_are() -> None:
-    with pytest.raises(DataError, match="no split 'dev'; it has: train, test"):
-        GOOD.split("dev")
 
 
 def test_no_repr_shows_a_query_an_id_or_a_count_of_queries() -> None:

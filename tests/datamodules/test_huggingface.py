@@ -118,22 +118,10 @@ def test_a_wrong_setting_of_a_local_folder_is_named_in_one_line_and_nothing_is_w
     assert "\n" not in str(found.value) and not recwarn.list
 
 
-def test_users_that_no_column_names_are_told_by_the_setting(folder: Path) -> None:
-    data = HuggingFaceDataModule(path=folder, **{**COLUMNS, "user_column": None})
-    with pytest.raises(ConfigurationError, match=r"datamodule\.user_column"):
-        data.use_unit("user")
-        data.train_units()
-
-
 @pytest.mark.parametrize(("name", "way_out"), [("data-00000-of-00001.arrow", "to_parquet"), ("train.json", "jsonl")])
 def test_files_of_another_kind_are_told_how_to_be_written(name: str, way_out: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(DataError, match=rf"datamodule\.path.*{way_out}"):
-        HuggingFaceDataModule(path=tmp_path, **COLUMNS).prepare_data()
-
-
-def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no file of records"):
         HuggingFaceDataModule(path=tmp_path, **COLUMNS).prepare_data()
 
 

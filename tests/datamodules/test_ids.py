@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_silos import SIZE
 
-from lit_dpret.datamodules import HuggingFaceDataModule, PairsDataModule
+from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.silo_folder import read_silo, write_silos
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
@@ -74,16 +74,6 @@ def test_a_user_of_a_file_of_queries_is_one_unit(inside: bool, tmp_path: Path) -
     judged = [f"q{i} \tp1\t1" for i in range(len(USERS))]
     (tmp_path / "qrels" / "train.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *judged]) + "\n")
     assert users_of(PairsDataModule(folder=tmp_path, expected_batch_size=1)) == 2
-
-
-def test_a_user_of_a_data_set_on_disk_is_one_unit(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", [json.loads(line) for line in pairs(tmp_path).read_text().splitlines()])
-    (tmp_path / "log.jsonl").unlink()
-    data = HuggingFaceDataModule(
-        path=str(tmp_path), query_column="query", passage_column="passage", user_column="user_id",
-        passages_are_public=True, expected_batch_size=1,
-    )  # fmt: skip
-    assert users_of(data) == 2
 
 
 def test_a_user_of_a_collection_that_was_made_by_hand_is_one_unit() -> None:

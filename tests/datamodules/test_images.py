@@ -83,18 +83,6 @@ def test_a_stand_in_groups_labels_and_each_label_is_in_one_group(
     assert set(coarse) == set(range(groups)) and len(data.class_names()) == groups
 
 
-def test_the_groups_of_cifar10_put_like_with_like(tmp_path: Path) -> None:
-    data = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path))
-    names, groups = data.class_names("fine"), data.class_names("coarse")
-    pairs = zip(data.labelled("train")[1].tolist(), data.labelled("train", labels="coarse")[1].tolist(), strict=True)
-    found = {names[fine]: groups[coarse] for fine, coarse in pairs}
-    assert found["truck"] == found["automobile"] == "road vehicles"
-    assert found["airplane"] == found["ship"] == "craft"
-    assert found["cat"] == found["dog"] == "pets"
-    assert found["deer"] == found["horse"] == "hoofed animals"
-    assert found["bird"] == found["frog"] == "other animals"
-
-
 # -- public samples --------------------------------------------------------------------------
 
 

@@ -167,14 +167,6 @@ def test_training_data_is_the_same_whether_passages_are_held_or_not(harbour: Pat
     assert list(tmp_path.iterdir()) == built
 
 
-def test_a_sample_of_a_stored_corpus_is_the_sample_of_a_held_one(harbour: Path, tmp_path: Path) -> None:
-    chosen = [
-        PairsDataModule(folder=harbour, in_memory=in_memory, cache_dir=tmp_path, max_passages=8).public_passages()
-        for in_memory in (True, False)
-    ]
-    assert chosen[0] == chosen[1] and len(chosen[0]) == 8
-
-
 def test_pairs_without_passage_ids_need_their_corpus_in_memory(write: Write, tmp_path: Path) -> None:
     public = write("corpus.jsonl", RECORDS)
     by_text = write("pairs.jsonl", [{"query": "q", "passage": "body 0"}])

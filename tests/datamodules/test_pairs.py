@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -60,14 +59,6 @@ def test_a_folder_its_parts_and_a_mapping_of_qrels_give_the_same_collection(harb
         datamodule.setup("fit")
         assert datamodule.collection.fingerprint(KEY) == folder.fingerprint(KEY)
         assert datamodule.collection.qrels == folder.qrels
-
-
-def test_a_log_of_pairs_is_read(pair_log: Path) -> None:
-    datamodule = PairsDataModule(pairs=pair_log)
-    datamodule.use_unit("user")
-    datamodule.prepare_data()
-    assert datamodule.n_units == 2
-    assert datamodule.evaluation_set("dev")[0] == {"row-4": "who paints the buoys"}
 
 
 def test_columns_of_a_log_may_have_other_names(write: Write) -> None:
@@ -162,15 +153,6 @@ def test_without_a_unit_of_privacy_there_are_no_units(harbour: Path) -> None:
         PairsDataModule(folder=harbour).train_units()
 
 
-def test_the_unit_decides_the_number_of_units(harbour: Path) -> None:
-    datamodule = PairsDataModule(folder=harbour)
-    sizes = {}
-    for unit in get_args(TextUnit):
-        datamodule.use_unit(unit)
-        sizes[unit] = datamodule.n_units
-    assert sizes == {"query": 5, "pair": 8, "user": 3}
-
-
 def test_the_unit_cannot_change_under_an_attached_sampler(harbour: Path) -> None:
     datamodule = attached(harbour)
     datamodule.use_unit("query")
@@ -248,34 +230,6 @@ def test_iterating_leaves_torch_s_random_state_alone(harbour: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_trainer_sees_exactly_the_drawn_batches(harbour: Path, tmp_path: Path) -> None:
-    class Recorder(pl.LightningModule):
-        seen: list[Any]
-
-        def on_train_start(self) -> None:
-            self.seen = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.seen.append(batch)
-
-        def configure_optimizers(self) -> None:
-            return None
-
-    recorder = Recorder()
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(recorder, datamodule=attached(harbour))
-    assert recorder.seen == EXPECTED
-
-
 def test_the_fingerprint_follows_the_data_and_how_it_is_grouped(harbour: Path, harbour_copy: Path) -> None:
     def fingerprint(folder: Path = harbour, **settings: Any) -> str:
         return PairsDataModule(folder=folder, **settings).data_fingerprint(KEY)
@@ -323,10 +277,6 @@ def test_a_log_in_which_some_records_have_ids_has_units_of_its_own_kind(write: W
     assert datamodule.unit_by == PARTLY_NAMED
 
 
-def test_the_public_passages_are_the_corpus(harbour: Path) -> None:
-    assert list(PairsDataModule(folder=harbour).public_passages()) == [f"p{i}" for i in range(1, 9)]
-
-
 def test_a_log_alone_gives_no_public_passages_unless_declared(pair_log: Path, write: Write) -> None:
     with pytest.raises(ConfigurationError, match=r"datamodule\.corpus.*datamodule\.passages_are_public=true"):
         PairsDataModule(pairs=pair_log).public_passages()
@@ -357,14 +307,3 @@ def test_an_evaluation_set_is_a_split_s_queries_and_graded_qrels(harbour: Path) 
     queries, qrels = PairsDataModule(folder=harbour).evaluation_set("test")
     assert queries == {"e1": "what does a berth cost", "e2": "what is that noise in the mist"}
     assert qrels == {"e1": {"p5": 1}, "e2": {"p7": 2, "p1": 0}}
-
-
-def test_the_rows_of_a_split_are_its_positive_pairs(harbour: Path) -> None:
-    datamodule = PairsDataModule(folder=harbour)
-    assert len(datamodule.pair_rows()) == 8
-    assert [(row.query_id, row.passage_id) for row in datamodule.pair_rows("test")] == [("e1", "p5"), ("e2", "p7")]
-
-
-def test_what_data_overlaps_is_reported_and_dropped_on_request(harbour: Path) -> None:
-    assert PairsDataModule(folder=harbour).report_overlap()["test"].queries == 1
-    assert PairsDataModule(folder=harbour, drop_overlap=True).report_overlap()["test"].queries == 0

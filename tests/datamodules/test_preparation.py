@@ -13,7 +13,6 @@ from lit_dpret.datamodules.preparation import (
     Overlap,
     drop_overlap,
     drop_queries_without_passage,
-    lower_case_queries,
     report_overlap,
     sample,
 )
@@ -67,11 +66,6 @@ def test_which_train_queries_have_a_passage_moves_no_other_query(harbour_copy: P
 def test_a_test_query_judged_all_zero_stays_for_the_evaluator(data: Collection) -> None:
     zero = replace(data, qrels={**data.qrels, "test": {"e2": {"p1": 0}}})
     assert "e2" in drop_queries_without_passage(zero).qrels["test"]
-
-
-def test_queries_become_lower_case_and_passages_do_not(data: Collection) -> None:
-    lowered = lower_case_queries(data)
-    assert lowered.queries["t1"] == "when does the harbour fill?" and lowered.passages == data.passages
 
 
 def test_overlap_counts_repeated_queries_and_shared_positives(data: Collection) -> None:

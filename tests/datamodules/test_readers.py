@@ -131,12 +131,3 @@ def test_a_file_is_not_read_again_for_every_repeated_id(write: Write) -> None:
     found = [file.find(number, (("_id",), "a")) for number in range(2, 60)]
     assert found[:20] == [1] * 20 and set(found[20:]) == {0}
     assert file.place(0) == "an earlier one"
-
-
-def test_problems_are_counted_by_kind_and_a_few_are_shown() -> None:
-    problems = Problems(examples=2)
-    for number in range(5):
-        problems(DataError(f"number {number}", kind="many"))
-    problems(DataError("alone"))
-    assert problems.counts == {"many": 5, "malformed data": 1} and problems.total == 6
-    assert problems.shown == {"many": ["number 0", "number 1"], "malformed data": ["alone"]}

@@ -43,11 +43,6 @@ def test_all_rows_of_a_query_are_one_unit(data: Collection) -> None:
     ]
 
 
-def test_each_pair_is_a_unit(data: Collection) -> None:
-    assert all(len(rows) == 1 for rows in grouped(GroupedUnitDataset(data, unit="pair")))
-    assert len(GroupedUnitDataset(data, unit="pair")) == 8
-
-
 def test_all_rows_of_a_user_are_one_unit(data: Collection) -> None:
     assert grouped(GroupedUnitDataset(data, unit="user")) == [
         [("t1", "p1"), ("t1", "p2"), ("t4", "p5"), ("t4", "p6")],

@@ -42,11 +42,6 @@ def test_what_stands_outside_the_mask_changes_nothing(name: str, tokens: tuple[T
     assert poisoned.grad[~mask.bool()].eq(0).all()
 
 
-@pytest.mark.parametrize("name", POOLINGS)
-def test_a_text_without_tokens_is_the_zero_vector(name: str) -> None:
-    assert get_pooling(name)(torch.full((2, 3, 4), float("nan")), torch.zeros(2, 3)).eq(0).all()
-
-
 def test_the_mean_of_half_precision_is_summed_in_float32_and_rounded_once() -> None:
     hidden = torch.randn(200, 51, 1, generator=torch.Generator().manual_seed(1)).bfloat16() + 1
     rounded_twice = hidden.sum(dim=1) / 51

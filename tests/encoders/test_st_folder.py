@@ -251,21 +251,6 @@ def test_prompts_and_limits_of_other_peoples_folders_are_read(tmp_path: Path) ->
     assert TextEncoder.from_pretrained(tmp_path).contract.pooling == "cls"
 
 
-def test_a_folder_written_by_sentence_transformers_itself_is_read_as_it_means_it(tmp_path: Path) -> None:
-    st = pytest.importorskip(
-        "sentence_transformers", reason="sentence-transformers is the other implementation; install it to compare"
-    )
-    for name in ("prefixes", "max, lower case", "projection on both sides", "two lengths", "query head", "two towers"):
-        theirs = st.SentenceTransformer(str(save(name, tmp_path / name / "ours")), device="cpu")
-        theirs.save(str(tmp_path / name / "theirs"))
-        towers = load_towers(tmp_path / name / "theirs")
-        settings = {"batch_size": len(TEXTS), "convert_to_tensor": True}
-        assert torch.equal(theirs.encode_query(TEXTS, **settings), towers.query_encoder.eval().encode(TEXTS, "query"))
-        assert torch.equal(
-            theirs.encode_document(TEXTS, **settings), towers.passage_encoder.eval().encode(TEXTS, "passage")
-        )
-
-
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [

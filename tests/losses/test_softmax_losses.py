@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, PublicPoolSoftmaxLoss, false_negatives
+from lit_dpret.losses.similarity import SIMILARITIES, cosine, get_similarity
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -129,12 +130,6 @@ def test_half_precision_embeddings_give_a_float32_loss_under_autocast_too() -> N
     assert torch.allclose(found, loss(queries.float(), pool.float(), index), atol=1e-5)
 
 
-def test_false_negatives_are_found_by_id_alone() -> None:
-    found = false_negatives(["a", "b"], ["a", "b", "a", "c"], [{"c", "absent"}, ()])
-    assert found.tolist() == [[True, False, True, True], [False, True, False, False]]
-    assert false_negatives([], ["a"]).shape == (0, 1)
-
-
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
     for loss in (InBatchSoftmaxLoss, PublicPoolSoftmaxLoss):
@@ -177,14 +172,6 @@ def test_each_row_of_the_hard_negative_loss_is_a_cross_entropy_over_its_own_and_
         )
 
 
-def test_own_negatives_of_one_row_are_nothing_to_another_row() -> None:
-    queries, positives, own = draw(3, 4), draw(3, 4, seed=1), draw(3, 2, 4, seed=2)
-    changed = own.clone()
-    changed[1] += 1.0
-    before, after = (HardNegativeSoftmaxLoss(0.5)(queries, positives, own=each) for each in (own, changed))
-    assert (before != after).tolist() == [False, True, False]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -199,3 +186,17 @@ def test_hard_negatives_of_other_shapes_are_refused(settings: dict[str, Tensor],
         HardNegativeSoftmaxLoss()(torch.ones(3, 4), torch.ones(3, 4), **settings)
     with pytest.raises(ConfigurationError, match="must have one positive for each query"):
         HardNegativeSoftmaxLoss()(torch.ones(3, 4), torch.ones(2, 4))
+
+
+def test_a_zero_embedding_scores_zero_and_has_a_finite_gradient() -> None:
+    queries = torch.zeros(1, 3, requires_grad=True)
+    scores = cosine(queries, torch.ones(2, 3))
+    assert scores.tolist() == [[0.0, 0.0]]
+    scores.sum().backward()  # type: ignore[no-untyped-call]
+    assert queries.grad is not None and queries.grad.isfinite().all()
+
+
+def test_a_similarity_is_found_by_name_and_a_wrong_name_is_refused() -> None:
+    assert [get_similarity(name) for name in SIMILARITIES] == list(SIMILARITIES.values())
+    with pytest.raises(ConfigurationError, match="similarity='euclid' is not one of dot, cosine"):
+        get_similarity("euclid")

@@ -8,7 +8,7 @@ import pytest
 from negative_cases import NOISE
 
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.negatives import SOURCES, NegativeSource, check_sources, refusal
+from lit_dpret.negatives import SOURCES, NegativeSource, check_sources
 from lit_dpret.privacy.modes import (
     DPSGD,
     BatchClip,
@@ -70,13 +70,6 @@ def test_a_source_that_is_shared_in_the_batch_couples_rows(name: str, mode: str)
     with pytest.raises(ConfigurationError, match=rf"Set model\.negatives\.{name}\.shared_in_batch=false"):
         check_sources([source], MODES[mode])
     check_sources([source], MODES["batch_clip"])
-
-
-def test_what_is_remembered_of_private_rows_is_refused_under_every_private_mode() -> None:
-    for mode in MODES.values():
-        reason = refusal(made("pre_batch"), mode)
-        assert (reason is None) == (mode.guarantee != "dp")
-        assert reason is None or "function of released weights" in reason
 
 
 def test_judged_negatives_belong_to_a_query_and_to_no_pair() -> None:

@@ -125,10 +125,6 @@ def test_mined_passages_are_drawn_uniformly_from_the_best_and_anew_in_every_epoc
     assert named(sources, 1, step=1) == named(sources, 1, step=2)
 
 
-def test_another_seed_draws_others() -> None:
-    assert named(learned(RandomNegatives(per_query=4, seed=1)), 0) != named(learned(RandomNegatives(per_query=4)), 0)
-
-
 def test_a_query_with_too_few_is_filled_up_and_that_is_told_once() -> None:
     sources = learned(GoldNegatives(per_query=3))
     with pytest.warns(UserWarning, match="random public passages replace them") as told:

@@ -60,16 +60,7 @@ def test_a_passage_that_shares_no_word_is_not_returned() -> None:
     assert torch.isneginf(top.scores[1:]).all()
 
 
-def test_the_stemmer_finds_other_forms_of_a_word_and_can_be_left_out() -> None:
-    assert BM25(PASSAGES).search(["retire"], k=1).indices.tolist() == [[2]]
-    assert BM25(PASSAGES, stemmer=None).search(["retire"], k=1).indices.tolist() == [[MISSING]]
-
-
 def test_settings_out_of_range_are_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"bm25.b=1.5"):
-        BM25(PASSAGES, b=1.5)
-    with pytest.raises(ConfigurationError, match=r"bm25.stemmer='klingon'"):
-        BM25(PASSAGES, stemmer="klingon")
     with pytest.raises(ConfigurationError, match="k=0"):
         BM25(PASSAGES).search(["x"], k=0)
     with pytest.raises(DataError, match="None of 2 passages"):

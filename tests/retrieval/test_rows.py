@@ -8,7 +8,7 @@ import torch
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval import scores as scores_module
 from lit_dpret.retrieval import search as search_module
-from lit_dpret.retrieval.rows import FileRows, TensorRows, as_rows
+from lit_dpret.retrieval.rows import FileRows, TensorRows
 from lit_dpret.retrieval.search import search
 
 
@@ -57,8 +57,3 @@ def test_a_file_that_became_shorter_is_refused_by_chunk_and_by_row(tmp_path: Pat
         rows.chunk(2, 4)
     with pytest.raises(DataError, match="shorter"):
         rows.take(torch.tensor([0, 3]))
-
-
-def test_rows_stay_rows() -> None:
-    rows = TensorRows(torch.ones(2, 3))
-    assert as_rows(rows) is rows

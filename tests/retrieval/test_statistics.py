@@ -12,7 +12,6 @@ from lit_dpret.retrieval import statistics
 from lit_dpret.retrieval.statistics import (
     Interval,
     bootstrap_interval,
-    holm,
     macro_interval,
     paired_randomisation_test,
     seed_interval,
@@ -47,14 +46,6 @@ def test_the_p_value_is_that_of_all_swaps_when_they_can_be_counted() -> None:
     found = paired_randomisation_test(a, b, resamples=50_000)
     assert found.difference == pytest.approx((a - b).mean())
     assert found.p_value == pytest.approx(exact, abs=0.006)
-
-
-def test_holm_keeps_the_order_and_never_lowers_a_p_value() -> None:
-    raw = [0.04, 0.001, 0.5, 0.03]
-    adjusted = holm(raw)
-    assert adjusted == pytest.approx([0.09, 0.004, 0.5, 0.09])
-    assert all(after >= before for before, after in zip(raw, adjusted, strict=True))
-    assert holm([]) == []
 
 
 def test_bad_values_are_refused() -> None:

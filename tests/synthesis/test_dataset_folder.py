@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import DatasetCard
-from tiny_generator import PASSAGES, SETTINGS
+from tiny_generator import PASSAGES, SETTINGS, lines
 
 from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.synthesis.filters import LanguageModelScore, apply_filters, load_released, write_selection
@@ -46,15 +46,6 @@ def test_it_lists_every_gap_of_the_privacy_card(whole: Path) -> None:
     assert [line[2:] for line in told.strip().splitlines()] == read_card(whole)["not_covered"]
 
 
-def test_the_ways_to_load_it_that_it_shows_are_programs(whole: Path) -> None:
-    shown = re.findall(r"```python\n(.*?)```", section(whole, "How to load"), flags=re.DOTALL)
-    assert len(shown) == 3
-    for program in shown:
-        compile(program, "README.md", "exec")
-    names = re.findall(r'load_dataset\("FOLDER", "(\w+)"', shown[0])
-    assert sorted(names) == sorted(config["config_name"] for config in header(whole)["configs"])
-
-
 def test_the_header_says_to_a_hub_what_is_claimed_and_no_language_or_licence_that_nobody_stated(
     whole: Path, tmp_path: Path
 ) -> None:
@@ -80,3 +71,27 @@ def test_languages_and_licence_are_those_that_were_given_and_pass_on_to_a_select
         assert header(folder)["license"] == "cc-by-4.0"
         assert "`cc-by-4.0`, as declared" in section(folder, "Licence")
     assert "language_model (keep_share 0.5)" in section(selected, "Origin")
+
+
+def test_datasets_reads_all_four_configurations(whole: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="reads the folder with Hugging Face datasets")
+    assert set(datasets.get_dataset_config_names(str(whole))) == {"default", "corpus", "queries", "pairs"}
+    read = {
+        name: datasets.load_dataset(str(whole), name, cache_dir=str(tmp_path))
+        for name in ("default", "corpus", "queries", "pairs")
+    }
+    queries, corpus = lines(whole / "queries.jsonl"), lines(whole / "corpus.jsonl")
+    assert [(r["_id"], r["text"]) for r in read["queries"]["queries"]] == [(q["_id"], q["text"]) for q in queries]
+    assert {r["_id"]: r["text"] for r in read["corpus"]["corpus"]} == {c["_id"]: c["text"] for c in corpus}
+    judged = [(r["query-id"], r["corpus-id"], r["score"]) for r in read["default"]["train"]]
+    assert judged == [(q["_id"], q["metadata"]["passage_id"], 1) for q in queries]
+    assert read["pairs"]["train"].column_names == ["query", "positive"]
+    assert read["pairs"]["train"][0] == {"query": queries[0]["text"], "positive": PASSAGES[judged[0][1]]}
+
+
+def test_beir_reads_the_folder(whole: Path) -> None:
+    loader = pytest.importorskip("beir.datasets.data_loader", reason="reads the folder with BEIR")
+    corpus, queries, qrels = loader.GenericDataLoader(str(whole)).load(split="train")
+    assert {name: one["text"] for name, one in corpus.items()} == PASSAGES
+    assert queries == {q["_id"]: q["text"] for q in lines(whole / "queries.jsonl")}
+    assert qrels == {q["_id"]: {q["metadata"]["passage_id"]: 1} for q in lines(whole / "queries.jsonl")}

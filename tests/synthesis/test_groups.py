@@ -17,7 +17,7 @@ import pytest
 import torch
 from tiny_generator import PASSAGES, SETTINGS, content, lively_generator, passage, write_parent_card
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError, WorkerError
+from lit_dpret.errors import UnsupportedModelError, WorkerError
 from lit_dpret.synthesis.writer import synthesize
 
 MANY = {f"p{number}": passage(number, 2 + number % 9) for number in range(60)}
@@ -52,12 +52,6 @@ def test_a_worker_that_is_shot_leaves_one_sentence_and_what_it_had_finished(
     assert not multiprocessing.active_children()
     synthesize(source, PASSAGES, out, **SETTINGS)
     assert content(out) == content(whole)
-
-
-@pytest.mark.parametrize("wrong", [{"workers": -1}, {"workers": 1.5}, {"groups_in_flight": 0}, {"threads": 0}])
-def test_workers_out_of_range_are_refused_by_name(source: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | wrong)
 
 
 def test_the_threads_of_the_process_are_as_before_and_change_no_byte(whole: Path, source: Path, tmp_path: Path) -> None:

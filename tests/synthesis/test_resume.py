@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,26 +47,6 @@ def test_an_interrupted_run_writes_the_same_bytes(whole: Path, source: Path, tmp
     assert content(out) == content(whole)
 
 
-@pytest.mark.slow
-def test_a_run_that_was_shot_writes_the_same_bytes(whole: Path, source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "set"
-    script = textwrap.dedent(f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-        from lit_dpret.synthesis.writer import synthesize
-        passages = {PASSAGES!r}
-        def shoot(done, total):
-            if done > 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-        synthesize({str(source)!r}, passages, {str(out)!r}, progress=shoot, **{SETTINGS!r})
-    """)
-    shot = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, env=os.environ.copy())
-    assert shot.returncode == -signal.SIGKILL, shot.stderr.decode()[-2000:]
-    assert len(list((out / "shards").glob("*.jsonl"))) == 2
-    synthesize(source, PASSAGES, out, **SETTINGS)
-    assert content(out) == content(whole)
-
-
 def test_the_order_in_which_passages_are_given_changes_nothing(whole: Path, source: Path, tmp_path: Path) -> None:
     turned = dict(reversed(PASSAGES.items()))
     assert content(synthesize(source, turned, tmp_path / "set", **SETTINGS)) == content(whole)
@@ -107,11 +83,6 @@ def test_group_size_and_company_change_no_query(whole: Path, source: Path) -> No
     assert {(query.passage_id, query.draw) for query in ours} == {(name, d) for name in PASSAGES for d in (0, 2)}
     assert all(theirs[query.passage_id, query.draw] == query.text for query in ours)
     assert len({query.text for query in ours}) > 11
-
-
-def test_another_seed_gives_other_queries(whole: Path, source: Path, tmp_path: Path) -> None:
-    other = synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | {"seed": 6})
-    assert (other / "queries.jsonl").read_bytes() != (whole / "queries.jsonl").read_bytes()
 
 
 # -- damage ----------------------------------------------------------------------------------

@@ -20,6 +20,9 @@ from lit_dpret.synthesis.sampler import (
     Sampled,
     choose_tokens,
     decode,
+    drawn_log_probs,
+    from_nucleus_unsorted,
+    target_scores,
     uniforms,
 )
 
@@ -213,3 +216,93 @@ def test_a_broken_generator_is_refused(broken: float) -> None:
 def test_decoding_out_of_range_is_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(settings))):
         Decoding(**settings)
+
+
+def by_sorting(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> int:
+    """The definition, in the plainest words."""
+    order = np.lexsort((np.arange(len(scores)), -scores))
+    cumulated = np.cumsum(np.exp(scores[order] - log_mass))
+    reached = cumulated >= top_p
+    size = int(reached.argmax()) + 1 if reached.any() else int(np.isfinite(scores).sum())
+    return int(order[min(int((cumulated <= u * cumulated[size - 1]).sum()), size - 1)])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 300, 5000])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 1.0, 5.0, 1000.0])
+@pytest.mark.parametrize("decimals", [1, 12])
+def test_it_is_the_token_that_sorting_gives(vocabulary: int, spread: float, decimals: int) -> None:
+    """Few decimals make many equal scores; a forbidden token is never drawn."""
+    random = np.random.default_rng(vocabulary)
+    scores = np.round(spread * random.normal(size=vocabulary), decimals)
+    if vocabulary > 2:
+        scores[1] = -np.inf
+    log_mass = float(np.logaddexp.reduce(scores))
+    for top_p in (1e-9, 0.3, 0.8, 0.999, 1.0):
+        for u in (0.0, *random.random(10), 0.9999):
+            token = from_nucleus_unsorted(scores, log_mass, u, top_p)
+            assert token == by_sorting(scores, log_mass, u, top_p), (top_p, u)
+            assert token != 1 or vocabulary <= 2
+
+
+def test_the_largest_number_below_one_does_not_leave_the_nucleus() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        scores = random.normal(size=400)
+        log_mass = float(np.logaddexp.reduce(scores))
+        order = np.argsort(-scores)
+        size = int((np.cumsum(np.exp(scores[order] - log_mass)) < 0.7).sum()) + 1
+        assert from_nucleus_unsorted(scores, log_mass, 1 - 2**-53, 0.7) == order[size - 1]
+
+
+DECODINGS = [
+    Decoding(top_p=0.8), Decoding(top_p=1.0), Decoding(top_p=0.5, temperature=0.7), Decoding(top_p=0.9, top_k=3),
+    Decoding(top_p=1e-6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("decoding", DECODINGS, ids=str)
+def test_a_token_has_the_probability_with_which_the_sampler_takes_it(decoding: Decoding) -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(3)) * 2
+    count = 20_000
+    numbers = (np.arange(count) + 0.5) / count  # every number in its turn: shares are probabilities, up to 1 / count
+    taken, _ = choose_tokens(logits.expand(count, -1), numbers, decoding)
+    shares = np.bincount(taken, minlength=30) / count
+    exact = torch.stack([drawn_log_probs(logits, torch.tensor([token]), decoding)[0] for token in range(30)]).exp()
+    assert np.abs(exact.numpy() - shares).max() <= 2 / count
+    assert ((exact.numpy() == 0) == (shares == 0)).all()
+
+
+def test_equal_scores_are_ordered_as_the_sampler_orders_them() -> None:
+    logits = torch.zeros(1, 10)
+    decoding = Decoding(top_p=0.3)
+    drawable = [drawn_log_probs(logits, torch.tensor([token]), decoding)[0].exp().item() for token in range(10)]
+    assert drawable == pytest.approx([1 / 3] * 3 + [0] * 7)
+
+
+def test_an_end_mark_is_not_drawn_too_early_nor_anything_too_late() -> None:
+    logits, tokens = torch.zeros(3, 4), torch.tensor([1, 1, 1])
+    found = drawn_log_probs(logits, tokens, Decoding(top_p=1.0, min_new_tokens=1, max_new_tokens=2), ends=[1])
+    assert found[0] == found[2] == -math.inf and found[1].exp().item() == pytest.approx(0.25)
+
+
+def test_scores_are_those_that_the_sampler_reports_for_what_it_drew() -> None:
+    """Two implementations: teacher forcing here, the cached decoder there."""
+    module = lively_generator()
+    model = module.model.eval()
+    ids = module.codec.passages([passage(i, 3 + i) for i in range(4)])
+    decoding = Decoding(top_p=1.0, max_new_tokens=6)
+    encoded = prefill(model, ids)
+    sampled = decode(model, encoded, np.stack([uniforms(1, str(i), 0, 6) for i in range(4)]), decoding)
+    targets = [[*one.tokens, 1] if one.finished else one.tokens for one in sampled]
+    scores = target_scores(model, encoded, targets, decoding)
+    assert scores.log_probs.sum(1).tolist() == pytest.approx([one.log_prob for one in sampled], abs=1e-4)
+    assert scores.drawn is not None and torch.isfinite(scores.drawn).all()
+
+
+def test_one_passage_may_stand_for_many_targets() -> None:
+    module = lively_generator()
+    ids = module.codec.passages([passage(2)])
+    targets = module.codec.queries([passage(i, 2) for i in range(5)])
+    once = target_scores(module.model.eval(), prefill(module.model, ids), targets).log_probs
+    each = target_scores(module.model.eval(), prefill(module.model, ids * 5), targets).log_probs
+    assert torch.allclose(once, each, atol=1e-5)

@@ -219,6 +219,10 @@ def test_passages_that_cannot_be_written_are_refused(source: Path, tmp_path: Pat
         {"device": "abacus"},
         {"language": "English"},
         {"license": "CC BY 4.0"},
+        {"workers": -1},
+        {"workers": 1.5},
+        {"groups_in_flight": 0},
+        {"threads": 0},
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(source: Path, tmp_path: Path, change: dict[str, Any]) -> None:

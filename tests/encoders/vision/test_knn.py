@@ -100,24 +100,3 @@ def test_labels_outside_the_classes_and_empty_matrices_are_refused() -> None:
         ClassificationScores.of(torch.zeros(2, 2))
     with pytest.raises(ConfigurationError, match="beta=0"):
         ClassificationScores.of(torch.eye(2), beta=0)
-
-
-def test_an_encoder_that_tells_classes_apart_scores_one_and_a_blind_one_guesses() -> None:
-    known = labels(40, classes=4)
-    images = (60 * known[:, None, None, None] + torch.zeros(40, 1, 2, 2)).to(torch.uint8)  # brightness is the class
-    split = (images, known)
-
-    class OnACircle(nn.Module):
-        def forward(self, batch: Tensor) -> Tensor:
-            angle = batch.mean(dim=(1, 2, 3))
-            return torch.stack([angle.cos(), angle.sin()], dim=1)
-
-    result = evaluate_knn(OnACircle(), train=split, test=split, classes=4, batch_size=7)
-    assert result.scores.accuracy == result.scores.f_beta == 1.0 and result.k == 3
-    assert torch.equal(result.confusion, torch.diag(torch.bincount(known, minlength=4)))
-
-    class Blind(nn.Module):
-        def forward(self, batch: Tensor) -> Tensor:
-            return torch.ones(len(batch), 2)
-
-    assert evaluate_knn(Blind(), train=split, test=split, classes=4).scores.accuracy < 0.5
