@@ -23,13 +23,10 @@ from common import GIVEN_BACK, RESULTS, apart, in_turns, machine, median_ratio, 
 VARIANTS = ("plain", "ghost", "opacus", "opacus ghost")
 LOW_PRECISION = ("ghost_tf32", "ghost_bf16")
 LABELS = {
-    "plain": "no privacy",
-    "ghost": "lit-dpret ghost (all trained)",
-    "ghost_tf32": "lit-dpret ghost_tf32",
-    "ghost_bf16": "lit-dpret ghost_bf16",
-    "opacus": "opacus hooks (positions frozen)",
+    "plain": "no privacy", "ghost": "lit-dpret ghost (all trained)", "ghost_tf32": "lit-dpret ghost_tf32",
+    "ghost_bf16": "lit-dpret ghost_bf16", "opacus": "opacus hooks (positions frozen)",
     "opacus ghost": "opacus ghost (positions frozen)",
-}
+}  # fmt: skip
 #: Parameters that opacus cannot do, and that its variants freeze: their gradient has no batch axis there.
 FROZEN_FOR_OPACUS = ("relative_attention_bias", "position_embeddings")
 
@@ -303,12 +300,8 @@ def measure_time(row: Row, rounds: int, device: str, ours: tuple[str, ...] = ("g
     flops = count_flops(steps["plain"])
     rate = matmul_rate(device)
     result: dict[str, Any] = {
-        "refused": refused,
-        "too_large": too_large,
-        "matmul_flops": rate,
-        "variants": {},
-        "ghost_over": {},
-    }
+        "refused": refused, "too_large": too_large, "matmul_flops": rate, "variants": {}, "ghost_over": {},
+    }  # fmt: skip
     for variant in names:
         wall = statistics.median(r[variant]["seconds"] for r in done)
         result["variants"][variant] = {

@@ -200,14 +200,9 @@ def resume(day: Day) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Day], dict[str, Any]]] = {
-    "clipping": clipping,
-    **{name: trained(name) for name in TRAINERS},
-    "resume": resume,
-    "noise": noise,
-    "synthesize": synthesize,
-    "encode": encode,
-    "search": search,
-}
+    "clipping": clipping, **{name: trained(name) for name in TRAINERS}, "resume": resume, "noise": noise,
+    "synthesize": synthesize, "encode": encode, "search": search,
+}  # fmt: skip
 
 
 def page(report: dict[str, Any]) -> str:

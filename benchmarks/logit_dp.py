@@ -21,14 +21,10 @@ BOUND = 0.5
 ROWS_AT_ONCE = 64
 
 LABELS = {
-    "plain": "no privacy",
-    "vmap": "all gradients (one vmap)",
-    "brute_force": "all gradients (a loop)",
-    "pair_ghost": "pair_ghost",
-    "jacobian": "jacobian",
-    "k_blocks": "k_blocks (bound)",
+    "plain": "no privacy", "vmap": "all gradients (one vmap)", "brute_force": "all gradients (a loop)",
+    "pair_ghost": "pair_ghost", "jacobian": "jacobian", "k_blocks": "k_blocks (bound)",
     "k_blocks_towers": "k_blocks (two towers, exact)",
-}
+}  # fmt: skip
 #: The ways that keep n squared gradients.
 MATERIALISING = ("vmap", "brute_force")
 
@@ -245,13 +241,9 @@ def main() -> None:
         say(str(measure_memory_here(variant, Row(model, int(n), int(dim)))))
         return
     report: dict[str, Any] = {
-        "method": __doc__,
-        "rounds": arguments.rounds,
-        "threads": arguments.threads,
-        **machine("torch"),
-        "memory": {},
+        "method": __doc__, "rounds": arguments.rounds, "threads": arguments.threads, **machine("torch"), "memory": {},
         "time": {},
-    }
+    }  # fmt: skip
     out = arguments.out
     if arguments.part == "time" and out.exists():
         report["memory"] = json.loads(out.read_text())["memory"]

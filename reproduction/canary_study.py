@@ -23,7 +23,7 @@ from lit_dpret.errors import ConfigurationError, PrivacyViolation
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
-from lit_dpret.settings import require_whole
+from lit_dpret.settings import picked, require_whole
 from lit_dpret.tasks.audit import Measurement, limits_by_copies
 from lit_dpret.tasks.parts import Parts, require_budgets
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
@@ -108,8 +108,7 @@ class CanaryStudy(Study):
             data.sampling = "shuffle"
         data.setup("fit")
         suite = self.canaries
-        if suite.seed is not None:
-            suite = replace(suite, seed=suite.seed + number)
+        suite = suite if suite.seed is None else replace(suite, seed=suite.seed + number)
         planted = plant_in_run(
             data, suite, folder, resume=resume, reader=model, released=self.keep_models, knobs=_KNOBS
         )
@@ -117,14 +116,11 @@ class CanaryStudy(Study):
             folder, resume=resume, label=_stage(eps, number), save_every=self.steps, tuning_note=self.tuning_note,
             tuning_data=self.tuning_data,
         )  # fmt: skip
-        train_retriever(
-            model, data, folder, parts=self._parts, steps=self.steps, batch=self.batch, callbacks=callbacks,
-            resume=resume,
-        )  # fmt: skip
+        size: dict[str, Any] = {"steps": self.steps, "batch": self.batch}
+        train_retriever(model, data, folder, parts=self._parts, callbacks=callbacks, resume=resume, **size)
         found = self.measure.of(folder / "model", planted.canaries, seed=seed)
-        if not self.keep_models:
-            shutil.rmtree(folder / "model", ignore_errors=True)
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        for name in () if self.keep_models else ("model", "checkpoints"):
+            shutil.rmtree(folder / name, ignore_errors=True)
         return {"canaries": found, "units": data.n_units}
 
     # -- the table -----------------------------------------------------------------------------
@@ -132,31 +128,22 @@ class CanaryStudy(Study):
     def _tell(self) -> dict[str, float]:
         rows = [row for eps in self.eps for row in self._rows(eps)]
         units = self._stages.result(_stage(self.eps[0], 0))["units"]
+        facts = {
+            "units": units, "planted_units": self.canaries.units, "measure": vars(self.measure),
+            "canaries": self.canaries.settings(), "seconds": round(sum(self._stages.seconds.values())),
+        }  # fmt: skip
+        notes = [
+            f"{self.trainings} trainings with each budget, {self.steps} steps of {self.batch} units on average, on "
+            f"{units} units of which {self.canaries.units} are copies of canaries; secrets, coins and noise are "
+            "new in each.",
+            "These models are canaried ones: none of them is for release.",
+            *([self.tuning_note] if self.tuning_note else []),
+        ]
         written, contradictions = write_canary_table(
-            self._parts.run_dir,
-            rows,
-            name=NAME,
-            title="What became of planted secrets",
-            facts={
-                "units": units,
-                "planted_units": self.canaries.units,
-                "candidates": self.canaries.candidates,
-                "trainings": self.trainings,
-                "steps": self.steps,
-                "batch": self.batch,
-                "measure": vars(self.measure),
-                "canaries": self.canaries.settings(),
-                "seconds": round(sum(self._stages.seconds.values())),
-            },
-            notes=[
-                f"{self.trainings} trainings with each budget, {self.steps} steps of {self.batch} units on average, on "
-                f"{units} units of which {self.canaries.units} are copies of canaries; secrets, coins and noise are "
-                "new in each.",
-                "These models are canaried ones: none of them is for release.",
-                *([self.tuning_note] if self.tuning_note else []),
-            ],
+            self._run_dir, rows, name=NAME, title="What became of planted secrets", notes=notes,
+            facts=facts | picked(self.canaries, "candidates") | picked(self, "trainings", "steps", "batch"),
             command=self._parts.command_again(*_HOW_NOT_WHAT),
-        )
+        )  # fmt: skip
         if contradictions:
             raise PrivacyViolation(
                 f"{len(contradictions)} attacks were measured above their ceilings, the first: {contradictions[0]} "
@@ -171,21 +158,15 @@ class CanaryStudy(Study):
             for number in range(self.trainings)
             for one in self._stages.result(_stage(eps, number))["canaries"]
         ]
-        folder = self._parts.run_dir / _stage(eps, 0)
-        card = read_card(folder)
-        candidates = self.canaries.candidates
-        copies = list(self.canaries.repetitions)
-        limits = limits_by_copies(card, folder / LEDGER_NAME, self.measure, copies=copies, candidates=candidates)
-        claim = card["claim"]
+        folder = self._run_dir / _stage(eps, 0)
+        card, candidates = read_card(folder), self.canaries.candidates
+        copies, claim = list(self.canaries.repetitions), card["claim"]
         private = claim["guarantee"] == "dp"
         cells: list[Cell] = cells_of(
-            outcomes,
-            candidates=candidates,
-            limits=limits,
-            delta=claim["delta"] if private else 0.0,
+            outcomes, candidates=candidates, tables=len(self.eps), delta=claim["delta"] if private else 0.0,
             neighbours=claim["neighbours"] if private else "zero_out",
-            tables=len(self.eps),
-        )
+            limits=limits_by_copies(card, folder / LEDGER_NAME, self.measure, copies=copies, candidates=candidates),
+        )  # fmt: skip
         return [CanaryRow(model=_model(eps), cell=cell, candidates=candidates) for cell in cells]
 
 

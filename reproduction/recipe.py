@@ -105,7 +105,6 @@ class Recipe:
 
     @property
     def mode(self) -> Any:
-        """The class of the privacy mode."""
         return self.privacy.func
 
     @property
@@ -119,7 +118,6 @@ class Recipe:
 
     @property
     def learns_from_given(self) -> bool:
-        """Whether it learns from a set of ``task.synthetic``."""
         return self.learns_from_synthetic and self.queries is None
 
     def make_privacy(
@@ -133,7 +131,6 @@ class Recipe:
         return self.privacy(**budget, **pool)
 
     def module_settings(self, *, seed: int) -> dict[str, Any]:
-        """Return what the retriever is given besides its privacy mode."""
         names = ("optimizer", "temperature", "negatives", "loss", "pool_size", "head", "head_dim")
         return picked(self, *names) | {"pool_seed": seed}
 
@@ -150,29 +147,18 @@ class Recipe:
             loss = f"margins of a teacher, temperature {self.temperature:g}"
         made = self.queries is not None
         return {
-            "mode": self.mode.name,
-            "loss": loss,
-            "epsilon": printed_epsilon(card),
-            "delta": claim["delta"],
+            "mode": self.mode.name, "loss": loss, "epsilon": printed_epsilon(card), "delta": claim["delta"],
             "clipped": mechanism.get("engine") and (coupling.get("bounded") or claim["unit"]),
             "clip_bound": mechanism.get("max_grad_norm"),
             "sensitivity": mechanism.get("sensitivity") if claim["guarantee"] == "dp" else None,
-            "sigma": mechanism.get("noise_multiplier"),
-            "noise_std": mechanism.get("noise_std"),
-            "batch": self.batch,
-            "sub_batches": coupling.get("sub_batches"),
-            "n_max": coupling.get("n_max"),
-            "steps": self.steps,
+            "sigma": mechanism.get("noise_multiplier"), "noise_std": mechanism.get("noise_std"), "batch": self.batch,
+            "sub_batches": coupling.get("sub_batches"), "n_max": coupling.get("n_max"), "steps": self.steps,
             "optimizer": f"{self.optimizer.name}, lr {self.optimizer.lr:g}, {self.optimizer.schedule}",
-            "trials": self.trials,
-            "queries": self.queries or ("synthetic" if self.learns_from_given else "private"),
-            "per_passage": self.queries_per_passage if made else None,
-            "round_trip": self.round_trip_filter,
-            "pseudo_labels": self.pseudo_labels,
-            "head": self.head,
-            "head_dim": self.head_dim,
+            "trials": self.trials, "queries": self.queries or ("synthetic" if self.learns_from_given else "private"),
+            "per_passage": self.queries_per_passage if made else None, "round_trip": self.round_trip_filter,
+            **picked(self, "pseudo_labels", "head", "head_dim"),
             "passages_of_a_query": None if made or self.learns_from_given else self.rows_per_unit,
-        }
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,11 +208,7 @@ class GeneratorRecipe:
     def train(
         self, privacy: PrivacyMode, folder: Path, *, parts: Parts, seed: int, resume: bool, tuning: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Train on all private queries; ``folder/model`` and the privacy card are what it leaves.
-
-        Returns:
-            ``trained_parameters``, and ``extra_bytes``: the peak of the process above what it held before.
-        """
+        """Train on all private queries; what it leaves are ``folder/model`` and the privacy card."""
         L.seed_everything(seed, verbose=False)
         weights, start = {}, {}
         if self.public_start is not None:
@@ -248,7 +230,7 @@ class GeneratorRecipe:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return {
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "extra_bytes": max(peak(here) - before, 0),
+            "extra_bytes": max(peak(here) - before, 0),  # of the process, above what it held before
         }
 
     def draw(
@@ -305,11 +287,7 @@ class Teacher:
     def label(
         self, released: ReleasedQueries, folder: Path, *, zero_shot: FrozenDualEncoder, per_query: int, seed: int
     ) -> dict[str, Any]:
-        """Write the file of labels, ``folder/gpl-training-data.tsv``, for queries and passages of their first fifty.
-
-        Returns:
-            How many queries have labels, and the teacher's fingerprint.
-        """
+        """Write ``folder/gpl-training-data.tsv``, labels for queries and passages of their first fifty."""
         with ProgressLine("labelling synthetic queries") as progress:
             how = Labelling(
                 cross_encoder=self.source, cross_encoder_is_public=True, encoder_is_public=True, per_query=per_query,
@@ -335,12 +313,9 @@ class _Untrained:
 
     def rank(self, queries: Mapping[str, str], passages: Mapping[str, str], *, k: int) -> Ranking:
         return rank_embeddings(
-            list(queries),
-            self.model.encode_queries(list(queries.values())),
-            list(passages),
-            self.model.encode_passages(list(passages.values())),
-            k=k,
-        )
+            list(queries), self.model.encode_queries(list(queries.values())), list(passages),
+            self.model.encode_passages(list(passages.values())), k=k,
+        )  # fmt: skip
 
 
 def made_by(folder: Path) -> dict[str, str]:

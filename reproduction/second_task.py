@@ -26,7 +26,7 @@ from lit_dpret.encoders.vision.nets import embed
 from lit_dpret.errors import DataError
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy
-from lit_dpret.settings import require_number, require_whole
+from lit_dpret.settings import picked, require_number, require_whole
 from lit_dpret.tasks.parts import Parts, say
 from reproduction.published import PAPER_002
 from reproduction.report.variant_runs import UNTRAINED, VariantRun
@@ -67,17 +67,11 @@ def train_second_task(
 ) -> SecondTaskResult:
     """Train a classifier on the frozen ``net``, whose embeddings are computed once, and score it.
 
+    ``train`` and ``test`` are images and labels; ``seed`` is that of the first weights and the order of the images.
+
     Guarantees:
         - ``net`` ends with the weights that it began with, and gathers no gradient.
         - The same seed, on the same machine, gives the same result. torch's global random state ends as it began.
-
-    Args:
-        net: The encoder.
-        train: Images and labels, as ``datamodule.labelled("train", labels="coarse")`` gives them.
-        test: The same of the test split.
-        classes: How many classes there are; the width of the last layer.
-        seed: The seed of the classifier's first weights and the order of the images.
-        how: Its settings.
     """
     how = how or Classifier()
     known, unseen = (embed(net, images) for images, _ in (train, test))
@@ -112,10 +106,8 @@ def train_second_task(
                 seconds.append(time.perf_counter() - start)
     with torch.no_grad():
         confusion = confusion_matrix(test[1], classifier(unseen).argmax(dim=1), classes=classes)
-    return SecondTaskResult(
-        losses=losses, examples=examples, seconds=seconds, scores=ClassificationScores.of(confusion),
-        confusion=confusion,
-    )  # fmt: skip
+    scores = ClassificationScores.of(confusion)
+    return SecondTaskResult(losses=losses, examples=examples, seconds=seconds, scores=scores, confusion=confusion)
 
 
 @dataclass(frozen=True)
@@ -195,25 +187,13 @@ class SecondTask(Classifier, Study):
             privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=str(encoder.folder / "model")
         )
         shape = tuple(parts.make_datamodule().train_units().rows(0)[0].image.shape)
-        found = train_second_task(
-            module.net,
-            train=(fitted(splits["train"][0], shape), splits["train"][1]),
-            test=(fitted(splits["test"][0], shape), splits["test"][1]),
-            classes=classes,
-            seed=encoder.seed,
-            how=self,
-        )
+        train, test = ((fitted(images, shape), labels) for images, labels in (splits["train"], splits["test"]))
+        found = train_second_task(module.net, train=train, test=test, classes=classes, seed=encoder.seed, how=self)
         run = VariantRun(
-            variant=encoder.variant,
-            seed=encoder.seed,
-            steps=list(range(1, len(found.losses) + 1)),
-            losses=found.losses,
-            examples=found.examples,
-            seconds=found.seconds,
-            metrics=found.scores.to_dict(),
-            confusion=found.confusion.tolist(),
-            batch_size=self.batch_size,
-        )
+            **picked(encoder, "variant", "seed"), **picked(found, "losses", "examples", "seconds"),
+            steps=list(range(1, len(found.losses) + 1)), metrics=found.scores.to_dict(),
+            confusion=found.confusion.tolist(), batch_size=self.batch_size,
+        )  # fmt: skip
         return asdict(run)
 
     def _tell(self, parts: Parts, runs: list[VariantRun], class_names: tuple[str, ...], *, learned: str) -> Path:

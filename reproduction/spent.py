@@ -12,7 +12,6 @@ from typing import Any
 from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import LedgerError
-from lit_dpret.privacy.accounting.releases import Release
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
 from lit_dpret.privacy.ledger.judgement import owed_releases
@@ -44,59 +43,52 @@ def spent_under(
 
     Args:
         run_dir: The folder of the trainings, and of what was made with them.
-        near: What they were given from elsewhere, as a set that another run made: around it as well a ledger is
-            looked for that a card under ``run_dir`` rests on.
-        taken: A finished study whose results stand on the page as well. Its ledgers are counted where they lie under
-            its folder.
+        near: What they were given from elsewhere: a ledger that a card under ``run_dir`` rests on is looked for there.
+        taken: A finished study whose results stand on the page as well; its ledgers count where they lie under it.
         taken_private: How many private trainings that study had; the text says how many of them the sum lacks.
     """
-    elsewhere = [] if taken is None else _ledgers(taken)
-    releases: dict[tuple[str, str], list[Release]] = {}
-    deltas: dict[tuple[str, str], float] = {}
-    counts: dict[tuple[str, str], int] = {}
-    bare = found = 0
     heads = _private_heads(run_dir)
     given = [records for records in _around(near) if heads & _hashes([records])]
     here = _longest([*_ledgers(run_dir, *([] if taken is None else [taken])), *given])
+    private: dict[tuple[str, str], list[_Records]] = {}  # by unit and neighbours
+    bare = 0
     for records in here:
-        plans = [record for record in records if record["kind"] == "plan"]
-        planned = [record for record in plans if record.get("plan") is not None]
-        if not planned:
-            bare += any(record.get("mode") == "none" for record in plans)
-            continue
-        budget = planned[-1]["plan"]["budget"]
-        kind = (_unit_of(budget), str(budget["neighbours"]))
-        releases.setdefault(kind, []).extend(owed_releases(records))
-        deltas[kind] = min(deltas.get(kind, 1.0), float(budget["delta"]))
-        counts[kind] = counts.get(kind, 0) + 1
-        found += any(_begins(records, other) for other in elsewhere)
-    lost = len(heads - _hashes(here))
-    private, lacking = sum(counts.values()), max(0, taken_private - found)
-    missing = (
-        f" The study in {taken} was taken as it is: the ledgers of {lacking} of its {taken_private} private trainings "
-        "are not there, and what those spent of the same queries is not in this sum."
-        if lacking
-        else ""
-    )
-    if lost:
+        if (budget := _budget_of(records)) is not None:
+            private.setdefault((_unit_of(budget), str(budget["neighbours"])), []).append(records)
+        else:
+            bare += any(record.get("mode") == "none" for record in records if record["kind"] == "plan")
+    count, missing = sum(map(len, private.values())), ""
+    elsewhere = [] if taken is None else _ledgers(taken)
+    found = sum(_begins(one, other) for some in private.values() for one in some for other in elsewhere)
+    if (lacking := taken_private - found) > 0:
+        missing = (
+            f" The study in {taken} was taken as it is: the ledgers of {lacking} of its {taken_private} private "
+            "trainings are not there, and what those spent of the same queries is not in this sum."
+        )
+    if lost := len(heads - _hashes(here)):
         missing += (
             f" The ledgers of up to {_trainings(lost)} with a card here were not found: what was spent of the same "
             "queries there is not in this sum."
         )
-    without = _without_privacy(bare, more=private > 0)
-    if not private:
+    more = _without_privacy(bare, more=count > 0) + missing
+    if not count:
         nothing = "What was spent cannot be added up." if missing else "No private training spent anything."
-        return Spent(0, bare, f"{nothing}{without}{missing}")
-    totals = [_total(found, deltas[kind], kind, counts[kind]) for kind, found in releases.items()]
+        return Spent(0, bare, f"{nothing}{more}")
+    totals = [_total(some, kind) for kind, some in private.items()]
     text = (
-        f"The {_trainings(private)} behind this page read the same queries. The epsilon of a row is that of its "
-        f"own training; whoever sees {'all of them' if len(totals) == 1 else 'several'} has {'; '.join(totals)}."
+        f"The {_trainings(count)} behind this page read the same queries. The epsilon of a row is that of its own "
+        f"training; whoever sees {'all of them' if len(totals) == 1 else 'several'} has {'; '.join(totals)}."
     )
     if len(totals) > 1:
         text += (
             " For all of them together no epsilon is proved: guarantees of different units or neighbours do not add up."
         )
-    return Spent(private, bare, text + without + missing)
+    return Spent(count, bare, text + more)
+
+
+def _budget_of(records: _Records) -> dict[str, Any] | None:
+    plans = [record["plan"] for record in records if record["kind"] == "plan" and record.get("plan") is not None]
+    return dict(plans[-1]["budget"]) if plans else None
 
 
 def _ledgers(*folders: Path) -> list[_Records]:
@@ -168,20 +160,19 @@ def _begins(longer: _Records, records: _Records) -> bool:
 def _places(folder: Path, name: str) -> list[Path]:
     """Return the folders under ``folder`` that hold a file of that name, resolved, those behind links among them."""
     seen: set[Path] = set()
-    todo, found = [folder.resolve()], []
+    todo = [folder.resolve()]
     while todo:
         place = todo.pop()
-        if place in seen or not place.is_dir():
-            continue
-        seen.add(place)
-        todo += [inner.resolve() for inner in place.iterdir() if inner.is_dir()]
-        if (place / name).is_file():
-            found.append(place)
-    return sorted(found)
+        if place not in seen and place.is_dir():
+            seen.add(place)
+            todo += [inner.resolve() for inner in place.iterdir() if inner.is_dir()]
+    return sorted(place for place in seen if (place / name).is_file())
 
 
-def _total(releases: list[Release], delta: float, kind: tuple[str, str], count: int) -> str:
-    unit, neighbours = kind
+def _total(ledgers: Sequence[_Records], kind: tuple[str, str]) -> str:
+    (unit, neighbours), count = kind, len(ledgers)
+    releases = [release for records in ledgers for release in owed_releases(records)]
+    delta = min(float((_budget_of(records) or {})["delta"]) for records in ledgers)
     eps, how = compose_across_runs(releases, delta=delta, neighbours=neighbours)  # type: ignore[arg-type]
     if not math.isfinite(eps):
         return f"no proved epsilon, because a ledger among them refutes its own claim (unit {unit}, {count} trainings)"

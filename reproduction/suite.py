@@ -88,12 +88,13 @@ class Suite(Study):
             if given is None and needing and not self.report_only:
                 say(f"task.data.{key} is not set: these parts are left out: {', '.join(needing)}")
         runs = {name: self._composed(parts, name) for name in todo}
-        if not (self.report_only or todo or any(self._told(name).results for name in self.parts)):
+        known = any(self._told(name).results for name in self.parts)
+        if not (self.report_only or todo or known):
             lacking = dict.fromkeys(self._why_not(name, planned=True) for name in self.chosen)
             raise ConfigurationError(
                 f"No part of {self.paper} can be run: {' '.join(lacking)} docs/reproduce.md says where to get the data."
             )
-        if self.report_only and not any(self._told(name).results for name in self.parts):
+        if self.report_only and not known:
             raise ConfigurationError(f"task.report_only=true: no part in {parts.run_dir} is finished.")
 
         def work(name: str) -> str:
@@ -104,11 +105,8 @@ class Suite(Study):
 
         self.in_turn(todo, str, work, label=f"parts of {self.paper}")
         states = self._tell()
-        for number, state in states.items():
-            say(f"{number}: {state}")
-        for told in map(self._told, self.parts):
-            if told.absent:
-                say(f"part {told.name} left out: {told.absent}")
+        say(*(f"{number}: {state}" for number, state in states.items()))
+        say(*(f"part {told.name} left out: {told.absent}" for told in map(self._told, self.parts) if told.absent))
         say(f"written: {self._run_dir / 'report' / self.paper}.html")
         shown = sum(state == "shown" for state in states.values())
         return {"shown": float(shown), "not_shown": float(len(states) - shown)}
@@ -172,11 +170,8 @@ class Suite(Study):
 
     def _told(self, name: str) -> PartTold:
         part = self.parts[name]
-        told = PartTold(
-            name=name,
-            sizes=part.sizes,
-            command=_from_here(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]),
-        )
+        command = _from_here(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"])
+        told = PartTold(name=name, sizes=part.sizes, command=command)
         if name in self.taken:
             folder = Path(self.taken[name])
             sizes = f"Those of an earlier run, whose own page in {folder} tells them."
@@ -187,14 +182,9 @@ class Suite(Study):
         return replace(told, absent=self._why_not(name, planned=False))
 
     def _tell(self) -> dict[str, Any]:
-        return write_reproduction(
-            self._paper,
-            [self._told(name) for name in self.parts],
-            self._run_dir / "report",
-            command=self._command,
-            quote=self.quote,
-            notes=[self.note] if self.note else [],
-        )
+        told, notes = [self._told(name) for name in self.parts], [self.note] if self.note else []
+        how: dict[str, Any] = {"command": self._command, "quote": self.quote, "notes": notes}
+        return write_reproduction(self._paper, told, self._run_dir / "report", **how)
 
 
 def _from_here(words: Sequence[str]) -> str:

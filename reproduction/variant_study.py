@@ -1,10 +1,7 @@
 """`task=variants`: the same encoder trained in several ways, some of them private, and what each came to.
 
-The experiments of paper 002, section 5.1: every variant is run under every seed, its training loss
-and a loss that is comparable between variants are recorded at each step, and the encoder is then judged
-by k-NN. For public data only: curves and scores are computed from the train split, and the training
-loss is shown, so that no card of a run states an epsilon. The study's own table says what each ledger
-charged for the updates.
+The experiments of paper 002, section 5.1. For public data only: curves and scores are computed from the train split, so
+that no card of a run states an epsilon; the study's own table says what each ledger charged for the updates.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,7 +32,7 @@ from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss
 from lit_dpret.modules import EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
-from lit_dpret.settings import require_choice, require_number, require_whole
+from lit_dpret.settings import picked, require_choice, require_number, require_whole
 from lit_dpret.tasks.fit import Training, train
 from lit_dpret.tasks.parts import Parts, say, some_of
 from lit_dpret.tasks.pipeline_stages import stage_callbacks
@@ -192,14 +191,11 @@ class VariantStudy(Study):
         module: EmbeddingTrainer = self._parts.make_module(privacy=NoPrivacy(), optimizer=OptimizerSpec())
         module.save_model(folder / "model")
         loss, knn = self._held_out(module), self._judge(module)
+        # A point in the place of a curve: nothing was trained, so it is the held-out loss.
         run = VariantRun(
-            variant=UNTRAINED,
-            seed=seed,
-            steps=[0],
-            losses=[loss],  # a point in the place of a curve: nothing was trained, so it is the held-out loss
+            variant=UNTRAINED, seed=seed, steps=[0], losses=[loss], confusion=knn.confusion.tolist(),
             metrics={**knn_metrics(knn), "held_out_loss": loss},
-            confusion=knn.confusion.tolist(),
-        )
+        )  # fmt: skip
         return asdict(run)
 
     def _judge(self, module: EmbeddingTrainer) -> KnnResult:
@@ -226,67 +222,39 @@ class VariantStudy(Study):
             tuning_note=self.tuning_note, tuning_data=self.tuning_data,
         )  # fmt: skip
         curve_file = folder / "curve.jsonl"
-        train(
-            module,
-            data,
-            Training(
-                run_dir=folder,
-                make_trainer=lambda **settings: self._parts.make_trainer(max_steps=steps, max_epochs=-1, **settings),
-                callbacks=[*callbacks, CurveRecorder(curve_file, held_out=self._held_out)],
-                loggers=self._parts.make_loggers(run_dir=folder),
-                resume=resume,
-            ),
-        )
-        curve = read_curve(curve_file)
-        knn = self._judge(module)
+        make_trainer = partial(self._parts.make_trainer, max_steps=steps, max_epochs=-1)
+        how = Training(
+            run_dir=folder, make_trainer=make_trainer, loggers=self._parts.make_loggers(run_dir=folder), resume=resume,
+            callbacks=[*callbacks, CurveRecorder(curve_file, held_out=self._held_out)],
+        )  # fmt: skip
+        train(module, data, how)
+        curve, knn = read_curve(curve_file), self._judge(module)
         run = VariantRun(
-            variant=variant.label,
-            seed=seed,
-            steps=curve.steps,
-            losses=curve.losses,
-            held_out=curve.held_out,
-            examples=[batch * step for step in curve.steps],
-            seconds=curve.seconds,
-            moved=curve.moved,
-            metrics={**knn_metrics(knn), "held_out_loss": curve.held_out[-1]},
-            confusion=knn.confusion.tolist(),
+            variant=variant.label, seed=seed, **asdict(curve), examples=[batch * step for step in curve.steps],
+            metrics={**knn_metrics(knn), "held_out_loss": curve.held_out[-1]}, confusion=knn.confusion.tolist(),
             batch_size=batch,
-        )
+        )  # fmt: skip
         return {"run": asdict(run), "facts": self._facts(module, callbacks[0], folder, curve)}
 
     def _facts(self, module: Any, accountant: PrivacyAccountant, folder: Path, curve: Curve) -> dict[str, Any]:
         """Return what was done, as the plan and the ledger have it."""
         mode, plan = module.privacy, accountant.plan
         facts: dict[str, Any] = {
-            "mode": mode.name,
-            "loss": repr(module.loss),
-            "lr": module.optimizer_spec.lr,
-            "adam_eps": module.optimizer_spec.eps,
-            "first_step": curve.moved[0],
-            "mean_step": float(np.mean(curve.moved)),
-            "sub_batches": mode.sub_batches,
-            "steps": len(curve.steps),
+            "mode": mode.name, "loss": repr(module.loss), "lr": module.optimizer_spec.lr,
+            "adam_eps": module.optimizer_spec.eps, "first_step": curve.moved[0],
+            "mean_step": float(np.mean(curve.moved)), "sub_batches": mode.sub_batches, "steps": len(curve.steps),
             "seconds_per_step": curve.seconds[-1] / len(curve.seconds),
             "trainable_parameters": sum(p.numel() for p in module.pair_parameters()),
             "card": read_card(folder)["claim"]["guarantee"],
-        }
+        }  # fmt: skip
         if plan is None or plan.coupling is None:
             return facts
-        return facts | {
-            "eps": plan.budget.eps,
-            "delta": plan.budget.delta,
-            "unit": plan.budget.unit,
-            "neighbours": plan.budget.neighbours,
-            "law": plan.law.to_dict(),
-            "noise_multiplier": plan.noise_multiplier,
-            "l2_sensitivity": plan.sensitivity,
-            "bounded": plan.coupling.bounded,
-            "bound": plan.max_grad_norm,
-            "n_max": plan.coupling.n_max,
-            "norms": getattr(mode, "norms", None),
-            "exact_norms": getattr(mode, "has_exact_norms", None),
+        norms = {"norms": getattr(mode, "norms", None), "exact_norms": getattr(mode, "has_exact_norms", None)}
+        return facts | picked(plan.budget, "eps", "delta", "unit", "neighbours") | norms | {
+            "law": plan.law.to_dict(), "noise_multiplier": plan.noise_multiplier, "l2_sensitivity": plan.sensitivity,
+            "bounded": plan.coupling.bounded, "bound": plan.max_grad_norm, "n_max": plan.coupling.n_max,
             "eps_of_the_updates": accountant.epsilon(),
-        }
+        }  # fmt: skip
 
     def _tell(self, finished: Sequence[Finished], starts: Sequence[VariantRun]) -> Path:
         return write_study(
@@ -406,14 +374,6 @@ def read_curve(file: Path) -> Curve:
     """Read the curve that a `CurveRecorder` wrote, each step once."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     found = dict(sorted({line["step"]: line for line in lines}.items()))
-    clock, seconds = 0.0, []
-    for line in found.values():
-        clock += line["seconds"]
-        seconds.append(clock)
-    return Curve(
-        steps=list(found),
-        losses=[line["loss"] for line in found.values()],
-        held_out=[line["held_out"] for line in found.values()],
-        seconds=seconds,
-        moved=[line["moved"] for line in found.values()],
-    )
+    columns = {name: [line[name] for line in found.values()] for name in ("seconds", "held_out", "moved")}
+    columns["seconds"] = list(accumulate(columns["seconds"]))
+    return Curve(steps=list(found), losses=[line["loss"] for line in found.values()], **columns)

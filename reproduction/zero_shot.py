@@ -119,16 +119,8 @@ class ZeroShot(Study):
         folder = Path(self.encoder)
         files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
         state = [(p.relative_to(folder).as_posix(), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-        facts = [
-            self.encoder,
-            state,
-            [one.name for one in self._sets],
-            self.metrics,
-            self.top_k,
-            self.max_query_length,
-            self.max_passage_length,
-        ]
-        return json.dumps(facts)
+        cuts = picked(self, "metrics", "top_k", "max_query_length", "max_passage_length")
+        return json.dumps([self.encoder, state, [one.name for one in self._sets], cuts])
 
     def _measure(self, wanted: BeirSet, folder: Path, resume: bool) -> dict[str, Any]:
         here = self._folder(wanted)
@@ -138,24 +130,17 @@ class ZeroShot(Study):
         queries, qrels = data.evaluation_set(wanted.split)
         passages = data.public_passages()
         check_qrels(qrels, query_ids=queries, passage_ids=passages)
-        ranking = self._ranker.rank(
-            queries, passages, k=self.top_k, drop_self_matches=wanted.drops_self_matches
-        )  # fmt: skip
+        ranking = self._ranker.rank(queries, passages, k=self.top_k, drop_self_matches=wanted.drops_self_matches)
         result = evaluate(ranking, qrels, self.metrics)
+        known = isinstance(data, BeirDataModule)
+        departures = data.departures(wanted.split, qrels) if isinstance(data, BeirDataModule) else ["no set of BEIR's"]
         facts = {
-            "whose": "public" if isinstance(data, BeirDataModule) else None,
-            "set": wanted.name,
-            "encoder": self.encoder,
-            "split": wanted.split,
-            "top_k": self.top_k,
-            "drops_self_matches": wanted.drops_self_matches,
-            "departures": data.departures(wanted.split, qrels)
-            if isinstance(data, BeirDataModule)
-            else ["no set of BEIR's"],
-        }
+            "whose": "public" if known else None, "set": wanted.name, "departures": departures,
+            **picked(self, "encoder", "top_k"), **picked(wanted, "split", "drops_self_matches"),
+        }  # fmt: skip
         write_evaluation(folder, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY)
         say(f"{wanted.name}: {self.metrics[0]} {result.means[self.metrics[0]]:.4f}")
-        return {"queries": len(qrels), "departures": facts["departures"]}
+        return {"queries": len(qrels), "departures": departures}
 
     def _data(self, wanted: BeirSet, here: Path | None) -> PairsDataModule:
         if wanted.name in BEIR_SETS:
@@ -178,24 +163,19 @@ class ZeroShot(Study):
         name = f"mean of all {measured}" if not missing else f"mean of {measured} of {len(rows)}"
         meant = {metric.shown: metric.definition for metric in map(Metric.parse, self.metrics)}
         listed = [*rows, SetResult(name=name, metrics=mean)]
-        whole, measured_sets = (
-            self._table(listed, list(meant)),
-            self._table([one for one in listed if one.metrics], list(meant)),
-        )
+        whole = self._table(listed, list(meant))
         caption = "mean over queries, below it the 95 % bootstrap interval"
-        Console().print(measured_sets.console(title=f"{shown(self.encoder)}\n{promise}", caption=caption))
+        console = self._table([one for one in listed if one.metrics], list(meant))
+        Console().print(console.console(title=f"{shown(self.encoder)}\n{promise}", caption=caption))
         say(*(f"{metric}: {text}" for metric, text in meant.items()))
         if missing:
             say(f"missing: {', '.join(missing)}")
         facts = {
-            "system": shown(self.encoder),
-            "privacy": promise,
+            "system": shown(self.encoder), "privacy": promise, "sets": [asdict(row) for row in rows],
             "definitions": {metric: Metric.parse(metric).definition for metric in self.metrics},
-            "sets": [asdict(row) for row in rows],
-            "mean": {metric: asdict(interval) for metric, interval in mean.items()},
-            "mean_of": name,
+            "mean": {metric: asdict(interval) for metric, interval in mean.items()}, "mean_of": name,
             "missing": missing,
-        }
+        }  # fmt: skip
         said = Paragraph("Means over queries with 95 % bootstrap intervals.")
         blocks: list[Block] = [whole, said, Bullets([f"{metric}: {text}." for metric, text in meant.items()])]
         page = Page(

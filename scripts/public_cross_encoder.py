@@ -91,18 +91,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{len(rows)} questions")
     model = CrossEncoder(source, num_labels=1, max_length=args.max_length)
     settings = CrossEncoderTrainingArguments(
-        output_dir=str(args.out) + ".work",
-        num_train_epochs=args.epochs,
-        per_device_train_batch_size=16,
-        learning_rate=args.lr,
-        warmup_steps=50,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        save_strategy="no",
-        logging_steps=50,
-        report_to="none",
-        seed=args.seed,
-    )
+        output_dir=str(args.out) + ".work", num_train_epochs=args.epochs, per_device_train_batch_size=16,
+        learning_rate=args.lr, warmup_steps=50, bf16=True, use_cpu=not torch.cuda.is_available(), save_strategy="no",
+        logging_steps=50, report_to="none", seed=args.seed,
+    )  # fmt: skip
     CrossEncoderTrainer(
         model=model, args=settings, train_dataset=Dataset.from_list(rows), loss=ListNetLoss(model)
     ).train()

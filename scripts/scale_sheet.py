@@ -44,17 +44,12 @@ class Case:
 
 
 CASES = (
-    Case("all weights, one GPU", False, "ddp", 1),
-    Case("LoRA, one GPU", True, "ddp", 1),
-    Case("all weights, ZeRO-1", False, "zero1", 8),
-    Case("all weights, ZeRO-2", False, "zero2", 8),
-    Case("all weights, ZeRO-3", False, "zero3", 8),
-    Case("all weights, FSDP2", False, "fsdp", 8),
-    Case("LoRA, DDP", True, "ddp", 8),
-    Case("all weights, ZeRO-2", False, "zero2", 64),
-    Case("all weights, FSDP2", False, "fsdp", 64),
-    Case("LoRA, DDP", True, "ddp", 64),
-)
+    Case("all weights, one GPU", False, "ddp", 1), Case("LoRA, one GPU", True, "ddp", 1),
+    Case("all weights, ZeRO-1", False, "zero1", 8), Case("all weights, ZeRO-2", False, "zero2", 8),
+    Case("all weights, ZeRO-3", False, "zero3", 8), Case("all weights, FSDP2", False, "fsdp", 8),
+    Case("LoRA, DDP", True, "ddp", 8), Case("all weights, ZeRO-2", False, "zero2", 64),
+    Case("all weights, FSDP2", False, "fsdp", 64), Case("LoRA, DDP", True, "ddp", 64),
+)  # fmt: skip
 
 
 def outline(name: str, *, lora: bool = False) -> GeneratorOutline:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.audit.statistics.evidence import group_delta
-from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Banner, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.privacy.budget import show_delta
 from lit_dpret.report.page import Page
@@ -36,6 +36,7 @@ _HOW_PAIRS = (
     "trainings, and none where all trainings agree. A secret that was not planted has {chance} on average. Rank 1: the "
     "share with Clopper and Pearson's interval, counted by training. In brackets: 95 %. Bits: mean exposure."
 )
+_DRAWN = "Queries are drawn with top_p = {top_p:g} and temperature {temperature:g}, at most {max_new_tokens} tokens."
 _BOUND = (
     "Bound: evidence of leakage at least so much, as epsilon for one unit at 95 %; absence of evidence is no "
     "guarantee. Where canaries share a training the bound is for pure DP (delta = 0). Point values, which have no "
@@ -58,66 +59,41 @@ class CanaryRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON values."""
-        limits = self.cell.limits
-        group = None
+        limits, copies, group = self.cell.limits, self.cell.copies, None
         if limits.eps is not None:
-            group = {
-                "eps": self.cell.copies * limits.eps,
-                "delta": group_delta(limits.eps, limits.delta, self.cell.copies),
-            }
+            group = {"eps": copies * limits.eps, "delta": group_delta(limits.eps, limits.delta, copies)}
         return {"model": self.model, "candidates": self.candidates, **self.cell.to_dict(), "group_privacy": group}
 
 
 def write_canary_table(
-    folder: Path,
-    rows: Sequence[CanaryRow],
-    *,
-    name: str,
-    title: str,
-    facts: Mapping[str, Any],
-    notes: Sequence[str] = (),
-    command: str = "",
-) -> tuple[dict[str, Path], list[str]]:
+    folder: Path, rows: Sequence[CanaryRow], *, name: str, title: str, facts: Mapping[str, Any],
+    notes: Sequence[str] = (), command: str = "",
+) -> tuple[dict[str, Path], list[str]]:  # fmt: skip
     """Write ``NAME.{html,md,json,csv}``; return their paths by file name, and contradictions of the claim."""
     contradictions = [f"{row.model}, {_about(row.cell)}: {text}" for row in rows for text in row.cell.contradictions]
-    lead: list[Block] = [Banner(text) for text in contradictions]
-    sections = [*_in_short(rows), *_in_full(rows), *_words(rows, facts, notes, command)]
-    data = {
-        "schema": SCHEMA,
-        "command": command,
-        **facts,
-        "contradictions": contradictions,
-        "rows": [row.to_dict() for row in rows],
-    }
+    data = {"schema": SCHEMA, "command": command, **facts, "contradictions": contradictions}
     # Their owner alone may read them: models without privacy stand in the table, too.
     page = Page(
-        name=name, title=title, lead=lead, sections=sections, facts=data, tables={f"{name}.csv": _sheet(rows)}
+        name=name, title=title, lead=[Banner(text) for text in contradictions],
+        sections=[*_in_short(rows), *_in_full(rows), *_words(rows, facts, notes, command)],
+        facts=data | {"rows": [row.to_dict() for row in rows]}, tables={f"{name}.csv": _sheet(rows)},
     )  # fmt: skip
-    written = page.write(folder)
-    return written, contradictions
+    return page.write(folder), contradictions
 
 
 def _in_short(rows: Sequence[CanaryRow]) -> list[Section]:
-    pooled = [row for row in rows if row.cell.kind == POOLED]
-    copies = sorted({row.cell.copies for row in pooled})
-    if not pooled:
-        return []
+    # The papers' table: their kinds together, a line for each model and form.
+    pooled = {(row.cell.side, row.model, row.cell.copies): row.cell for row in rows if row.cell.kind == POOLED}
+    copies = sorted({k for _, _, k in pooled})
     lines = []
-    for side, model in sorted(
-        dict.fromkeys((row.cell.side, row.model) for row in pooled), key=lambda key: list(SHORT).index(key[0])
-    ):
-        cells = {row.cell.copies: row.cell for row in pooled if (row.model, row.cell.side) == (model, side)}
+    for side, model in sorted(dict.fromkeys(key[:2] for key in pooled), key=lambda key: list(SHORT).index(key[0])):
         line: list[object] = [f"{model}, secret in {SHORT[side]}"]
-        for k in copies:
-            if k in cells:
-                line += [_interval(cells[k].mean_rank, "{:.0f}"), _interval(cells[k].leaked, "{:.0%}")]
-            else:
-                line += ["", ""]
-        lines.append(tuple(line))
+        for cell in (pooled.get((side, model, k)) for k in copies):
+            line += [_interval(cell.mean_rank, "{:.0f}"), _interval(cell.leaked, "{:.0%}")] if cell else ["", ""]
+        lines.append(line)
     head = ["model", *(f"{what}, {k}" for k in copies for what in ("rank", "leaked"))]
-    return [
-        Section("In short: the three kinds together, by copies", [Grid(head, lines, frozenset(range(1, len(head))))])
-    ]
+    grid = Grid(head, lines, frozenset(range(1, len(head))))
+    return [Section("In short: the three kinds together, by copies", [grid])] if pooled else []
 
 
 def _in_full(rows: Sequence[CanaryRow]) -> list[Section]:
@@ -147,14 +123,9 @@ def _line(row: CanaryRow) -> tuple[object, ...]:
 
 def _words(rows: Sequence[CanaryRow], facts: Mapping[str, Any], notes: Sequence[str], command: str) -> list[Section]:
     measure, of = facts["measure"], {"candidates": facts["candidates"], "chance": (facts["candidates"] + 1) / 2}
+    how, drawn = _HOW_PAIRS.format(**of), "The model is a dual encoder, and writes no text: nothing was drawn."
     if any(row.cell.draws for row in rows):
-        how = _HOW.format(**of, draws=measure["draws"])
-        drawn = (
-            f"Queries are drawn with top_p = {measure['top_p']:g} and temperature {measure['temperature']:g}, at most "
-            f"{measure['max_new_tokens']} tokens."
-        )
-    else:
-        how, drawn = _HOW_PAIRS.format(**of), "The model is a dual encoder, and writes no text: nothing was drawn."
+        how, drawn = _HOW.format(**of, draws=measure["draws"]), _DRAWN.format(**measure)
     return [
         Section("How to read this", [Paragraph(how), Paragraph(_BOUND), Paragraph(_CEILING)]),
         Section("What was done", [Bullets([*notes, drawn, *_claims(rows)])]),

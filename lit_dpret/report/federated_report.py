@@ -21,6 +21,7 @@ from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.page import Drawing, Page
 from lit_dpret.report.table import ends, interval_of, show, verdict
 from lit_dpret.retrieval.statistics import Interval, seed_interval
+from lit_dpret.settings import picked
 
 _PAPER: dict[str, Any] = json.loads(Path(__file__).with_name("paper_004.json").read_text(encoding="utf-8"))
 # Columns of Table 1 by our names, with their titles.
@@ -44,13 +45,11 @@ def impossible_cells() -> list[tuple[str, str, float, float]]:
         >>> impossible_cells()[0]
         ('Central-training', 'R@20', 0.629, 0.553)
     """
-    names = list(COLUMNS)
     found = []
     for _, name, values in TABLE_1.values():
-        if values is None:
-            continue
-        for level in ("success@1", "success@20", "success@100", "mrr@10"):
-            sentence, passage = (values[names.index(f"{side}/{level}")] for side in ("sentence", "passage"))
+        known = dict(zip(COLUMNS, values or (), strict=False))
+        for level in ("success@1", "success@20", "success@100", "mrr@10") if known else ():
+            sentence, passage = (known[f"{side}/{level}"] for side in ("sentence", "passage"))
             if passage < sentence:
                 found.append((name, level.replace("success", "R"), sentence, passage))
     return found
@@ -99,7 +98,7 @@ _ONE_RUN = (
 class FederatedRow:
     """One system over its seeds."""
 
-    system: str  # its name in `lit_dpret.report.federated_report.TABLE_1`
+    system: str  # its name in `TABLE_1`
     # For each seed, client and measure one value for each query; a silo that withholds its own is left out.
     values: Mapping[int, Mapping[str, Mapping[str, Sequence[float]]]]
     # For each client the largest epsilon of one seed; None promises nothing, empty where nothing is sent.
@@ -118,19 +117,15 @@ class FederatedRow:
 
     def over_silos(self, metric: str) -> dict[int, float]:
         """Return for each seed with reported measures the mean over silos of their means over queries."""
-        return {
-            seed: float(np.mean([np.mean(measures[metric]) for measures in clients.values()]))
-            for seed, clients in self.values.items()
-            if clients
-        }
+        return {seed: float(np.mean([np.mean(one) for one in found])) for seed, found in self._reported(metric)}
 
     def over_queries(self, metric: str) -> dict[int, float]:
         """Return for each seed the mean over all queries of all silos."""
-        return {
-            seed: float(np.mean(np.concatenate([measures[metric] for measures in clients.values()])))
-            for seed, clients in self.values.items()
-            if clients
-        }
+        return {seed: float(np.mean(np.concatenate(found))) for seed, found in self._reported(metric)}
+
+    def _reported(self, metric: str) -> list[tuple[int, list[Sequence[float]]]]:
+        known = ((seed, clients.values()) for seed, clients in self.values.items() if clients)
+        return [(seed, [measures[metric] for measures in clients]) for seed, clients in known]
 
     def of_client(self, client: str, metric: str) -> dict[int, float]:
         """Return for each seed the mean over one silo's queries."""
@@ -176,13 +171,7 @@ class FederatedFacts:
 def write_federated_report(folder: Path, rows: Sequence[FederatedRow], facts: FederatedFacts) -> dict[str, Path]:
     """Write ``pdd_as2.{html,md,json}`` and, if there is something to draw, ``gain_per_client.svg``.
 
-    Args:
-        folder: The run's folder.
-        rows: Systems, each with at least one seed.
-        facts: See `FederatedFacts`.
-
-    Returns:
-        The paths by file name.
+    ``rows`` are systems, each with at least one seed; returns the paths by file name.
     """
     by_name = {row.system: row for row in rows}
     ordered = [by_name[name] for name in TABLE_1 if name in by_name]
@@ -401,27 +390,18 @@ def _silos(silos: Mapping[str, Mapping[str, int]]) -> Grid:
 
 
 def _data(rows: Sequence[FederatedRow], by_name: Mapping[str, FederatedRow], facts: FederatedFacts) -> dict[str, Any]:
+    """Everything on the page as data; means of private queries, and so as internal as the page."""
+    same = ("eps", "unit", "delta", "neighbours", "split", "model", "silos", "settings", "command", "notes")
     return {
-        "schema": _SCHEMA,
-        **facts.data,
+        "schema": _SCHEMA, **facts.data, **picked(facts, *same),
         "internal": "computed on private queries; covered by no guarantee",
-        "eps": facts.eps,
-        "unit": facts.unit,
-        "delta": facts.delta,
-        "neighbours": facts.neighbours,
         "epsilon_of_page": dict(facts.together),
         "epsilon_of_page_per_passage": dict(facts.passages),
-        "split": facts.split,
-        "model": facts.model,
-        "silos": facts.silos,
-        "settings": dict(facts.settings),
         "systems": _systems(rows),
         "gain_of_stage1_over_single_star": {name: ends(gain) for name, gain in _gains(by_name, "stage1").items()},
         "impossible_in_the_paper": impossible_cells(),
         "trust": [list(line) for line in facts.trust],
-        "command": facts.command,
-        "notes": list(facts.notes),
-    }
+    }  # fmt: skip
 
 
 def _systems(rows: Sequence[FederatedRow]) -> dict[str, Any]:
@@ -451,12 +431,10 @@ def _over_seeds(by_seed: Mapping[int, float]) -> dict[str, Any]:
 
 def _paired(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
     """Differences seed by seed; what does not learn has one result, which stands against every seed."""
-    if len(one) == 1 and len(other) > 1:
-        (only,) = one.values()
-        return [only - value for value in other.values()]
-    if len(other) == 1 and len(one) > 1:
-        (only,) = other.values()
-        return [value - only for value in one.values()]
+    if len(one) == 1 < len(other):
+        one = dict.fromkeys(other, *one.values())
+    elif len(other) == 1 < len(one):
+        other = dict.fromkeys(one, *other.values())
     return [one[seed] - other[seed] for seed in one if seed in other]
 
 

@@ -1,7 +1,6 @@
-"""Figures in one style, distinguished by dashes and markers as well as colour, and their export as PNG.
+"""Figures in one style, drawn with matplotlib, which is an extra (``pip install "lit-dpret[plot]"``).
 
-Drawn with matplotlib, which is an extra (``pip install "lit-dpret[plot]"``). The colours are those of Okabe and Ito
-(2008), which people with the common forms of colour blindness can tell apart.
+The colours are those of Okabe and Ito (2008), which people with the common forms of colour blindness can tell apart.
 """
 
 from __future__ import annotations
@@ -102,12 +101,9 @@ def _order(value: Any) -> tuple[float, str]:
 
 
 _NAMES = {
-    "poisson": "Poisson sampling",
-    "truncated_poisson": "truncated Poisson",
-    "fixed_size": "fixed size",
-    "shuffle": "shuffled, no amplification",
-    "full_batch": "all units in every step",
-}
+    "poisson": "Poisson sampling", "truncated_poisson": "truncated Poisson", "fixed_size": "fixed size",
+    "shuffle": "shuffled, no amplification", "full_batch": "all units in every step",
+}  # fmt: skip
 
 
 def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
@@ -145,9 +141,13 @@ def _over_steps(axis: Any, facts: Mapping[str, Any]) -> None:
         xytext=(0, 3), textcoords="offset points", fontsize=9, color=GREY,
     )  # fmt: skip
     axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="epsilon", title="Epsilon spent, by law and neighbours")
-    # Lines rise to the right; the legend stands above them.
+    _legend_above(axis, 0.4)
+
+
+def _legend_above(axis: Any, share: float) -> None:
+    """Set the legend of lines that rise to the right above them, on a logarithmic axis."""
     low, high = axis.get_ylim()
-    axis.set_ylim(low, high * (high / low) ** 0.4)
+    axis.set_ylim(low, high * (high / low) ** share)
     axis.legend(loc="upper left", fontsize=9, frameon=False)
 
 
@@ -206,9 +206,7 @@ def _several_units(axis: Any, facts: Mapping[str, Any]) -> None:
     axis.set(yscale="log", xlabel=f"{plural} of one person", ylabel="epsilon of all of them")
     axis.set_title(f"Several {plural}, under {users['neighbours']}")
     axis.margins(x=0.08, y=0.18)
-    low, high = axis.get_ylim()
-    axis.set_ylim(low, high * (high / low) ** 0.35)
-    axis.legend(loc="upper left", fontsize=9, frameon=False)
+    _legend_above(axis, 0.35)
 
 
 def _attacks(axis: Any, facts: Mapping[str, Any]) -> None:
@@ -217,16 +215,11 @@ def _attacks(axis: Any, facts: Mapping[str, Any]) -> None:
     if ceilings is None:
         axis.text(0.5, 0.5, "no curve is known for this law", ha="center", transform=axis.transAxes)
         return
+    rates = ceilings["tpr_at_fpr"].items()
     bars = [("member or not,\nhalf and half", ceilings["membership_accuracy"], 0.5)]
-    bars += [
-        (f"true positives at\n{float(rate):.3g} false ones", value, float(rate))
-        for rate, value in ceilings["tpr_at_fpr"].items()
-    ]
-    bars += [
-        (f"a secret that one\nguesses with {prior}", value, float(prior))
-        for prior, value in ceilings["secret_guess"].items()
-        if float(prior) >= 1e-6
-    ]
+    bars += [(f"true positives at\n{float(rate):.3g} false ones", value, float(rate)) for rate, value in rates]
+    guesses = ((prior, value) for prior, value in ceilings["secret_guess"].items() if float(prior) >= 1e-6)
+    bars += [(f"a secret that one\nguesses with {prior}", value, float(prior)) for prior, value in guesses]
     places = range(len(bars))
     axis.barh(places, [bar[1] for bar in bars], color=BLUE, height=0.62, label="ceiling of any attack")
     axis.plot([bar[2] for bar in bars], places, "D", color=ORANGE, markersize=7, label="guessing without the model")

@@ -131,21 +131,18 @@ class Table:
 
     def csv(self) -> str:
         """Return all numbers at full precision; an interval in three columns: name, name low, name high."""
-        ends = {
-            column: ("", " low", " high") if column in self.measured else ("",) for column in range(len(self.header))
-        }
-        header = [f"{name}{end}" for column, name in enumerate(self.header) for end in ends[column]]
-        lines: list[list[object]] = []
-        for row in self.rows:
-            line: list[object] = []
-            for column, cell in enumerate(row):
-                if column not in self.measured:
-                    line.append(cell)
-                elif isinstance(cell, Measured):
-                    line += [None if math.isnan(end) else end for end in (cell.mean, cell.low, cell.high)]
-                else:
-                    line += [None, None, None]
-            lines.append(line)
+
+        def ends(cell: object) -> list[object]:
+            found = [cell.mean, cell.low, cell.high] if isinstance(cell, Measured) else [math.nan] * 3
+            return [None if math.isnan(end) else end for end in found]
+
+        header: list[str] = []
+        for column, name in enumerate(self.header):
+            header += [f"{name}{end}" for end in (("", " low", " high") if column in self.measured else ("",))]
+        lines = [
+            [one for column, cell in enumerate(row) for one in (ends(cell) if column in self.measured else [cell])]
+            for row in self.rows
+        ]
         return Grid(header, lines).csv()
 
     def _shown(self, column: int, cell: object) -> object:

@@ -1,15 +1,15 @@
 """All studies: the points of each for a federation's settings, and what the paper says of it.
 
-A study compares settings at equal everything else. Where one number implies another, as ``n`` of the best ``top_k``,
-the label says what was run.
+Where one number implies another, as ``n`` of the best ``top_k``, the label says what was run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
@@ -47,9 +47,10 @@ class Point:
     label: str  # in what it differs from them
     system: System  # of the paper's Table 1
     at: float | None = None  # where it stands on the plot's axis; null where the axis is a measured one
-    stage1: Mapping[str, Any] = field(default_factory=dict)  # settings of stage 1 that are others than the federation's
-    stage2: Mapping[str, Any] = field(default_factory=dict)  # the same of stage 2
-    silos: SiloChange = AS_THEY_ARE  # the same of the silos
+    # What is other than the federation's.
+    stage1: Mapping[str, Any] = field(default_factory=dict)
+    stage2: Mapping[str, Any] = field(default_factory=dict)
+    silos: SiloChange = AS_THEY_ARE
 
     @property
     def name(self) -> str:
@@ -63,8 +64,7 @@ class Point:
         return replace(of, stage1=replace(of.stage1, **self.stage1), stage2=replace(of.stage2, **stage2)).check()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contrast:
+class Contrast(NamedTuple):
     """Two points of a study, compared seed by seed."""
 
     claim: str  # empty where nothing is claimed
@@ -72,8 +72,7 @@ class Contrast:
     less: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trend:
+class Trend(NamedTuple):
     """A difference between two lines that falls with the number of a client's queries."""
 
     claim: str
@@ -82,11 +81,7 @@ class Trend:
 
 
 StudyName = Literal["negatives", "data_ratio", "hubness", "gain", "communication", "clients"]
-
-
 STUDIES: tuple[StudyName, ...] = get_args(StudyName)
-
-
 LINES: dict[System, str] = {
     "zero_shot": "no query of any silo: the encoder as it starts",
     "pseudo_queries": "no query: pseudo-queries of the client's own sentences",
@@ -96,8 +91,6 @@ LINES: dict[System, str] = {
     "customised": "+ customised",
     "fed_negative": "+ fed-negative",
 }
-
-
 _COMMUNICATION_EPOCHS = 4
 
 
@@ -111,22 +104,25 @@ class Asked:
     values: Sequence[float]
 
 
+MakePoints = Callable[[Asked], list[Point]]
+MakeContrasts = Callable[[Sequence[Point]], list[Contrast]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One study: its points, and its report."""
+    """One study: its points, and its report; the words are those of ``studies.yaml``."""
 
     name: StudyName  # as in ``task.study=NAME``
-    title: str  # heading of the report
+    title: str
     systems: tuple[System, ...]  # that it can compare, in order
     default: tuple[System, ...]  # those that it compares where nobody says which
     values: tuple[float, ...]  # what varies where nobody says so; empty where more than one thing does
     axis: str  # what stands along the plot
-    points: Callable[[Asked], list[Point]]  # makes the points, of the federation's settings, systems and values
+    points: MakePoints
     says: str  # the paper's finding, in our words; empty where it has none
-    # Which differences would show the finding, of the points' names.
-    contrasts: Callable[[Sequence[Point]], list[Contrast]]
+    contrasts: MakeContrasts  # which differences would show the finding
     trend: Trend | None = None  # the same for a study of many silos
-    notes: tuple[str, ...] = ()  # what a reader must know
+    notes: tuple[str, ...] = ()
 
 
 def study_of(name: str | None) -> Study:
@@ -157,25 +153,21 @@ def _negatives(asked: Asked) -> list[Point]:
 def _data_ratio(asked: Asked) -> list[Point]:
     return [
         Point(line=LINES[system], label=f"{share:g}", system=system, at=share, silos=SiloChange(share=share))
-        for system in asked.systems
-        for share in asked.values
+        for system, share in product(asked.systems, asked.values)
     ]
 
 
 def _hubness(asked: Asked) -> list[Point]:
     return [
         _point(system, f"k={k}", k, n=10, stage1_k=k, stage2_k=k)
-        for system in asked.systems
-        for k in map(int, asked.values)
+        for system, k in product(asked.systems, map(int, asked.values))
     ]
 
 
 def _gain(asked: Asked) -> list[Point]:
     (skew,) = asked.values
-    return [
-        Point(line=LINES[system], label="silos of other sizes", system=system, silos=SiloChange(skew=skew))
-        for system in asked.systems
-    ]
+    change: dict[str, Any] = {"label": "silos of other sizes", "silos": SiloChange(skew=skew)}
+    return [Point(line=LINES[system], system=system, **change) for system in asked.systems]
 
 
 def _communication(asked: Asked) -> list[Point]:
@@ -204,38 +196,37 @@ def _communication(asked: Asked) -> list[Point]:
 
 def _clients(asked: Asked) -> list[Point]:
     found: list[Point] = []
-    for system in asked.systems:
-        for count in map(int, asked.values):
-            parts, rest = divmod(count, asked.clients)
-            if rest or not parts:
-                raise ConfigurationError(
-                    f"task.values: {count} clients cannot be made of {asked.clients} silos, each of which is divided "
-                    f"into as many parts. Take multiples of {asked.clients}."
-                )
-            silos = SiloChange(parts=parts)
-            found.append(Point(line=LINES[system], label=f"{count} clients", system=system, at=count, silos=silos))
+    for system, count in product(asked.systems, map(int, asked.values)):
+        parts, rest = divmod(count, asked.clients)
+        if rest or not parts:
+            raise ConfigurationError(
+                f"task.values: {count} clients cannot be made of {asked.clients} silos, each of which is divided into "
+                f"as many parts. Take multiples of {asked.clients}."
+            )
+        silos = SiloChange(parts=parts)
+        found.append(Point(line=LINES[system], label=f"{count} clients", system=system, at=count, silos=silos))
     return found
 
 
-def _ends(claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
+def _ends(claim: str) -> MakeContrasts:
+    """Compare the last point of each line with its first."""
+
     def contrasts(points: Sequence[Point]) -> list[Contrast]:
-        lines: dict[str, list[Point]] = {}
-        for point in points:
-            lines.setdefault(point.line, []).append(point)
-        return [
-            Contrast(claim=claim, more=line[-1].name, less=line[0].name) for line in lines.values() if len(line) > 1
-        ]
+        lines = [[one for one in points if one.line == line] for line in dict.fromkeys(one.line for one in points)]
+        return [Contrast(claim, line[-1].name, line[0].name) for line in lines if len(line) > 1]
 
     return contrasts
 
 
-def _each_against(system: System, claim: str) -> Callable[[Sequence[Point]], list[Contrast]]:
+def _each_against(system: System, claim: str, others: Sequence[System] = ()) -> MakeContrasts:
+    """Compare every point, or those of ``others``, with that of a baseline on the same silos."""
+
     def contrasts(points: Sequence[Point]) -> list[Contrast]:
-        base = {point.label: point for point in points if point.system == system}
+        base = {point.label: point.name for point in points if point.system == system}
         return [
-            Contrast(claim=claim, more=point.name, less=base[point.label].name)
+            Contrast(claim, point.name, base[point.label])
             for point in points
-            if point.system != system and point.label in base
+            if point.system != system and point.label in base and (not others or point.system in others)
         ]
 
     return contrasts
@@ -243,33 +234,31 @@ def _each_against(system: System, claim: str) -> Callable[[Sequence[Point]], lis
 
 def _more_and_others(points: Sequence[Point]) -> list[Contrast]:
     """Compare more negatives with fewer, and at equal number those of others with the client's own."""
-    own = {point.label: point for point in points if point.system == "customised"}
-    fed = [point for point in points if point.system == "fed_negative" and point.label in own]
     claim = "fed-negatives are better than as many of the client's own"
-    return _ends("more negatives are better")(points) + [
-        Contrast(claim=claim, more=point.name, less=own[point.label].name) for point in fed
-    ]
+    others = _each_against("customised", claim, ["fed_negative"])
+    return _ends("more negatives are better")(points) + others(points)
 
 
 def _against_first(points: Sequence[Point]) -> list[Contrast]:
-    base = [point for point in points if point.line == "all of these"]
-    return [Contrast(claim="", more=base[0].name, less=point.name) for point in points if base and point is not base[0]]
+    base = [point.name for point in points if point.line == "all of these"]
+    return [Contrast("", base[0], point.name) for point in points if base and point.name != base[0]]
 
 
-def _with_rows_without_queries(study: Study) -> Study:
+def _with_rows_without_queries(make: MakePoints) -> MakePoints:
+    """Add the rows that depend on no train query, whatever varies in the others."""
+
     def points(asked: Asked) -> list[Point]:
-        learnt = study.points(replace(asked, systems=[name for name in asked.systems if name not in WITHOUT_QUERIES]))
+        learnt = make(replace(asked, systems=[name for name in asked.systems if name not in WITHOUT_QUERIES]))
         silos = {point.silos for point in learnt}
         same = silos.pop() if len(silos) == 1 else AS_THEY_ARE
         free = [name for name in asked.systems if name in WITHOUT_QUERIES]
         return [Point(line=LINES[name], label="no train query", system=name, silos=same) for name in free] + learnt
 
-    systems, default = (*WITHOUT_QUERIES, *study.systems), (*WITHOUT_QUERIES, *study.default)
-    return replace(study, systems=systems, default=default, points=points)
+    return points
 
 
 _STAR = "the federation is above a single client"
-_MADE: dict[StudyName, tuple[Callable[[Asked], list[Point]], Callable[[Sequence[Point]], list[Contrast]]]] = {
+_MADE: dict[StudyName, tuple[MakePoints, MakeContrasts]] = {
     "negatives": (_negatives, _more_and_others),
     "data_ratio": (_data_ratio, _each_against("single_star", _STAR)),
     "hubness": (_hubness, _ends("10 of many are better than the best 10")),
@@ -277,7 +266,7 @@ _MADE: dict[StudyName, tuple[Callable[[Asked], list[Point]], Callable[[Sequence[
     "communication": (_communication, _against_first),
     "clients": (_clients, _ends("")),
 }
-_TRENDS = {"gain": Trend(claim="clients with fewer queries gain more", of=LINES["stage1"], over=LINES["single_star"])}
+_TRENDS = {"gain": Trend("clients with fewer queries gain more", LINES["stage1"], LINES["single_star"])}
 
 
 def _read() -> dict[str, Study]:
@@ -286,8 +275,9 @@ def _read() -> dict[str, Study]:
     for name, (points, contrasts) in _MADE.items():
         facts: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in told[name].items()}
         facts["values"] = tuple(map(float, facts["values"]))  # a share of 1 is the same cell as one of 1.0
-        study = Study(name=name, points=points, contrasts=contrasts, trend=_TRENDS.get(name), **facts)
-        found[name] = _with_rows_without_queries(study)
+        facts |= {key: (*WITHOUT_QUERIES, *facts[key]) for key in ("systems", "default")}
+        made = _with_rows_without_queries(points)
+        found[name] = Study(name=name, points=made, contrasts=contrasts, trend=_TRENDS.get(name), **facts)
     return found
 
 

@@ -2,8 +2,7 @@
 
     python train.py experiment=pdd_as2 task=federated_study task.study=hubness
 
-What studies share, above all stage 1, is run once: their results lie beside each other in the run folder, under what
-they depend on.
+What studies share, above all stage 1, is run once.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from lit_dpret.report.federated_report import COLUMNS, WITHOUT_QUERIES
 from lit_dpret.report.figures import can_draw
 from lit_dpret.report.table import verdict
 from lit_dpret.retrieval.statistics import seed_interval
+from lit_dpret.settings import picked
 from lit_dpret.tasks.parts import Parts, say, some_of
 from reproduction.federated.catalogue import Asked, Contrast, Point, Study, Trend, study_of
 from reproduction.federated.cells import Cells, check_divisible, kept_shares, sizes
@@ -143,24 +143,14 @@ class FederatedStudy(Task):
         if study.trend is not None and {study.trend.of, study.trend.over} <= set(by_line):
             findings.append(trend_finding(study.trend, by_line, counts))
         faults = sorted({fault for by_seed in found.values() for result in by_seed.values() for fault in result.faults})
+        seconds = f"{sum(row.cpu_seconds for row in rows):.0f} s"
+        told = [*filter(None, [plan.note]), *notes, *study.notes]
+        told.append(f"Processor time of all rows: {seconds}; what rows share is counted once.")
         page = StudyPage(
-            title=study.title,
-            axis=study.axis,
-            rows=rows,
-            paper_says=study.says,
-            findings=findings,
+            title=study.title, axis=study.axis, rows=rows, paper_says=study.says, findings=findings, command=command,
             gains=_gains(points, found, study.trend, counts) if study.trend is not None else [],
-            notes=[
-                *filter(None, [plan.note]),
-                *notes,
-                *study.notes,
-                f"Processor time of all rows: {sum(row.cpu_seconds for row in rows):.0f} s; what rows share is counted "
-                "once.",
-                *(f"Left out: {fault}" for fault in faults),
-            ],
-            command=command,
-            promise=_promise(plan, cells),
-        )
+            notes=[*told, *(f"Left out: {fault}" for fault in faults)], promise=_promise(plan, cells),
+        )  # fmt: skip
         picture = draw_study(page, folder / study.name) if self._draws else None
         written = write_study(page, folder, study.name, picture=picture)
         lines = [f"{row.line}, {row.label}: sentence R@1 {with_reach(row.interval(SHOWN))}" for row in rows]
@@ -225,21 +215,15 @@ def _row(study: Study, point: Point, by_seed: Mapping[int, SystemResult]) -> Stu
     results, paper = list(by_seed.values()), of_study(study.name, point.line, point.label)
     sent: dict[str, float] = {}
     for result in results:
-        for phases in result.sent.values():
-            for phase, count in phases.items():
-                sent[phase] = sent.get(phase, 0.0) + count / len(result.sent) / len(results)
+        for phase, count in (each for phases in result.sent.values() for each in phases.items()):
+            sent[phase] = sent.get(phase, 0.0) + count / len(result.sent) / len(results)
     spent = [value for result in results for value in result.epsilon.values() if value is not None]
+    measured = {name: [_over_clients(result, name) for result in results] for name in COLUMNS}
     return StudyRow(
-        line=point.line,
-        label=point.label,
-        at=point.at,
-        measures={
-            name: Measured.of([_over_clients(result, name) for result in results], paper.get(name)) for name in COLUMNS
-        },
-        bytes_per_client=sent,
-        epsilon=max(spent, default=None),
+        **picked(point, "line", "label", "at"), bytes_per_client=sent, epsilon=max(spent, default=None),
+        measures={name: Measured.of(values, paper.get(name)) for name, values in measured.items()},
         cpu_seconds=round(sum(result.cpu_seconds for result in results), 1),
-    )
+    )  # fmt: skip
 
 
 def _over_clients(result: SystemResult, measure: str) -> float:

@@ -1,8 +1,7 @@
 """A study of several settings: a table with the paper's numbers beside ours, in five forms, and one picture.
 
-The picture shows lines over what varies, bars of clients, or quality against bytes. All but the bars are drawn with
-matplotlib, which is an extra (``pip install "lit-dpret[plot]"``). Lines are told apart by markers and dashes as well as
-by the colours of Okabe and Ito (2008); the paper's numbers are hollow and grey.
+The picture shows lines over what varies, bars of clients, or quality against bytes; the paper's numbers are hollow and
+grey.
 """
 
 from __future__ import annotations
@@ -115,11 +114,7 @@ def with_reach(interval: Interval) -> str:
 
 
 def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | None = None) -> dict[str, Path]:
-    """Write ``NAME.md``, ``.html``, ``.json`` and ``.csv``; ``picture`` is the plot, in the same folder.
-
-    Returns:
-        The files by name.
-    """
+    """Write ``NAME.md``, ``.html``, ``.json`` and ``.csv``; ``picture`` is the plot, in the same folder."""
     facts = asdict(page)
     del facts["axis"]
     return Page(
@@ -219,11 +214,7 @@ def _sheet(page: StudyPage) -> Table:
 
 
 def draw_study(page: StudyPage, path: Path) -> Path:
-    """Write the picture of a study: gains (Figure 4), or quality against bytes or over what varies (Figure 5).
-
-    Returns:
-        The path, which ends in ``.svg`` or ``.png``.
-    """
+    """Write a picture of gains (Figure 4) as SVG, or of quality against bytes or what varies (Figure 5) as PNG."""
     if not page.gains:
         return save_png(figure_of(page), path.with_suffix(".png"), owner_only=True)
     panels = {
@@ -236,95 +227,56 @@ def draw_study(page: StudyPage, path: Path) -> Path:
 
 
 def figure_of(page: StudyPage) -> Any:
-    """Draw the picture as a figure of matplotlib."""
+    """Draw the picture as a figure of matplotlib: lines over what varies, or points over bytes."""
+    by_bytes = all(row.at is None for row in page.rows)
+
+    def place_of(row: StudyRow) -> float | None:
+        return row.stage2_bytes / 1e6 or None if by_bytes else row.at
+
     figure = new_figure(8.5, 6.0)
     axis = figure.subplots()
-    axis.set_title(page.title)
-    if all(row.at is None for row in page.rows):
-        _bytes(axis, page)
-    else:
-        _lines(axis, page)
+    places = sorted({place for row in page.rows if (place := place_of(row)) is not None})
+    wide = len(places) > 1 and places[0] > 0 and places[-1] / places[0] >= 8
+    if wide:
+        axis.set_xscale("log")
+    lines = [[row for row in page.rows if row.line == line] for line in dict.fromkeys(row.line for row in page.rows)]
+    for number, ((colour, dashes, marker), rows) in enumerate(zip(cycle(STYLES), lines, strict=False)):
+        name = rows[0].line if not by_bytes or len(rows) > 1 else f"{rows[0].line}: {rows[0].label}"
+        if all(place_of(row) is None for row in rows):
+            level = rows[0].interval(SHOWN).mean
+            axis.axhline(level, color=_GREY, linestyle=dashes, linewidth=1.0, label=name)
+            continue
+        aside = 0.0 if by_bytes else _ASIDE * number  # so that intervals of different lines can be told apart
+        at = [_moved(place_of(row) or 0.0, aside, places, logarithmic=wide) for row in rows]
+        found = [row.interval(SHOWN) for row in rows]
+        reach = [0.0 if math.isnan(one.high) else one.high - one.mean for one in found]
+        axis.errorbar(
+            at, [one.mean for one in found], yerr=reach, color=colour, linestyle="none" if by_bytes else dashes,
+            marker=marker, capsize=3, label=name,
+        )  # fmt: skip
+        papers = [row.measures[SHOWN].paper for row in rows]
+        theirs = [(x, paper) for x, paper in zip(at, papers, strict=True) if paper is not None]
+        if theirs and not by_bytes:
+            axis.plot(
+                *zip(*theirs, strict=True), color=_GREY, linestyle=dashes, marker=marker, markerfacecolor="none",
+                label=f"{name}, the paper's", linewidth=1.0,
+            )  # fmt: skip
+        for x, row, one in zip(at, rows, found, strict=True) if by_bytes and len(rows) > 1 else ():
+            axis.annotate(
+                row.label, (x, one.mean), xytext=(6, -13 if number % 2 else 6), textcoords="offset points", fontsize=8,
+                color=colour,
+            )  # fmt: skip
+    if not by_bytes:
+        axis.set_xticks(places, [f"{place:g}" for place in places])
+        axis.minorticks_off()
+    axis.set(title=page.title, xlabel=f"MB of {page.axis}" if by_bytes else page.axis, ylabel="sentence R@1")
+    low, high = axis.get_ylim()  # shares end where shares end; few seeds have intervals that reach further
+    axis.set_ylim(max(low, -0.01), min(high, 1.01))
+    axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     tidy(axis, grid="y")
     return figure
 
 
-def _lines(axis: Any, page: StudyPage) -> None:
-    places = sorted({row.at for row in page.rows if row.at is not None})
-    if len(places) > 1 and places[0] > 0 and places[-1] / places[0] >= 8:
-        axis.set_xscale("log")
-    for number, (style, (line, rows)) in enumerate(zip(cycle(STYLES), _by_line(page).items(), strict=False)):
-        colour, dashes, marker = style
-        if all(row.at is None for row in rows):
-            axis.axhline(rows[0].interval(SHOWN).mean, color=_GREY, linestyle=dashes, linewidth=1.0, label=line)
-            continue
-        at = {id(row): _aside(row.at or 0.0, number, places, logarithmic=axis.get_xscale() == "log") for row in rows}
-        found = [row.interval(SHOWN) for row in rows]
-        axis.errorbar(
-            list(at.values()), [one.mean for one in found], yerr=[_reach(one) for one in found],
-            color=colour, linestyle=dashes, marker=marker, capsize=3, label=line,
-        )  # fmt: skip
-        theirs = [(at[id(row)], paper) for row in rows if (paper := row.measures[SHOWN].paper) is not None]
-        if theirs:
-            axis.plot(
-                *zip(*theirs, strict=True), color=_GREY, linestyle=dashes, marker=marker, markerfacecolor="none",
-                label=f"{line}, the paper's", linewidth=1.0,
-            )  # fmt: skip
-    axis.set_xticks(places, [f"{place:g}" for place in places])
-    axis.minorticks_off()
-    axis.set(xlabel=page.axis, ylabel="sentence R@1")
-    _share_of_queries(axis)
-
-
-def _aside(at: float, number: int, places: list[float], *, logarithmic: bool) -> float:
-    """Return a place on the axis, moved to the right for each line before this one."""
+def _moved(at: float, aside: float, places: Sequence[float], *, logarithmic: bool) -> float:
     low, high = places[0], places[-1]
-    return at * (high / low) ** (_ASIDE * number) if logarithmic else at + _ASIDE * number * (high - low)
-
-
-def _bytes(axis: Any, page: StudyPage) -> None:
-    sent = [row.stage2_bytes for row in page.rows if row.stage2_bytes > 0]
-    lines = zip(cycle(STYLES), _by_line(page).items(), strict=False)
-    for number, ((colour, dashes, marker), (line, rows)) in enumerate(lines):
-        if all(row.stage2_bytes == 0 for row in rows):
-            axis.axhline(
-                rows[0].interval(SHOWN).mean,
-                color=_GREY,
-                linestyle=dashes,
-                linewidth=1.0,
-                label=f"{line}: {rows[0].label}",
-            )
-            continue
-        found = [row.interval(SHOWN) for row in rows]
-        axis.errorbar(
-            [row.stage2_bytes / 1e6 for row in rows], [one.mean for one in found], yerr=[_reach(one) for one in found],
-            color=colour, linestyle="none", marker=marker, capsize=3,
-            label=line if len(rows) > 1 else f"{line}: {rows[0].label}",
-        )  # fmt: skip
-        below = -13 if number % 2 else 6
-        for row, one in zip(rows if len(rows) > 1 else [], found, strict=False):
-            axis.annotate(
-                row.label, (row.stage2_bytes / 1e6, one.mean), xytext=(6, below), textcoords="offset points",
-                fontsize=8, color=colour,
-            )  # fmt: skip
-    if sent and max(sent) / min(sent) >= 8:
-        axis.set_xscale("log")
-    axis.set(xlabel=f"MB of {page.axis}", ylabel="sentence R@1")
-    _share_of_queries(axis)
-
-
-def _share_of_queries(axis: Any) -> None:
-    """End an axis of shares where shares end; few seeds have intervals that reach further."""
-    low, high = axis.get_ylim()
-    axis.set_ylim(max(low, -0.01), min(high, 1.01))
-    axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
-
-
-def _by_line(page: StudyPage) -> dict[str, list[StudyRow]]:
-    found: dict[str, list[StudyRow]] = {}
-    for row in page.rows:
-        found.setdefault(row.line, []).append(row)
-    return found
-
-
-def _reach(interval: Interval) -> float:
-    return 0.0 if math.isnan(interval.high) else interval.high - interval.mean
+    return at * (high / low) ** aside if logarithmic else at + aside * (high - low)

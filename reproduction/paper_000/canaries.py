@@ -36,22 +36,14 @@ def tables(
     facts = read(finished) if finished is not None else _run(study, make_canaries, train_queries)
     models = dict.fromkeys((row["model"], row["side"]) for row in facts["rows"])
     rows = [_row(model, side, facts["rows"]) for model, side in models]
-    return [
-        PaperTable(
-            name=TABLE,
-            title="Table 7: planted secrets",
-            columns=COLUMNS,
-            rows=rows,
-            caption=_CAPTION,
-            notes=[
-                f"{facts['trainings']} trainings with each budget, {facts['units']} units of which "
-                f"{facts['planted_units']} are canaries: {facts['command']}.",
-                "The two public-only systems of the other tables read no private query, so nothing could be planted "
-                "into them, and they have no row.",
-                "Absence of a leak is no guarantee; what the accounting allows stands in the report of the study.",
-            ],
-        )
+    notes = [
+        f"{facts['trainings']} trainings with each budget, {facts['units']} units of which "
+        f"{facts['planted_units']} are canaries: {facts['command']}.",
+        "The two public-only systems of the other tables read no private query, so nothing could be planted "
+        "into them, and they have no row.",
+        "Absence of a leak is no guarantee; what the accounting allows stands in the report of the study.",
     ]
+    return [PaperTable(TABLE, "Table 7: planted secrets", COLUMNS, rows, _CAPTION, notes)]
 
 
 def check(
@@ -111,17 +103,10 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
             if row["epsilon"] == eps:
                 paper[f"rank_{row['copies']}"], paper[f"leaked_{row['copies']}"] = row["rank"], row["leaked"]
     limits = next(iter(pooled.values()))["limits"]
+    promise = "no guarantee"
+    if limits["eps"] is not None:
+        promise = f"epsilon = {limits['eps']:.4g} at delta = {limits['delta']:.3g} for one unit of the study's claim"
+    beside = named((MAIN, eps)) if paper else ""
     return PaperRow(
-        system=f"secret in {SHORT[side]}",
-        epsilon=shown(eps),
-        metrics=ours,
-        paper=paper,
-        beside=named((MAIN, eps)) if paper else "",
-        privacy=_promise(limits),
+        system=f"secret in {SHORT[side]}", epsilon=shown(eps), metrics=ours, paper=paper, beside=beside, privacy=promise
     )
-
-
-def _promise(limits: Any) -> str:
-    if limits["eps"] is None:
-        return "no guarantee"
-    return f"epsilon = {limits['eps']:.4g} at delta = {limits['delta']:.3g} for one unit of the study's claim"

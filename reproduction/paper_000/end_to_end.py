@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lit_dpret.cards.blocks import Banner, Block, Code, Grid, Paragraph, Section
+from lit_dpret.cards.blocks import Code, Grid, Paragraph, Section
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
@@ -36,7 +36,7 @@ from lit_dpret.tasks.pipeline import METRIC_NAMES
 from lit_dpret.tasks.round_trip import KEPT, check_round_trip
 from lit_dpret.tasks.synthesize import public_sample
 from reproduction.paper_000.end_to_end_table import FIRST, Cell, Finished, Regime, Run, budget_name
-from reproduction.paper_000.table import shown, write_tables
+from reproduction.paper_000.table import shown, write_page
 from reproduction.recipe import GeneratorRecipe, Recipe, made_by, refuse_other_training
 from reproduction.spent import spent_under
 from reproduction.study import QueryStudy, per_query
@@ -49,10 +49,6 @@ _ABOUT = (
     "has never learnt retrieval, which is its situation, and those of direct training beside per_example_duplicated, "
     "which clips what the paper clipped and adds the noise that this really needs; the other ways to train directly "
     "are not the paper's."
-)
-_INTERNAL = (
-    "Internal: these numbers were computed on queries that nobody declared public. No guarantee covers them; keep the "
-    "page where the queries are kept."
 )
 _HOW_NOT_WHAT = ("hydra.run.dir=", "task.only=", "task.report_only=", "privacy.secret_file=")
 # What `Recipe.describe` says of heads, which these retrievers have not.
@@ -325,32 +321,24 @@ class EndToEnd(QueryStudy):
     def _tell(self) -> dict[str, float]:
         known = {cell: self._known(cell) for cell in self.cells()}
         tables = [self._finished(regime, known).table() for regime in self.regimes]
-        folder, hidden = self._run_dir / "report", not self.originals_are_public
-        spent = spent_under(self._run_dir).text
-        lead: list[Block] = [Banner(_INTERNAL)] if hidden else []
-        lead += [*([Banner(spent, "caution")] if spent else []), Paragraph(_ABOUT)]
         missing = self._missing(known)
-        lead += [Paragraph(text) for text in (self.note, missing) if text]
         judged = f"Judged on {len(self._queries)} {self.split} questions over {len(self.passages())} passages."
-        sections = [
-            *write_tables(tables, folder, owner_only=hidden),
+        more = [
             Section("How each row was trained", [Paragraph(judged), self._settings(known)]),
             Section("The generators and their queries", [self._generators()]),
-            Section("How to get this again", [Code(self._command()), Paragraph(self._hours())]),
         ]
         if self.tuning_note:
-            sections.insert(-1, Section("How the settings were chosen", [Paragraph(self.tuning_note)]))
-        facts = {
-            "title": _TITLE, "public": not hidden, "about": _ABOUT, "spent": spent, "not_run": missing,
-            "judged": judged, "note": self.note, "tuning_note": self.tuning_note, "command": self._command(),
-            "seconds": {name: round(value, 1) for name, value in self._stages.seconds.items()},
-            "per_run": {
-                cell.name: {seed: {m: float(np.mean(v)) for m, v in run.items()} for seed, run in runs.items()}
-                for cell, runs in known.items()
-            },
-            "tables": [table.facts() for table in tables],
-        }  # fmt: skip
-        Page(name=NAME, title=_TITLE, lead=lead, sections=sections, facts=facts, owner_only=hidden).write(folder)
+            more.append(Section("How the settings were chosen", [Paragraph(self.tuning_note)]))
+        per_run = {
+            cell.name: {seed: {m: float(np.mean(v)) for m, v in run.items()} for seed, run in runs.items()}
+            for cell, runs in known.items()
+        }
+        told = {"not_run": missing, "judged": judged, "note": self.note, "tuning_note": self.tuning_note}
+        write_page(
+            NAME, _TITLE, tables, self._run_dir, about=_ABOUT, public=self.originals_are_public,
+            spent=spent_under(self._run_dir).text, lead=[self.note, missing], more=more, command=self._command(),
+            seconds=self._stages.seconds, facts={**told, "per_run": per_run},
+        )  # fmt: skip
         return {cell.name: float(np.mean([np.mean(r[FIRST]) for r in runs.values()])) for cell, runs in known.items()
                 if runs}  # fmt: skip
 
@@ -365,10 +353,6 @@ class EndToEnd(QueryStudy):
         if not told:
             return ""
         return f"Not run yet: {'; '.join(told)}. The same command with resume=true goes on."
-
-    def _hours(self) -> str:
-        seconds = self._stages.seconds.values()
-        return f"{sum(seconds) / 3600:.1f} hours of work in {len(seconds)} stages."
 
     def _finished(self, regime: str, known: Mapping[Cell, Mapping[int, Run]]) -> Finished:
         runs = {cell: found for cell, found in known.items() if cell.regime == regime}

@@ -93,14 +93,9 @@ class Finished:
                 epsilon=PUBLIC_ONLY,
             ),
         ]  # fmt: skip
-        return PaperTable(
-            name=f"end_to_end_{self.name}",
-            title=f"All weights trained: {self.regime.label}",
-            columns={name: name for name in METRIC_NAMES.values()},
-            rows=[*map(self._row, cells), *public],
-            caption=_CAPTION,
-            notes=list(self._orders()),
-        )
+        title, columns = f"All weights trained: {self.regime.label}", {name: name for name in METRIC_NAMES.values()}
+        rows = [*map(self._row, cells), *public]
+        return PaperTable(f"end_to_end_{self.name}", title, columns, rows, _CAPTION, list(self._orders()))
 
     def _row(self, cell: Cell) -> PaperRow:
         recipe, runs = self.regime.ways[cell.way], self.runs[cell]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ _LONGEST = 400
 
 @dataclass(frozen=True)
 class Example:
-    """One passage."""
+    """One passage, and its queries by source."""
 
     passage: str
     queries: Sequence[tuple[str, str]]
@@ -29,7 +29,7 @@ class Example:
         return Grid(("source", "text"), [("passage", shortened(self.passage, _LONGEST)), *self.queries])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExampleTable:
     """Several passages, and the paper's own one."""
 
@@ -37,26 +37,17 @@ class ExampleTable:
     title: str
     ours: Sequence[Example]
     theirs: Example
-    notes: Sequence[str] = ()
+    notes: Sequence[str]
 
     def blocks(self, picture: Path | None = None) -> list[Block]:
-        """Return what a page shows of it; there is no picture."""
-        blocks: list[Block] = [example.grid() for example in self.ours]
-        blocks += [Paragraph("The paper's example, of MS MARCO:"), self.theirs.grid()]
-        return [*blocks, Bullets(list(self.notes))] if self.notes else blocks
+        theirs = Paragraph("The paper's example, of MS MARCO:")
+        return [*(example.grid() for example in self.ours), theirs, self.theirs.grid(), Bullets(list(self.notes))]
 
     def facts(self) -> dict[str, Any]:
-        """Return the table as JSON values."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "notes": list(self.notes),
-            "ours": [asdict(example) for example in self.ours],
-            "paper": asdict(self.theirs),
-        }
+        examples = {"ours": [asdict(example) for example in self.ours], "paper": asdict(self.theirs)}
+        return {"name": self.name, "title": self.title, "notes": list(self.notes), **examples}
 
     def sheet(self) -> Grid:
-        """Return one line per query."""
         listed = [("ours", example) for example in self.ours] + [("paper", self.theirs)]
         rows = [(whose, one.passage, source, text) for whose, one in listed for source, text in one.queries]
         return Grid(("whose", "passage", "source", "query"), rows)
@@ -79,38 +70,34 @@ def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable
         made = {"original": asked, **made} if public else made
     ours = [
         Example(
-            passage=known[name] if texts else f"passage {name}",
-            queries=[(source, queries.get(name, "–")) for source, queries in made.items()],
+            known[name] if texts else f"passage {name}",
+            [(source, queries.get(name, "–")) for source, queries in made.items()],
         )
         for name in sorted(choice, key=by_hash)[:passages]
     ]
     of_paper = [(named(point), text) for point, text in by_point("table_2").items()]
-    theirs = Example(passage=PAPER_000["table_2_passage"], queries=of_paper)
-    return [
-        ExampleTable(
-            name="table_2_examples", title="Table 2: examples", ours=ours, theirs=theirs, notes=_notes(public, texts)
-        )
-    ]
+    theirs = Example(PAPER_000["table_2_passage"], of_paper)
+    return [ExampleTable("table_2_examples", "Table 2: examples", ours, theirs, list(_notes(public, texts)))]
 
 
-def _notes(public: bool, texts: bool) -> list[str]:
-    notes = ["Passages are chosen by hash of id, not for what was written."]
+def _notes(public: bool, texts: bool) -> Iterator[str]:
     if public:
-        notes = [
+        yield (
             "Passages are chosen by hash of id among those that have an original question; the questions were declared "
             "public (task.originals_are_public)."
-        ]
+        )
     else:
-        notes.append(
+        yield "Passages are chosen by hash of id, not for what was written."
+        yield (
             "Original queries, and those that were made without privacy and may repeat them, are left out: "
             "task.originals_are_public=false."
         )
     if not texts:
-        notes.append(
+        yield (
             "Texts of the data set are left out, among them the original and the pseudo-queries, which are words of "
             "the passages: task.example_texts=false."
         )
-    return [*notes, "The zero-shot encoder writes nothing, so the pseudo-query is the one public-only row."]
+    yield "The zero-shot encoder writes nothing, so the pseudo-query is the one public-only row."
 
 
 def _asked(data: Any) -> dict[str, str]:
@@ -124,15 +111,12 @@ def _asked(data: Any) -> dict[str, str]:
 
 
 def _first_of(folder: Path) -> Mapping[str, str]:
-    texts: dict[str, str] = {}
+    """Return the first query of each passage of a data set in BEIR's layout."""
     with (folder / "queries.jsonl").open(encoding="utf-8") as file:
-        for line in file:
-            record = json.loads(line)
-            texts[record["_id"]] = record["text"]
+        texts = {record["_id"]: record["text"] for record in map(json.loads, file)}
     found: dict[str, str] = {}
     with (folder / "qrels" / "train.tsv").open(encoding="utf-8") as file:
         next(file)
-        for line in file:
-            query, passage, _ = line.rstrip("\n").split("\t")
+        for query, passage, _ in (line.rstrip("\n").split("\t") for line in file):
             found.setdefault(passage, texts[query])
     return found

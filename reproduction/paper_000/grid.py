@@ -76,29 +76,24 @@ def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
         )
         for (lr, clip, batch, epochs), (bleu, privacy) in sorted(found.items(), key=lambda item: -item[1][0])
     ]
-    return [
-        PaperTable(
-            name="table_1_grid",
-            title="Table 1: search for the settings of the private generator",
-            columns={"bleu": "BLEU on validation queries"},
-            rows=rows,
-            caption=(
-                f"{len(rows)} points, where the paper's grid has 192. Corpus BLEU, as a share, of queries drawn for "
-                f"{grid.max_passages or 'all'} passages of the split {grid.split} against its questions. One run each "
-                "and no interval: a difference between two rows may be luck."
-            ),
-            notes=[
-                "The paper's grid: "
-                + "; ".join(f"{name} {', '.join(f'{v:g}' for v in found['searched'])} (best {found['best']:g})"
-                            for name, found in PAPER_000["table_1"].items())
-                + ". It prints no BLEU of the points.",
-                "The validation questions were declared public. With private ones, the choice would be covered by the "
-                "epsilon of all points together and the scored questions by nothing (docs/sweeps.md).",
-                f"{study.described(study.main)}; the paper searched with T5-Small. The public-only systems "
-                "have none of these settings.",
-            ],
-        )
-    ]  # fmt: skip
+    caption = (
+        f"{len(rows)} points, where the paper's grid has 192. Corpus BLEU, as a share, of queries drawn for "
+        f"{grid.max_passages or 'all'} passages of the split {grid.split} against its questions. One run each "
+        "and no interval: a difference between two rows may be luck."
+    )
+    theirs = "; ".join(
+        f"{name} {', '.join(f'{v:g}' for v in found['searched'])} (best {found['best']:g})"
+        for name, found in PAPER_000["table_1"].items()
+    )
+    notes = [
+        f"The paper's grid: {theirs}. It prints no BLEU of the points.",
+        "The validation questions were declared public. With private ones, the choice would be covered by the "
+        "epsilon of all points together and the scored questions by nothing (docs/sweeps.md).",
+        f"{study.described(study.main)}; the paper searched with T5-Small. The public-only systems "
+        "have none of these settings.",
+    ]
+    title = "Table 1: search for the settings of the private generator"
+    return [PaperTable("table_1_grid", title, {"bleu": "BLEU on validation queries"}, rows, caption, notes)]
 
 
 def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float]) -> tuple[float, str]:
@@ -120,24 +115,15 @@ def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float])
         data.use_unit(mode.unit, mode.neighbours)
         steps = max(1, round(epochs * data.n_units / batch))
         task = FitScored(data="private", split=grid.split, max_passages=grid.max_passages)
-        result = task.run(
-            replace(
-                parts,
-                make_privacy=lambda **_: privacy(),
-                make_module=make,
-                make_datamodule=partial(parts.make_datamodule, **size),
-                make_trainer=partial(parts.make_trainer, max_steps=steps),
-                make_callbacks=lambda: stage_callbacks(
-                    parts.run_dir,
-                    resume=parts.resume,
-                    label=name,
-                    tuning_data=base.tuning_data,
-                    tuning_note=base.tuning_note,
-                ),
-                make_canaries=lambda: None,
-            )
-        )
-        return [result[BLEU], privacy_line(read_card(parts.run_dir))]
+        how: dict[str, Any] = {"resume": parts.resume, "label": name}
+        how |= {"tuning_data": base.tuning_data, "tuning_note": base.tuning_note}
+        own = replace(
+            parts, make_privacy=lambda **_: privacy(), make_module=make, make_canaries=lambda: None,
+            make_datamodule=partial(parts.make_datamodule, **size),
+            make_trainer=partial(parts.make_trainer, max_steps=steps),
+            make_callbacks=lambda: stage_callbacks(parts.run_dir, **how),
+        )  # fmt: skip
+        return [task.run(own)[BLEU], privacy_line(read_card(parts.run_dir))]
 
     settings = [grid.eps, grid.split, grid.max_passages, point, study.sizes[study.main],
                 str(base.generator), base.generator_physical_batch]  # fmt: skip

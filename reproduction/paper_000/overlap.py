@@ -37,38 +37,25 @@ def tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[PaperTabl
 
     facts = study.result("overlap", make_overlap, work)
     read = facts["corpus"]
-    return [
-        PaperTable(
-            name="overlap",
-            title="Section 5.2.3: overlap with pre-training text",
-            columns={"exact": "found exactly", "ngram": f"{_ngram(facts)} words in a row"},
-            rows=[_row(name, facts["found"]) for name in ("queries", "passages")],
-            caption=_CAPTION,
-            notes=[
-                f"Corpus: {read['name']}, {read['documents']:,} documents, {read['words']:,} words. A text that was "
-                "not found may stand in what is not in this file: the shares are lower bounds.",
-                "The public-only rows of the other tables have no counterpart here: nothing is trained.",
-                "The paper gives its number for queries as an upper bound (< 1.9 %) and that for passages as ~22 %.",
-            ],
-        )
+    columns = {"exact": "found exactly", "ngram": f"{next(iter(facts['found'].values()))['n']} words in a row"}
+    notes = [
+        f"Corpus: {read['name']}, {read['documents']:,} documents, {read['words']:,} words. A text that was "
+        "not found may stand in what is not in this file: the shares are lower bounds.",
+        "The public-only rows of the other tables have no counterpart here: nothing is trained.",
+        "The paper gives its number for queries as an upper bound (< 1.9 %) and that for passages as ~22 %.",
     ]
-
-
-def _ngram(facts: Any) -> int:
-    return int(next(iter(facts["found"].values()))["n"])
+    rows = [_row(name, facts["found"]) for name in ("queries", "passages")]
+    return [PaperTable("overlap", "Section 5.2.3: overlap with pre-training text", columns, rows, _CAPTION, notes)]
 
 
 def _row(name: str, found: Any) -> PaperRow:
     subsets = [each for key, each in found.items() if key.split(",")[0] == name]
     sizes = sorted({each["exact"]["total"] for each in subsets})
     return PaperRow(
-        system=name,
-        epsilon="",
-        metrics={kind: _mean([each[kind] for each in subsets]) for kind in ("exact", "ngram")},
-        paper={"exact": PAPER_000["overlap_shares"][name]},
-        beside="C4 and MS MARCO",
+        system=name, epsilon="", metrics={kind: _mean([each[kind] for each in subsets]) for kind in ("exact", "ngram")},
+        paper={"exact": PAPER_000["overlap_shares"][name]}, beside="C4 and MS MARCO",
         note=f"{len(subsets)} subsets of {' to '.join(f'{size:,}' for size in sizes)}",
-    )
+    )  # fmt: skip
 
 
 def _mean(shares: list[Any]) -> Interval:

@@ -51,10 +51,8 @@ CAPTION = (
     "trained T5-Base retriever: compare orders, not levels."
 )
 PUBLIC_NAMES = {
-    "bm25": "BM25",
-    "zero_shot": "zero-shot encoder",
-    "pseudo": "retriever from pseudo-queries of the passages",
-}
+    "bm25": "BM25", "zero_shot": "zero-shot encoder", "pseudo": "retriever from pseudo-queries of the passages",
+}  # fmt: skip
 
 
 def tables(study: Trainings) -> list[PaperTable]:
@@ -75,27 +73,20 @@ def tables(study: Trainings) -> list[PaperTable]:
         row_beside("table_4", (ORIGINAL, eps), COLUMNS, replace(study.direct(eps), system="original queries"))
         for eps in finite
     ]
+    alone = rows_of_the_paper_alone("table_3", COLUMNS, [*top, *made])
+    orders = [*sizes_note(study), *_told(_orders(study, top[0], made, public))]
+    unlike = (
+        "Ours trains a linear query head of a frozen encoder against the public passages, whose loss is a sum over "
+        "queries; the paper's row is DP-SGD on the in-batch softmax of a whole encoder, batch 32."
+    )
+    above = [unlike, *_told(_above_direct(study, made, direct))]
+    titles = (
+        "Table 3: retrieval from synthetic queries, by epsilon and by model size",
+        "Table 4: retrieval trained directly on the original queries under DP",
+    )
     return [
-        PaperTable(
-            name="table_3_retrieval",
-            title="Table 3: retrieval from synthetic queries, by epsilon and by model size",
-            columns=COLUMNS,
-            rows=[*top, *made, *rows_of_the_paper_alone("table_3", COLUMNS, [*top, *made]), *public],
-            caption=CAPTION,
-            notes=[*sizes_note(study), *_told(_orders(study, top[0], made, public))],
-        ),
-        PaperTable(
-            name="table_4_direct",
-            title="Table 4: retrieval trained directly on the original queries under DP",
-            columns=COLUMNS,
-            rows=[*top, *direct, *public],
-            caption=CAPTION,
-            notes=[
-                "Ours trains a linear query head of a frozen encoder against the public passages, whose loss is a sum "
-                "over queries; the paper's row is DP-SGD on the in-batch softmax of a whole encoder, batch 32.",
-                *_told(_above_direct(study, made, direct)),
-            ],
-        ),
+        PaperTable("table_3_retrieval", titles[0], COLUMNS, [*top, *made, *alone, *public], CAPTION, orders),
+        PaperTable("table_4_direct", titles[1], COLUMNS, [*top, *direct, *public], CAPTION, above),
     ]
 
 

@@ -77,12 +77,9 @@ class SmallerGenerator:
     ) -> list[tuple[Ids, Ids]]:
         """Return token ids of each passage and of the query that the teacher draws for it."""
         decoding = Decoding(
-            top_p=self.top_p,
-            temperature=1.0,
-            top_k=None,
-            max_new_tokens=teacher.contract.max_query_length,
+            top_p=self.top_p, temperature=1.0, top_k=None, max_new_tokens=teacher.contract.max_query_length,
             min_new_tokens=1,
-        )
+        )  # fmt: skip
         pairs: list[tuple[Ids, Ids]] = []
         with torch.no_grad():
             for group in canonical_groups(teacher.codec, passages, 64):

@@ -44,21 +44,14 @@ def tables(study: Trainings, make_similarity: Callable[..., Any]) -> list[PaperT
     pseudo = _measured(study, "similarity-pseudo", study.folder(BASELINES) / "pseudo_queries", make_similarity)
     made = RowResult("pseudo-queries of the passages", pseudo, "no private data")
     rows.append(PaperRow(**vars(made), epsilon=PUBLIC_ONLY))
-    return [
-        PaperTable(
-            name="table_6_similarity",
-            title="Table 6: similarity of synthetic and original queries",
-            columns=COLUMNS,
-            rows=rows,
-            caption=_CAPTION,
-            notes=[
-                PAPER_000["table_6_footnote"],
-                "The zero-shot encoder writes no queries, so it has no row here.",
-                "These are measures of the original queries: no epsilon covers them. They were declared public.",
-                *sizes_note(study),
-            ],
-        )
+    notes = [
+        PAPER_000["table_6_footnote"],
+        "The zero-shot encoder writes no queries, so it has no row here.",
+        "These are measures of the original queries: no epsilon covers them. They were declared public.",
+        *sizes_note(study),
     ]
+    title = "Table 6: similarity of synthetic and original queries"
+    return [PaperTable("table_6_similarity", title, COLUMNS, rows, _CAPTION, notes)]
 
 
 def _measured(study: Trainings, name: str, folder: Path, make: Callable[..., Any]) -> dict[str, Interval]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lit_dpret.cards.blocks import Block, Bullets, Grid, Paragraph, Section, to_markdown
+from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_markdown
 from lit_dpret.files import write_whole
 from lit_dpret.report.figures import can_draw, new_figure, save_png, tidy
-from lit_dpret.report.page import Picture, Sheet
+from lit_dpret.report.page import Page, Picture, Sheet
 from lit_dpret.report.table import RowResult, Table, ends
 from reproduction.published import Point, by_point
 
@@ -62,7 +62,7 @@ def rows_of_the_paper_alone(table: str, columns: Mapping[str, str], ours: Sequen
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PaperTable:
     """One table."""
 
@@ -124,17 +124,12 @@ class PaperTable:
         """Return the table as JSON values; NaN becomes null."""
         rows = [
             {
-                "group": row.group,
-                "source": row.system,
-                "epsilon": row.epsilon,
-                "ours": {name: ends(interval) for name, interval in row.metrics.items()},
-                "paper": dict(row.paper),
-                "papers_row": row.beside,
-                "privacy": row.privacy,
-                "note": row.note,
+                "group": row.group, "source": row.system, "epsilon": row.epsilon,
+                "ours": {name: ends(interval) for name, interval in row.metrics.items()}, "paper": dict(row.paper),
+                "papers_row": row.beside, "privacy": row.privacy, "note": row.note,
             }
             for row in self.rows
-        ]
+        ]  # fmt: skip
         return {
             "name": self.name, "title": self.title, "caption": self.caption, "columns": dict(self.columns),
             "notes": list(self.notes), "rows": rows,
@@ -170,6 +165,35 @@ def write_tables(tables: Sequence[Shown], folder: Path, *, owner_only: bool) -> 
         for ending, text in texts.items():
             write_whole(folder / f"{table.name}.{ending}", text, owner_only=owner_only)
     return sections
+
+
+_INTERNAL = (
+    "Internal: these numbers were computed on queries that nobody declared public. No guarantee covers them; keep the "
+    "page where the queries are kept."
+)
+
+
+def write_page(
+    name: str, title: str, tables: Sequence[Shown], run_dir: Path, *, about: str, public: bool, spent: str,
+    lead: Sequence[str] = (), more: Sequence[Section] = (), command: str, seconds: Mapping[str, float],
+    facts: Mapping[str, Any],
+) -> dict[str, Path]:  # fmt: skip
+    """Write a page of tables and the files of each into ``report``, for their owner alone unless they are public."""
+    folder, hours = run_dir / "report", sum(seconds.values()) / 3600
+    first: list[Block] = [*([] if public else [Banner(_INTERNAL)]), *([Banner(spent, "caution")] if spent else [])]
+    first += [Paragraph(text) for text in (about, *lead) if text]
+    took = Paragraph(f"{hours:.1f} hours of work in {len(seconds)} stages.")
+    sections = [
+        *write_tables(tables, folder, owner_only=not public), *more,
+        Section("How to get this again", [Code(command), took]),
+    ]  # fmt: skip
+    whole = {
+        "title": title, "public": public, "about": about, "spent": spent, **facts, "command": command,
+        "seconds": {stage: round(value, 1) for stage, value in seconds.items()},
+        "tables": [table.facts() for table in tables],
+    }  # fmt: skip
+    page = Page(name=name, title=title, lead=first, sections=sections, facts=whole, owner_only=not public)
+    return page.write(folder)
 
 
 # -- the picture -----------------------------------------------------------------------------------

@@ -9,23 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Paragraph, Section
-from lit_dpret.report.page import Page
+from lit_dpret.cards.blocks import Bullets, Section
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.parts import Parts, say, some_of
 from reproduction.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
 from reproduction.paper_000.study import LeftOut, Trainings
-from reproduction.paper_000.table import Shown, write_tables
+from reproduction.paper_000.table import Shown, write_page
 from reproduction.spent import spent_under
 
 Part = Literal["retrieval", "examples", "canaries", "similarity", "zero_shot", "overlap", "grid"]
-REPORT = "report"
 _TITLE = "Paper 000, its tables again: synthetic queries by DP language models"
-_INTERNAL = (
-    "Internal: these numbers were computed on queries that nobody declared public. No guarantee covers them; keep the "
-    "page where the queries are kept."
-)
 _ABOUT = (
     "Ours beside the paper's, on other data, with other models and sizes: compare orders, not levels. Rows marked "
     "public only are had without any private query, and show what the private ones bought."
@@ -115,31 +109,16 @@ class Paper000(Trainings):
         return {"finished": self.canaries_from, "train_queries": self.canary_queries}
 
     def _write(self, tables: Sequence[Shown], left_out: Mapping[str, str]) -> dict[str, Path]:
-        folder, hidden = self.parts.run_dir / REPORT, not self.originals_are_public
         tables = sorted(tables, key=lambda table: (not table.name.startswith("table_"), table.name))
         taken = self.canaries_from if any(table.name == canaries.TABLE for table in tables) else None
-        spent = spent_under(
-            self.parts.run_dir, taken=taken, taken_private=0 if taken is None else canaries.private_trainings(taken)
-        ).text
-        command, hours = self.parts.command_again(*_HOW_NOT_WHAT), sum(self.seconds.values()) / 3600
-        lead: list[Block] = [Banner(_INTERNAL)] if hidden else []
-        lead += [*([Banner(spent, "caution")] if spent else []), Paragraph(_ABOUT)]
-        sections = write_tables(tables, folder, owner_only=hidden)
-        if left_out:
-            sections.append(Section("Left out", [Bullets([f"{name}: {why}" for name, why in left_out.items()])]))
-        sections.append(Section("How to get this again", [Code(command), Paragraph(f"{hours:.1f} hours of work.")]))
-        facts = {
-            "title": _TITLE,
-            "public": not hidden,
-            "about": _ABOUT,
-            "spent": spent,
-            "left_out": dict(left_out),
-            "command": command,
-            "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
-            "tables": [table.facts() for table in tables],
-        }
-        page = Page(name="paper_000", title=_TITLE, lead=lead, sections=sections, facts=facts, owner_only=hidden)
-        return page.write(folder)
+        private = 0 if taken is None else canaries.private_trainings(taken)
+        absent = [Section("Left out", [Bullets([f"{name}: {why}" for name, why in left_out.items()])])]
+        return write_page(
+            "paper_000", _TITLE, tables, self.parts.run_dir, about=_ABOUT, public=self.originals_are_public,
+            spent=spent_under(self.parts.run_dir, taken=taken, taken_private=private).text,
+            more=absent if left_out else [], command=self.parts.command_again(*_HOW_NOT_WHAT), seconds=self.seconds,
+            facts={"left_out": dict(left_out)},
+        )  # fmt: skip
 
 
 def _first_numbers(tables: Sequence[Shown]) -> dict[str, float]:

@@ -47,17 +47,9 @@ def tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> list[PaperTa
         for system in _systems(study)
     ]
     absent = [name for name in PAPER_000["sets"] if beir_set(name).name not in measured]
-    return [
-        PaperTable(
-            name="table_5_zero_shot",
-            title="Table 5: zero-shot evaluation on public sets",
-            columns=COLUMNS,
-            rows=rows,
-            caption=_CAPTION,
-            group="data set",
-            notes=[f"Not there, and so not measured: {', '.join(absent)}."] if absent else [],
-        )
-    ]
+    notes = [f"Not there, and so not measured: {', '.join(absent)}."] if absent else []
+    title = "Table 5: zero-shot evaluation on public sets"
+    return [PaperTable("table_5_zero_shot", title, COLUMNS, rows, _CAPTION, notes, group="data set")]
 
 
 def check(make_zero_shot: Callable[..., Any]) -> None:
@@ -78,33 +70,29 @@ def check(make_zero_shot: Callable[..., Any]) -> None:
 
 def _systems(study: Trainings) -> list[_System]:
     base, folder = study.baselines(), study.folder
-    found = [
-        _System(
-            "original", "original queries", "∞", str(folder(BASELINES) / "original" / "model"),
-            base["original"].privacy, (ORIGINAL, None),
-        )
-    ]  # fmt: skip
+
+    def model(run: Path, of: str) -> str:
+        return str(run / of / "model")
+
+    made_on = folder(BASELINES)
+    promise = base["original"].privacy
+    found = [_System("original", "original queries", "∞", model(made_on, "original"), promise, (ORIGINAL, None))]
     if study.finite:
         eps = max(study.finite)
-        cell = Cell(study.main, eps)
+        cell, direct = Cell(study.main, eps), study.direct_name(eps)
+        promises = study.direct(eps).privacy, study.synthetic(cell).privacy
+        told = "original queries, direct DP", study.described(cell.size)
+        made = study.queries_of(cell).parents[1]
         found += [
-            _System(
-                study.direct_name(eps), "original queries, direct DP", shown(eps),
-                str(folder(study.direct_name(eps)) / "direct" / "model"), study.direct(eps).privacy,
-                (ORIGINAL, eps),
-            ),
-            _System(
-                cell.name, study.described(cell.size), shown(eps),
-                str(study.queries_of(cell).parents[1] / "from_synthetic" / "model"),
-                study.synthetic(cell).privacy, (MAIN, eps),
-            ),
-        ]  # fmt: skip
+            _System(direct, told[0], shown(eps), model(folder(direct), "direct"), promises[0], (ORIGINAL, eps)),
+            _System(cell.name, told[1], shown(eps), model(made, "from_synthetic"), promises[1], (MAIN, eps)),
+        ]
     encoder = getattr(study.base.retriever, "keywords", {}).get("encoder", "minilm")
     if isinstance(encoder, str):
         known = base["zero_shot"].privacy
         found.append(_System("zero-shot", PUBLIC_NAMES["zero_shot"], PUBLIC_ONLY, encoder, known, None))
-    pseudo = str(folder(BASELINES) / "from_pseudo" / "model")
-    return [*found, _System("pseudo", PUBLIC_NAMES["pseudo"], PUBLIC_ONLY, pseudo, base["pseudo"].privacy, None)]
+    pseudo, known = model(made_on, "from_pseudo"), base["pseudo"].privacy
+    return [*found, _System("pseudo", PUBLIC_NAMES["pseudo"], PUBLIC_ONLY, pseudo, known, None)]
 
 
 def _measured(study: Trainings, system: _System, make: Callable[..., Any]) -> Any:
@@ -121,13 +109,9 @@ def _row(name: str, system: _System, found: Any) -> PaperRow:
     paper = {}
     if theirs is not None and name in sets:
         paper = {metric: values[sets.index(name)] for metric, values in zip(COLUMNS, theirs, strict=True)}
+    ours = {metric: Interval(**found["metrics"][metric]) for metric in COLUMNS if metric in found["metrics"]}
+    beside = named(system.point) if paper and system.point is not None else ""
     return PaperRow(
-        group=name,
-        system=system.label,
-        epsilon=system.epsilon,
-        metrics={metric: Interval(**found["metrics"][metric]) for metric in COLUMNS if metric in found["metrics"]},
-        paper=paper,
-        beside=named(system.point) if paper and system.point is not None else "",
-        privacy=system.privacy,
-        note=found["note"],
-    )
+        group=name, system=system.label, epsilon=system.epsilon, metrics=ours, paper=paper, beside=beside,
+        privacy=system.privacy, note=found["note"],
+    )  # fmt: skip

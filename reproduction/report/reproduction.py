@@ -1,7 +1,6 @@
 """Every table and figure of a paper on one page, numbered as there, with ours beside it or why it is not.
 
-What stands in a page is made from the stored results of the parts that were run; nothing is typed. Which parts there
-are, and in which sizes they were run, says `reproduction.suite`; what a paper holds, says its list of items.
+What stands in a page is made from the stored results of the parts that were run; nothing is typed.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Item:
 
     number: str  # as in the paper, ``Table 1``; with what is shown of it, where that is one half
     says: str  # what the paper shows there
-    parts: tuple[str, ...] = ()  # that can make it; the first that has results does
+    parts: Sequence[str] = ()  # that can make it; the first that has results does
     show: Show | None = None  # makes the blocks; None for what no part makes
     differs: str = ""  # how ours is another thing than the paper's, beside the sizes of the part
     why_not: str = ""  # why no part makes it, or none of this suite's
@@ -69,10 +68,7 @@ class Paper:
 def read_paper(name: str, shows: Mapping[str, Show]) -> Paper:
     """Return the paper of ``NAME.yaml`` beside this file; ``shows`` makes the blocks of its items, by their numbers."""
     facts = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
-    items = tuple(
-        Item(**{**one, "parts": tuple(one.get("parts", ())), "show": shows.get(one["number"])})
-        for one in facts.pop("items")
-    )
+    items = tuple(Item(**one, show=shows.get(one["number"])) for one in facts.pop("items"))
     return Paper(name=name, items=items, **facts)
 
 
@@ -80,7 +76,7 @@ def read_paper(name: str, shows: Mapping[str, Show]) -> Paper:
 class PartTold:
     """What is known of a part."""
 
-    name: str  # of the part
+    name: str
     sizes: str  # in which sizes it is run, beside the paper's
     command: str  # what runs it alone
     results: Path | None = None  # the folder of its results; None where there are none
@@ -92,39 +88,57 @@ class PartTold:
 
 @dataclass(frozen=True)
 class _Told:
+    """What became of an item."""
+
     item: Item
     state: State
-    blocks: Sequence[Block]
-    part: PartTold | None
+    blocks: Sequence[Block] = ()
+    part: PartTold | None = None
     reason: str = ""
+
+    def section(self) -> Section:
+        blocks: list[Block] = [Paragraph(f"The paper: {self.item.says}"), *self.blocks]
+        if self.state != "shown":
+            blocks.append(Banner(f"{self.state.capitalize()}. {self.reason}", "plain"))
+        differs = " ".join(filter(None, (self.item.differs, self.part.sizes))) if self.part else ""
+        blocks += [Paragraph(f"Not as in the paper: {differs}", small=True)] if differs else []
+        return Section(self.item.number, blocks)
+
+    def tables(self) -> dict[str, Grid]:
+        """Files of what stands in tables; a further one of the same item has a number."""
+        grids = [block for block in self.blocks if isinstance(block, Grid)]
+        slug = _slug(self.item.number)
+        return {f"{slug}{f'_{place}' if place > 1 else ''}.csv": grid for place, grid in enumerate(grids, 1)}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "number": self.item.number, "state": self.state, "part": self.part.name if self.part else None,
+            "reason": self.reason, "differs": self.item.differs, "blocks": [_plain(block) for block in self.blocks],
+        }  # fmt: skip
 
 
 def write_reproduction(
-    paper: Paper,
-    parts: Sequence[PartTold],
-    folder: Path,
-    *,
-    command: str,
-    quote: bool = True,
+    paper: Paper, parts: Sequence[PartTold], folder: Path, *, command: str, quote: bool = True,
     notes: Sequence[str] = (),
-) -> dict[str, State]:
+) -> dict[str, State]:  # fmt: skip
     """Write ``NAME.md``, ``.html``, ``.json``, tables as ``.csv``, and pictures; returns what became of each item."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [_as_run(part) for part in parts]
     known = {part.name: part for part in parts}
     told = [_tell(item, known, folder, quote=quote) for item in paper.items]
+    overview = [(one.item.number, one.state, one.reason or (one.part.name if one.part else "")) for one in told]
     sections = [
-        Section("What there is", [_overview(told)]),
-        *(Section(one.item.number, _blocks(one)) for one in told),
+        Section("What there is", [Grid(("in the paper", "here", "by the part, or why not"), overview)]),
+        *(one.section() for one in told),
         Section("How this was made", _made_by(parts, command)),
         *([Section("Notes", [Bullets(list(notes))])] if notes else []),
     ]
     known_parts = [{name: value for name, value in asdict(part).items() if name != "results"} for part in parts]
     facts = {
         "schema": SCHEMA, "paper": paper.name, "title": paper.title, "promise": paper.promise, "command": command,
-        "notes": list(notes), "items": [_facts(one) for one in told], "parts": known_parts,
+        "notes": list(notes), "items": [one.facts() for one in told], "parts": known_parts,
     }  # fmt: skip
-    tables = _tables(told)
+    tables = {name: grid for one in told for name, grid in one.tables().items()}
     for item in paper.items:  # an earlier page may have shown what this one must not
         for stale in {*folder.glob(f"{_slug(item.number)}.csv"), *folder.glob(f"{_slug(item.number)}_[0-9].csv")}:
             if stale.name not in tables:
@@ -140,12 +154,9 @@ def _as_run(part: PartTold) -> PartTold:
     """Add what the stored runs of a part say of their number, steps and time; other parts are told as they are."""
     if part.results is None or not (part.results / RUNS).is_file():
         return part
-    found = {
-        (run.variant, run.seed, run.batch_size): run
-        for name in (RUNS, BATCH_RUNS, "equal_negatives.jsonl", "losses.jsonl")
-        if (part.results / name).is_file()
-        for run in read_runs(part.results / name)
-    }
+    files = (part.results / name for name in (RUNS, BATCH_RUNS, "equal_negatives.jsonl", "losses.jsonl"))
+    stored = [run for file in files if file.is_file() for run in read_runs(file)]
+    found = {(run.variant, run.seed, run.batch_size): run for run in stored}
     seconds = sum(run.seconds[-1] for run in found.values() if run.seconds)
     # An attempt that went on from an earlier one took less time than its runs did.
     return replace(part, ran=f"{sizes_of(found.values())}.", seconds=seconds or part.seconds)
@@ -153,7 +164,7 @@ def _as_run(part: PartTold) -> PartTold:
 
 def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: bool) -> _Told:
     if item.show is None:
-        return _Told(item, "not reproduced", [], None, item.why_not)
+        return _Told(item, "not reproduced", reason=item.why_not)
     reasons = []
     for name in item.parts:
         part = parts.get(name)
@@ -169,35 +180,11 @@ def _tell(item: Item, parts: Mapping[str, PartTold], folder: Path, *, quote: boo
             kept = [block for block in blocks if not isinstance(block, Grid)]
             return _Told(item, "left out", kept, part, "It quotes texts of the data (task.quote=false).")
         return _Told(item, "shown", blocks, part)
-    return _Told(item, "left out", [], None, " ".join(reasons))
-
-
-def _tables(told: Sequence[_Told]) -> dict[str, Grid]:
-    tables: dict[str, Grid] = {}
-    for one in told:
-        grids = [block for block in one.blocks if isinstance(block, Grid)]
-        for place, grid in enumerate(grids, 1):
-            tables[f"{_slug(one.item.number)}{f'_{place}' if place > 1 else ''}.csv"] = grid
-    return tables
+    return _Told(item, "left out", reason=" ".join(reasons))
 
 
 def _slug(number: str) -> str:
     return re.sub(r"\W+", "_", number).strip("_").lower()
-
-
-def _overview(told: Sequence[_Told]) -> Grid:
-    rows = [(one.item.number, one.state, one.reason or (one.part.name if one.part else "")) for one in told]
-    return Grid(("in the paper", "here", "by the part, or why not"), rows)
-
-
-def _blocks(one: _Told) -> list[Block]:
-    blocks: list[Block] = [Paragraph(f"The paper: {one.item.says}"), *one.blocks]
-    if one.state != "shown":
-        blocks.append(Banner(f"{one.state.capitalize()}. {one.reason}", "plain"))
-    if one.part is None:
-        return blocks
-    differs = " ".join(filter(None, (one.item.differs, one.part.sizes)))
-    return [*blocks, Paragraph(f"Not as in the paper: {differs}", small=True)] if differs else blocks
 
 
 def _made_by(parts: Sequence[PartTold], command: str) -> list[Block]:
@@ -211,13 +198,6 @@ def _made_by(parts: Sequence[PartTold], command: str) -> list[Block]:
     commands = "\n".join(part.command for part in parts if part.results is not None)
     blocks: list[Block] = [Paragraph("All of it:"), Code(command), grid, Paragraph(said, small=True)]
     return [*blocks, Paragraph("Each part alone:"), Code(commands)] if commands else blocks
-
-
-def _facts(one: _Told) -> dict[str, Any]:
-    return {
-        "number": one.item.number, "state": one.state, "part": one.part.name if one.part else None,
-        "reason": one.reason, "differs": one.item.differs, "blocks": [_plain(block) for block in one.blocks],
-    }  # fmt: skip
 
 
 def _plain(block: Block) -> dict[str, Any]:
@@ -258,27 +238,28 @@ def _batch_sizes(results: Path, picture: Path) -> list[Block]:
     return [Picture(picture, said), Paragraph(said, small=True)]
 
 
+def _judged(results: Path) -> tuple[list[VariantRun], list[VariantRun]]:
+    """Return the runs of a report, and the same with encoders before any training."""
+    runs, untrained = read_runs(results / RUNS), results / UNTRAINED_RUNS
+    return runs, [*runs, *(read_runs(untrained) if untrained.is_file() else [])]
+
+
 def _table(paper: Mapping[str, Sequence[float]], *, relative: bool) -> Show:
     def show(results: Path, _: Path) -> list[Block]:
-        runs = read_runs(results / RUNS)
+        runs, judged = _judged(results)
         base = BASELINE if any(run.variant == BASELINE for run in runs) else None
-        untrained = results / UNTRAINED_RUNS
-        judged = [*runs, *(read_runs(untrained) if untrained.is_file() else [])]
         table = MetricsTable.of(judged, baseline=base)
         said = table.caption(relative=relative and base is not None).replace(": mean / standard deviation", "")
         classes = len(runs[0].confusion or [])
         more = (f"{sizes_of(runs)}. {classes} classes.", table.shares_of_the_gain(start=UNTRAINED), ties_of(judged))
-        said = " ".join(filter(None, (said, *more)))
         grid = table.beside_the_paper(paper, relative=relative, marks=bounded_norms(results))
-        return [grid, Paragraph(said, small=True)]
+        return [grid, Paragraph(" ".join(filter(None, (said, *more))), small=True)]
 
     return show
 
 
 def _own_table(results: Path, _: Path) -> list[Block]:
-    runs = read_runs(results / RUNS)
-    untrained = results / UNTRAINED_RUNS
-    judged = [*runs, *(read_runs(untrained) if untrained.is_file() else [])]
+    runs, judged = _judged(results)
     table = MetricsTable.of(judged, baseline=None)
     said = " ".join(filter(None, (table.caption(relative=False), f"{sizes_of(runs)}.", ties_of(judged))))
     return [table.grid(relative=False), Paragraph(said, small=True), *settings_shown(results, results)[:1]]
@@ -311,7 +292,11 @@ PAPER_002 = read_paper("paper_002", _shows())
 # -- paper 004 (PDD-AS2), from the stored results of a federated run or an attack
 
 
-_COUNTS = {"passages": "#56B4E9", "sentences": "#0072B2", "train": "#D55E00", "dev": "#E69F00", "test": "#009E73"}
+# What is counted of each client, its colour, and its words.
+_COUNTS = {
+    "passages": ("#56B4E9", "passages"), "sentences": ("#0072B2", "sentences"), "train": ("#D55E00", "train questions"),
+    "dev": ("#E69F00", "dev questions"), "test": ("#009E73", "test questions"),
+}  # fmt: skip
 _ARMS = {
     "none": ("without embeddings", "#000000", "-"),
     "shuffled": ("with shuffled embeddings (control)", "#D55E00", "--"),
@@ -323,22 +308,17 @@ def draw_silos(counts: Mapping[str, Mapping[str, int]], path: Path) -> str:
     """Figure 3: how large each client is, on a logarithmic axis; returns the caption."""
     figure, axis = _axis(8.5, 1.2 + 0.5 * len(counts))
     height = 0.8 / len(_COUNTS)
-    for place, (name, colour) in enumerate(_COUNTS.items()):
+    for place, (name, (colour, words)) in enumerate(_COUNTS.items()):
         at = [client + (place - 2) * height for client in range(len(counts))]
-        axis.barh(at, [found[name] for found in counts.values()], height=height, color=colour, label=_words(name))
+        axis.barh(at, [found[name] for found in counts.values()], height=height, color=colour, label=words)
     axis.set_yticks(range(len(counts)), list(counts))
     axis.invert_yaxis()
     axis.set_xscale("log")
-    axis.set_xlim(left=1)
+    axis.set(xlim=(1, None), xlabel="how many")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.set_xlabel("how many")
     figure.legend(loc="outside lower center", ncols=len(_COUNTS), frameon=False)
     save_png(figure, path, owner_only=True)
     return f"Passages, sentences and questions of each of {len(counts)} clients; the axis is logarithmic."
-
-
-def _words(name: str) -> str:
-    return name if name in ("passages", "sentences") else f"{name} questions"
 
 
 def draw_language_model_losses(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> str:
@@ -381,13 +361,9 @@ def _command_of(facts: Any) -> list[Block]:
 def _silos(results: Path, picture: Path) -> list[Block]:
     counts = _json(results / "manifest.json")["clients"]
     said = draw_silos(counts, picture)
-    columns = ("passages", "sentences", "train", "dev", "test")
-    rows = [(name, *(found[column] for column in columns)) for name, found in counts.items()]
-    return [
-        Picture(picture, said),
-        Paragraph(said, small=True),
-        Grid(("client", *columns), rows, frozenset(range(1, 6))),
-    ]
+    rows = [(name, *(found[column] for column in _COUNTS)) for name, found in counts.items()]
+    grid = Grid(("client", *_COUNTS), rows, frozenset(range(1, 6)))
+    return [Picture(picture, said), Paragraph(said, small=True), grid]
 
 
 def _main_table(results: Path, _: Path) -> list[Block]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from lit_dpret.errors import ResumeError
@@ -24,36 +25,23 @@ from public_t5.tasks import Example, Mixture
 Batch = dict[str, Tensor]
 POOL = 1024
 MAX_SOURCE, MAX_TARGET = 96, 32
+WARMUP, CHECKPOINT_EVERY = 0.03, 180.0
 
 
 def build_model(*, vocabulary: int, d_model: int, d_ff: int, heads: int, layers: int) -> T5ForConditionalGeneration:
     """A T5 v1.0 (ReLU, tied embeddings, relative positions) with as many decoder as encoder layers."""
     config = T5Config(
-        vocab_size=vocabulary,
-        d_model=d_model,
-        d_kv=d_model // heads,
-        d_ff=d_ff,
-        num_layers=layers,
-        num_decoder_layers=layers,
-        num_heads=heads,
-        dropout_rate=0.0,
-        feed_forward_proj="relu",
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    )
+        vocab_size=vocabulary, d_model=d_model, d_kv=d_model // heads, d_ff=d_ff, num_layers=layers,
+        num_decoder_layers=layers, num_heads=heads, dropout_rate=0.0, feed_forward_proj="relu",
+        tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
     return T5ForConditionalGeneration(config)
 
 
 def collate(sources: Sequence[list[int]], targets: Sequence[list[int]]) -> Batch:
     """Padded input_ids and attention_mask (rows, source tokens), labels (rows, target tokens; -100 is padding)."""
-    width, height = max(map(len, sources)), max(map(len, targets))
-    ids = torch.zeros(len(sources), width, dtype=torch.long)
-    labels = torch.full((len(sources), height), -100, dtype=torch.long)
-    for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        ids[i, : len(source)] = torch.tensor(source)
-        labels[i, : len(target)] = torch.tensor(target)
+    ids = pad_sequence([torch.tensor(source) for source in sources], batch_first=True)
+    labels = pad_sequence([torch.tensor(target) for target in targets], batch_first=True, padding_value=-100)
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 
@@ -87,15 +75,6 @@ def batches(rows: list[tuple[list[int], list[int]]], tokens: int) -> Iterator[Ba
         at = end
 
 
-def rate(peak: float, warmup: float, done: float) -> float:
-    """The learning rate when the share `done` of the time has passed: up to `peak` at `warmup`, down to 0 at 1.
-
-    >>> [round(rate(2.0, 0.2, done), 2) for done in (0.0, 0.1, 0.2, 0.6, 1.0, 1.1)]
-    [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]
-    """
-    return peak * min(done / warmup, max(0.0, 1.0 - done) / (1.0 - warmup))
-
-
 @dataclass
 class Progress:
     """What a checkpoint needs besides weights and optimiser."""
@@ -117,17 +96,13 @@ class Trainer:
     tokenizer: PreTrainedTokenizerFast
     mixture: Mixture
     seconds: float
-    checkpoint: Path  # where the run can be resumed from, written every `checkpoint_every` seconds
+    checkpoint: Path  # where the run can be resumed from, written every `CHECKPOINT_EVERY` seconds
     seed: int = 0
     # peak for the matrices; the embedding, whose entries are of order one in T5, may take `embedding_factor` times
     # that.
     learning_rate: float = 2e-3
     embedding_factor: float = 2.0
-    warmup: float = 0.03
     batch_tokens: int = 2048  # padded source tokens in a batch
-    max_source: int = MAX_SOURCE
-    max_target: int = MAX_TARGET
-    checkpoint_every: float = 180.0
     on_checkpoint: Callable[[float], None] | None = None  # called after each checkpoint, with the progress in [0, 1]
     progress: Progress = field(default_factory=Progress)
 
@@ -176,7 +151,8 @@ class Trainer:
         partial.replace(self.checkpoint)
 
     def _rate(self, done: float) -> float:
-        return rate(self.learning_rate, self.warmup, done)
+        """The learning rate when the share `done` of the time has passed: up to a peak at `WARMUP`, down to 0 at 1."""
+        return self.learning_rate * min(done / WARMUP, max(0.0, 1.0 - done) / (1.0 - WARMUP))
 
     def run(self, settings: dict[str, Any], log: Callable[[str], None]) -> None:
         state = self.progress
@@ -187,7 +163,7 @@ class Trainer:
         while state.elapsed < self.seconds:
             rng = random.Random(f"pool {self.seed} {state.pools}")
             examples = self.mixture.draw(POOL, state.elapsed / self.seconds, rng)
-            pool = list(batches(encode(self.tokenizer, examples, self.max_source, self.max_target), self.batch_tokens))
+            pool = list(batches(encode(self.tokenizer, examples, MAX_SOURCE, MAX_TARGET), self.batch_tokens))
             rng.shuffle(pool)
             state.pools += 1
             clock = time.monotonic()
@@ -221,7 +197,7 @@ class Trainer:
                         f"left {(self.seconds - state.elapsed) / 60:.1f} min"
                     )
                     sums, spoken = [], now
-            if time.monotonic() - saved > self.checkpoint_every or state.elapsed >= self.seconds:
+            if time.monotonic() - saved > CHECKPOINT_EVERY or state.elapsed >= self.seconds:
                 self.save(settings)
                 if self.on_checkpoint is not None:
                     self.on_checkpoint(min(1.0, state.elapsed / self.seconds))

@@ -24,21 +24,10 @@ def train_vocabulary(lines: Iterable[str], path: Path, size: int, threads: int) 
     partial = path.with_suffix(".partial")
     with partial.open("wb") as out:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=out,
-            vocab_size=size - SENTINELS,
-            model_type="unigram",
-            byte_fallback=True,
-            normalization_rule_name="nmt_nfkc_cf",
-            character_coverage=0.9995,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=-1,
-            user_defined_symbols=[PROMPT.strip()],
-            num_threads=threads,
-            minloglevel=1,
-        )
+            sentence_iterator=iter(lines), model_writer=out, vocab_size=size - SENTINELS, model_type="unigram",
+            byte_fallback=True, normalization_rule_name="nmt_nfkc_cf", character_coverage=0.9995, pad_id=0, eos_id=1,
+            unk_id=2, bos_id=-1, user_defined_symbols=[PROMPT.strip()], num_threads=threads, minloglevel=1,
+        )  # fmt: skip
     partial.replace(path)
 
 
@@ -66,11 +55,6 @@ def fast_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        extra_special_tokens=sentinels,
-        model_max_length=MODEL_MAX_LENGTH,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+        extra_special_tokens=sentinels, model_max_length=MODEL_MAX_LENGTH, clean_up_tokenization_spaces=False,
+    )  # fmt: skip

@@ -329,7 +329,7 @@ def test_paper_002_on_a_dozen_images_is_interrupted_and_goes_on(
     states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
     assert states["Figure 3"]["state"] == "shown" and (report / "figure_3.png").is_file()
     assert "it was not run yet" in states["Table 2"]["reason"]
-    assert "task.data.cifar100=null" in states["Table 2"]["reason"]
+    assert "task.data.cifar100" in states["Table 2"]["reason"]
     trained = (tmp_path / "run" / "embedding_net" / "stage.json").stat().st_mtime_ns
 
     monkeypatch.setattr(SecondTask, "run", real)
