@@ -1,9 +1,6 @@
 """Any Hugging Face data set of (query, passage) rows, by column names: from the hub or a folder.
 
-A folder is read without the library ``datasets``, by our own readers: every .parquet, .jsonl, .tsv and .csv
-file in it (the last three also with .gz or .zst). A file belongs to the split that its name, or that of a
-folder above it, begins with: ``train-00000-of-00002.parquet``, ``validation.jsonl.gz``, ``data/test/part1.csv``.
-Where no name says a split, or a column does, all are for training.
+A folder is read without the library ``datasets``, by our own readers; docs/data.md says which file is of which split.
 """
 
 from __future__ import annotations

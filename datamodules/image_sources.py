@@ -1,9 +1,8 @@
 """Sources of labelled images: CIFAR-10, CIFAR-100, Fashion-MNIST, a folder of classes, or the hub.
 
-A source is one function from a folder and a split to a `RawSplit`, which knows ids and labels at once and decodes
-only the images asked for. Nothing is downloaded unless a data set of the hub is named, and no code from a file is
-run. The 20 groups of CIFAR-100 are the classes of paper 002's second task (section 5.2); those of CIFAR-10 and
-Fashion-MNIST, which stand in for them, are ours.
+Nothing is downloaded unless a data set of the hub is named, and no code from a file is run. The 20 groups of CIFAR-100
+are the classes of paper 002's second task (section 5.2); those of CIFAR-10 and Fashion-MNIST, which stand in for them,
+are ours.
 """
 
 from __future__ import annotations

@@ -1,21 +1,7 @@
 """Three parts of a data set, in a BEIR folder or separate paths: corpus, queries, qrels.
 
-Columns (JSONL keys, table headers and parquet columns alike; others are ignored):
-
-========  ==============================================================================
-corpus    ``_id`` (or ``id``); ``text``; optional ``title`` (joined in front of the text by a
-          space), ``domain``
-queries   ``_id`` (or ``id``); ``text``; optional ``user_id`` and ``domain``, also inside a
-          ``metadata`` object
-qrels     ``query-id`` (or ``query_id``); ``corpus-id`` (or ``corpus_id``, ``passage_id``);
-          ``score`` (or ``grade``), a whole number
-========  ==============================================================================
-
-A folder holds ``corpus.*``, ``queries.*`` and ``qrels/{train,dev,test}.*``, as BEIR's do. Where a
-folder has a file in several formats, the first of .jsonl, .jsonl.gz, .jsonl.zst, .tsv, .tsv.gz,
-.csv, .csv.gz and .parquet is read (for qrels .tsv comes first).
-
-The other layout, one file of pairs, is in `lit_dpret.datamodules.pair_file`.
+docs/data.md lists their columns: JSONL keys, table headers and parquet columns alike. Of a file in several formats the
+first of `_SUFFIXES` is read. The other layout, one file of pairs, is in `lit_dpret.datamodules.pair_file`.
 """
 
 from __future__ import annotations

@@ -1,20 +1,7 @@
 """MS MARCO passage ranking from its own files: TSV without headers, and a collection of 8.8 million passages.
 
 Nguyen et al., "MS MARCO: A Human Generated MAchine Reading COmprehension Dataset", 2016. The published numbers are
-MRR@10 on the 6,980 queries of ``dev.small``; there is no test split with judgements.
-
-===========================  =====================================================================
-``collection.tsv``           passage id, text
-``queries.train.tsv``        query id, text
-``queries.dev.small.tsv``    query id, text (``queries.dev.tsv`` under ``dev=full``)
-``qrels.train.tsv``          query id, 0, passage id, grade
-``qrels.dev.small.tsv``      query id, 0, passage id, grade (``qrels.dev.tsv`` under ``dev=full``)
-===========================  =====================================================================
-
-Each may end in .gz or .zst. The queries files hold queries without judgements too; those are not kept.
-
-Where there is a network, ``download=true`` takes the same data from ir-datasets (extra ``beir``), which keeps what it
-has downloaded and checks its hashes.
+MRR@10 on the 6,980 queries of ``dev.small``; there is no test split with judgements. docs/data.md names the files.
 """
 
 from __future__ import annotations

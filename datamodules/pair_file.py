@@ -1,18 +1,7 @@
-"""Read one file of (query, passage) records, such as a query log, into a `Collection`.
+"""Read one file of (query, passage) records, such as a query log, into a `Collection`; docs/data.md lists the columns.
 
-Columns: ``query`` and ``passage``, both texts; optional ``query_id``, ``passage_id``, ``user_id``,
-``domain`` and ``split``. Others are ignored. `PairColumns` gives them other names, and a `PairReader` takes
-several files or any other source of records.
-
-- Without ``query_id`` each record is a query of its own with the id ``row-<line number>``
-  (``row-<file>.<line number>`` from the second file on). Ids are
-  never made from a query's text, because a hash of a private text can be guessed.
-- Without ``passage_id`` identical texts are one passage, and its id comes from the text.
-- ``passage`` may be missing or empty where a corpus is given and ``passage_id`` names a passage of it.
-- Without ``split`` every record is for training; ``valid`` and ``validation`` mean ``dev``.
-
-Without a corpus the passages are those of the private records, so their *list* is private even
-where each text is public: `PairsDataModule.public_passages` then asks for a declaration.
+Ids are never made from a query's text, because a hash of a private text can be guessed: a record without ``query_id``
+is called by its line, ``row-3`` (``row-2.3`` in the second file). A passage's id may come from its text.
 """
 
 from __future__ import annotations

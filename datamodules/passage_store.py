@@ -1,9 +1,7 @@
 """A corpus on disk with the interface of a dictionary: texts are read on demand.
 
-MS MARCO's 8.8 million passages are 3 GB of text, and more than twice that as Python strings. A `PassageStore` keeps
-them in an SQLite file, built once from a corpus file under a name made from what that file is (length, time of
-change, hash of its beginning and end): a changed file is another store and none is ever stale. It appears whole or
-not at all.
+A `PassageStore` keeps them in an SQLite file, built once from a corpus file under a name made from what that file is
+(length, time of change, hash of its beginning and end): a changed file is another store and none is ever stale.
 """
 
 from __future__ import annotations

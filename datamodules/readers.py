@@ -1,10 +1,8 @@
 """Record files in any format, with error messages that name the file and the line.
 
-The format follows the name: ``.jsonl``, ``.tsv`` and ``.csv``, each also with ``.gz`` or ``.zst``, and
-``.parquet``. Quote marks in TSV are ordinary characters, as in BEIR's and MS MARCO's files. A message shows ids,
-column names and grades, never a text: the file may be a private query log, and messages end up in logs. Problems go
-to a `Complain`: `refuse` raises them; `Problems` counts them, after which the reader leaves the record out and goes
-on.
+A message shows ids, column names and grades, never a text: the file may be a private query log, and messages end up in
+logs. Problems go to a `Complain`: `refuse` raises them; `Problems` counts them, after which the reader leaves the
+record out and goes on.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
-"""Silos on disk: the data of each client of a federation, in a separate folder.
+"""Silos on disk: the data of each client of a federation, in a separate folder ``clients/NAME`` that stands alone.
 
-    FOLDER/manifest.json
-    FOLDER/clients/NAME/passages.jsonl     {"pid", "title"}
-    FOLDER/clients/NAME/sentences.jsonl    {"sid", "pid", "text"}
-    FOLDER/clients/NAME/queries.jsonl      {"qid", "text", "pos_sids": [...], "split"}
-    FOLDER/clients/NAME/manifest.json      counts and SHA-256 of the three files
-
-A client's folder stands alone, so that it can lie beside the data that it was made from and nowhere else.
-The manifest of the whole is for experiments in one place; a real federation has none. Everything here is as
-private as the queries: folders are made for their owner alone, and no message shows a text.
+The manifest of the whole is for experiments in one place; a real federation has none. Everything here is as private
+as the queries: folders are made for their owner alone, and no message shows a text.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Split unsplit data: by user if ids are known, otherwise by query text.
 
-Which side a query falls on is a hash of its user or text (casefolded, whitespace collapsed) with a public seed:
-adding or removing a record moves no other one, and all queries of a user, or copies of a text, stay on one side. A
-text that two users asked may stand on both. A division by text is a function of private texts, and so is how many
-records train got, which cards print: a written split says how it was made (`DIVISION_FILE`), and the card names it
-among what is assumed.
+Which side a query falls on is a hash of its user or text (casefolded, whitespace collapsed) with a public seed. A
+division by text is a function of private texts, and so is how many records train got, which cards print: a written
+split says how it was made (`DIVISION_FILE`), and the card names it among what is assumed.
 """
 
 from __future__ import annotations

@@ -1,22 +1,7 @@
 """Training rows grouped by owner: one item per unit of privacy.
 
-What the unit is decides what the guarantee speaks of, so it comes from ``privacy.unit`` and never
-from the data settings:
-
-- ``query``: all rows of one query id.
-- ``pair``: one (query, passage) row. Other rows of the same query are other people's data, so a
-  row's `Row.positives` name its own passage only.
-- ``user``: all rows of one user id.
-
-**The same text under several query ids** (``duplicates``). ``keep``, the default, leaves them as
-separate units: a text asked under k ids is protected as a group of k units, with k times the
-epsilon. ``merge`` makes them one unit, "every row with this text" (casefolded, whitespace
-collapsed; under ``unit="pair"``: with this text and passage). That protects all copies at once,
-but it is not simply stronger. Erasing *one* copy among several changes the unit's content instead
-of erasing the unit, which under ``zero_out`` and ``add_or_remove`` counts as two changes (twice
-the epsilon); and the number of units becomes the number of distinct texts, a function of private
-data where the number of ids was bookkeeping. Under ``zero_out`` that number is published. Choose
-``merge`` where a distinct text is what must be protected.
+What the unit is decides what the guarantee speaks of, so it comes from ``privacy.unit`` and never from the data
+settings. What ``duplicates=merge`` protects, and what it costs, is in docs/data.md.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Folders are those of sentence-transformers, read and written here: the library is not a dependency, costs 3.7 s of
 processor time to import, and batches and pads in its own way, where private texts need batches that follow from no
-other text. Tests hold our embeddings against it bit by bit. With losses and negatives the room is above its budget
-of 3,500 lines because of the proofs in `lit_dpret.losses.pairs` and of encoding that goes on after a kill.
+other text. Tests hold our embeddings against it bit by bit.
 """
 
 from lit_dpret.encoders.bulk import Progress

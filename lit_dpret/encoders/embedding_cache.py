@@ -1,11 +1,8 @@
 """Embeddings cached on disk, keyed by a hash of weights, contract, vocabulary and texts, and resumed after a kill.
 
-Each window of texts is cut into groups. Whoever computes a group writes it into a file of its own beside the
-matrix, whole or not at all and named by its SHA-256. The first rank puts a window's rows in their place, in a file
-that has its final length from the start, and writes the window's SHA-256 into a journal. Names and journal are
-believed only where the bytes agree, so the finished file has the same bytes, however often it was begun and on
-however many ranks. No two processes ever write into one file, which not every shared file system can be trusted
-with.
+Each window of texts is cut into groups. Whoever computes a group writes it into a file of its own, named by its
+SHA-256. The first rank puts a window's rows in their place and the window's SHA-256 into a journal: names and journal
+are believed only where the bytes agree. No two processes write into one file, which shared file systems may not bear.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The interface of sources of negatives: their declarations, and the requests to sources that name passages.
 
-A source is judged by two questions. Does it make a row's loss depend on another row? Then clipping each
-row bounds nothing. Does it remember something of private rows between steps? Then a step is no longer a
-function of the weights that were released and of the rows that were drawn, and no accountant's law is
-about it.
+Does a source make a row's loss depend on another row? Then clipping each row bounds nothing. Does it remember something
+of private rows between steps? Then a step is no longer a function of released weights and the rows that were drawn.
 """
 
 from __future__ import annotations

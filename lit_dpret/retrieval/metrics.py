@@ -1,10 +1,8 @@
 """Ranking measures for all queries at once, as trec_eval defines them.
 
-A ranking enters as a table of *gains*: the grade at each rank, 0 where it was not judged; what could have been
-found as the *ideal* gains. A query that found nothing, or has nothing relevant, counts as 0, as ``trec_eval -c``
-averages. Recall@10 in words is a hit rate in the synthetic-query paper (Carranza et al., section 6.1), here
-``success@k``; their numbers are a true recall, here ``recall@k`` (table 5). So a table prints the
-`Metric.definition` of what it shows.
+A ranking enters as a table of *gains*: the grade at each rank, 0 where it was not judged; what could have been found as
+the *ideal* gains. A query that found nothing, or has nothing relevant, counts as 0, as ``trec_eval -c`` averages.
+Recall@10 is a hit rate in the synthetic-query paper (Carranza et al., section 6.1): here ``success@k``.
 """
 
 from __future__ import annotations

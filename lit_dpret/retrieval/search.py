@@ -1,10 +1,8 @@
 """Exact nearest neighbours, streamed, in a deterministic order.
 
 A score is the dot product of two embeddings in float64, rounded to float32. A fast matrix product finds the few
-candidates that can matter, those are scored again pair by pair, and a bound on the product's rounding error proves
-that none was missed; a query for which it proves too little is looked through once more. So the answer is the same
-for every chunk size, device, number of shards and order of the passages, and ties fall as trec_eval lets them: by
-id, descending.
+candidates that can matter, those are scored again pair by pair, and a bound on the product's rounding error proves that
+none was missed; else the query is looked through once more. Ties fall as trec_eval lets them: by id, descending.
 """
 
 from __future__ import annotations

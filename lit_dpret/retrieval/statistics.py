@@ -1,10 +1,8 @@
 """Uncertainty of means over queries or training runs, and tests of differences between systems.
 
-**Over queries** one test collection is resampled, by our own seeded code: SciPy's permutation test draws others,
-which would change every p-value that was ever reported. **Over training runs** (`seed_interval`, `seed_test`)
-Student's t holds for few runs whose results are about normal. Two settings' runs share no randomness that pairing
-could take out: tests are unpaired (Welch, 1947), and a system that is not trained is one exact number. A claim
-should stand in both.
+**Over queries** one test collection is resampled, by our own seeded code: SciPy's permutation test draws others, which
+would change every p-value that was ever reported. **Over training runs** (`seed_interval`, `seed_test`) Student's t
+holds for few runs; tests are unpaired (Welch, 1947), and a system that is not trained is one exact number.
 """
 
 from __future__ import annotations

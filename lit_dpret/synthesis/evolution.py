@@ -1,10 +1,8 @@
 """Private selection without training: candidate queries that private queries vote for.
 
-Private Evolution (Lin et al., "Differentially Private Synthetic Data via Foundation Model APIs 1: Images", ICLR
-2024; for text Xie et al., "... 2: Text", ICML 2024). Every private unit votes for the candidates nearest to its own
-queries. Private data enter at the votes alone, released as a noised histogram: which candidates are kept and from
-which the next ones are made is a function of noised votes, public data and a public seed. So the claim is that of
-the histograms.
+Private Evolution (Lin et al., ICLR 2024; for text Xie et al., ICML 2024). Every private unit votes for the candidates
+nearest to its own queries. Private data enter at the votes alone, released as a noised histogram: what is kept, and
+what the next candidates are made from, is a function of noised votes, public data and a public seed.
 """
 
 from __future__ import annotations

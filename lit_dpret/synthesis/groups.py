@@ -1,9 +1,8 @@
 """The unit of work of a generation: a group of passages whose queries are drawn together.
 
-Everything that the bytes of a data set depend on stands here: the cut into groups, the dtype and device of the
-model, and the number of threads, for a matrix product adds up in another order with another number. Several
-processes may draw groups at once (`draw_groups`); only the process that called writes. One that dies takes the
-groups it had and nothing else.
+Everything that the bytes of a data set depend on stands here: the cut into groups, the dtype and device of the model,
+and the number of threads, for a matrix product adds up in another order with another number. Several processes may
+draw groups at once; only the process that called writes, and one that dies takes the groups it had and nothing else.
 """
 
 from __future__ import annotations

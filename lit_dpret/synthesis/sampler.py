@@ -1,10 +1,8 @@
-r"""Nucleus sampling in which every random number belongs to one query, independent of batches.
+"""Nucleus sampling in which every random number belongs to one query, independent of batches.
 
-The numbers of query (passage, draw) are a stream of their own, keyed by a hash of (seed, passage id, draw). So a
-query does not change when its neighbours do, when a run is interrupted, or when more draws are asked for. The seed
-is public. The nucleus (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1) is the
-smallest set of most probable tokens of mass p, equal ones by id, in float64. The model's logits depend, in their
-last bits, on the shape of the batch and the library; ``lit_dpret.synthesis.groups`` fixes those shapes.
+The numbers of query (passage, draw) are a stream of their own, keyed by a hash of (seed, passage id, draw); the seed is
+public. The nucleus (Holtzman et al., 2020, section 3.1) is the smallest set of most probable tokens of mass p, equal
+ones by id, in float64. Logits depend, in their last bits, on the shape of the batch, which `groups` fixes.
 """
 
 from __future__ import annotations

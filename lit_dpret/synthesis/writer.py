@@ -1,9 +1,8 @@
 """From a private generator to a synthetic data set: resumable, with the same result after any interruption.
 
-The shapes that the model computes are a function of the list of passages alone (`canonical_groups`), so a run that
-was interrupted, or shared out among processes, writes the same bytes. Which passages get queries must not depend on
-the private queries, or the list tells everybody which passages people asked about: the caller has to say that it is
-public. Under ``zero_out`` the list of passages is taken as known to everybody, and the declaration says just that.
+The shapes that the model computes are a function of the list of passages alone (`canonical_groups`), so any run writes
+the same bytes. Which passages get queries must not depend on the private queries, or the list tells everybody which
+passages people asked about: the caller has to say that it is public (under ``zero_out``, known to everybody).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Random crops, flips and colours for images, as tensor operations on a whole batch.
 
-The steps and their strengths are those of SimCLR on CIFAR-10 (Chen et al. 2020, appendix B.9, no blur); paper 002
-does not say how it builds its pairs. Ours are: the colour steps run in one fixed order (brightness, contrast,
-saturation, hue), and hue turns the colour plane of YIQ instead of the hexagon of HSV, so that saturation and hue
-are one matrix.
+The steps and their strengths are those of SimCLR on CIFAR-10 (Chen et al. 2020, appendix B.9, no blur). Ours are: the
+colour steps run in one fixed order (brightness, contrast, saturation, hue), and hue turns the colour plane of YIQ
+instead of the hexagon of HSV, so that saturation and hue are one matrix.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Exact k-NN classification by cosine similarity, to measure the quality of an embedding.
 
 Paper 002 uses k = 3 (section 5.1), and does not say how it breaks ties, which are two thirds of an untrained net's
-votes. scikit-learn gives them to the lowest label; here the nearest of the tied neighbours decides, and the scores
-of the other rule stand beside. Scores that keep private train embeddings are not covered by the encoder's privacy
-claim.
+votes. scikit-learn gives them to the lowest label; here the nearest of the tied neighbours decides, and the scores of
+the other rule stand beside. Scores that keep private train embeddings are not covered by the encoder's claim.
 """
 
 from __future__ import annotations

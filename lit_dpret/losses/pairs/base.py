@@ -1,25 +1,8 @@
-r"""Losses on the matrix of similarities, and how far one record can move their gradient.
+"""Losses on the matrix of similarities, and how far one record can move their gradient.
 
-A batch of n records, record i being (query i, passage i), has the n x n table S_ij = s(query i,
-passage j); the positives are its diagonal. A loss F of the table has the gradient
-sum_ij (dF / dS_ij) g_ij with g_ij the gradient of S_ij in the weights. Each g_ij depends on the
-records i and j alone, so it can be clipped to length B and still be a function of two records:
-gbar_ij. What a private step releases (paper 002, section 4, equation 5) is
-
-    G(batch) = sum_ij c_ij gbar_ij,        c_ij = dF / dS_ij, the *coefficients*,
-
-and its sensitivity depends on the coefficients alone. The gbar_ij of surviving records are the same
-before and after one record changes, and the adversary may choose them freely. So, for records
-1..n-1 and record n, with c' the coefficients without it and c* those with another in its place,
-
-    add or remove:  |G - G'| <= B [ sum_j |c_nj|  +  sum_{i<n} ( |c_in|  +  sum_{j<n} |c_ij - c'_ij| ) ]
-    replace one:    |G - G*| <= B [ sum_j |c_nj| + |c*_nj|
-                                    + sum_{i<n} ( |c_in| + |c*_in| + sum_{j<n} |c_ij - c*_ij| ) ],
-
-with equality when every gbar_ij is plus or minus one unit vector: the sign of its factor, times B.
-Each loss of this package bounds these two sums over all tables in the range of its similarity, and
-proves the bound where it is written. Below, m = n - 1 counts the surviving records and M is the
-largest score (1 for cosine).
+A batch of n records, record i being (query i, passage i), has the n x n table S_ij = s(query i, passage j); the
+positives are its diagonal. docs/derivations.md has the bounds of each loss and their proofs. In its letters m = n - 1
+counts the records that stay, and M is the largest score (1 for cosine).
 """
 
 from __future__ import annotations
@@ -59,13 +42,9 @@ class PairwiseLoss(ABC):
           that is NaN or infinite counts as masked, its row's positive included.
         - It holds with any mask whose entry ij is a function of the records i and j alone.
 
-    **Masked pairs.** Dropping a candidate from a softmax would break the bound: with fewer
-    candidates, those that remain get larger shares than the bound knows of. So a masked pair keeps
-    its place with a constant score, the least of the range, and its coefficient is 0.
-    *Proof that no bound changes.* Let m_ij be 0 for masked pairs and 1 for others, and S~ the table
-    after replacement. Then G = sum_ij m_ij c_ij(S~) gbar_ij = sum_ij c_ij(S~) (m_ij gbar_ij). Here S~_ij
-    lies in the range and depends on the records i and j alone, and so does m_ij gbar_ij, whose length is at
-    most B. These are the premises of the unmasked bound, for every loss of the table, diagonal or not.
+    **Masked pairs.** Dropping a candidate from a softmax would break the bound: those that remain would get larger
+    shares than it knows of. So a masked pair keeps its place with a constant score, the least of the range, and its
+    coefficient is 0, which changes no bound.
     """
 
     similarity: Literal["cosine", "dot"] = "cosine"  # ``dot`` of embeddings that are no longer than ``radius``

@@ -18,7 +18,7 @@ Bound = Callable[[int, float, float], float]
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredPairLoss(PairwiseLoss):
-    r"""Any loss on the matrix of similarities, with three declared bounds.
+    """Any loss on the matrix of similarities, with three declared bounds.
 
     For every n, every table of n records in the range, and every record of it (called n):
 
@@ -26,16 +26,9 @@ class DeclaredPairLoss(PairwiseLoss):
     - ``g2(n, low, high)`` bounds its column in other rows,  sum_{i<n} |c_in|;
     - ``l(n, low, high)`` bounds how other rows move,        sum_{j<n} |c_ij - c'_ij| for each i < n.
 
-    **Each must hold on its own.** They may be attained at different tables, and are in softmax; the
-    paper's Lemma 4.5 takes one share for all three and comes out too small.
-
-    **Add or remove**: g1 + g2 + (n - 1) l, Theorem 4.2 (line 2 of the paper's Algorithm 1 prints n l, one l
-    too many). *Proof.* They bound the three parts of the sum at
-    the head of `lit_dpret.losses.pairs.base`. **Replace one**: twice that, a bound. *Proof.* Remove one
-    record, then add the other: both batches neighbour the one of n - 1 records. It may be far from the
-    supremum.
-
-    Both are taken as the largest over all sizes up to ``n_max``, so that bounds need not grow with n.
+    **Each must hold on its own**: they may be attained at different tables, and are in softmax. The sensitivity is
+    g1 + g2 + (n - 1) l (Theorem 4.2), twice that with a replacement: the largest over all sizes up to ``n_max``, so
+    that bounds need not grow with n.
 
     The losses need not be functions of one row each. If they are not, c_ij is the derivative of the
     *sum* of all rows. Records must be treated alike: reordering them reorders the rows and nothing else.

@@ -1,15 +1,8 @@
-r"""Losses that are a sum of separate terms for every pair, without a softmax that couples a row.
+"""Losses that are a sum of separate terms for every pair, without a softmax that couples a row.
 
-With a fixed public normaliser the coefficient c_ij is a function of S_ij alone, so surviving pairs do
-not move at all, and what one record does is what it owns: with d the most that a diagonal coefficient
-can be in absolute value and o the same off the diagonal,
-
-    add or remove:  d + 2 m o,            replace one:  2 (d + 2 m o).
-
-*Proof.* All c_ij - c'_ij with i, j < n are 0. The record owns one diagonal pair and m pairs in its row and
-m in its column; a replacement changes them from old to new, whose gradients are unrelated. Both are
-attained where the largest diagonal and off-diagonal coefficients occur in one table. Both grow with n.
-**There is no limit** for large n and a fixed normaliser: choose it near the size of the batch.
+With d the most that a diagonal coefficient can be in absolute value and o the same off the diagonal, one record moves
+the gradient by d + 2 m o, and by twice that if it is replaced (docs/derivations.md). There is no limit for large n and
+a fixed normaliser: choose it near the size of the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ from lit_dpret.settings import require_choice
 
 @dataclass(frozen=True, kw_only=True)
 class _SeparateLoss(PairwiseLoss):
-    """What the sums over pairs share: the suprema stated at the head of this file."""
+    """What the sums over pairs share."""
 
     def _supremum(self, n: int, relation: Relation) -> float:
         diagonal, other = self._largest_coefficients()
@@ -43,15 +36,11 @@ class _SeparateLoss(PairwiseLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidPairLoss(_SeparateLoss):
-    r"""A separate logistic loss for every pair: the loss of SigLIP.
+    """A separate logistic loss for every pair: the loss of SigLIP.
 
     Row i is ``-log s(z_ii + b) - (a / (n0 - 1)) sum_{j != i} log s(-z_ij - b)`` with z = S / t, s the logistic
-    function, a = ``negative_weight`` and b = ``bias``. So c_ii = -s(-z_ii - b) / t, and off the diagonal
-    c_ij = a s(z_ij + b) / ((n0 - 1) t).
-
-    **Bound** (head of this file): d = s(M / t - b) / t and o = a s(M / t + b) / ((n0 - 1) t), because s rises.
-    Tight: S_nn = -M with S_nj = S_in = M is the configuration of `SoftmaxPairLoss`. Since s < 1, it is
-    below (1 + 2 a m / (n0 - 1)) / t for *any* scores: with ``dot`` the radius may be left open.
+    function, a = ``negative_weight`` and b = ``bias``. The sensitivity is below (1 + 2 a m / (n0 - 1)) / t for *any*
+    scores: with ``dot`` the radius may be left open.
     """
 
     temperature: float  # divides the similarity; positive
@@ -93,14 +82,10 @@ class SigmoidPairLoss(_SeparateLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPairLoss(_SeparateLoss):
-    r"""Positives pull at a constant rate, negatives push by a kernel, as in kernel contrastive learning.
+    """Positives pull at a constant rate, negatives push by a kernel, as in kernel contrastive learning.
 
     Row i is ``-S_ii / t + (k / n0) sum_{j != i} exp((S_ij - M) / t)`` with k = ``negative_weight``. For cosine the
-    exponential is a Gaussian kernel of the distance. So c_ii = -1 / t, and off the diagonal
-    c_ij = k exp((S_ij - M) / t) / (n0 t).
-
-    **Bound** (head of this file): d = 1 / t and o = k / (n0 t), together (1 + 2 k m / n0) / t. Tight:
-    S_nj = S_in = M.
+    exponential is a Gaussian kernel of the distance. The sensitivity is (1 + 2 k m / n0) / t.
     """
 
     temperature: float  # divides the similarity; positive
@@ -133,20 +118,10 @@ class KernelPairLoss(_SeparateLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadoutPairLoss(_SeparateLoss):
-    r"""Push every query away from the other rows' passages: the paper's spreadout regulariser.
+    """Push every query away from the other rows' passages: the paper's spreadout regulariser.
 
-    Row i is ``sum_{j != i} S_ij^2 / N``, with N = n0 - 1 fixed and public, or the realised n - 1 of the paper's
-    Definition 2.3. So c_ij = 2 S_ij / N off the diagonal, and 0 on it and for a batch of one.
-
-    **Fixed normaliser** (head of this file): d = 0 and o = 2 M / (n0 - 1): 4 M m / (n0 - 1), twice that for
-    replacement. Tight: all S_ij = plus or minus M.
-
-    **Realised normaliser**, Lemma 4.6: 6 M for n >= 3 and 4 M for n = 2. *Proof.* Row and column of record n
-    hold 2 m pairs of at most 2 M / m: 4 M. Surviving pairs, m (m - 1) of them, move by
-    2 |S_ij| (1 / (m - 1) - 1 / m) <= 2 M / (m (m - 1)): 2 M more, if there are any. Replacement keeps n, so
-    survivors stay: 8 M for n >= 2. All tight as above. A fixed normaliser costs 4 M for add or remove.
-
-    **The limit** is that of the realised normaliser, 6 M and 8 M; there is none with a fixed one.
+    Row i is ``sum_{j != i} S_ij^2 / N``, with N = n0 - 1 fixed and public: the sensitivity is 4 M m / (n0 - 1), with a
+    replacement twice that. Or N is the realised n - 1 of the paper's Definition 2.3: 6 M (4 M for n = 2) and 8 M.
     """
 
     normaliser: Literal["fixed", "realised"] = "fixed"

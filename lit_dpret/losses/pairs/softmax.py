@@ -1,13 +1,7 @@
-r"""Softmax losses on the matrix of similarities.
+"""Softmax losses on the matrix of similarities; docs/derivations.md proves their suprema.
 
-The formulas are written with E = exp(2 M / t), the largest ratio of two exponentials in a row, and
-computed with 1 / E, which underflows to 0 where E would overflow. With n candidates in the range a
-share is at most p_max(n) = E / (E + n - 1) and at least p_min(n) = 1 / (1 + (n - 1) E), and
-
-    m p_max grows with n:  m E / (E + m) = E (1 - E / (E + m)),      p_min falls with n.
-
-**The O(1) of these losses is exp(2 / t).** At a temperature of 1 the bound tends to 16.8 / t; at 0.1
-and below it is 2 n / t for every batch that fits in memory, which is the naive bound.
+Formulas are written with E = exp(2 M / t), the largest ratio of two exponentials in a row, and computed with 1 / E,
+which underflows to 0 where E would overflow.
 """
 
 from __future__ import annotations
@@ -50,26 +44,14 @@ class _TemperedLoss(PairwiseLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxPairLoss(_TemperedLoss):
-    r"""Softmax of each query's own passage against the batch: InfoNCE, N-pairs, MultipleNegativesRanking.
+    """Softmax of each query's own passage against the batch: InfoNCE, N-pairs, MultipleNegativesRanking.
 
     Row i is ``-log p_ii`` with p_ij = softmax_j(S_ij / t), so c_ij = (p_ij - 1{i=j}) / t.
 
-    **Add or remove** (units of B / t): 2 (1 - p_min) + 2 m p_max. *Proof.* Record n's own row weighs
-    sum_j |p_nj - 1{j=n}| = 2 (1 - p_nn). In row i < n a share without record n is p'_ij = p_ij / (1 - p_in), so
-    p'_ij - p_ij = p_in p'_ij, which sums to p_in over j < n: with its own |c_in| = p_in, the row gives 2 p_in.
-    Now p_nn >= p_min and p_in <= p_max. It is attained by query i = -a, passage i = a for i < n, and
-    query n = a, passage n = -a: p_nn is least and all p_in largest at once.
+    One record moves the gradient by 2 (1 - p_min) + 2 m p_max in units of B / t, where a share is at most p_max and at
+    least p_min; replaced, by 4 (1 - p_min) + 2 m p_max. For large n that tends to 2 (1 + E) / t and (4 + 2 E) / t.
 
-    **Replace one**: 4 (1 - p_min) + 2 m p_max. *Proof.* The own row counts twice, old and new. In row i < n
-    the shares of the surviving j are q_ij (1 - p_in) and q_ij (1 - p*_in) with the same q that sums to 1, so
-    the row gives |p_in - p*_in| + p_in + p*_in = 2 max(p_in, p*_in). Attained by the configuration above
-    where the new record has the embeddings of the old one and the opposite gradients.
-
-    **The limit** for large n is 2 (1 + E) / t, and (4 + 2 E) / t for replacement.
-
-    The paper's Lemma 4.5 has 2 (1 + (n - 2) p_max): it uses one share p_n both where it must be
-    small (the own row) and where it must be large (the column). It is too small by
-    2 (p_max - p_min) for every n >= 2, and a real encoder attains more. ``sensitivity_from=paper``
+    The paper's Lemma 4.5 takes one share for both and is too small by 2 (p_max - p_min). ``sensitivity_from=paper``
     selects it to reproduce their experiments; it is **no guarantee**, and `claim` says ``refuted``.
     """
 
@@ -107,16 +89,12 @@ class SoftmaxPairLoss(_TemperedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricSoftmaxPairLoss(_TemperedLoss):
-    r"""The mean of query-to-passage and passage-to-query softmax, the loss of CLIP.
+    """The mean of query-to-passage and passage-to-query softmax, the loss of CLIP.
 
     Row i is ``-(log p_ii + log r_ii) / 2`` with r_ij = softmax_i(S_ij / t) over queries, so
     c_ij = (p_ij + r_ij - 2 * 1{i=j}) / (2 t). A masked pair is masked in both directions.
 
-    **Both relations: the supremum of `SoftmaxPairLoss`**. *Proof.* G is the mean of two sums. The first is
-    that of `SoftmaxPairLoss`; the second is the same for the transposed table, in which record k still
-    owns row k and column k. A mean moves by at most the larger of the two. It is attained: the
-    configuration of `SoftmaxPairLoss` is a symmetric table, and the two directions differ in it with the
-    same sign at every pair.
+    The sensitivity is that of `SoftmaxPairLoss`.
     """
 
     def _row_losses(self, table: Tensor) -> Tensor:
@@ -133,34 +111,10 @@ class SymmetricSoftmaxPairLoss(_TemperedLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class NullMassSoftmaxPairLoss(_TemperedLoss):
-    r"""Softmax with a constant in the denominator, like ``n0 / k`` more passages with the top score.
+    """Softmax with a constant in the denominator, like ``n0 / k`` more passages with the top score.
 
-    Row i is ``-z_ii + log(sum_j exp z_ij + (n0 / k) exp(M / t))`` with z = S / t and k = ``negative_weight``.
-    With x_ij = exp((S_ij - M) / t) in [1/E, 1] and v = n0 / k, the shares are p_ij = x_ij / (sum_j x_ij + v)
-    and c_ij = (p_ij - 1{i=j}) / t. It is the gradient of a real loss, and bounded without exp(2 / t):
-    whatever the temperature, the sensitivity is at most (2 + k m / n0) / t. A large k gives InfoNCE.
-
-    **Add or remove** (units of B / t): 1 + (m - 1/E) / (m + 1/E + v) + m h(W). *Proof.* The own row: with Y the
-    sum of its other exponentials and x its own, sum_j<n p_nj + 1 - p_nn = 1 + (Y - x) / (Y + x + v), which
-    grows with Y <= m and falls with x >= 1/E. In row i < n let W sum the surviving exponentials and x be
-    the new one. A surviving share falls by x_ij (1 / (W + v) - 1 / (W + x + v)), so they and p_in give
-    x (2 W + v) / ((W + v)(W + x + v)). It grows with x <= 1; at x = 1 call it h(W). The derivative of h has
-    the sign of -2 u^2 + 2 u v + v at u = W + v, so h peaks at W = v / (sqrt(v^2 + 2 v) + v) < 1/2, or at
-    the nearest end of [m/E, m]. For m >= 1 only the lower end can matter. m h grows with n: while the peak is inside,
-    h stays; at W = m/E the logarithm of m h has in y = m/E the derivative
-    1/y - 1/(y + v) + 1/(y + v/2) - 1/(y + v + 1) > 0. Finally h(W) <= 1/v, since (2 u - v) v <= u^2.
-
-    **Replace one**: 2 [1 + (m - 1/E) / (m + 1/E + v)] + 2 m / (1 + v + m/E). *Proof.* The own row counts twice.
-    In row i < n, with x >= x* (else swap the two records), the survivors and both own terms give
-    W / (W + x* + v) - W / (W + x + v) + x / (W + x + v) + x* / (W + x* + v)
-    = 1 - v / (W + x* + v) + (x - W) / (W + x + v), which grows with x and with x*; at x = x* = 1 it is
-    2 / (W + 1 + v), largest at W = m/E.
-
-    Both are suprema over tables. Embeddings attain them with replacement, in the configuration of
-    `SoftmaxPairLoss`, and for add or remove where h peaks at W = m/E. Elsewhere searches over embeddings
-    end up to 4 percent lower, since W of the peak asks for scores that the own row does not want.
-
-    **The limit** for large n and a fixed n0 is that of `SoftmaxPairLoss`.
+    Row i is ``-z_ii + log(sum_j exp z_ij + (n0 / k) exp(M / t))`` with z = S / t and k = ``negative_weight``. Whatever
+    the temperature, the sensitivity is at most (2 + k m / n0) / t. A large k gives InfoNCE.
     """
 
     negative_weight: float = 1.0  # k, how much negatives weigh against the constant; positive
@@ -211,7 +165,7 @@ def least_share(n: int, inverse_ratio: float) -> float:
 
 
 def softmax_supremum(n: int, inverse_ratio: float, relation: Relation) -> float:
-    """Return the supremum proved at `SoftmaxPairLoss`, in units of B / t."""
+    """Return the supremum of `SoftmaxPairLoss`, in units of B / t."""
     own_rows = 1 if relation == "add_or_remove" else 2
     own = 2.0 * own_rows * (1.0 - least_share(n, inverse_ratio))
     return own + 2.0 * (n - 1) * largest_share(n, inverse_ratio)

@@ -1,9 +1,8 @@
 """Load released artefacts, the only permitted inputs of computations without privacy cost.
 
-A function of released artefacts and public data is post-processing: the claim of what was released covers its
-result (Dwork and Roth 2014, proposition 2.1). So what is filtered is a type of its own, `ReleasedQueries`; a data
-set of private queries is refused. A model that scores and was trained on private records is free only if it is one
-of the artefacts that the queries were made from, or was made from one of these.
+A function of released artefacts and public data is post-processing (Dwork and Roth 2014, proposition 2.1). So what is
+filtered is a type of its own, `ReleasedQueries`; private queries are refused. A model that scores and was trained on
+private records is free only if the queries were made from it, or it from them.
 """
 
 from __future__ import annotations

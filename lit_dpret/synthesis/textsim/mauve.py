@@ -1,21 +1,7 @@
 """MAUVE: the similarity of two distributions of texts, from samples of both.
 
-Written from Pillutla et al., "MAUVE: Measuring the Gap Between Neural Text and Human Text using Divergence
-Frontiers" (NeurIPS 2021), section 2. For two histograms P and Q the mixtures R = w P + (1 - w) Q, 0 < w < 1,
-trace the *divergence curve* of the points (exp(-c KL(Q|R)), exp(-c KL(P|R))); MAUVE is the area under it, 1 for
-equal histograms and, with c = 5, 1/252 for disjoint ones. Texts become histograms by quantising their features:
-k-means on both samples together, then the share of each sample in every bucket.
-
-The details are the documented settings of the authors' program, mauve-text, and where its documentation is silent
-those with which our values agree with its values (``tests/compare_mauve.py`` computes both; nothing of it was
-read or copied): features are scaled to length 1, then projected on the principal components with 90 % of the
-variance, without whitening; k-means starts from random points and keeps the best of five runs of at most 500
-iterations; there is a bucket for every ten texts of a sample; the curve has 25 weights, equally spaced, and the
-points (0, 1) and (1, 0).
-
-The value depends on the number of texts and of buckets, on the features, and on the luck of k-means: compare
-values only where the first three agree, and only beyond the spread over seeds. Short texts are hard to tell apart
-by their features, and equal distributions stay below 1 in samples.
+Written from Pillutla et al., "MAUVE: Measuring the Gap Between Neural Text and Human Text using Divergence Frontiers"
+(NeurIPS 2021), section 2. docs/similarity.md has the definition, and the details that the paper leaves open.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Count the texts that occur in the pre-training corpus of a public model.
 
-A query that the public model had read before is not hidden by any noise. The synthetic-query paper looks which of
-its texts are found "exactly" in T5's corpus, C4 (section 5.2.3). Here a text counts as found when its words stand
-in one document in a row, whatever case, punctuation and line breaks; and, more widely, when any 13 words do (Brown
-et al., 2020, appendix C). The corpus is read once, as a stream. Of a sample of it the share found is a lower bound
-(`bounds`).
+A query that the public model had read before is not hidden by any noise. A text counts as found when its words stand in
+one document in a row, whatever case, punctuation and line breaks; and, more widely, when any 13 words do (Brown et al.,
+2020, appendix C). The corpus is read once, as a stream; the share found in a sample of it is a lower bound.
 """
 
 from __future__ import annotations
