@@ -13,7 +13,7 @@ from lit_dpret.cards.blocks import Bullets, Section
 from lit_dpret.settings import require_whole
 from lit_dpret.tasks.fit import refuse_several_ranks
 from lit_dpret.tasks.parts import Parts, say, some_of
-from reproduction.paper_000 import canaries, examples, grid, overlap, retrieval, similarity, zero_shot
+from reproduction.paper_000 import canaries, examples, grid, measures, retrieval
 from reproduction.paper_000.study import LeftOut, Trainings
 from reproduction.paper_000.table import Shown, write_page
 from reproduction.spent import spent_under
@@ -84,7 +84,7 @@ class Paper000(Trainings):
         declared: dict[str, Any] = {"card_entry": True}
         checks: dict[Part, Callable[[], object]] = {
             "similarity": lambda: self.similarity(synthetic=".", reference="private", **declared),
-            "zero_shot": lambda: zero_shot.check(self.zero_shot),
+            "zero_shot": lambda: measures.check_zero_shot(self.zero_shot),
             "overlap": lambda: self.overlap(queries="private", corpus=".", **declared),
             "canaries": lambda: canaries.check(self, self.canaries, **self._planted()),
         }
@@ -97,10 +97,10 @@ class Paper000(Trainings):
         made: dict[Part, Callable[[], Sequence[Shown]]] = {
             "retrieval": lambda: retrieval.tables(self),
             "examples": lambda: examples.tables(self, passages=self.examples, texts=self.example_texts),
-            "similarity": lambda: similarity.tables(self, self.similarity),
-            "zero_shot": lambda: zero_shot.tables(self, self.zero_shot),
+            "similarity": lambda: measures.similarity_tables(self, self.similarity),
+            "zero_shot": lambda: measures.zero_shot_tables(self, self.zero_shot),
             "grid": lambda: grid.tables(self, self.grid),
-            "overlap": lambda: overlap.tables(self, self.overlap),
+            "overlap": lambda: measures.overlap_tables(self, self.overlap),
             "canaries": lambda: canaries.tables(self, self.canaries, **self._planted()),
         }
         return made[name]()
