@@ -77,11 +77,7 @@ def median_ratio(rounds: list[dict[str, dict[str, float]]], of: str, over: str, 
 
 
 def apart(script: str, *words: object, **environment: str) -> Any:
-    """Run a script in a process of its own, and return the JSON of its last line.
-
-    Raises:
-        RuntimeError: It failed; the message is what it wrote.
-    """
+    """Run a script in a process of its own, and return the JSON of its last line; a failure tells what it wrote."""
     command = [sys.executable, script, *map(str, words)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -90,11 +86,7 @@ def apart(script: str, *words: object, **environment: str) -> Any:
 
 
 def ranks(script: str, *words: object, world: int, timeout: float | None = None, **environment: str) -> list[Any]:
-    """Run a script in so many ranks of this machine, and return the JSON of each one's last line.
-
-    Raises:
-        RuntimeError: A rank failed; the message is its last line.
-    """
+    """Run a script in so many ranks of this machine, and return the JSON of each one's last line."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

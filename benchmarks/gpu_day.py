@@ -24,6 +24,7 @@ from typing import Any
 from common import machine, options, say, write
 
 HERE = Path(__file__).resolve().parent
+Rows = dict[str, dict[str, Any]]
 TRAINERS = {
     "run one": ("trainer=gpu",),
     "run ddp": ("trainer=ddp", "trainer.precision=bf16-mixed"),
@@ -35,25 +36,11 @@ TRAINERS = {
 
 @dataclass(frozen=True)
 class Day:
-    """Where the parts run and where they write.
+    """Where the parts run and where they write."""
 
-    Attributes:
-        out: Folder of the report; each part has a file or a folder in it.
-        device: ``cuda`` or ``cpu``.
-        tiny: Toy sizes: shows that every part runs, and says nothing of speed.
-    """
-
-    out: Path
-    device: str
-    tiny: bool
-
-    def benchmark(self, name: str, tiny: str, full: str = "") -> dict[str, Any]:
-        """Run a benchmark of this folder and return its JSON."""
-        out = self.out / f"{name}.json"
-        words = (tiny if self.tiny else full).split()
-        run([sys.executable, str(HERE / f"{name}.py"), *words, "--out", str(out)], self.out / f"{name}.log")
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return found
+    out: Path  # folder of the report; each part has a file or a folder in it
+    device: str  # ``cuda`` or ``cpu``
+    tiny: bool  # toy sizes: shows that every part runs, and says nothing of speed
 
     def train(self, trainer: tuple[str, ...], folder: Path, steps: int, *more: str) -> list[str]:
         model = ("model.pretrained=null", "model.config={model_type: t5, d_model: 768, d_kv: 64, d_ff: 3072, "
@@ -74,11 +61,7 @@ class Day:
 
 
 def run(command: list[str], log: Path, limit: float | None = None) -> str:
-    """Run a command with its output in a file, and return what it wrote.
-
-    Raises:
-        RuntimeError: It failed; the message is the end of its output.
-    """
+    """Run a command with its output in a file, and return what it wrote; a failure tells its end."""
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=limit)
     written = log.read_text(encoding="utf-8", errors="replace")
@@ -92,10 +75,9 @@ def epsilon_of(folder: Path) -> float:
     return float(card["claim"]["epsilon"])
 
 
-def clipping(day: Day) -> dict[str, Any]:
-    common = f"--device {day.device} --limit-gb 0 --low-precision"
-    found = day.benchmark("clipping", f"--quick --rounds 2 {common}", f"--rounds 7 {common}")
-    rows: dict[str, Any] = {}
+def of_clipping(found: Any) -> Rows:
+    """Return the ratios of each model's private step to the plain one, in time and in memory."""
+    rows: Rows = {}
     for label, row in found["rows"].items():
         for variant, spent in row["time"]["variants"].items():
             held = row["memory"].get(variant) or {}
@@ -111,49 +93,63 @@ def clipping(day: Day) -> dict[str, Any]:
     return rows
 
 
-def noise(day: Day) -> dict[str, Any]:
-    where = f"--device {day.device}"
-    rows = day.benchmark("noise", f"--count 200000 --rounds 2 {where}", f"--threads {os.cpu_count()} {where}")["rows"]
+def of_noise(found: Any) -> Rows:
     keys = ("normals_per_second", "processor_seconds_for_t5_xl")
-    return {name: {key.replace("_", " "): row[key] for key in keys} for name, row in rows.items()}
+    return {name: {key.replace("_", " "): row[key] for key in keys} for name, row in found["rows"].items()}
 
 
-def synthesize(day: Day) -> dict[str, Any]:
-    tiny = "--models public_t5 --passages 24 --batch-size 8 --rounds 2 --max-new-tokens 6"
-    where = f" --device {day.device}"
-    rows = day.benchmark("synthesize", tiny + where, "--passages 2048 1024 --batch-size 256" + where)["rows"]
+def of_synthesize(found: Any) -> Rows:
     return {
         name: {
             "queries a second": row["queries"] / min(each["lit-dpret"]["seconds"] for each in row["rounds"]),
             "throughput over model.generate": row["throughput_over_plain"]["median"],
         }
-        for name, row in rows.items()
+        for name, row in found["rows"].items()
     }
 
 
-def encode(day: Day) -> dict[str, Any]:
-    """Return passages a second beside sentence-transformers."""
-    where = f" --device {day.device}"
-    found = day.benchmark("encode", "--texts 64 --rounds 2" + where, "--texts 16384 --batch-size 256" + where)
+def of_encode(found: Any) -> Rows:
     seconds = min(each["lit-dpret"]["seconds"] for each in found["rounds"])
     over = found["median_throughput_over_theirs"]
     return {found["model"]: {"texts a second": found["texts"] / seconds, "throughput over theirs": over}}
 
 
-def search(day: Day) -> dict[str, Any]:
-    where = f" --device {day.device}"
-    tiny = "--queries 50 --passages 9000 --k 20 --dim 16" + where
-    runs = day.benchmark("search", tiny, "--passages 1000000 --rounds 2" + where)["speed"]["runs"]
+def of_search(found: Any) -> Rows:
     return {
         name: {"seconds": min(each["seconds"] for each in facts), "shared with ours": facts[0]["shared_with_ours"]}
-        for name, facts in runs.items()
+        for name, facts in found["speed"]["runs"].items()
     }
 
 
-def trained(name: str) -> Callable[[Day], dict[str, Any]]:
+# Benchmarks of this folder: what is shown of each, and its settings on toy models and in full.
+BENCHMARKS: dict[str, tuple[Callable[[Any], Rows], str, str]] = {
+    "clipping": (
+        of_clipping, "--limit-gb 0 --low-precision --quick --rounds 2", "--limit-gb 0 --low-precision --rounds 7",
+    ),
+    "noise": (of_noise, "--count 200000 --rounds 2", f"--threads {os.cpu_count()}"),
+    "synthesize": (
+        of_synthesize, "--models public_t5 --passages 24 --batch-size 8 --rounds 2 --max-new-tokens 6",
+        "--passages 2048 1024 --batch-size 256",
+    ),
+    "encode": (of_encode, "--texts 64 --rounds 2", "--texts 16384 --batch-size 256"),
+    "search": (of_search, "--queries 50 --passages 9000 --k 20 --dim 16", "--passages 1000000 --rounds 2"),
+}  # fmt: skip
+
+
+def benchmark(name: str) -> Callable[[Day], Rows]:
+    def part(day: Day) -> Rows:
+        shown, tiny, full = BENCHMARKS[name]
+        out, words = day.out / f"{name}.json", [*(tiny if day.tiny else full).split(), "--device", day.device]
+        run([sys.executable, str(HERE / f"{name}.py"), *words, "--out", str(out)], day.out / f"{name}.log")
+        return shown(json.loads(out.read_text(encoding="utf-8")))
+
+    return part
+
+
+def trained(name: str) -> Callable[[Day], Rows]:
     """Return the part that trains under one of `TRAINERS`."""
 
-    def part(day: Day) -> dict[str, Any]:
+    def part(day: Day) -> Rows:
         log = day.out / f"{name.replace(' ', '_')}.log"
         folder = day.out / "runs" / f"{name.replace(' ', '_')}_{time.time_ns()}"
         written = run(day.train(TRAINERS[name], folder, 3 if day.tiny else 12), log)
@@ -165,7 +161,7 @@ def trained(name: str) -> Callable[[Day], dict[str, Any]]:
     return part
 
 
-def resume(day: Day) -> dict[str, Any]:
+def resume(day: Day) -> Rows:
     """Kill a run in the middle, resume it, and compare its weights with those of a run that was left alone."""
     from safetensors.torch import load_file
 
@@ -199,10 +195,12 @@ def resume(day: Day) -> dict[str, Any]:
     return {"killed and resumed": facts}
 
 
-PARTS: dict[str, Callable[[Day], dict[str, Any]]] = {
-    "clipping": clipping, **{name: trained(name) for name in TRAINERS}, "resume": resume, "noise": noise,
-    "synthesize": synthesize, "encode": encode, "search": search,
-}  # fmt: skip
+PARTS: dict[str, Callable[[Day], Rows]] = {
+    "clipping": benchmark("clipping"),
+    **{name: trained(name) for name in TRAINERS},
+    "resume": resume,
+    **{name: benchmark(name) for name in BENCHMARKS},
+}
 
 
 def page(report: dict[str, Any]) -> str:
@@ -261,11 +259,7 @@ def main() -> None:
 
 
 def begun(out: Path, day: Day) -> dict[str, Any]:
-    """Return the report of the same day, or a new one.
-
-    Raises:
-        SystemExit: There is no such device, or the folder holds a report of another.
-    """
+    """Return the report of the same day, or a new one."""
     import torch
 
     if day.device == "cuda" and not torch.cuda.is_available():

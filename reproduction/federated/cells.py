@@ -157,8 +157,6 @@ class Cells:
             self._stage1(settings, silos, point, seed)
             copy_once(self._stage1_folder(settings, point, seed) / "state", state)
             found = run_phase(self.plan, settings, silos, state, "stage2", split=self.split)
-        elif point.system == "bm25":
-            found = run_phase(self.plan, _stage_1_alone(settings), silos, state, "bm25", split=self.split)
         else:
             measured = trained_alone(point.system, settings, silos, self.plan.model, state, split=self.split)
             found = SystemResult(as_lists(measured))
@@ -218,12 +216,8 @@ class Cells:
         return _hash({**facts, "run": asdict(run)})
 
     def _facts(self, point: Point, seed: int) -> dict[str, Any]:
-        return {
-            "data": self._data,
-            "silos": point.silos.drawn(seed),
-            "model": repr(self.plan.model),
-            "transport": self.plan.transport,
-        }
+        made = {"model": repr(self.plan.model), "transport": self.plan.transport}
+        return {"data": self._data, "silos": point.silos.drawn(seed), **made}
 
 
 def _stage_1_alone(settings: PddAs2) -> PddAs2:

@@ -67,27 +67,6 @@ def results(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "ablation.json").read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("declared", ["none", "public"])
-def test_several_generators_tell_of_the_choice_among_them(declared: str, tmp_path: Path) -> None:
-    made = recipes(tmp_path)["made"]
-    two = {"made": replace(made, trials=None), "other": replace(made, queries="small", trials=None)}
-    known = replace(generators(tmp_path)["tiny"], trials=None)
-    with pytest.raises(ConfigurationError, match=rf"task\.tuning_data={declared}"):
-        study(tmp_path, variants=two, generators={"tiny": known, "small": known}, tuning_data=declared).run(
-            parts(tmp_path)
-        )
-    assert not list((tmp_path / "run").rglob("privacy_ledger*"))
-    study(tmp_path, variants=two, generators={"tiny": known, "small": known}, only=["made"],
-          tuning_data=declared).refuse_untold_choice(parts(tmp_path))  # fmt: skip
-
-
-def test_a_generator_whose_settings_were_tried_does_not_say_that_none_was_chosen(tmp_path: Path) -> None:
-    untold = {"made": replace(recipes(tmp_path)["made"], trials=None)}
-    with pytest.raises(ConfigurationError, match=r"trials=3"):
-        study(tmp_path, variants=untold, tuning_data="none").run(parts(tmp_path))
-    assert not list((tmp_path / "run").rglob("privacy_ledger*"))
-
-
 @pytest.mark.slow
 def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim(tmp_path: Path) -> None:
     told = study(tmp_path).run(parts(tmp_path))
@@ -233,12 +212,6 @@ def test_a_generator_starts_from_the_public_folder_and_its_card_says_so(tmp_path
     save_start(tmp_path / "warm_up", seed=6)
     with pytest.raises(ResumeError, match=r"other settings of task\.generators\.warm"):
         study(tmp_path, **changes).run(parts(tmp_path, resume=True))
-
-
-def test_another_setting_makes_another_generator(tmp_path: Path) -> None:
-    known = generators(tmp_path)["tiny"]
-    prompted = replace(known, model=partial(generator, prompt_tuning={"num_virtual_tokens": 2}))
-    assert len({str(each.describe()) for each in (known, prompted, replace(known, steps=2))}) == 3
 
 
 # -- a teacher ---------------------------------------------------------------------------------

@@ -59,21 +59,6 @@ def compare(folder: Path, **changes: Any) -> CompareModes:
     return CompareModes(**settings | changes)
 
 
-@pytest.mark.parametrize("declared", ["none", "public"])
-def test_private_models_that_are_kept_tell_of_the_choice_among_them(declared: str, tmp_path: Path) -> None:
-    modes = {"only": ["batch_clip", "logit_dp"], "tuning_data": declared}
-    untold = {name: replace(one, trials=None) for name, one in variants(tmp_path).items()}
-    with pytest.raises(ConfigurationError, match=rf"task\.tuning_data={declared}"):
-        compare(tmp_path, variants=untold, keep_models=True, **modes).run(log_parts(tmp_path))
-    assert not list((tmp_path / "run").rglob("privacy_ledger*"))
-
-
-def test_a_study_of_settings_that_were_tried_does_not_say_that_none_was_chosen(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"variants\.none\.trials=7"):
-        compare(tmp_path, tuning_data="none").run(log_parts(tmp_path))
-    assert not list((tmp_path / "run").rglob("privacy_ledger*"))
-
-
 @pytest.fixture
 def synthetic(tmp_path: Path) -> Path:
     log: PairsDataModule = log_parts(tmp_path).make_datamodule(max_passages=20)

@@ -80,13 +80,6 @@ def test_the_smallest_budget_comes_first_then_no_privacy_and_the_encoders_take_t
     assert Cell("other", "batches", 8.0) not in cells, "a way that the regime has not"
 
 
-@pytest.mark.parametrize("declared", ["none", "public"])
-def test_generators_of_several_budgets_tell_of_the_choice_among_them(declared: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=rf"task\.tuning_data={declared}"):
-        study(tmp_path, tuning_data=declared).run(parts(tmp_path))
-    assert not list((tmp_path / "run").rglob("privacy_ledger*"))
-
-
 def test_a_budget_that_is_added_later_is_a_choice_as_well(tmp_path: Path) -> None:
     kept = tmp_path / "run" / "generator-eps8"
     (kept / "model").mkdir(parents=True)
@@ -96,13 +89,6 @@ def test_a_budget_that_is_added_later_is_a_choice_as_well(tmp_path: Path) -> Non
         study(tmp_path, eps=[16.0], **only).run(parts(tmp_path))
     study(tmp_path, eps=[16.0], rates=[0.1], **only).refuse_untold_choice(parts(tmp_path))
     study(tmp_path, eps=[8.0], **only).refuse_untold_choice(parts(tmp_path))
-
-
-def test_a_row_whose_settings_were_tried_does_not_say_that_none_was_chosen(tmp_path: Path) -> None:
-    regime = Regime(label="one", retriever=partial(retriever), ways={"made": replace(ways(tmp_path)["made"], trials=7)})
-    with pytest.raises(ConfigurationError, match=r"trials=7"):
-        study(tmp_path, regimes={"whole": regime}, eps=[8.0], tuning_data="none").run(parts(tmp_path))
-    assert not list((tmp_path / "run").rglob("privacy_ledger*"))
 
 
 @pytest.mark.slow

@@ -105,16 +105,6 @@ def table(run: Path, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("changes", [{}, {"eps": [3.0], "others_at": [], "only": ["grid"]}], ids=["budgets", "grid"])
-@pytest.mark.parametrize("declared", ["none", "public"])
-def test_generators_of_the_papers_tables_tell_of_the_choice_among_them(
-    public: Path, tmp_path: Path, asked: list[Any], changes: dict[str, Any], declared: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=rf"task\.pipeline\.tuning_data={declared}"):
-        paper(public, pipeline=partial(StandIn, tuning_data=declared), **changes).run(parts(tmp_path))
-    assert not asked and not list((tmp_path / "run").rglob("privacy_ledger*"))
-
-
 @pytest.mark.parametrize("only", [["retrieval"], ["retrieval", "canaries"]])
 def test_a_study_taken_without_its_ledgers_is_missing_from_the_sum_and_the_page_says_so(
     public: Path, tmp_path: Path, asked: list[Any], only: list[str]

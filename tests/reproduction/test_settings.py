@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_tasks import no_parts
 
 import reproduction
 from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, SyntheticData
 from lit_dpret.tasks.audit import Measurement
 from reproduction import SuitePart
 from reproduction.compare_negatives import NegativesVariant
 from reproduction.paper_000.end_to_end_table import Regime
-from reproduction.recipe import Recipe
+from reproduction.paper_000.grid import Grid
+from reproduction.recipe import GeneratorRecipe, Recipe
 from reproduction.variant_study import Variant
 
 RECIPES = {"none": Recipe(label="none", privacy=partial(NoPrivacy), optimizer=OptimizerSpec(), steps=1, batch=4)}
@@ -86,3 +91,63 @@ def test_a_setting_that_cannot_be_honoured_is_refused_by_name(study: str, wrong:
     with pytest.raises(ConfigurationError) as refused:
         made(**POSSIBLE[study] | wrong)
     assert any(f"task.{name}" in str(refused.value) for name in wrong)
+
+
+# -- cards that would say that nothing was chosen
+
+SMALL: dict[str, Any] = {"optimizer": OptimizerSpec(), "steps": 1, "batch": 4}
+MADE = Recipe(label="made", privacy=partial(SyntheticData), queries="a", **SMALL)
+GENERATOR = GeneratorRecipe(label="a", model=partial(dict), privacy=partial(DPSGD), steps=1, batch=4)
+PRIVATE = {mode.name: Recipe(label=mode.name, privacy=partial(mode), **SMALL) for mode in (BatchClip, LogitDP)}
+
+
+def of_paper(declared: str, **more: Any) -> dict[str, Any]:
+    grid = Grid(max_grad_norm=[0.1, 1.0])
+    return {"pipeline": lambda: SimpleNamespace(tuning_data=declared), "grid": grid, "others_at": [], **more}
+
+
+def regimes(**changes: Any) -> dict[str, Any]:
+    return {"a": Regime(label="a", retriever=dict, ways={"made": replace(MADE, **changes)})}  # type: ignore[arg-type]
+
+
+# By what they train: studies that choose among several, each with what it is like where there is no choice.
+CHOICES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "modes": ("CompareModes", {"variants": PRIVATE, "keep_models": True}, {"keep_models": False}),
+    "generators": (
+        "Ablate", {"retriever": dict, "variants": {"a": MADE, "b": replace(MADE, queries="b")},
+                   "generators": {"a": GENERATOR, "b": GENERATOR}}, {"only": ["a"]},
+    ),
+    "budgets": ("EndToEnd", {"regimes": regimes(), "generator": GENERATOR, "eps": [8.0, 16.0]}, {"eps": [8.0]}),
+    "sizes": ("Paper000", {"only": ["retrieval"], "eps": [3.0, 8.0]}, {"eps": [3.0]}),
+    "points": ("Paper000", {"only": ["grid"], "eps": [3.0], "originals_are_public": True}, {"only": ["retrieval"]}),
+    "variants": (
+        "VariantStudy", {"variants": {n: Variant(label=n, privacy=BatchClip, lr=0.1) for n in "ab"}}, {"only": ["a"]},
+    ),
+    "canaries": ("CanaryStudy", {"eps": [3.0, 8.0], "keep_models": True}, {"eps": [3.0]}),
+    "tried variants": ("CompareModes", {"variants": {"a": replace(RECIPES["none"], trials=7)}}, {"variants": RECIPES}),
+    "tried generators": (
+        "Ablate", {"retriever": dict, "variants": {"a": MADE}, "generators": {"a": replace(GENERATOR, trials=3)}},
+        {"generators": {"a": GENERATOR}},
+    ),
+    "tried regimes": (
+        "EndToEnd", {"regimes": regimes(trials=7), "generator": GENERATOR, "eps": [8.0]}, {"regimes": regimes()},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHOICES)
+@pytest.mark.parametrize("declared", ["none", "public"])
+def test_private_models_chosen_among_several_do_not_say_that_nothing_or_public_data_chose(
+    what: str, declared: str, tmp_path: Path
+) -> None:
+    name, settings, alone = CHOICES[what]
+    known = POSSIBLE.get(name, {}) | (of_paper(declared) if name == "Paper000" else {"tuning_data": declared})
+    parts = no_parts(tmp_path / "run")
+    getattr(reproduction, name)(**known | settings | alone).refuse_untold_choice(parts)
+    if what.startswith("tried") and declared == "public":  # whoever tried settings on public data says so
+        return
+    with pytest.raises(
+        ConfigurationError, match=r"trials=" if what.startswith("tried") else rf"tuning_data={declared}"
+    ):
+        getattr(reproduction, name)(**known | settings).begin(parts)
+    assert not (tmp_path / "run").exists(), "before anything is trained"

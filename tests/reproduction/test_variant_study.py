@@ -83,14 +83,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("declared", ["none", "public"])
-def test_private_variants_tell_of_the_choice_among_them(declared: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=rf"task\.tuning_data={declared}"):
-        study(tuning_data=declared).run(parts(tmp_path))
-    assert not list(tmp_path.rglob("privacy_ledger*"))
-    study(tuning_data=declared, only=["logit_dp", "non_private"]).refuse_untold_choice(parts(tmp_path))
-
-
 @pytest.mark.slow
 def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(finished: Path) -> None:
     report = finished / "run" / "report"
