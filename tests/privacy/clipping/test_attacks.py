@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from clipping_cases import CASES, Case, bert, check_exact, difference, norm_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.privacy.clipping import base, contributions, ghost, make_engine, recording_check
+from lit_dpret.privacy.clipping import base, contributions, ghost, make_engine, recorder, recording_check, rules, units
 
 Patch = pytest.MonkeyPatch
 
 
-def moved(case: Any, lib: SimpleNamespace, unit: int, bound: float = 1.0, **settings: Any) -> float:
+def moved(case: Any, unit: int, bound: float = 1.0, **settings: Any) -> float:
     """How far the sum moves, over the bound, when one unit is taken out."""
     clipping = make_engine("ghost", case.module, max_grad_norm=bound, **settings)
     case.run(clipping)
     whole = clipping.take()
     case.run(clipping, mask=torch.arange(case.count) != unit)
     rest = clipping.take()
-    return float(lib.norm_of({name: whole[name].double() - rest[name].double() for name in whole})) / bound
+    return float(norm_of({name: whole[name].double() - rest[name].double() for name in whole})) / bound
 
 
 def cancelling(count: int, width: int, scale: float) -> Tensor:
@@ -46,26 +46,24 @@ def sum_in_fp32(patch: Patch) -> None:
 
 @pytest.mark.parametrize(("count", "scale", "bound"), [(512, 1e6, 1.0), (4096, 1e6, 1.0), (4096, 10.0, 0.01)])
 def test_a_token_whose_gradients_cancel_stays_within_the_bound(
-    count: int, scale: float, bound: float, lib: SimpleNamespace, monkeypatch: Patch
+    count: int, scale: float, bound: float, monkeypatch: Patch
 ) -> None:
     model, weight = nn.Embedding(50, 64), cancelling(count, 64, scale)
     ids = torch.stack([torch.full((count,), 7), torch.randint(0, 50, (count,))])
-    case = lib.Case(model, lambda b: (model(b["ids"]) * b["weight"]).sum((1, 2)), {"ids": ids, "weight": weight})
-    assert moved(case, lib, 0, bound) <= 1 + 1e-5
+    case = Case(model, lambda b: (model(b["ids"]) * b["weight"]).sum((1, 2)), {"ids": ids, "weight": weight})
+    assert moved(case, 0, bound) <= 1 + 1e-5
     sum_in_fp32(monkeypatch)
-    assert moved(case, lib, 0, bound) > 1.5, "the fp32 sum alone is not within it"
+    assert moved(case, 0, bound) > 1.5, "the fp32 sum alone is not within it"
 
 
-def test_positions_that_cancel_stay_within_the_bound_in_a_linear_layer(
-    lib: SimpleNamespace, monkeypatch: Patch
-) -> None:
+def test_positions_that_cancel_stay_within_the_bound_in_a_linear_layer(monkeypatch: Patch) -> None:
     monkeypatch.setattr(contributions, "ROOM", 0)
     model, weight = nn.Linear(512, 512, bias=False), cancelling(256, 512, 1e7)
     x = (torch.rand(512) + 0.5).expand(2, 256, 512).clone()
-    case = lib.Case(model, lambda b: (model(b["x"]) * b["weight"]).sum((1, 2)), {"x": x, "weight": weight})
-    assert moved(case, lib, 0) <= 1 + 1e-5
+    case = Case(model, lambda b: (model(b["x"]) * b["weight"]).sum((1, 2)), {"x": x, "weight": weight})
+    assert moved(case, 0) <= 1 + 1e-5
     sum_in_fp32(monkeypatch)
-    assert moved(case, lib, 0) > 1.5, "the fp32 sum alone is not within it"
+    assert moved(case, 0) > 1.5, "the fp32 sum alone is not within it"
 
 
 class Marked(nn.Module):
@@ -81,20 +79,18 @@ class Marked(nn.Module):
         return torch.zeros(len(ids), dtype=scores.dtype).index_add(0, mask.nonzero()[:, 0], scores)
 
 
-def test_rows_that_are_picked_otherwise_than_in_the_audited_batch_are_audited_again(
-    lib: SimpleNamespace, monkeypatch: Patch
-) -> None:
+def test_rows_that_are_picked_otherwise_than_in_the_audited_batch_are_audited_again(monkeypatch: Patch) -> None:
     model = Marked().double()
     once_each = torch.tensor([[1, 5, 6, 7], [2, 1, 4, 5], [3, 4, 1, 5], [2, 3, 4, 1]])
     all_in_one = torch.tensor([[1, 1, 1, 1], [2, 3, 4, 5], [3, 4, 6, 5], [7, 2, 3, 4]])
 
     def engine_after_first_batch() -> Any:
         clipping = make_engine("ghost", model, max_grad_norm=1.0)
-        lib.Case(model, lambda b: model(b["ids"]), {"ids": once_each}).run(clipping)
+        Case(model, lambda b: model(b["ids"]), {"ids": once_each}).run(clipping)
         clipping.take()
         return clipping
 
-    later = lib.Case(model, lambda b: 50 * model(b["ids"]), {"ids": all_in_one})
+    later = Case(model, lambda b: 50 * model(b["ids"]), {"ids": all_in_one})
     with pytest.raises(UnsupportedModelError, match="cannot be assigned to units"):
         later.run(engine_after_first_batch())
     monkeypatch.setattr("lit_dpret.privacy.clipping.recording_check.row_pattern", lambda loss, rows: ())
@@ -103,7 +99,7 @@ def test_rows_that_are_picked_otherwise_than_in_the_audited_batch_are_audited_ag
     whole = clipping.take()
     later.run(clipping, mask=torch.arange(4) != 0)
     rest = clipping.take()
-    assert lib.norm_of({n: whole[n] - rest[n] for n in whole}) > 1.5, "unseen, one unit moves the sum too far"
+    assert norm_of({n: whole[n] - rest[n] for n in whole}) > 1.5, "unseen, one unit moves the sum too far"
 
 
 def in_a_list(h: Tensor, order: Tensor) -> Tensor:
@@ -142,7 +138,7 @@ def by_index(h: Tensor, order: Tensor) -> Tensor:
 @pytest.mark.parametrize("engine", ["ghost", "opacus"])
 @pytest.mark.parametrize("put", [by_index, in_a_list, in_parts, filled_in, from_the_end, looked_up, multiplied])
 def test_rows_that_are_sorted_by_length_and_put_back_are_audited_again(
-    put: Callable[[Tensor, Tensor], Tensor], engine: str, lib: SimpleNamespace
+    put: Callable[[Tensor, Tensor], Tensor], engine: str
 ) -> None:
     layer, out = nn.Linear(6, 4).double(), nn.Linear(4, 1).double()
     model = nn.ModuleList([layer, out])
@@ -155,13 +151,13 @@ def test_rows_that_are_sorted_by_length_and_put_back_are_audited_again(
     lengths = torch.arange(6)[None] < torch.arange(1, 7)[:, None]
     x = torch.randn(6, 6, dtype=torch.float64) * lengths
     clipping = make_engine(engine, model, max_grad_norm=1.0)
-    lib.Case(model, losses, {"x": x}).run(clipping)
+    Case(model, losses, {"x": x}).run(clipping)
     with pytest.raises(UnsupportedModelError, match="depends on another unit"):
-        lib.Case(model, losses, {"x": x.flip(0)}).run(clipping)
+        Case(model, losses, {"x": x.flip(0)}).run(clipping)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "opacus"])
-def test_a_mixing_of_rows_that_no_pattern_shows_is_found_in_the_eighth_batch(engine: str, lib: SimpleNamespace) -> None:
+def test_a_mixing_of_rows_that_no_pattern_shows_is_found_in_the_eighth_batch(engine: str) -> None:
     layer, out = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
     mixes = False
 
@@ -170,7 +166,7 @@ def test_a_mixing_of_rows_that_no_pattern_shows_is_found_in_the_eighth_batch(eng
         return out(torch.where(torch.tensor(mixes), h.roll(1, 0), h).tanh()).squeeze(1)
 
     clipping = make_engine(engine, nn.ModuleList([layer, out]), max_grad_norm=1.0)
-    case = lib.Case(nn.ModuleList([layer, out]), losses, {"x": torch.randn(4, 3, dtype=torch.float64)})
+    case = Case(nn.ModuleList([layer, out]), losses, {"x": torch.randn(4, 3, dtype=torch.float64)})
     for _ in range(3):
         case.run(clipping)
     mixes = True
@@ -217,7 +213,7 @@ def test_picks_along_the_batch_are_told_apart_and_picks_along_other_axes_are_not
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
-def test_reentrant_checkpointing_is_refused_and_the_other_kind_is_exact(engine: str, lib: SimpleNamespace) -> None:
+def test_reentrant_checkpointing_is_refused_and_the_other_kind_is_exact(engine: str) -> None:
     inner, out = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
     model = nn.ModuleList([inner, out])
 
@@ -226,44 +222,44 @@ def test_reentrant_checkpointing_is_refused_and_the_other_kind_is_exact(engine: 
             x = batch["x"].clone().requires_grad_()
             return out(checkpoint(lambda h: inner(h).tanh(), x, use_reentrant=reentrant)).squeeze(1).sin()
 
-        return lib.Case(model, losses, {"x": torch.randn(5, 4, dtype=torch.float64)})
+        return Case(model, losses, {"x": torch.randn(5, 4, dtype=torch.float64)})
 
-    lib.check_exact(case(False), engine=engine)
+    check_exact(case(False), engine=engine)
     with pytest.raises(UnsupportedModelError, match="use_reentrant"):
         case(True).run(make_engine(engine, model, max_grad_norm=1.0))
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
-def test_a_loss_without_any_trained_parameter_is_refused(engine: str, lib: SimpleNamespace) -> None:
+def test_a_loss_without_any_trained_parameter_is_refused(engine: str) -> None:
     model = nn.Linear(4, 1)
-    case = lib.Case(model, lambda b: model(b["x"]).detach().squeeze(1), {"x": torch.randn(5, 4)})
+    case = Case(model, lambda b: model(b["x"]).detach().squeeze(1), {"x": torch.randn(5, 4)})
     with pytest.raises(UnsupportedModelError, match="depends on no trainable parameter"):
         case.run(make_engine(engine, model, max_grad_norm=1.0))
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
-def test_a_factor_too_small_for_fp32_drops_the_unit_and_counts_it(engine: str, lib: SimpleNamespace) -> None:
+def test_a_factor_too_small_for_fp32_drops_the_unit_and_counts_it(engine: str) -> None:
     model = nn.Linear(8, 8, bias=False)
     nn.init.zeros_(model.weight)
     x = torch.randn(3, 8)
     x[0] = 5e26
     target = torch.randn(3, 8)
     target[0] = 1.38e18
-    case = lib.Case(model, lambda b: (model(b["x"]) - b["target"]).square().sum(1), {"x": x, "target": target})
+    case = Case(model, lambda b: (model(b["x"]) - b["target"]).square().sum(1), {"x": x, "target": target})
     clipping = make_engine(engine, model, max_grad_norm=1.0)
     stats = case.run(clipping)
     whole = clipping.take()
     assert stats.non_finite == 1 and torch.isfinite(whole["weight"]).all()
     case.run(clipping, mask=torch.tensor([False, True, True]))
-    assert lib.difference(clipping.take(), whole) == 0
+    assert difference(clipping.take(), whole) == 0
 
 
 @pytest.mark.parametrize(("engine", "where"), [("ghost", "add_weighted"), ("loop", "check_losses")])
 def test_a_batch_that_breaks_off_halfway_is_neither_released_nor_added_twice(
-    engine: str, where: str, lib: SimpleNamespace, monkeypatch: Patch
+    engine: str, where: str, monkeypatch: Patch
 ) -> None:
     module = ghost if engine == "ghost" else __import__("lit_dpret.privacy.clipping.loop", fromlist=["loop"])
-    case = lib.case("small")
+    case = CASES["small"]()
     clipping = make_engine(engine, case.module, max_grad_norm=1.0)
     plain, calls = getattr(module, where), []
 
@@ -284,10 +280,10 @@ def test_a_batch_that_breaks_off_halfway_is_neither_released_nor_added_twice(
     case.run(clipping)
     again = make_engine(engine, case.module, max_grad_norm=1.0)
     case.run(again)
-    assert lib.difference(clipping.take(), again.take()) < 1e-12
+    assert difference(clipping.take(), again.take()) < 1e-12
 
 
-def test_products_are_taken_in_full_precision_and_the_setting_is_given_back(lib: SimpleNamespace) -> None:
+def test_products_are_taken_in_full_precision_and_the_setting_is_given_back() -> None:
     seen = []
     plain = base.ClippedSum.factors
 
@@ -298,7 +294,7 @@ def test_products_are_taken_in_full_precision_and_the_setting_is_given_back(lib:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        case = lib.case("small")
+        case = CASES["small"]()
         clipping = make_engine("ghost", case.module, max_grad_norm=1.0)
         clipping.factors = watched.__get__(clipping)  # type: ignore[method-assign]
         case.run(clipping)
@@ -334,9 +330,7 @@ def test_records_that_share_a_column_far_larger_than_the_others_stay_within_the_
 
 @pytest.mark.parametrize("engine", ["ghost", "ghost_tf32", "ghost_bf16"])
 @pytest.mark.parametrize("kind", ["embedding", "linear"])
-def test_a_long_text_in_the_batch_changes_no_factor_of_the_short_ones(
-    kind: str, engine: str, lib: SimpleNamespace
-) -> None:
+def test_a_long_text_in_the_batch_changes_no_factor_of_the_short_ones(kind: str, engine: str) -> None:
     """The bound on rounding grows with the padded length, which one unit decides for all."""
     ids = torch.randint(1, 50, (8, 4096))
     ids[:, 32:] = 0
@@ -350,7 +344,46 @@ def test_a_long_text_in_the_batch_changes_no_factor_of_the_short_ones(
     sums = []
     for length in (4096, 64):
         clipping = make_engine(engine, layer, max_grad_norm=1.0)
-        lib.Case(layer, losses, {"ids": ids[:, :length]}).run(clipping)
+        Case(layer, losses, {"ids": ids[:, :length]}).run(clipping)
         sums.append(clipping.take())
-    moved = lib.norm_of({name: sums[0][name] - sums[1][name] for name in sums[0]})
+    moved = norm_of({name: sums[0][name] - sums[1][name] for name in sums[0]})
     assert float(moved) < 8 * 1e-6
+
+
+@pytest.mark.parametrize("mutant", ["layouts", "parameters"])
+def test_the_audit_alone_catches_a_shared_position_embedding(mutant: str, monkeypatch: Patch) -> None:
+    """A recorder that charges shared positions to the rows in turn: sums stay right, norms do not."""
+    case = bert()
+    case.rows = {n: v[:, :5] if v.dim() == 2 and n != "target" else v for n, v in case.rows.items()}  # length = batch
+
+    if mutant == "layouts":
+        monkeypatch.setattr(rules, "POSITIONED", set())
+        record = recorder.Recorder._record
+
+        def transposed(self: Any, site: Any, output: Tensor, saved: Any, aliases: Any) -> None:
+            if "position_embeddings" in site.name:
+                shape, below = torch.Size((5, 1, 12)), recorder._edge_below(output)
+                self.uses.append(recorder.Use(site, 0, below, shape, saved.view(5, 1), aliases, saved._version))
+            else:
+                record(self, site, output, saved, aliases)
+
+        monkeypatch.setattr(recorder.Recorder, "_record", transposed)
+        words = "cannot be assigned to units"
+    else:
+        plain = ghost.contributions_of
+
+        def without(use: Any, *rest: Any, **key: Any) -> Any:
+            return [] if "position_embeddings" in use.site.name else plain(use, *rest, **key)
+
+        monkeypatch.setattr(ghost, "contributions_of", without)
+        words = "another gradient than autograd"
+    with pytest.raises(UnsupportedModelError, match=words):
+        check_exact(case)
+
+
+def test_the_weights_of_the_audit_differ_between_neighbouring_units() -> None:
+    for count in (1, 2, 16, 40):
+        batch = units.UnitRows.build(torch.arange(count), torch.ones(count, dtype=torch.bool))
+        weights = recording_check.unit_weights(batch)
+        assert len(set(weights[:16].tolist())) == min(count, 16)
+        assert (weights.abs().log2() % 1 == 0).all()

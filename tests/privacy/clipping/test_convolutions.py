@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from clipping_cases import Case, check_dropped, check_exact
 from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
@@ -34,13 +34,13 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
-def images(lib: SimpleNamespace, model: nn.Module, rows: int, *shape: int) -> Any:
+def images(model: nn.Module, rows: int, *shape: int) -> Any:
     def losses(batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"]).flatten(1).mul(batch["target"][:, None]).sin().sum(1)
 
     model.double()
     data = {"x": torch.randn(rows, *shape).double(), "target": torch.randn(rows).double()}
-    return lib.Case(model, losses, data)
+    return Case(model, losses, data)
 
 
 def layer(space: int, geometry: str, **changes: Any) -> nn.Module:
@@ -59,22 +59,22 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
 @pytest.mark.parametrize("space", [1, 2])
-def test_a_convolution_is_clipped_exactly(space: int, geometry: str, lib: SimpleNamespace) -> None:
+def test_a_convolution_is_clipped_exactly(space: int, geometry: str) -> None:
     model = nn.Sequential(nn.Linear(SPACE[space][-1], SPACE[space][-1]), layer(space, geometry))
-    lib.check_exact(images(lib, model, 5, 4, *SPACE[space]))
+    check_exact(images(model, 5, 4, *SPACE[space]))
 
 
 @pytest.mark.parametrize("geometry", ["all", "same", "replicate"])
-def test_a_convolution_over_three_axes_is_clipped_exactly(geometry: str, lib: SimpleNamespace) -> None:
-    lib.check_exact(images(lib, layer(3, geometry), 3, 4, *SPACE[3]))
+def test_a_convolution_over_three_axes_is_clipped_exactly(geometry: str) -> None:
+    check_exact(images(layer(3, geometry), 3, 4, *SPACE[3]))
 
 
 @pytest.mark.parametrize("trained", ["weight", "bias"])
-def test_a_weight_or_a_bias_can_be_trained_alone(trained: str, lib: SimpleNamespace) -> None:
-    case = images(lib, nn.Sequential(layer(2, "all"), nn.GroupNorm(3, 6)), 4, 4, *SPACE[2])
+def test_a_weight_or_a_bias_can_be_trained_alone(trained: str) -> None:
+    case = images(nn.Sequential(layer(2, "all"), nn.GroupNorm(3, 6)), 4, 4, *SPACE[2])
     for name, p in case.module.named_parameters():
         p.requires_grad_(name.endswith(trained))
-    lib.check_exact(case)
+    check_exact(case)
 
 
 class Shared(nn.Module):
@@ -97,47 +97,45 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_one_kernel_of_several_layers_is_one_parameter(groups: bool, lib: SimpleNamespace) -> None:
-    lib.check_exact(images(lib, Shared(groups), 5, 2, 9))
+def test_one_kernel_of_several_layers_is_one_parameter(groups: bool) -> None:
+    check_exact(images(Shared(groups), 5, 2, 9))
 
 
-def test_images_folded_into_the_batch_belong_to_their_row(lib: SimpleNamespace) -> None:
+def test_images_folded_into_the_batch_belong_to_their_row() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4)).double()
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
         x = batch["x"]
         return model(x.flatten(0, 1)).unflatten(0, x.shape[:2]).sin().square().flatten(2).sum(2).prod(1)
 
-    case = lib.Case(model, losses, {"x": torch.randn(4, 3, 1, 6, 5).double()})
-    lib.check_exact(case)
-    lib.check_exact(case, unit_ids=torch.tensor([1, 0, 1, 2]))
+    case = Case(model, losses, {"x": torch.randn(4, 3, 1, 6, 5).double()})
+    check_exact(case)
+    check_exact(case, unit_ids=torch.tensor([1, 0, 1, 2]))
 
 
 @pytest.mark.parametrize(
     ("shape", "groups"), [((6,), 1), ((6,), 2), ((6, 5), 1), ((6, 5), 6), ((6, 3, 4), 2), ((6, 3, 4), 6)]
 )
-def test_group_norm_is_clipped_exactly(shape: tuple[int, ...], groups: int, lib: SimpleNamespace) -> None:
+def test_group_norm_is_clipped_exactly(shape: tuple[int, ...], groups: int) -> None:
     norm = nn.GroupNorm(groups, 6, eps=0.1)
     nn.init.normal_(norm.weight)
-    lib.check_exact(images(lib, norm, 5, *shape))
+    check_exact(images(norm, 5, *shape))
 
 
-def test_how_much_is_done_at_a_time_does_not_change_the_sum(
-    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_much_is_done_at_a_time_does_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contributions, "CHUNK", {"cpu": 1})
-    lib.check_exact(images(lib, layer(2, "all"), 4, 4, *SPACE[2]))
+    check_exact(images(layer(2, "all"), 4, 4, *SPACE[2]))
 
 
-def test_a_broken_image_silences_nobody_else(lib: SimpleNamespace) -> None:
-    case = images(lib, nn.Sequential(layer(2, "padding"), nn.GroupNorm(2, 6)), 4, 4, *SPACE[2])
+def test_a_broken_image_silences_nobody_else() -> None:
+    case = images(nn.Sequential(layer(2, "padding"), nn.GroupNorm(2, 6)), 4, 4, *SPACE[2])
     case.rows["x"][1, 2, 3, 3] = float("nan")
-    lib.check_dropped(case, 1)
+    check_dropped(case, 1)
 
 
-def test_an_input_without_a_batch_is_refused(lib: SimpleNamespace) -> None:
+def test_an_input_without_a_batch_is_refused() -> None:
     model = nn.Conv1d(4, 2, 3).double()
-    case = lib.Case(model, lambda b: model(b["x"][0]).sum()[None], {"x": torch.randn(1, 4, 9).double()})
+    case = Case(model, lambda b: model(b["x"][0]).sum()[None], {"x": torch.randn(1, 4, 9).double()})
     with pytest.raises(UnsupportedModelError, match=r"shape \(4, 9\): no batch axis"):
         case.run(make_engine("ghost", model, max_grad_norm=1.0))
 

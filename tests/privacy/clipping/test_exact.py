@@ -1,29 +1,63 @@
-"""Norms and clipped sums equal those of one unit at a time, for every model that is covered."""
+"""Norms and clipped sums equal those of one unit at a time, in every way to compute them, and nothing else changes."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from clipping_cases import (
+    CASES,
+    Case,
+    Positions,
+    Scaled,
+    case_of,
+    check_dropped,
+    check_exact,
+    clipped_sum,
+    difference,
+    distilbert,
+    head,
+    norm_of,
+    siamese,
+    small,
+    t5,
+)
+from torch import Tensor, nn
 
-from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.errors import DataError
+from lit_dpret.privacy.clipping import GhostClipping, contributions, ghost, make_engine
+from lit_dpret.privacy.clipping.contributions import Dense, Lookup, Outer, are_small
+from lit_dpret.privacy.clipping.units import UnitRows
+
+Way = dict[str, Any]
 
 
-def test_norms_and_sum_equal_one_unit_at_a_time(any_case: Any, lib: SimpleNamespace) -> None:
-    lib.check_exact(any_case)
+@pytest.fixture(params=["by cost", "never written out", "always written out", "fixed", "fixed, written out"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+    """Whether unit gradients are written out and kept, and whether shapes depend on who was drawn."""
+    written, plain, asked = [], contributions.write_out, request.param
+    monkeypatch.setattr(ghost, "write_out", lambda *arguments: written.append(1) or plain(*arguments))
+    if asked != "by cost":
+        monkeypatch.setattr(contributions, "ROOM", math.inf if "always" in asked or "," in asked else 0.0)
+    yield {"fixed_shapes": True} if "fixed" in asked else {}
+    if "fixed" not in asked and asked != "by cost":
+        assert bool(written) == ("always" in asked)
 
 
-@pytest.mark.parametrize("name", ["t5_tied_relu", "bert", "siamese", "small"])
-def test_the_loop_equals_one_unit_at_a_time(name: str, lib: SimpleNamespace) -> None:
-    lib.check_exact(lib.case(name), engine="loop")
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_norms_and_sum_equal_one_unit_at_a_time(name: str, way: Way) -> None:
+    check_exact(CASES[name](), **way)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
-@pytest.mark.parametrize("name", ["t5_tied_relu", "head"])
-def test_automatic_clipping_divides_by_norm_plus_gamma(name: str, engine: str, lib: SimpleNamespace) -> None:
-    lib.check_exact(lib.case(name), engine=engine, clip="automatic")
+@pytest.mark.parametrize(("name", "clip"), [("bert", "abadi"), ("siamese", "abadi"), ("small", "abadi"),
+                                            ("t5_tied_relu", "automatic"), ("head", "automatic")])  # fmt: skip
+def test_both_clip_functions_and_the_loop_equal_one_unit_at_a_time(name: str, clip: str, engine: str) -> None:
+    """Automatic clipping divides by the norm plus gamma."""
+    check_exact(CASES[name](), engine=engine, clip=clip)
 
 
 UNIT_IDS = {
@@ -32,29 +66,39 @@ UNIT_IDS = {
     "unequal": [2, 0, 2, 1, 2, 0],
     "one_unit": [0, 0, 0, 0, 0, 0],
 }
+SIX_ROWS: dict[str, Callable[[], Case]] = {
+    "t5": lambda: t5(rows=6),
+    "distilbert": lambda: distilbert(rows=6),
+    "siamese": lambda: siamese(rows=6),
+    "tied": lambda: small("tied", rows=6),
+    "two_linears": lambda: small("two_linears", rows=6),
+}
 
 
 @pytest.mark.parametrize("ids", sorted(UNIT_IDS))
-@pytest.mark.parametrize("name", ["t5", "distilbert", "siamese", "tied"])
-def test_a_unit_of_several_rows_is_clipped_as_one(name: str, ids: str, lib: SimpleNamespace) -> None:
-    case = {
-        "t5": lambda: lib.t5(rows=6),
-        "distilbert": lambda: lib.distilbert(rows=6),
-        "siamese": lambda: lib.siamese(rows=6),
-        "tied": lambda: lib.small("tied", rows=6),
-    }[name]()
-    lib.check_exact(case, unit_ids=torch.tensor(UNIT_IDS[ids]))
+@pytest.mark.parametrize("name", SIX_ROWS)
+def test_a_unit_of_several_rows_is_clipped_as_one(name: str, ids: str) -> None:
+    check_exact(SIX_ROWS[name](), unit_ids=torch.tensor(UNIT_IDS[ids]))
+
+
+@pytest.mark.parametrize("name", SIX_ROWS)
+def test_units_of_several_rows_beside_a_masked_one(name: str, way: Way) -> None:
+    case, ids, mask = SIX_ROWS[name](), torch.arange(6) // 2, torch.tensor([True, False, True])
+    check_exact(case, unit_ids=ids, mask=mask, **way)
+    check_exact(case, unit_ids=ids, mask=mask, clip="automatic", clip_groups="per_layer", **way)
+    if not way:
+        check_exact(case, unit_ids=ids.flip(0), mask=mask, clip="automatic")
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
-def test_a_masked_unit_contributes_exactly_zero(engine: str, lib: SimpleNamespace) -> None:
+def test_a_masked_unit_contributes_exactly_zero(engine: str) -> None:
     ids, mask = torch.tensor([0, 1, 2, 1, 4, 5]), torch.tensor([True, False, True, True, True, False])
-    lib.check_exact(lib.t5(rows=6), engine=engine, unit_ids=ids, mask=mask)
+    check_exact(t5(rows=6), engine=engine, unit_ids=ids, mask=mask)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
-def test_a_batch_of_masked_units_runs_no_forward_pass_and_adds_zero(engine: str, lib: SimpleNamespace) -> None:
-    case = lib.head()
+def test_a_batch_of_masked_units_runs_no_forward_pass_and_adds_zero(engine: str) -> None:
+    case = head()
     clipping = make_engine(engine, case.module, max_grad_norm=1.0)
     stats = clipping.add(lambda: pytest.fail("ran"), torch.tensor([0, 1]), torch.zeros(3, dtype=torch.bool))
     assert stats.norms.tolist() == [0.0, 0.0, 0.0] and stats.clipped == stats.non_finite == 0
@@ -63,21 +107,21 @@ def test_a_batch_of_masked_units_runs_no_forward_pass_and_adds_zero(engine: str,
     assert not any(s.any() for s in sums.values())
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 7])
+@pytest.mark.parametrize("pieces", [1, 2, 6])
 @pytest.mark.parametrize("name", ["t5", "siamese"])
-def test_how_a_batch_is_split_does_not_change_the_sum(name: str, pieces: int, lib: SimpleNamespace) -> None:
-    case = lib.t5(rows=7) if name == "t5" else lib.siamese(rows=7)
+def test_how_a_batch_is_split_does_not_change_the_sum(name: str, pieces: int, way: Way) -> None:
+    case = SIX_ROWS[name]()
     gradients = case.unit_gradients()
-    bound = float(torch.stack([lib.norm_of(g) for g in gradients]).median())
-    clipping = make_engine("ghost", case.module, max_grad_norm=bound)
-    for index in torch.arange(7).tensor_split(pieces):
+    bound = float(torch.stack([norm_of(g) for g in gradients]).median())
+    clipping = make_engine("ghost", case.module, max_grad_norm=bound, **way)
+    for index in torch.arange(6).tensor_split(pieces):
         case.run(clipping, rows=case.take(index))
-    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, bound)) < 1e-10
+    assert difference(clipping.take(), clipped_sum(gradients, bound)) < 1e-10
 
 
 @pytest.mark.parametrize("changes", [{}, {"feed_forward_proj": "gated-gelu"}])
-def test_ghost_clips_each_unit_of_one_graph_under_dropout(changes: dict[str, str], lib: SimpleNamespace) -> None:
-    case = lib.t5(rows=6, dropout_rate=0.3, **changes)
+def test_ghost_clips_each_unit_of_one_graph_under_dropout(changes: dict[str, str]) -> None:
+    case = t5(rows=6, dropout_rate=0.3, **changes)
     case.module.train()
     unit_ids = torch.tensor([0, 1, 1, 2, 3, 3])
     clipping = make_engine("ghost", case.module, max_grad_norm=2.0)
@@ -90,28 +134,13 @@ def test_ghost_clips_each_unit_of_one_graph_under_dropout(changes: dict[str, str
         found = torch.autograd.grad(losses[unit_ids == unit].sum(), clipping.parameters.values(), retain_graph=True)
         gradients.append(dict(zip(clipping.parameters, found, strict=True)))
     assert stats.clipped
-    assert torch.allclose(stats.norms, torch.stack([lib.norm_of(g) for g in gradients]), rtol=1e-10)
-    assert lib.difference(clipping.take(), lib.clipped_sum(gradients, 2.0)) < 1e-10
+    assert torch.allclose(stats.norms, torch.stack([norm_of(g) for g in gradients]), rtol=1e-10)
+    assert difference(clipping.take(), clipped_sum(gradients, 2.0)) < 1e-10
 
 
-PARTS = {
-    "bert": ["bias", "embeddings", "LayerNorm", "query", "layer.1.", "word_embeddings", "position_embeddings"],
-    "t5_untied_relu": ["layer_norm", "relative_attention_bias", "shared", "lm_head", "decoder"],
-}
-
-
-@pytest.mark.parametrize(("name", "trained"), [(name, part) for name, parts in PARTS.items() for part in parts])
-def test_only_what_is_trainable_is_clipped(name: str, trained: str, lib: SimpleNamespace) -> None:
-    case = lib.case(name)
-    for full, p in case.module.named_parameters():
-        p.requires_grad_(trained in full)
-    clipping = lib.check_exact(case)
-    assert clipping.parameters and all(trained in full for full in clipping.parameters)
-
-
-def test_float32_norms_are_those_of_float64(lib: SimpleNamespace) -> None:
-    case = lib.t5(rows=6, query=9, passage=20)
-    norms = torch.stack([lib.norm_of(g) for g in case.unit_gradients()])
+def test_float32_norms_are_those_of_float64() -> None:
+    case = t5(rows=6, query=9, passage=20)
+    norms = torch.stack([norm_of(g) for g in case.unit_gradients()])
     case.module.float()
     clipping = make_engine("ghost", case.module, max_grad_norm=float(norms.median()))
     stats = case.run(clipping)
@@ -120,20 +149,22 @@ def test_float32_norms_are_those_of_float64(lib: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
-def test_a_covered_module_that_does_not_run_contributes_exactly_zero(engine: str, lib: SimpleNamespace) -> None:
-    case = lib.head()
-    module = torch.nn.ModuleDict({"used": case.module, "idle": torch.nn.Linear(3, 4).double()})
+def test_a_covered_module_that_does_not_run_contributes_exactly_zero(engine: str) -> None:
+    case = head()
+    module = nn.ModuleDict({"used": case.module, "idle": nn.Linear(3, 4).double()})
     clipping = make_engine(engine, module, max_grad_norm=1.0)
     case.run(clipping)
     sums = clipping.take()
     assert sums["used.weight"].any() and not sums["idle.weight"].any() and not sums["idle.bias"].any()
 
 
-def test_sums_add_up_until_they_are_taken(lib: SimpleNamespace) -> None:
-    case = lib.head()
-    clipping = make_engine("ghost", case.module, max_grad_norm=0.5)
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_sums_add_up_until_they_are_taken_or_forgotten(fixed_shapes: bool) -> None:
+    case = head()
+    clipping = make_engine("ghost", case.module, max_grad_norm=0.5, fixed_shapes=fixed_shapes)
     case.run(clipping)
     once = clipping.take()
+    assert not any(total.any() for total in clipping.take().values())
     case.run(clipping)
     case.run(clipping)
     twice = clipping.take()
@@ -144,11 +175,174 @@ def test_sums_add_up_until_they_are_taken(lib: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
-def test_a_caller_under_no_grad_gets_the_same_sum(engine: str, lib: SimpleNamespace) -> None:
-    case = lib.small("tied")
+def test_a_caller_under_no_grad_gets_the_same_sum(engine: str) -> None:
+    case = small("tied")
     clipping = make_engine(engine, case.module, max_grad_norm=0.5)
     case.run(clipping)
     expected = clipping.take()
     with torch.no_grad():
         case.run(clipping)
-    assert lib.difference(clipping.take(), expected) < 1e-12
+    assert difference(clipping.take(), expected) < 1e-12
+
+
+def test_what_takes_less_room_than_its_parts_is_written_out() -> None:
+    rows = UnitRows.build(torch.arange(3), torch.ones(3, dtype=torch.bool))
+
+    def written(positions: int) -> bool:
+        use = Outer(torch.zeros(3, positions, 8), torch.zeros(3, positions, 16))
+        return are_small([[use]], [torch.Size((16, 8))], rows)
+
+    assert not written(4) and written(5) and written(6), "16 x 8 against 24 for each position, and a quarter of room"
+    shared = torch.zeros(3, 4, 8)
+    uses = [[Outer(shared, torch.zeros(3, 4, 8))] for _ in range(3)]
+    assert not are_small(uses, [torch.Size((8, 8))] * 3, rows), "the inputs are held once"
+    mixed = [[Outer(shared, torch.zeros(3, 50, 8)), Lookup(torch.zeros(3, 5).long(), torch.zeros(3, 5, 8))]]
+    assert not are_small(mixed, [torch.Size((8, 8))], rows)
+    assert not are_small([[Dense(torch.zeros(3, 8))]], [torch.Size((8,))], rows)
+    narrow = [[Outer(torch.zeros(3, 2, 8), torch.zeros(3, 2, 16))]]
+    alone = UnitRows.build(torch.arange(3), torch.arange(3) == 0)
+    assert not are_small(narrow, [torch.Size((16, 8))], rows) and are_small(narrow, [torch.Size((16, 8))], alone)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_unit_is_left_out_of_the_written_sum(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contributions, "ROOM", math.inf)
+    case = case_of(nn.Linear(5, 4, bias=False), 3, 2, 5)
+    case.rows["x"][1, 0, 0] = value
+    check_dropped(case, 1)
+
+
+class Weighted(nn.Module):
+    """A linear layer over positions, whose output at each is weighted by what the row says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3, bias=False)
+
+    def forward(self, inputs: Tensor, weights: Tensor) -> Tensor:
+        return (self.linear(inputs).sum(2) * weights).sum(1)
+
+
+@pytest.mark.parametrize("room", [0.0, 1e9], ids=["never written out", "always written out"])
+@pytest.mark.parametrize("mask", [[True, True, True, True], [True, True, False, True]], ids=["real", "masked"])
+def test_a_broken_row_contributes_zero_and_is_counted_where_it_is_a_units(
+    room: float, mask: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contributions, "ROOM", room)
+    module, inputs, weights = Weighted(), torch.randn(4, 5, 6), torch.randn(4, 5)
+    clean = torch.tensor([True, True, False, True])
+    reference = GhostClipping(module, max_grad_norm=1.0)
+    reference.add(lambda: module(inputs, weights), torch.arange(4), clean)
+    inputs[2, 3] = torch.inf
+    engine = GhostClipping(module, max_grad_norm=1.0, fixed_shapes=True)
+    for _ in range(2):
+        stats = engine.add(lambda: module(inputs, weights), torch.arange(4), torch.tensor(mask))
+        assert int(stats.non_finite) == int(mask[2])
+    twice = reference.take()["linear.weight"] * 2
+    torch.testing.assert_close(engine.take()["linear.weight"], twice)
+
+
+def test_a_unit_whose_terms_cancel_is_clipped_by_an_upper_bound_of_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contributions, "ROOM", 0.0)
+    module, count = Weighted(), 64
+    monkeypatch.setattr(contributions, "_prefers_gram", lambda *_: True)
+    inputs = torch.randn(3, 1, 6).expand(3, count, 6) * 30
+    signs = torch.tensor([1.0, -1.0]).repeat(count // 2)
+    weights = torch.stack([signs, signs * 0.999 + 0.001, torch.full((count,), 1e-4)])  # zero, tiny, and without signs
+    exact = torch.linalg.vector_norm((weights.double()[..., None] * inputs.double()).sum(1), dim=1) * 3**0.5
+    engine = GhostClipping(module, max_grad_norm=1e-2, fixed_shapes=True)
+    for row in range(3):
+        stats = engine.add(lambda: module(inputs, weights), torch.arange(3), torch.arange(3) == row)
+        assert stats.norms[row] >= exact[row] * (1 - 1e-5)
+        assert engine.take()["linear.weight"].norm() <= 1e-2 * (1 + 1e-4)
+    torch.testing.assert_close(stats.norms[2], exact[2], rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 1], [1, 0], [0, 0, 1], []], ids=["uneven", "unordered", "short", "empty"])
+def test_rows_that_do_not_have_the_shape_are_refused(ids: list[int]) -> None:
+    mask = torch.ones(2, dtype=torch.bool)
+    with pytest.raises(DataError, match="equally many rows"):
+        UnitRows.build(torch.tensor(ids, dtype=torch.long), mask, fixed=True)
+
+
+def fingerprint(module: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, layer in module.named_modules():
+        hooks = {k: len(v) for k, v in vars(layer).items() if k.endswith("_hooks") and hasattr(v, "__len__")}
+        state[name] = sorted(vars(layer)), hooks, [id(p) for p in layer._parameters.values()]
+    for name, p in module.named_parameters():
+        state[name] = id(p), p.grad, p.requires_grad, p._version, sorted(vars(p)), p.detach().clone()
+    return state
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (dict, tuple, list)):
+        pairs = zip(one.items(), other.items(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
+        return type(one) is type(other) and all(same(a, b) for a, b in pairs)
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+def test_a_batch_leaves_no_trace_nor_does_one_whose_forward_pass_fails(engine: str) -> None:
+    case = t5()
+    if engine == "vmap":
+        case = case_of(nn.Sequential(Positions(), nn.Linear(4, 4), Scaled()), 3, 5, 4)
+    case.module.train()
+    for name, p in case.module.named_parameters():
+        p.requires_grad_("relative_attention_bias" not in name)
+    before = fingerprint(case.module)
+    clipping = make_engine(engine, case.module, max_grad_norm=1.0)
+    random = torch.get_rng_state()
+    case.run(clipping)
+    assert torch.equal(random, torch.get_rng_state())
+    assert same(before, fingerprint(case.module))
+    assert not any(total.requires_grad for total in clipping.take().values())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("in the middle")
+
+    late = case.module[1] if engine == "vmap" else case.module.decoder.block[1].layer[1].EncDecAttention.k
+    handle = late.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        case.run(clipping)
+    handle.remove()
+    assert same(before, fingerprint(case.module))
+
+
+def test_gradients_that_were_there_stay() -> None:
+    case = head()
+    case.module.weight.grad = torch.full_like(case.module.weight, 3.0)
+    case.run(make_engine("ghost", case.module, max_grad_norm=1.0))
+    assert (case.module.weight.grad == 3.0).all() and case.module.bias.grad is None
+
+
+def test_the_forward_pass_is_the_models_own() -> None:
+    """The losses under the engine are those without it, bit for bit, so training sees the same model."""
+    for name in ("t5_untied_gated", "bert", "embedding_tied_to_linear"):
+        case = CASES[name]()
+        case.module.float()
+        case.rows = {n: v.float() if v.is_floating_point() else v for n, v in case.rows.items()}
+        expected = case.losses(case.rows)
+        seen = []
+
+        def losses(rows: Any, case: Any = case, seen: Any = seen, plain: Any = case.losses) -> torch.Tensor:
+            seen.append(plain(rows))
+            return seen[0]
+
+        case.losses = losses
+        case.run(make_engine("ghost", case.module, max_grad_norm=1.0))
+        assert torch.equal(expected, seen[0])
+
+
+def test_a_compiled_module_is_clipped_exactly_and_stays_compiled() -> None:
+    case = head()
+    compiled = torch.compile(case.module, backend="eager")
+    losses = lambda b: nn.functional.cross_entropy(compiled(b["x"]), b["y"], reduction="none")  # noqa: E731
+    check_exact(Case(compiled, losses, case.rows))
+    ran = []
+    torch._dynamo.reset()
+    again = torch.compile(compiled._orig_mod, backend=lambda graph, _: ran.append(1) or graph.forward)
+    again(case.rows["x"])
+    assert ran

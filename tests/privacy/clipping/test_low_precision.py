@@ -1,14 +1,32 @@
-"""Engines with low-precision products: no unit adds more than its bound, and sums are those of the other engines."""
+"""Low precision, of a model or of an engine's products: no unit adds more than its bound."""
 
 from __future__ import annotations
 
 import functools
 import math
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from clipping_cases import (
+    CASES,
+    CAUSAL,
+    COVERED,
+    Case,
+    Scaled,
+    add,
+    bert,
+    case_of,
+    causal,
+    check_low_precision,
+    difference,
+    norm_of,
+    siamese,
+    small,
+    t5,
+)
+from clipping_cases import Positions as Places
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError
@@ -48,8 +66,9 @@ def rows_of(seed: int, *, units: int, positions: int, inner: int, out: int, leve
 
 
 def contribution(clipping: Any, losses: Any) -> float:
-    clipping.add(losses, torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool))
-    return math.sqrt(sum(float(total.double().square().sum()) for total in clipping.take().values()))
+    """That of the only unit."""
+    add(clipping, losses, 1)
+    return float(norm_of(clipping.take()))
 
 
 SIZES = {"pairs": {"positions": 48, "inner": 96, "out": 80}, "written": {"positions": 700, "inner": 48, "out": 60}}
@@ -78,14 +97,14 @@ def test_no_contribution_that_a_search_finds_is_above_the_bound(engine: str, siz
 @pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_norms_are_close_above_and_sums_are_those_of_the_clipped_gradients(
-    engine: str, clip_groups: Any, clip: Any, lib: SimpleNamespace
+    engine: str, clip_groups: Any, clip: Any
 ) -> None:
     torch.manual_seed(0)
     model = Positions(64, 48)
     rows = rows_of(1, units=6, positions=20, inner=64, out=48, level=1.0, scale=1.0)
-    case = lib.Case(model, model.losses, rows)
+    case = Case(model, model.losses, rows)
     unit_ids = torch.tensor([0, 0, 1, 2, 3, 3])
-    exact = torch.stack([lib.norm_of(g) for g in case.unit_gradients(unit_ids)])
+    exact = torch.stack([norm_of(g) for g in case.unit_gradients(unit_ids)])
     bound = float(exact.median())
     found = {}
     for name in ("ghost", engine):
@@ -95,7 +114,7 @@ def test_norms_are_close_above_and_sums_are_those_of_the_clipped_gradients(
             found[name] = stats.norms.double(), clipping.take()
     ratio = found[engine][0] / exact
     assert bool(((ratio > 0.998) & (ratio < 1.02)).all())  # of the rounded gradient, which may be a little shorter
-    assert lib.difference(found[engine][1], found["ghost"][1]) < 0.02
+    assert difference(found[engine][1], found["ghost"][1]) < 0.02
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -117,38 +136,36 @@ def test_a_unit_that_the_bound_says_nothing_of_is_computed_in_float64(engine: st
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_broken_unit_adds_nothing_and_leaves_the_others_as_they_are(engine: str, lib: SimpleNamespace) -> None:
+def test_a_broken_unit_adds_nothing_and_leaves_the_others_as_they_are(engine: str) -> None:
     model = Positions(64, 48)
     rows = rows_of(1, units=4, positions=20, inner=64, out=48, level=1.0, scale=1.0)
     clipping = make_engine(engine, model, max_grad_norm=1.0)
     kept = {name: value[torch.tensor([0, 1, 3])] for name, value in rows.items()}
-    lib.Case(model, model.losses, kept).run(clipping)
+    Case(model, model.losses, kept).run(clipping)
     expected = clipping.take()
     for broken in (math.nan, math.inf, 3.4e38):
         bad = {name: value.clone() for name, value in rows.items()}
         bad["u"][2, 5, 7] = broken
-        stats = lib.Case(model, model.losses, bad).run(clipping)
+        stats = Case(model, model.losses, bad).run(clipping)
         found = clipping.take()
-        assert stats.non_finite == 1 and lib.difference(found, expected) < 1e-5
+        assert stats.non_finite == 1 and difference(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["t5", "bert"])
-def test_every_unit_of_a_language_model_alone_is_within_the_bound(
-    name: str, engine: str, lib: SimpleNamespace, monkeypatch: Patch
-) -> None:
+def test_every_unit_of_a_language_model_alone_is_within_the_bound(name: str, engine: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(contributions, "ROOM", 0)  # nothing is written out for the sum
-    case = lib.t5() if name == "t5" else lib.bert()
+    case = t5() if name == "t5" else bert()
     case.module.float()
     case.rows = {n: v.float() if v.is_floating_point() else v for n, v in case.rows.items()}
-    exact = torch.stack([lib.norm_of(g) for g in case.unit_gradients()])
+    exact = torch.stack([norm_of(g) for g in case.unit_gradients()])
     bound = float(exact.min()) / 3
     clipping = make_engine(engine, case.module, max_grad_norm=bound)
     for autocast in (False, True):
         for unit in range(case.count):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 case.run(clipping, mask=torch.arange(case.count) == unit)
-            reached = float(lib.norm_of(clipping.take()))
+            reached = float(norm_of(clipping.take()))
             assert 0.9 * bound < reached <= bound
 
 
@@ -160,3 +177,32 @@ def test_batches_of_fixed_shape_are_refused(engine: Any) -> None:
     mode.fixed_shapes = True
     with pytest.raises(ConfigurationError, match=r"privacy\.engine"):
         mode.attach(nn.Linear(2, 2), mode.plan(request, units=200, steps=1), KeyedStream(bytes(32), "run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "clip_groups"),
+    [*((name, "flat") for name in sorted(COVERED)), ("t5_v1.0_tied", "per_layer"), ("conv_net", "per_layer")],
+)
+def test_under_bf16_autocast_every_contribution_is_within_the_bound(name: str, clip_groups: str) -> None:
+    check_low_precision(COVERED[name](3), clip_groups=clip_groups)
+
+
+OTHERS: dict[str, tuple[Callable[[], Case], dict[str, Any]]] = {
+    "gemma": (lambda: causal(CAUSAL["gemma3"](), rows=3), {}),
+    "siamese": (siamese, {}),
+    "small": (lambda: small("tied"), {}),
+    "bare parameters": (lambda: case_of(nn.Sequential(Scaled(), Places(), Scaled()), 3, 5, 4), {"engine": "vmap"}),
+    "transposed convolution": (lambda: case_of(nn.ConvTranspose1d(5, 3, 2, stride=2), 3, 5, 4), {"engine": "vmap"}),
+    **{
+        f"weights of {name}": (CASES[name], {"weights": torch.bfloat16})
+        for name in ("t5_tied_relu", "t5_untied_gated", "bert", "siamese", "embedding_tied_to_linear")
+    },
+}
+
+
+@pytest.mark.parametrize("room", [contributions.ROOM, math.inf], ids=["", "written out"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_in_bf16_every_contribution_is_within_the_bound_in_fp32(name: str, room: float, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(contributions, "ROOM", room)
+    build, settings = OTHERS[name]
+    check_low_precision(build(), **settings)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from clipping_cases import CASES, add, case_of, check_exact, check_refused, difference, head, small
 from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
@@ -23,25 +23,21 @@ def freeze(case: Any, *words: str) -> Any:
 
 @pytest.mark.parametrize("name", ["t5_tied_relu", "t5_untied_gated", "bert", "distilbert", "head"])
 @pytest.mark.parametrize("unit_ids", [None, [0, 0, 1, 1]], ids=["one_row_each", "two_rows_each"])
-def test_opacus_and_ghost_agree_where_opacus_is_right(
-    name: str, unit_ids: list[int] | None, lib: SimpleNamespace
-) -> None:
-    case = freeze(lib.case(name), "relative_attention_bias", "position_embeddings", "word_embeddings")
+def test_opacus_and_ghost_agree_where_opacus_is_right(name: str, unit_ids: list[int] | None) -> None:
+    case = freeze(CASES[name](), "relative_attention_bias", "position_embeddings", "word_embeddings")
     case.rows = {n: v[:4] for n, v in case.rows.items()}
     ids = None if unit_ids is None else torch.tensor(unit_ids)
     found = {}
     for engine in ("opacus", "ghost"):
-        lib.check_exact(case, engine=engine, unit_ids=ids)
+        check_exact(case, engine=engine, unit_ids=ids)
         clipping = make_engine(engine, case.module, max_grad_norm=0.5)
         found[engine] = case.run(clipping, ids).norms, clipping.take()
     assert torch.allclose(found["opacus"][0], found["ghost"][0], rtol=1e-10)
-    assert lib.difference(found["opacus"][1], found["ghost"][1]) < 1e-10
+    assert difference(found["opacus"][1], found["ghost"][1]) < 1e-10
 
 
-def test_opacus_covers_convolutions(lib: SimpleNamespace) -> None:
-    model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4)).double()
-    data = {"x": torch.randn(5, 3, 6, dtype=torch.float64)}
-    lib.check_exact(lib.Case(model, lambda b: model(b["x"]).sin().sum((1, 2)), data), engine="opacus")
+def test_opacus_covers_convolutions() -> None:
+    check_exact(case_of(nn.Sequential(nn.Conv1d(3, 4, 2), nn.GroupNorm(2, 4)), 5, 3, 6), engine="opacus")
 
 
 def bias_norms(case: Any) -> Tensor:
@@ -56,9 +52,9 @@ def bias_norms(case: Any) -> Tensor:
     return norms
 
 
-def test_opacus_takes_the_query_length_for_the_batch_of_t5s_position_bias(lib: SimpleNamespace) -> None:
+def test_opacus_takes_the_query_length_for_the_batch_of_t5s_position_bias() -> None:
     """Batch equal to query length: no error, wrong norms. This is why the bias is refused."""
-    case = lib.case("t5_batch_equal_to_query_length")
+    case = CASES["t5_batch_equal_to_query_length"]()
     case.module.train()
     name = "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     exact = torch.stack([gradient[name].norm() for gradient in case.unit_gradients()])
@@ -68,10 +64,8 @@ def test_opacus_takes_the_query_length_for_the_batch_of_t5s_position_bias(lib: S
         make_engine("opacus", case.module, max_grad_norm=1.0)
 
 
-def test_the_padding_row_of_an_embedding_is_refused_and_would_be_caught(
-    lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = lib.small()
+def test_the_padding_row_of_an_embedding_is_refused_and_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small()
     with pytest.raises(UnsupportedModelError, match=r"embed\.weight .* padding_idx=1"):
         make_engine("opacus", case.module, max_grad_norm=1.0)
     monkeypatch.setattr(OpacusClipping, "_refuse_known_mistakes", lambda self: None)
@@ -79,17 +73,16 @@ def test_the_padding_row_of_an_embedding_is_refused_and_would_be_caught(
         case.run(make_engine("opacus", case.module, max_grad_norm=1.0))
 
 
-@pytest.mark.parametrize("name", ["bert", "distilbert"])
-def test_position_embeddings_shared_by_the_batch_are_refused(name: str, lib: SimpleNamespace) -> None:
-    case = freeze(lib.case(name), "word_embeddings")
-    with pytest.raises(UnsupportedModelError, match="position_embeddings"):
-        case.run(make_engine("opacus", case.module, max_grad_norm=1.0))
-
-
-def test_folded_rows_are_refused(lib: SimpleNamespace) -> None:
-    case = freeze(lib.case("siamese"), "position_embeddings", "word_embeddings")
-    with pytest.raises(UnsupportedModelError, match="for 4 rows"):
-        case.run(make_engine("opacus", case.module, max_grad_norm=1.0))
+@pytest.mark.parametrize(
+    ("name", "frozen", "words"),
+    [
+        ("bert", ["word_embeddings"], "position_embeddings"),
+        ("distilbert", ["word_embeddings"], "position_embeddings"),
+        ("siamese", ["position_embeddings", "word_embeddings"], "for 4 rows"),
+    ],
+)
+def test_shared_position_embeddings_and_folded_rows_are_refused(name: str, frozen: list[str], words: str) -> None:
+    check_refused(freeze(CASES[name](), *frozen), words, engine="opacus")
 
 
 class _Buffered(nn.Linear):
@@ -140,11 +133,11 @@ def test_what_opacus_fails_on_in_a_batch_is_refused_with_the_setting(made: type[
     module, rows = made(), torch.randn(3, 5)
     clipping = make_engine("opacus", module, max_grad_norm=1.0)
     with pytest.raises(UnsupportedModelError, match=r"privacy\.engine=opacus"):
-        clipping.add(lambda: module(rows).sin().sum(1), torch.arange(3), torch.ones(3, dtype=torch.bool))
+        add(clipping, lambda: module(rows).sin().sum(1), 3)
 
 
-def test_eval_mode_is_refused_because_opacus_records_nothing_there(lib: SimpleNamespace) -> None:
-    case = lib.head()
+def test_eval_mode_is_refused_because_opacus_records_nothing_there() -> None:
+    case = head()
     case.module.eval()
     with pytest.raises(ConfigurationError, match="eval mode"):
         case.run(make_engine("opacus", case.module, max_grad_norm=1.0))

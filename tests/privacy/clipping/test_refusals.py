@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from covered_models import Positions, Scaled
+from clipping_cases import ENGINES, Case, Positions, Scaled, case_of, check_exact, check_refused, head
 from torch import Tensor, nn
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
@@ -31,14 +30,14 @@ def test_an_unknown_engine_is_refused_with_the_names_of_all() -> None:
         ({"max_grad_norm": 1.0, "clip": "automatic", "gamma": 0.0}, "privacy.gamma=0.0"),
     ],
 )
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_setting_out_of_range_is_refused_by_its_key(engine: str, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make_engine(engine, nn.Linear(2, 2), **settings)
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_complex_parameter_is_refused(engine: str) -> None:
     module = nn.Linear(2, 2)
     module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
@@ -89,21 +88,18 @@ def test_an_uncovered_parameter_is_refused_with_its_name_its_class_and_the_ways_
         assert words in message
 
 
-def test_a_frozen_uncovered_parameter_is_accepted(lib: SimpleNamespace) -> None:
+def test_a_frozen_uncovered_parameter_is_accepted() -> None:
     model = Scaled(3)
     model.temperature.requires_grad_(False)
-    model.double()
-    lib.check_exact(lib.Case(model, lambda b: model(b["x"]).sum(1).sin(), {"x": torch.randn(4, 3).double()}))
+    check_exact(case_of(model, 4, 3))
 
 
-@pytest.mark.parametrize("kind", ["bare", "transposed_convolution"])
-def test_the_loop_covers_what_ghost_refuses(kind: str, lib: SimpleNamespace) -> None:
-    model = Scaled(3).double() if kind == "bare" else nn.ConvTranspose1d(3, 2, 2).double()
-    x = torch.randn(5, 3, dtype=torch.float64) if kind == "bare" else torch.randn(5, 3, 6, dtype=torch.float64)
-    lib.check_exact(lib.Case(model, lambda b: model(b["x"]).flatten(1).sum(1).sin(), {"x": x}), engine="loop")
+@pytest.mark.parametrize(("model", "shape"), [(Scaled(3), (5, 3)), (nn.ConvTranspose1d(3, 2, 2), (5, 3, 6))])
+def test_the_loop_covers_what_ghost_refuses(model: nn.Module, shape: tuple[int, ...]) -> None:
+    check_exact(case_of(model, *shape), engine="loop")
 
 
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("layer", [nn.Embedding(3, 2, max_norm=1.0), nn.EmbeddingBag(3, 2, max_norm=1.0)])
 def test_an_embedding_that_rewrites_the_rows_it_looks_up_is_refused_even_when_frozen(
@@ -114,7 +110,7 @@ def test_an_embedding_that_rewrites_the_rows_it_looks_up_is_refused_even_when_fr
         make_engine(engine, model, max_grad_norm=1.0)
 
 
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "layer",
     [
@@ -131,21 +127,18 @@ def test_batch_statistics_are_refused_even_when_frozen(layer: nn.Module, engine:
         make_engine(engine, model, max_grad_norm=1.0)
 
 
-def test_batch_norm_in_eval_mode_is_accepted_until_it_trains(lib: SimpleNamespace) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False)).double().eval()
-    case = lib.Case(model, lambda b: model(b["x"]).sum(1).sin(), {"x": torch.randn(4, 3, dtype=torch.float64)})
-    clipping = lib.check_exact(case)
-    model.train()
+def test_batch_norm_in_eval_mode_is_accepted_until_it_trains() -> None:
+    case = case_of(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False)).eval(), 4, 3)
+    clipping = check_exact(case)
+    case.module.train()
     with pytest.raises(UnsupportedModelError, match="GroupNorm"):
         case.run(clipping)
 
 
 @pytest.mark.parametrize("change", ["was replaced", "became trainable", "was frozen"])
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
-def test_a_parameter_changed_after_the_engine_was_made_is_refused(
-    engine: str, change: str, lib: SimpleNamespace
-) -> None:
-    case = lib.head()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_changed_after_the_engine_was_made_is_refused(engine: str, change: str) -> None:
+    case = head()
     model = nn.ModuleList([case.module, nn.Linear(2, 2).double().requires_grad_(False)])
     clipping = make_engine(engine, model, max_grad_norm=1.0)
     if change == "was replaced":
@@ -158,43 +151,29 @@ def test_a_parameter_changed_after_the_engine_was_made_is_refused(
         case.run(clipping)
 
 
-def refused(case: Any, words: str, engine: str = "ghost", unit_ids: Tensor | None = None) -> None:
-    clipping = make_engine(engine, case.module, max_grad_norm=1.0)
-    with pytest.raises(UnsupportedModelError) as caught:
-        case.run(clipping, unit_ids)
-    assert words in str(caught.value)
-    assert not any(total.any() for total in clipping.take().values())
-
-
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
-def test_a_loss_that_is_not_one_per_row_is_refused(engine: str, lib: SimpleNamespace) -> None:
-    case = lib.head()
-    plain = case.losses
-    case.losses = lambda b: plain(b).mean()
-    refused(case, "one loss per row", engine)
-
-
-def in_batch(x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(x @ y.T, torch.arange(len(x)), reduction="none")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_is_not_one_per_row_is_refused(engine: str) -> None:
+    case = head()
+    plain, case.losses = case.losses, lambda b: plain(b).mean()
+    check_refused(case, "one loss per row", engine=engine)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "opacus"])
-def test_in_batch_negatives_are_refused(engine: str, lib: SimpleNamespace) -> None:
-    model = nn.Linear(4, 3).double()
-    data = {"x": torch.randn(5, 4, dtype=torch.float64), "y": torch.randn(5, 3, dtype=torch.float64)}
-    refused(lib.Case(model, lambda b: in_batch(model(b["x"]), model(b["x"]).sin()), data), "another unit", engine)
+def test_in_batch_negatives_are_refused(engine: str) -> None:
+    case = case_of(model := nn.Linear(4, 3), 5, 4)
+    case.losses = lambda b: F.cross_entropy(model(b["x"]) @ model(b["x"]).sin().T, torch.arange(5), reduction="none")
+    check_refused(case, "another unit", engine=engine)
 
 
-def test_a_weak_coupling_is_refused_and_a_late_one_where_every_batch_is_verified(lib: SimpleNamespace) -> None:
-    model = nn.Linear(4, 3).double()
-    strength = 1e-6
+def test_a_weak_coupling_is_refused_and_a_late_one_where_every_batch_is_verified() -> None:
+    case, strength = case_of(model := nn.Linear(4, 3), 30, 4), 1e-6
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
         out = model(batch["x"]).square().sum(1)
         return out + strength * out.mean().square()
 
-    case = lib.Case(model, losses, {"x": torch.randn(30, 4, dtype=torch.float64)})
-    refused(case, "another unit")
+    case.losses = losses
+    check_refused(case, "another unit")
     strength = 0.0
     clipping = make_engine("ghost", model, max_grad_norm=1.0, verify=True)
     case.run(clipping)
@@ -203,107 +182,83 @@ def test_a_weak_coupling_is_refused_and_a_late_one_where_every_batch_is_verified
         case.run(clipping)
 
 
-def test_negatives_from_the_units_own_rows_are_accepted(lib: SimpleNamespace) -> None:
-    model = nn.Linear(4, 3).double()
-    data = {"x": torch.randn(6, 4, dtype=torch.float64)}
+def test_negatives_from_the_units_own_rows_are_accepted() -> None:
+    case = case_of(model := nn.Linear(4, 3), 6, 4)
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
         pairs = model(batch["x"]).view(-1, 2, 3)
         return (pairs @ pairs.mT).log_softmax(-1)[:, :, 0].flatten()
 
-    lib.check_exact(lib.Case(model, losses, data), unit_ids=torch.tensor([0, 0, 1, 1, 2, 2]))
-    refused(lib.Case(model, losses, data), "another unit")
+    case.losses = losses
+    check_exact(case, unit_ids=torch.tensor([0, 0, 1, 1, 2, 2]))
+    check_refused(case, "another unit")
 
 
-class TimeFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.transpose(0, 1)).sin().sum((0, 2))
+def time_first(rows: int, length: int) -> Case:
+    case = case_of(model := nn.ModuleDict({"linear": nn.Linear(3, 4)}), rows, length, 3)
+    case.losses = lambda b: model["linear"](b["x"].transpose(0, 1)).sin().sum((0, 2))
+    return case
 
 
 @pytest.mark.parametrize("length", [2, 4, 5, 8])
 @pytest.mark.parametrize("engine", ["ghost", "opacus"])
-def test_a_first_axis_that_is_not_the_batch_is_refused_also_where_the_lengths_agree(
-    length: int, engine: str, lib: SimpleNamespace
-) -> None:
-    model = TimeFirst()
-    data = {"x": torch.randn(4, length, 3, dtype=torch.float64)}
-    with pytest.raises(UnsupportedModelError, match="linear"):
-        lib.Case(model, lambda b: model(b["x"]), data).run(make_engine(engine, model, max_grad_norm=1.0))
+def test_a_first_axis_that_is_not_the_batch_is_refused_also_where_the_lengths_agree(length: int, engine: str) -> None:
+    check_refused(time_first(4, length), "linear", engine=engine)
 
 
-def test_a_batch_of_one_row_says_nothing_about_the_axis_of_the_next(lib: SimpleNamespace) -> None:
-    model = TimeFirst()
-    case = lib.Case(model, lambda b: model(b["x"]), {"x": torch.randn(4, 4, 3, dtype=torch.float64)})
-    clipping = make_engine("ghost", model, max_grad_norm=1.0)
+def test_a_batch_of_one_row_says_nothing_about_the_axis_of_the_next() -> None:
+    case = time_first(4, 4)
+    clipping = make_engine("ghost", case.module, max_grad_norm=1.0)
     assert case.run(clipping, rows=case.take(torch.tensor([0]))).norms[0] > 0  # any axis is right for one unit
     with pytest.raises(UnsupportedModelError, match="not the batch"):
         case.run(clipping)
 
 
+@pytest.mark.parametrize("shared", [torch.arange(4), torch.arange(4)[None]])
 @pytest.mark.parametrize("rows", [3, 4])
-def test_positions_shared_by_the_batch_are_refused_outside_the_known_embeddings(
-    rows: int, lib: SimpleNamespace
-) -> None:
-    tokens, positions = nn.Embedding(9, 4).double(), nn.Embedding(4, 4).double()
-    model = nn.ModuleList([tokens, positions])
-    ids = {"ids": torch.randint(0, 9, (rows, 4))}
-    for shared in (torch.arange(4), torch.arange(4)[None]):
-        case = lib.Case(model, lambda b, shared=shared: (tokens(b["ids"]) + positions(shared)).sin().sum((1, 2)), ids)
-        with pytest.raises(UnsupportedModelError, match="expand shared tensors"):
-            case.run(make_engine("ghost", model, max_grad_norm=1.0))
+def test_positions_shared_by_the_batch_are_refused_outside_the_known_embeddings(rows: int, shared: Tensor) -> None:
+    model = nn.ModuleList([nn.Embedding(9, 4), nn.Embedding(4, 4)]).double()
+    data = {"ids": torch.randint(0, 9, (rows, 4))}
+    case = Case(model, lambda b: (model[0](b["ids"]) + model[1](shared)).sin().sum((1, 2)), data)
+    check_refused(case, "expand shared tensors")
 
 
-class Functional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 3).double()
-        self.functional = True
+def test_a_weight_used_outside_its_module_is_refused_in_every_batch() -> None:
+    model, functional = nn.ModuleDict({"embed": nn.Embedding(7, 3)}).double(), True
 
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embed(ids)
-        return (hidden @ self.embed.weight.T if self.functional else hidden).logsumexp(-1).sum(1)
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        hidden = model["embed"](batch["ids"])
+        return (hidden @ model["embed"].weight.T if functional else hidden).logsumexp(-1).sum(1)
 
-
-def test_a_weight_used_outside_its_module_is_refused_in_every_batch(lib: SimpleNamespace) -> None:
-    model = Functional()
-    case = lib.Case(model, lambda b: model(b["ids"]), {"ids": torch.randint(0, 7, (4, 5))})
-    refused(case, "embed.weight is also used outside")
-    model.functional = False
-    clipping = lib.check_exact(case)
-    model.functional = True
+    case = Case(model, losses, {"ids": torch.randint(0, 7, (4, 5))})
+    check_refused(case, r"embed\.weight is also used outside")
+    functional = False
+    clipping = check_exact(case)
+    functional = True
     with pytest.raises(UnsupportedModelError, match=r"embed\.weight is also used outside"):
         case.run(clipping)
 
 
-def test_an_input_changed_in_place_after_the_call_is_refused(lib: SimpleNamespace) -> None:
-    model = nn.Linear(3, 3).double()
+def test_a_module_whose_call_does_not_stand_is_refused() -> None:
+    case = case_of(model := nn.Linear(3, 3), 4, 3)
 
-    def losses(batch: dict[str, Tensor]) -> Tensor:
+    def changed(batch: dict[str, Tensor]) -> Tensor:
         x = batch["x"].clone()
         out = model(x)
         x.mul_(2)
         return out.sum(1)
 
-    refused(lib.Case(model, losses, {"x": torch.randn(4, 3, dtype=torch.float64)}), "changed in place")
+    def doubled(batch: dict[str, Tensor]) -> Tensor:
+        weights = {name: 2 * p for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, weights, (batch["x"],)).sum(1)
+
+    for case.losses, words in ((changed, "changed in place"), (doubled, "other weights than its own")):
+        check_refused(case, words)
 
 
-def test_a_module_run_with_other_weights_than_its_own_is_refused(lib: SimpleNamespace) -> None:
-    model = nn.Linear(3, 3).double()
-
-    def losses(batch: dict[str, Tensor]) -> Tensor:
-        doubled = {name: 2 * p for name, p in model.named_parameters()}
-        return torch.func.functional_call(model, doubled, (batch["x"],)).sum(1)
-
-    refused(lib.Case(model, losses, {"x": torch.randn(4, 3, dtype=torch.float64)}), "other weights than its own")
-
-
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
-def test_a_hook_on_a_parameter_is_refused(engine: str, lib: SimpleNamespace) -> None:
-    case = lib.head()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_hook_on_a_parameter_is_refused(engine: str) -> None:
+    case = head()
     clipping = make_engine(engine, case.module, max_grad_norm=1.0)
     case.module.weight.register_hook(lambda g: 2 * g)
     with pytest.raises(UnsupportedModelError, match="weight has a gradient hook"):
@@ -312,22 +267,18 @@ def test_a_hook_on_a_parameter_is_refused(engine: str, lib: SimpleNamespace) -> 
         make_engine(engine, case.module, max_grad_norm=1.0)
 
 
-def test_inputs_may_be_passed_by_name(lib: SimpleNamespace) -> None:
-    model = nn.ModuleList([nn.Linear(3, 3), nn.RMSNorm(3), nn.LayerNorm(3)]).double()
-    data = {"x": torch.randn(4, 2, 3, dtype=torch.float64)}
-
-    def losses(batch: dict[str, Tensor]) -> Tensor:
-        return model[2](input=model[1](x=model[0](input=batch["x"]))).sin().sum((1, 2))
-
-    lib.check_exact(lib.Case(model, losses, data))
+def test_inputs_may_be_passed_by_name() -> None:
+    case = case_of(model := nn.ModuleList([nn.Linear(3, 3), nn.RMSNorm(3), nn.LayerNorm(3)]), 4, 2, 3)
+    case.losses = lambda b: model[2](input=model[1](x=model[0](input=b["x"]))).sin().sum((1, 2))
+    check_exact(case)
 
 
 @pytest.mark.parametrize(
     ("ids", "mask"),
     [([0, 1, 2, 3, 4, 6], [True] * 6), ([0, 1, 2, 3, 4, -1], [True] * 6), ([[0, 1]], [True] * 6), ([0], [1.0])],
 )
-def test_rows_outside_the_mask_are_refused(ids: list[Any], mask: list[Any], lib: SimpleNamespace) -> None:
-    case = lib.head()
+def test_rows_outside_the_mask_are_refused(ids: list[Any], mask: list[Any]) -> None:
+    case = head()
     with pytest.raises(DataError):
         make_engine("ghost", case.module, max_grad_norm=1.0).add(
             lambda: case.losses(case.rows), torch.tensor(ids), torch.tensor(mask)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from clipping_cases import Case
 from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
@@ -225,26 +225,26 @@ def test_the_width_of_a_layer_is_in_the_bound(dtype: torch.dtype, fixed_shapes: 
         assert float(clipping.take()["weight"].double().norm()) <= 1.0
 
 
-def test_a_first_batch_whose_terms_cancel_refuses_no_honest_model(lib: SimpleNamespace) -> None:
+def test_a_first_batch_whose_terms_cancel_refuses_no_honest_model() -> None:
     for seed, level in enumerate((1e-3, 1e-4, 1e-5, 1e-6, 0.0)):
         for positions in (64, 256, 2048):
             model = nn.Linear(16, 16)
             rows = cancelling(seed, positions=positions, inner=16, out=16, level=level, scale=1.0)
             rows = {name: value.expand(4, *value.shape[1:]).clone() for name, value in rows.items()}
-            case = lib.Case(model, lambda b, model=model: (model(b["x"]) * b["v"]).sum((1, 2)), rows)
+            case = Case(model, lambda b, model=model: (model(b["x"]) * b["v"]).sum((1, 2)), rows)
             for engine in ("ghost", "vmap"):
                 case.run(make_engine(engine, model, max_grad_norm=1.0))
 
 
-def test_a_norm_whose_terms_cancel_is_not_refused_either(lib: SimpleNamespace) -> None:
+def test_a_norm_whose_terms_cancel_is_not_refused_either() -> None:
     for level in (1e-3, 1e-5, 0.0):
         model = Positions(16, 16, tied=False)
         rows = cancelling(1, positions=512, inner=16, out=16, level=level, scale=1.0)
-        case = lib.Case(model, model.losses, {name: value.expand(4, *value.shape[1:]) for name, value in rows.items()})
+        case = Case(model, model.losses, {name: value.expand(4, *value.shape[1:]) for name, value in rows.items()})
         case.run(make_engine("ghost", model, max_grad_norm=1.0))
 
 
-def test_a_batch_that_decides_nothing_is_not_taken_for_a_check(lib: SimpleNamespace) -> None:
+def test_a_batch_that_decides_nothing_is_not_taken_for_a_check() -> None:
     """A weight that is used outside its module, by an amount that the rounding of the first batch hides."""
     model = nn.Linear(16, 16)
 
@@ -259,9 +259,9 @@ def test_a_batch_that_decides_nothing_is_not_taken_for_a_check(lib: SimpleNamesp
     }
     clipping: Any = make_engine("ghost", model, max_grad_norm=1.0)
     try:
-        lib.Case(model, losses, rows).run(clipping)
+        Case(model, losses, rows).run(clipping)
     except UnsupportedModelError:
         return  # refused at once is as good
     assert clipping._recording_check.wants_parameters
     with pytest.raises(UnsupportedModelError):
-        lib.Case(model, losses, rows | {"v": torch.randn(4, 2048, 16), "own": torch.ones(4, 16)}).run(clipping)
+        Case(model, losses, rows | {"v": torch.randn(4, 2048, 16), "own": torch.ones(4, 16)}).run(clipping)

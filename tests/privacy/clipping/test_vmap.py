@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from covered_models import Positions, Scaled
+from clipping_cases import Case, Positions, Scaled, case_of, check_exact, check_refused, norm_of, prepared
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 
@@ -96,16 +95,10 @@ class Summed(nn.Module):
         return outputs["first"].sin() + outputs["second"]
 
 
-def case_of(lib: SimpleNamespace, model: nn.Module, rows: int = 5) -> Any:
-    model.double()
-    x = torch.randn(rows, 5, WIDTH).double()
-    return lib.Case(model, lambda b: model(b["x"]).flatten(1).sin().sum(1), {"x": x})
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_norms_and_sum_equal_one_unit_at_a_time(name: str, lib: SimpleNamespace) -> None:
-    lib.check_exact(case_of(lib, MODELS[name]()), engine="vmap")
+def test_norms_and_sum_equal_one_unit_at_a_time(name: str) -> None:
+    check_exact(case_of(MODELS[name](), 5, 5, WIDTH), engine="vmap")
 
 
 class Temperature(nn.Module):
@@ -118,90 +111,45 @@ class Temperature(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["vmap", "opacus", "loop"])
-def test_a_parameter_that_scales_the_losses_themselves_is_exact(engine: str, lib: SimpleNamespace) -> None:
+def test_a_parameter_that_scales_the_losses_themselves_is_exact(engine: str) -> None:
     model = nn.ModuleDict({"linear": nn.Linear(WIDTH, 3), "temperature": Temperature()}).double()
     x = torch.randn(5, 5, WIDTH).double()
     loss = lambda b: model["temperature"](model["linear"](b["x"]).flatten(1).sin().sum(1))  # noqa: E731
-    lib.check_exact(lib.Case(model, loss, {"x": x}), engine=engine)
+    check_exact(Case(model, loss, {"x": x}), engine=engine)
 
 
 @pytest.mark.parametrize("name", ["deep", "attention"])
-def test_units_of_several_rows_masks_and_batches_of_none_and_one(name: str, lib: SimpleNamespace) -> None:
-    case = case_of(lib, MODELS[name](), rows=6)
+def test_units_of_several_rows_masks_and_batches_of_none_and_one(name: str) -> None:
+    case = case_of(MODELS[name](), 6, 5, WIDTH)
     ids = torch.tensor([2, 0, 2, 1, 2, 0])
-    lib.check_exact(case, engine="vmap", unit_ids=ids)
-    clipping = lib.check_exact(case, engine="vmap", unit_ids=ids, mask=torch.tensor([True, False, True]))
+    check_exact(case, engine="vmap", unit_ids=ids)
+    clipping = check_exact(case, engine="vmap", unit_ids=ids, mask=torch.tensor([True, False, True]))
     nothing = torch.zeros(0, dtype=torch.long)
     assert clipping.add(lambda: pytest.fail("ran"), nothing, nothing.bool()).norms.shape == (0,)
     case.rows = case.take(torch.tensor([3]))
-    lib.check_exact(case, engine="vmap")
+    check_exact(case, engine="vmap")
 
 
-def test_the_fallback_equals_the_loop_over_several_physical_batches(lib: SimpleNamespace) -> None:
-    case = case_of(lib, Deep(), rows=7)
-    found = {}
-    for engine in ("vmap", "loop"):
-        clipping = make_engine(engine, case.module, max_grad_norm=14.0)
-        norms = [case.run(clipping, rows=case.take(index)).norms for index in torch.arange(7).split([3, 1, 3])]
-        found[engine] = torch.cat(norms).double(), clipping.take()
-    assert 0 < int((found["loop"][0] > 14.0).sum()) < 7
-    assert torch.allclose(found["vmap"][0], found["loop"][0], rtol=1e-10)
-    assert lib.difference(found["vmap"][1], found["loop"][1]) < 1e-10
-
-
-def test_rows_folded_into_the_batch_belong_to_their_row(lib: SimpleNamespace) -> None:
+def test_rows_folded_into_the_batch_belong_to_their_row() -> None:
     model = Positions().double()
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
         x = batch["x"]
         return model(x.flatten(0, 1)).unflatten(0, x.shape[:2]).flatten(2).sum(2).prod(1)
 
-    case = lib.Case(model, losses, {"x": torch.randn(4, 3, 5, WIDTH).double()})
-    lib.check_exact(case, engine="vmap", unit_ids=torch.tensor([1, 0, 1, 2]))
+    case = Case(model, losses, {"x": torch.randn(4, 3, 5, WIDTH).double()})
+    check_exact(case, engine="vmap", unit_ids=torch.tensor([1, 0, 1, 2]))
 
 
-def test_a_vision_transformer_is_clipped_exactly(lib: SimpleNamespace) -> None:
+def test_a_vision_transformer_is_clipped_exactly() -> None:
     """Its class token and positions are bare parameters; all other layers have a rule."""
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=10, image_size=8, patch_size=4,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    model = ViTModel(config).double().train()
-    for p in model.parameters():
-        p.data.add_(torch.randn_like(p) * 0.2)
-    case = lib.Case(model, lambda b: model(b["x"]).pooler_output.sum(1).sin(), {"x": torch.randn(4, 3, 8, 8).double()})
-    lib.check_exact(case, engine="vmap")
-
-
-@pytest.mark.parametrize("name", ["deep", "attention", "transposed_convolution"])
-def test_under_bf16_autocast_a_contribution_is_within_the_bound_in_fp32(name: str, lib: SimpleNamespace) -> None:
-    lib.check_low_precision(case_of(lib, MODELS[name](), rows=3), engine="vmap")
-
-
-def test_parameters_and_buffers_stay_as_they_were_also_when_the_module_fails(lib: SimpleNamespace) -> None:
-    case = case_of(lib, nn.Sequential(Stored(), Failing(), Deep()))
-    before = [(n, id(p), p.detach().clone(), p.grad) for n, p in case.module.named_parameters()]
-    attributes = {n: sorted(vars(m)) for n, m in case.module.named_modules()}
-    clipping = make_engine("vmap", case.module, max_grad_norm=1.0)
-    case.run(clipping)
-    case.module[1].broken = True
-    with pytest.raises(ZeroDivisionError):
-        case.run(clipping)
-    for (name, p), (old, identity, value, grad) in zip(case.module.named_parameters(), before, strict=True):
-        assert (name, id(p), p.grad) == (old, identity, grad) and torch.equal(p, value)
-    assert {n: sorted(vars(m)) for n, m in case.module.named_modules()} == attributes
-
-
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.broken = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.broken:
-            raise ZeroDivisionError
-        return x * self.scale
+    case = case_of(model := prepared(ViTModel(config)).train(), 4, 3, 8, 8)
+    case.losses = lambda b: model(b["x"]).pooler_output.sum(1).sin()
+    check_exact(case, engine="vmap")
 
 
 # -- what cannot be run row by row, or could not be bounded -----------------------------------
@@ -248,8 +196,8 @@ class Odd(nn.Module):
         ("batch_mean", "depends on another unit"),
     ],
 )
-def test_what_cannot_be_run_row_by_row_is_refused_with_the_reason(kind: str, words: str, lib: SimpleNamespace) -> None:
-    case = case_of(lib, nn.Sequential(nn.Linear(WIDTH, WIDTH), Odd(kind)))
+def test_what_cannot_be_run_row_by_row_is_refused_with_the_reason(kind: str, words: str) -> None:
+    case = case_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Odd(kind)), 5, 5, WIDTH)
     clipping = make_engine("vmap", case.module, max_grad_norm=1.0)
     with pytest.raises(UnsupportedModelError, match=words) as caught:
         case.run(clipping)
@@ -259,16 +207,13 @@ def test_what_cannot_be_run_row_by_row_is_refused_with_the_reason(kind: str, wor
 
 @pytest.mark.parametrize("kind", ["batch_mean", "batch_mean_without_gradient"])
 @pytest.mark.parametrize("where", ["input", "loss"])
-def test_a_module_that_mixes_rows_is_refused_beside_a_broken_unit_too(
-    kind: str, where: str, lib: SimpleNamespace
-) -> None:
+def test_a_module_that_mixes_rows_is_refused_beside_a_broken_unit_too(kind: str, where: str) -> None:
     """A broken unit makes autograd's sum NaN, and nothing can be compared with that."""
-    model = Odd(kind).double()
-    data = {"x": torch.randn(4, 5, WIDTH).double(), "scale": torch.ones(4).double()}
-    (data["x"] if where == "input" else data["scale"])[1] = float("nan")
-    case = lib.Case(model, lambda b: model(b["x"]).sin().sum((1, 2)) * b["scale"], data)
-    with pytest.raises(UnsupportedModelError, match="something else for a row alone"):
-        case.run(make_engine("vmap", model, max_grad_norm=1.0))
+    case = case_of(Odd(kind), 4, 5, WIDTH)
+    plain, case.rows["scale"] = case.losses, torch.ones(4).double()
+    case.losses = lambda b: plain(b) * b["scale"]
+    case.rows["x" if where == "input" else "scale"][1] = float("nan")
+    check_refused(case, "something else for a row alone", engine="vmap")
 
 
 class Opaque:
@@ -290,18 +235,11 @@ class Returning(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "words"), [("opaque", "returns a Opaque"), ("detached", "no tensor with a gradient")])
-def test_a_result_in_which_gradients_cannot_be_followed_is_refused(kind: str, words: str, lib: SimpleNamespace) -> None:
+def test_a_result_in_which_gradients_cannot_be_followed_is_refused(kind: str, words: str) -> None:
     """Its gradient would be missed in silence."""
-    model = Returning(kind).double()
-
-    def losses(batch: dict[str, Tensor]) -> Tensor:
-        model(batch["x"])
-        return model.kept.sum((1, 2))
-
-    with pytest.raises(UnsupportedModelError, match=words):
-        lib.Case(model, losses, {"x": torch.randn(4, 5, WIDTH).double()}).run(
-            make_engine("vmap", model, max_grad_norm=1.0)
-        )
+    case = case_of(model := Returning(kind), 4, 5, WIDTH)
+    case.losses = lambda b: (model(b["x"]), model.kept.sum((1, 2)))[1]
+    check_refused(case, words, engine="vmap")
 
 
 def test_a_recurrent_layer_is_refused_before_training() -> None:
@@ -310,16 +248,10 @@ def test_a_recurrent_layer_is_refused_before_training() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 5])
-def test_a_batch_axis_that_is_not_the_first_is_refused(rows: int, lib: SimpleNamespace) -> None:
-    model = nn.MultiheadAttention(WIDTH, 2).double()
-    x = torch.randn(rows, 5, WIDTH).double()
-
-    def losses(batch: dict[str, Tensor]) -> Tensor:
-        turned = batch["x"].transpose(0, 1)
-        return model(turned, turned, turned, need_weights=False)[0].sin().sum((0, 2))
-
-    with pytest.raises(UnsupportedModelError, match=r"not the batch|no batch axis"):
-        lib.Case(model, losses, {"x": x}).run(make_engine("vmap", model, max_grad_norm=1.0))
+def test_a_batch_axis_that_is_not_the_first_is_refused(rows: int) -> None:
+    case = case_of(model := nn.MultiheadAttention(WIDTH, 2), rows, 5, WIDTH)
+    case.losses = lambda b: model(*[b["x"].transpose(0, 1)] * 3, need_weights=False)[0].sin().sum((0, 2))
+    check_refused(case, "not the batch|no batch axis", engine="vmap")
 
 
 class Masked(nn.Module):
@@ -331,25 +263,22 @@ class Masked(nn.Module):
         return (mask @ x) * self.scale
 
 
-def test_a_shared_input_as_long_as_the_batch_is_refused_in_any_batch(lib: SimpleNamespace) -> None:
+def test_a_shared_input_as_long_as_the_batch_is_refused_in_any_batch() -> None:
     """Whether a tensor is shared is told by its length alone, so every batch is compared with autograd."""
-    model, mask = Masked().double(), torch.randn(5, 5).double()
-    case = lib.Case(model, lambda b: model(b["x"], mask).sin().sum((1, 2)), {"x": torch.randn(6, 5, WIDTH).double()})
-    clipping = lib.check_exact(case, engine="vmap")
+    case, mask = case_of(model := Masked(), 6, 5, WIDTH), torch.randn(5, 5).double()
+    case.losses = lambda b: model(b["x"], mask).sin().sum((1, 2))
+    clipping = check_exact(case, engine="vmap")
     with pytest.raises(UnsupportedModelError, match=r"cannot be run|another gradient than autograd"):
         case.run(clipping, rows=case.take(torch.arange(5)))
 
 
-def test_a_parameter_used_outside_its_module_is_refused(lib: SimpleNamespace) -> None:
-    model = Scaled().double()
-    case = lib.Case(
-        model, lambda b: (model(b["x"]) * model.temperature).sum((1, 2)), {"x": torch.randn(4, 5, WIDTH).double()}
-    )
-    with pytest.raises(UnsupportedModelError, match="temperature is also used outside"):
-        case.run(make_engine("vmap", model, max_grad_norm=1.0))
+def test_a_parameter_used_outside_its_module_is_refused() -> None:
+    case = case_of(model := Scaled(), 4, 5, WIDTH)
+    case.losses = lambda b: (model(b["x"]) * model.temperature).sum((1, 2))
+    check_refused(case, "temperature is also used outside", engine="vmap")
 
 
-def test_a_later_row_whose_gradient_consists_of_rounding_ends_no_run_and_is_clipped(lib: SimpleNamespace) -> None:
+def test_a_later_row_whose_gradient_consists_of_rounding_ends_no_run_and_is_clipped() -> None:
     torch.manual_seed(0)
     attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.ModuleList([nn.Linear(5, 8), attention, nn.Linear(8, 1)])
@@ -357,7 +286,7 @@ def test_a_later_row_whose_gradient_consists_of_rounding_ends_no_run_and_is_clip
     def losses(batch: dict[str, Tensor]) -> Tensor:
         return model[2](attention(model[0](batch["x"])).mean(1)).squeeze(1).square()
 
-    case = lib.Case(model, losses, {"x": torch.randn(6, 8, 5)})
+    case = Case(model, losses, {"x": torch.randn(6, 8, 5)})
     clipping = make_engine("vmap", model, max_grad_norm=1.0)
     case.run(clipping)
     clipping.take()
@@ -365,4 +294,4 @@ def test_a_later_row_whose_gradient_consists_of_rounding_ends_no_run_and_is_clip
         torch.manual_seed(seed)
         case.rows = {"x": torch.randn(1, 8, 5) * 1e4}
         case.run(clipping)
-        assert float(lib.norm_of(clipping.take())) <= 1.0
+        assert float(norm_of(clipping.take())) <= 1.0
