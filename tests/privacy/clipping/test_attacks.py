@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_cases import CASES, Case, bert, check_exact, difference, norm_of
+from clipping_cases import CASES, ENGINES, Case, bert, case_of, check_exact, check_refused, difference, norm_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,24 +119,18 @@ def filled_in(h: Tensor, order: Tensor) -> Tensor:
     return out
 
 
+looked_up = lambda h, order: nn.functional.embedding(order, h)  # noqa: E731
+multiplied = lambda h, order: nn.functional.one_hot(order, len(h)).to(h) @ h  # noqa: E731
+
+
 def from_the_end(h: Tensor, order: Tensor) -> Tensor:
     return h if order.tolist() == sorted(order.tolist()) else h.flip(0)
 
 
-def looked_up(h: Tensor, order: Tensor) -> Tensor:
-    return nn.functional.embedding(order, h)
-
-
-def multiplied(h: Tensor, order: Tensor) -> Tensor:
-    return nn.functional.one_hot(order, len(h)).to(h) @ h
-
-
-def by_index(h: Tensor, order: Tensor) -> Tensor:
-    return h[order]
-
-
 @pytest.mark.parametrize("engine", ["ghost", "opacus"])
-@pytest.mark.parametrize("put", [by_index, in_a_list, in_parts, filled_in, from_the_end, looked_up, multiplied])
+@pytest.mark.parametrize(
+    "put", [lambda h, i: h[i], in_a_list, in_parts, filled_in, from_the_end, looked_up, multiplied]
+)
 def test_rows_that_are_sorted_by_length_and_put_back_are_audited_again(
     put: Callable[[Tensor, Tensor], Tensor], engine: str
 ) -> None:
@@ -158,19 +152,16 @@ def test_rows_that_are_sorted_by_length_and_put_back_are_audited_again(
 
 @pytest.mark.parametrize("engine", ["ghost", "opacus"])
 def test_a_mixing_of_rows_that_no_pattern_shows_is_found_in_the_eighth_batch(engine: str) -> None:
-    layer, out = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
-    mixes = False
+    case, mixes = case_of(model := nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 1)]), 4, 3), False
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
-        h = layer(batch["x"])
-        return out(torch.where(torch.tensor(mixes), h.roll(1, 0), h).tanh()).squeeze(1)
+        h = model[0](batch["x"])
+        return model[1](torch.where(torch.tensor(mixes), h.roll(1, 0), h).tanh()).squeeze(1)
 
-    clipping = make_engine(engine, nn.ModuleList([layer, out]), max_grad_norm=1.0)
-    case = Case(nn.ModuleList([layer, out]), losses, {"x": torch.randn(4, 3, dtype=torch.float64)})
-    for _ in range(3):
-        case.run(clipping)
-    mixes = True
-    for _ in range(4):
+    case.losses = losses
+    clipping = make_engine(engine, model, max_grad_norm=1.0)
+    for batch in range(7):
+        mixes = batch > 2
         case.run(clipping)
     with pytest.raises(UnsupportedModelError, match="depends on another unit"):
         case.run(clipping)
@@ -214,27 +205,23 @@ def test_picks_along_the_batch_are_told_apart_and_picks_along_other_axes_are_not
 
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
 def test_reentrant_checkpointing_is_refused_and_the_other_kind_is_exact(engine: str) -> None:
-    inner, out = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
-    model = nn.ModuleList([inner, out])
+    case = case_of(model := nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]), 5, 4)
 
-    def case(reentrant: bool) -> Any:
-        def losses(batch: dict[str, Tensor]) -> Tensor:
-            x = batch["x"].clone().requires_grad_()
-            return out(checkpoint(lambda h: inner(h).tanh(), x, use_reentrant=reentrant)).squeeze(1).sin()
+    def losses(batch: dict[str, Tensor], reentrant: bool = False) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        return model[1](checkpoint(lambda h: model[0](h).tanh(), x, use_reentrant=reentrant)).squeeze(1).sin()
 
-        return Case(model, losses, {"x": torch.randn(5, 4, dtype=torch.float64)})
-
-    check_exact(case(False), engine=engine)
-    with pytest.raises(UnsupportedModelError, match="use_reentrant"):
-        case(True).run(make_engine(engine, model, max_grad_norm=1.0))
+    case.losses = losses
+    check_exact(case, engine=engine)
+    case.losses = lambda batch: losses(batch, reentrant=True)
+    check_refused(case, "use_reentrant", engine=engine)
 
 
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_loss_without_any_trained_parameter_is_refused(engine: str) -> None:
-    model = nn.Linear(4, 1)
-    case = Case(model, lambda b: model(b["x"]).detach().squeeze(1), {"x": torch.randn(5, 4)})
-    with pytest.raises(UnsupportedModelError, match="depends on no trainable parameter"):
-        case.run(make_engine(engine, model, max_grad_norm=1.0))
+    case = case_of(model := nn.Linear(4, 1), 5, 4)
+    case.losses = lambda b: model(b["x"]).detach().squeeze(1)
+    check_refused(case, "depends on no trainable parameter", engine=engine)
 
 
 @pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])

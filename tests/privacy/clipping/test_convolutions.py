@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_cases import Case, check_dropped, check_exact
+from clipping_cases import add, case_of, check_dropped, check_exact, check_refused
 from torch import Tensor, nn
 
-from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import contributions, make_engine
 
 SPACE = {1: (9,), 2: (7, 8), 3: (4, 5, 6)}
@@ -34,15 +33,6 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
-def images(model: nn.Module, rows: int, *shape: int) -> Any:
-    def losses(batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["x"]).flatten(1).mul(batch["target"][:, None]).sin().sum(1)
-
-    model.double()
-    data = {"x": torch.randn(rows, *shape).double(), "target": torch.randn(rows).double()}
-    return Case(model, losses, data)
-
-
 def layer(space: int, geometry: str, **changes: Any) -> nn.Module:
     settings = GEOMETRIES[geometry] | changes
     out = settings.pop("out", 6)
@@ -61,17 +51,17 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("space", [1, 2])
 def test_a_convolution_is_clipped_exactly(space: int, geometry: str) -> None:
     model = nn.Sequential(nn.Linear(SPACE[space][-1], SPACE[space][-1]), layer(space, geometry))
-    check_exact(images(model, 5, 4, *SPACE[space]))
+    check_exact(case_of(model, 5, 4, *SPACE[space]))
 
 
 @pytest.mark.parametrize("geometry", ["all", "same", "replicate"])
 def test_a_convolution_over_three_axes_is_clipped_exactly(geometry: str) -> None:
-    check_exact(images(layer(3, geometry), 3, 4, *SPACE[3]))
+    check_exact(case_of(layer(3, geometry), 3, 4, *SPACE[3]))
 
 
 @pytest.mark.parametrize("trained", ["weight", "bias"])
 def test_a_weight_or_a_bias_can_be_trained_alone(trained: str) -> None:
-    case = images(nn.Sequential(layer(2, "all"), nn.GroupNorm(3, 6)), 4, 4, *SPACE[2])
+    case = case_of(nn.Sequential(layer(2, "all"), nn.GroupNorm(3, 6)), 4, 4, *SPACE[2])
     for name, p in case.module.named_parameters():
         p.requires_grad_(name.endswith(trained))
     check_exact(case)
@@ -89,26 +79,24 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.plain(x)
-        return (
-            self.other(hidden.sin())
-            if self.groups
-            else self.other(hidden.sin()[:, :2]) + self.plain(x)[..., ::2][..., :3]
-        )
+        if self.groups:
+            return self.other(hidden.sin())
+        return self.other(hidden.sin()[:, :2]) + self.plain(x)[..., ::2][..., :3]
 
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_one_kernel_of_several_layers_is_one_parameter(groups: bool) -> None:
-    check_exact(images(Shared(groups), 5, 2, 9))
+    check_exact(case_of(Shared(groups), 5, 2, 9))
 
 
 def test_images_folded_into_the_batch_belong_to_their_row() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4)).double()
+    case = case_of(model := nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4)), 4, 3, 1, 6, 5)
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
         x = batch["x"]
         return model(x.flatten(0, 1)).unflatten(0, x.shape[:2]).sin().square().flatten(2).sum(2).prod(1)
 
-    case = Case(model, losses, {"x": torch.randn(4, 3, 1, 6, 5).double()})
+    case.losses = losses
     check_exact(case)
     check_exact(case, unit_ids=torch.tensor([1, 0, 1, 2]))
 
@@ -119,25 +107,24 @@ def test_images_folded_into_the_batch_belong_to_their_row() -> None:
 def test_group_norm_is_clipped_exactly(shape: tuple[int, ...], groups: int) -> None:
     norm = nn.GroupNorm(groups, 6, eps=0.1)
     nn.init.normal_(norm.weight)
-    check_exact(images(norm, 5, *shape))
+    check_exact(case_of(norm, 5, *shape))
 
 
 def test_how_much_is_done_at_a_time_does_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contributions, "CHUNK", {"cpu": 1})
-    check_exact(images(layer(2, "all"), 4, 4, *SPACE[2]))
+    check_exact(case_of(layer(2, "all"), 4, 4, *SPACE[2]))
 
 
 def test_a_broken_image_silences_nobody_else() -> None:
-    case = images(nn.Sequential(layer(2, "padding"), nn.GroupNorm(2, 6)), 4, 4, *SPACE[2])
+    case = case_of(nn.Sequential(layer(2, "padding"), nn.GroupNorm(2, 6)), 4, 4, *SPACE[2])
     case.rows["x"][1, 2, 3, 3] = float("nan")
     check_dropped(case, 1)
 
 
 def test_an_input_without_a_batch_is_refused() -> None:
-    model = nn.Conv1d(4, 2, 3).double()
-    case = Case(model, lambda b: model(b["x"][0]).sum()[None], {"x": torch.randn(1, 4, 9).double()})
-    with pytest.raises(UnsupportedModelError, match=r"shape \(4, 9\): no batch axis"):
-        case.run(make_engine("ghost", model, max_grad_norm=1.0))
+    case = case_of(model := nn.Conv1d(4, 2, 3), 1, 4, 9)
+    case.losses = lambda b: model(b["x"][0]).sum()[None]
+    check_refused(case, r"shape \(4, 9\): no batch axis")
 
 
 @pytest.mark.parametrize("what", ["broken", "cancelling"])
@@ -150,8 +137,6 @@ def test_a_batch_without_a_unit_that_is_summed_in_float32_breaks_nothing(units: 
         weights = 1e6 * torch.randn(units, 96, 1) * torch.tensor([1.0, -1.0]).repeat(9)
     clipping = make_engine("ghost", model, max_grad_norm=1.0)
     for wanted in (torch.randn(units, 96, 18), weights):
-        stats = clipping.add(
-            lambda wanted=wanted: (model(x) * wanted).sum((1, 2)), torch.arange(units), torch.ones(units) > 0
-        )
+        stats = add(clipping, lambda wanted=wanted: (model(x) * wanted).sum((1, 2)), units)
         assert float(clipping.take()["weight"].norm()) <= units
     assert int(stats.non_finite) == (units if what == "broken" else 0)

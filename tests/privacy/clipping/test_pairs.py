@@ -1,19 +1,20 @@
-"""Norms of all pairs against n squared gradients of plain autograd in float64."""
+"""Norms of all pairs against n squared gradients of plain autograd in float64, and which way norms=auto takes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pair_models import JACOBIANS, LINEAR, MODELS, TOWERS, Pairs, assert_equal, build, reference, table, vectors
+from pair_models import DIM, JACOBIANS, LINEAR, MODELS, TOWERS, Pairs, assert_equal, build, reference, table, vectors
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import GhostClipping
-from lit_dpret.privacy.clipping.pairs import PairBatch, make_pair_norms, weighted_backward
+from lit_dpret.privacy.clipping.pairs import PairBatch, choose_norms, costs, make_pair_norms, weighted_backward
 
 
 @pytest.mark.parametrize("towers", TOWERS)
@@ -129,14 +130,7 @@ def test_no_records_have_no_norms_and_a_gradient_of_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "towers"),
-    [
-        ("mlp", "shared"),
-        ("mlp", "separate"),
-        ("mlp", "frozen_passages"),
-        ("conv_net", "shared"),
-        ("bert_lora", "shared"),
-    ],
+    ("model", "towers"), [*(("mlp", towers) for towers in TOWERS), ("conv_net", "shared"), ("bert_lora", "shared")]
 )
 def test_chunks_change_nothing(model: str, towers: str) -> None:
     pairs = build(model, towers)
@@ -232,3 +226,49 @@ def test_the_engine_finds_norms_alone_without_adding_anything() -> None:
     assert not any(bool(total.any()) for total in engine.take().values())
     stats = engine.add(losses, torch.arange(5), torch.ones(5, dtype=torch.bool))
     assert_equal(found, stats.norms, 1e-12)
+
+
+def test_auto_takes_the_closed_form_for_a_linear_head_and_exact_norms_for_the_embedding_net_of_the_paper() -> None:
+    for n in (2, 5000):
+        assert choose_norms(n_max=n, dim=4, positions=1, width=9, linear_head=True) == "linear_head"
+    assert choose_norms(n_max=400, dim=8, positions=64, width=50) == "jacobian"
+
+
+@pytest.mark.parametrize("dim", [8, 64, 384])
+@pytest.mark.parametrize("shared", [True, False])
+def test_auto_switches_where_the_costs_cross(dim: int, shared: bool) -> None:
+    public: dict[str, Any] = dict(dim=dim, positions=32, width=384, shared=shared)
+    other = "jacobian" if shared else "k_blocks"
+    chosen = [choose_norms(n_max=n, **public) for n in range(1, 3 * dim + 100)]
+    cost = [costs(n_max=n, **public) for n in range(1, 3 * dim + 100)]
+    assert chosen[0] == "pair_ghost"
+    for name, found in zip(chosen, cost, strict=True):
+        if name == "pair_ghost":
+            assert found["pair_ghost"] <= found[other]
+        elif name == other and shared:
+            assert found["jacobian"] < found["pair_ghost"]
+    if not shared:
+        switch = chosen.index("k_blocks")
+        assert set(chosen[switch:]) == {"k_blocks"}
+        assert cost[switch]["k_blocks"] < cost[switch]["pair_ghost"]
+        assert cost[switch - 1]["pair_ghost"] <= cost[switch - 1]["k_blocks"]
+
+
+def test_auto_takes_a_bound_only_where_exact_norms_cost_ten_times_as_much() -> None:
+    public: dict[str, Any] = dict(dim=64, positions=256, width=384)
+    for n in range(1, 20_000, 97):
+        found = costs(n_max=n, shared=True, **public)
+        best = min(found["pair_ghost"], found["jacobian"])
+        assert (choose_norms(n_max=n, **public) == "k_blocks") == (best > 10 * found["k_blocks"])
+    assert choose_norms(n_max=20_000, **public) == "k_blocks"
+    assert choose_norms(n_max=128, **public) != "k_blocks"
+
+
+def test_auto_builds_what_it_chose() -> None:
+    pairs = build("mlp")
+    strategy = make_pair_norms("auto", pairs.module, n_max=5, dim=DIM, positions=1)
+    assert strategy.exact
+    assert_equal(strategy.table(pairs.batch), reference(pairs))
+    head = build("linear_head")
+    strategy = make_pair_norms("auto", head.module, n_max=5, dim=DIM, linear_head=True)
+    assert_equal(strategy.table(head.batch), reference(head))
