@@ -6,26 +6,26 @@ import math
 from typing import get_args
 
 import pytest
+from laws import DELTA, gaussian
 
 from lit_dpret.privacy.accounting import accountant as accounting
 from lit_dpret.privacy.accounting.accountant import calibrate_noise, choose_cap
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.groups import group_epsilon
-from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, SamplingLaw, TruncatedPoisson
+from lit_dpret.privacy.accounting.releases import Poisson, TruncatedPoisson
 from lit_dpret.privacy.budget import Neighbours
 
-N, RATE, STEPS, DELTA = 5000, 0.02, 300, 1e-5
+N, RATE, STEPS = 5000, 0.02, 300
 STRIDE = math.ceil(math.sqrt(N * RATE * (1 - RATE)) / 8)
 
 
 def increase(cap: int, noise: float, neighbours: Neighbours) -> float:
     """How much larger epsilon is under the cap, relative."""
-
-    def of(law: SamplingLaw) -> float:
-        release = GaussianRelease(noise_multiplier=noise, law=law, count=STEPS)
-        return epsilon([release], delta=DELTA, neighbours=neighbours)
-
-    return of(TruncatedPoisson(sample_rate=RATE, cap=cap, n=N)) / of(Poisson(sample_rate=RATE)) - 1
+    capped, plain = (
+        epsilon([gaussian(noise, law, STEPS)], delta=DELTA, neighbours=neighbours)
+        for law in (TruncatedPoisson(sample_rate=RATE, cap=cap, n=N), RATE)
+    )
+    return capped / plain - 1
 
 
 @pytest.mark.parametrize("neighbours", get_args(Neighbours))
@@ -54,8 +54,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, *, copies: tuple[int, ...], neighbou
 def of_copies(cap: int, copies: int, noise: float = 0.6882, **law: float) -> float:
     s = QUICKSTART | law
     drawn = TruncatedPoisson(sample_rate=s["sample_rate"], cap=cap, n=int(s["n"]))
-    release = GaussianRelease(noise_multiplier=noise, law=drawn, count=int(s["steps"]))
-    return group_epsilon([release], delta=s["delta"], units=copies)
+    return group_epsilon([gaussian(noise, drawn, int(s["steps"]))], delta=s["delta"], units=copies)
 
 
 @pytest.mark.slow

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import get_args
 
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as library
+from laws import DELTA, Q, gaussian
 from scipy import optimize, stats
 
-from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting import groups
 from lit_dpret.privacy.accounting.accountant import truncation_delta
+from lit_dpret.privacy.accounting.ceilings import SecretCeiling, attack_ceilings
 from lit_dpret.privacy.accounting.composition import delta_at, epsilon
-from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.accounting.groups import group_delta_at, group_epsilon
 from lit_dpret.privacy.accounting.releases import (
-    FixedSize,
     FullBatch,
     GaussianRelease,
     NonPrivateRelease,
@@ -29,12 +29,9 @@ from lit_dpret.privacy.accounting.releases import (
 )
 from lit_dpret.privacy.budget import Neighbours
 
-DELTA = 1e-5
-Q = 0.02
 
-
-def drawn(noise: float = 1.5, law: SamplingLaw | None = None, count: int = 100) -> GaussianRelease:
-    return GaussianRelease(noise_multiplier=noise, law=law or Poisson(sample_rate=Q), count=count)
+def drawn(noise: float = 1.5, law: SamplingLaw | float = Q, count: int = 100) -> GaussianRelease:
+    return gaussian(noise, law, count)
 
 
 def group(*releases: Release, units: int, delta: float = DELTA, neighbours: Neighbours = "zero_out") -> float:
@@ -58,7 +55,7 @@ def test_the_distribution_is_the_librarys_own(
     )
     for steps in (1, 20):
         theirs = single.self_compose(steps).get_epsilon_for_delta(DELTA)
-        assert group(drawn(noise, Poisson(sample_rate=rate), steps), units=units) == pytest.approx(theirs, rel=1e-6)
+        assert group(drawn(noise, rate, steps), units=units) == pytest.approx(theirs, rel=1e-6)
     groups._composed.cache_clear()
 
 
@@ -83,7 +80,7 @@ def test_one_release_is_bounded_by_brute_force_from_below_and_tightly(noise: flo
         return max(hockey_stick(with_them, without, eps, cell), hockey_stick(without, with_them, eps, cell))
 
     for delta in (1e-2, 1e-4, 1e-6):
-        ours = group(drawn(noise, Poisson(sample_rate=rate), 1), units=units, delta=delta)
+        ours = group(drawn(noise, rate, 1), units=units, delta=delta)
         true = optimize.brentq(lambda eps, d=delta: exact(eps) - d, 0, 60, xtol=1e-9) if exact(0) > delta else 0.0
         assert true - 1e-6 <= ours <= true + 2e-4
 
@@ -95,7 +92,7 @@ def test_two_releases_are_bounded_by_brute_force_from_below_and_tightly() -> Non
     upper, lower = np.outer(with_them, with_them), np.outer(without, without)
     cell = float(x[1] - x[0]) ** 2
     for delta in (1e-2, 1e-4):
-        ours = group(drawn(noise, Poisson(sample_rate=rate), 2), units=units, delta=delta)
+        ours = group(drawn(noise, rate, 2), units=units, delta=delta)
         for pair in ((upper, lower), (lower, upper)):
             assert hockey_stick(*pair, ours, cell) <= delta * (1 + 1e-6)
         assert hockey_stick(upper, lower, ours - 2e-3, cell) > delta
@@ -182,41 +179,6 @@ def test_truncation_takes_its_share_of_delta_once_for_each_unit() -> None:
     assert group(drawn(4.0, generous), units=3) == pytest.approx(group(drawn(4.0), units=3), rel=1e-9)
 
 
-# -- what is refused, and what is infinite -----------------------------------------------------
-
-LAWS: list[SamplingLaw] = [
-    Poisson(sample_rate=Q),
-    TruncatedPoisson(sample_rate=Q, cap=90, n=2000),
-    FixedSize(batch_size=40, n=2000),
-    Shuffle(batch_size=40, n=2000),
-    FullBatch(),
-]
-KNOWN = {
-    "zero_out": {"poisson", "truncated_poisson", "shuffle", "full_batch"},
-    "add_or_remove": {"poisson", "full_batch"},
-    "replace_one": {"shuffle", "full_batch"},
-}
-
-
-@pytest.mark.parametrize("neighbours", get_args(Neighbours))
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.kind)
-def test_every_law_is_answered_or_refused_by_name(law: SamplingLaw, neighbours: Neighbours) -> None:
-    if law.kind in KNOWN[neighbours]:
-        assert 0 < group(drawn(8.0, law, 50), units=2, neighbours=neighbours) < 50
-        return
-    with pytest.raises(UnsupportedAccountingError) as refusal:
-        group(drawn(8.0, law, 50), units=2, neighbours=neighbours)
-    assert law.kind in str(refusal.value) and neighbours in str(refusal.value)
-
-
-def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
-    assert group(units=5) == 0.0
-    assert group(drawn(), NonPrivateRelease(label="loss"), units=5) == math.inf
-    assert group(drawn(0.0), units=5) == math.inf
-    assert group(drawn(0.05, count=1), units=2) == math.inf  # as for one unit: too little noise to tell
-    assert group(drawn(0.5, count=100_000), units=50) == math.inf
-
-
 @pytest.mark.parametrize("units", [0, -1, 1001, 2.0, True, None])
 def test_a_number_of_units_that_is_none_is_refused(units: object) -> None:
     with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user"):
@@ -226,8 +188,63 @@ def test_a_number_of_units_that_is_none_is_refused(units: object) -> None:
 @pytest.mark.parametrize("noise", [0.65, 1.25, 2.5, 5.7, 10.0])
 @pytest.mark.parametrize("units", [10, 40])
 def test_units_of_a_full_batch_beside_sampled_ones_have_an_epsilon(noise: float, units: int) -> None:
-    whole = GaussianRelease(noise_multiplier=noise, law=FullBatch(), count=1)
-    sampled = GaussianRelease(noise_multiplier=60.0, law=Poisson(sample_rate=0.01), count=3)
-    both = group_epsilon([whole, sampled], delta=1e-5, neighbours="zero_out", units=units)
-    alone = group_epsilon([whole], delta=1e-5, neighbours="zero_out", units=units)
+    whole = drawn(noise, FullBatch(), 1)
+    both, alone = group(whole, drawn(60.0, 0.01, 3), units=units), group(whole, units=units)
     assert alone <= both <= 1.02 * alone + 0.01
+
+
+# -- a secret with k copies is k units, and its ceiling that of the k together ---------------------
+
+SAMPLED: list[Release] = [gaussian(2.0, 0.05)] * 40
+
+
+def test_for_one_copy_it_is_the_ceiling_of_the_card() -> None:
+    ceiling = SecretCeiling(SAMPLED, copies=1, neighbours="zero_out")
+    stated = attack_ceilings(SAMPLED, neighbours="zero_out")["secret_guess"]
+    for prior in (0.01, 1e-4):
+        assert ceiling.success(prior) == pytest.approx(stated[f"{prior:g}"], rel=0.01)
+
+
+def test_without_sampling_k_copies_are_a_gaussian_k_times_as_far() -> None:
+    """Exact: the best attack on a Gaussian mechanism with mu = k / sigma guesses with Phi(Phi^-1(p) + mu)."""
+    for k in (1, 3):
+        ceiling = SecretCeiling([gaussian(4.0, FullBatch())], copies=k, neighbours="zero_out")
+        for prior in (0.01, 0.3):
+            exact = float(stats.norm.cdf(stats.norm.ppf(prior) + k / 4.0))
+            assert exact <= ceiling.success(prior) * (1 + 1e-9) and ceiling.success(prior) <= exact * 1.6
+
+
+def test_more_copies_are_easier_to_name_and_rank_lower() -> None:
+    several = [SecretCeiling(SAMPLED, copies=k, neighbours="zero_out") for k in (1, 2, 5)]
+    success = [ceiling.success(0.01) for ceiling in several]
+    ranks = [ceiling.mean_rank(100) for ceiling in several]
+    assert success == sorted(success) and success[0] < success[-1]
+    assert ranks == sorted(ranks, reverse=True) and 1 <= ranks[-1] < ranks[0] <= 50.5
+
+
+def test_the_curve_read_one_way_agrees_with_the_other() -> None:
+    for law in (0.05, TruncatedPoisson(n=1000, sample_rate=0.05, cap=110)):
+        releases: list[Release] = [gaussian(2.0, law)] * 40
+        eps = group_epsilon(releases, delta=1e-5, units=3)
+        assert group_delta_at([eps], releases, units=3)[0] == pytest.approx(1e-5, rel=0.02)
+
+
+def test_nothing_private_leaves_nothing_to_guess_against() -> None:
+    for releases in ([NonPrivateRelease(label="x")], [gaussian(0.1, FullBatch())] * 100):
+        ceiling = SecretCeiling(releases, copies=3, neighbours="zero_out")
+        assert ceiling.success(1e-6) == 1.0 and ceiling.mean_rank(100) == 1.0
+    nothing = SecretCeiling([], copies=2, neighbours="zero_out")
+    assert nothing.success(0.01) == pytest.approx(0.01) and nothing.mean_rank(100) == pytest.approx(50.5)
+
+
+def test_a_simulated_attack_stays_below() -> None:
+    """The likelihood attack on the very mechanism: name which of 20 directions k copies pushed."""
+    rng, k, sigma, rate, steps, candidates = np.random.default_rng(0), 3, 2.0, 0.1, 10, 20
+    releases: list[Release] = [gaussian(sigma, rate)] * steps
+    trials = 4000
+    pushed = rng.binomial(k, rate, size=(trials, steps)).sum(axis=1)
+    sums = rng.normal(scale=sigma * math.sqrt(steps), size=(trials, candidates))
+    sums[:, 0] += pushed
+    named = float((sums.argmax(axis=1) == 0).mean())
+    ceiling = SecretCeiling(releases, copies=k, neighbours="zero_out").success(1 / candidates)
+    assert 1 / candidates < named <= ceiling + 3 * math.sqrt(ceiling / trials)

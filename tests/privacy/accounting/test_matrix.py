@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -12,37 +13,24 @@ from dp_accounting.dp_event import DpEvent, TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
+from laws import DELTA, LAWS, Q, gaussian
 from opacus.accountants import PRVAccountant
 
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import calibrate_noise
+from lit_dpret.privacy.accounting.ceilings import SecretCeiling, attack_ceilings
 from lit_dpret.privacy.accounting.comparisons import underreported_epsilon
 from lit_dpret.privacy.accounting.composition import check_supported, epsilon
-from lit_dpret.privacy.accounting.releases import (
-    FixedSize,
-    FullBatch,
-    GaussianRelease,
-    NonPrivateRelease,
-    Poisson,
-    Release,
-    SamplingLaw,
-    Shuffle,
-    TruncatedPoisson,
-)
+from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.accounting.releases import FullBatch, NonPrivateRelease, Poisson, Release
+from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
 from lit_dpret.privacy.budget import AccountantName, Neighbours
 
-NOISE, STEPS, DELTA = 2.0, 100, 1e-5
+NOISE, STEPS = 2.0, 100
 RELATIONS: dict[str, NeighboringRelation] = {
     "zero_out": NeighboringRelation.REPLACE_SPECIAL,
     "add_or_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace_one": NeighboringRelation.REPLACE_ONE,
-}
-LAWS: dict[str, SamplingLaw] = {
-    "poisson": Poisson(sample_rate=0.02),
-    "truncated_poisson": TruncatedPoisson(sample_rate=0.02, cap=62, n=2000),
-    "fixed_size": FixedSize(batch_size=40, n=2000),
-    "shuffle": Shuffle(batch_size=40, n=2000),
-    "full_batch": FullBatch(),
 }
 # One row for each law and accountant; under zero_out, add_or_remove, replace_one: y judged, - refused.
 MATRIX = """
@@ -85,9 +73,9 @@ def library(law: str, accountant: str, neighbours: str) -> float:
     one, count = GaussianDpEvent(noise), steps_under(law)
     event: DpEvent = one
     if law == "poisson":
-        event = PoissonSampledDpEvent(0.02, one)
+        event = PoissonSampledDpEvent(Q, one)
     elif law == "truncated_poisson":
-        event = TruncatedSubsampledGaussianDpEvent(2000, 0.02, 62, noise)
+        event = TruncatedSubsampledGaussianDpEvent(2000, Q, 80, noise)
     elif law == "fixed_size":
         event = SampledWithoutReplacementDpEvent(2000, 40, one)
     elif law == "shuffle":
@@ -106,7 +94,7 @@ def library(law: str, accountant: str, neighbours: str) -> float:
 def test_a_cell_is_the_librarys_number_or_a_refusal_by_name(
     law: str, accountant: AccountantName, neighbours: Neighbours, judged: bool
 ) -> None:
-    release = GaussianRelease(noise_multiplier=NOISE, law=LAWS[law], count=steps_under(law))
+    release = gaussian(NOISE, LAWS[law], count=steps_under(law))
     if judged:
         ours = epsilon([release], delta=DELTA, neighbours=neighbours, accountant=accountant)
         # Unsampled Gaussians have a closed form, which the library discretises.
@@ -126,11 +114,71 @@ def test_a_cell_is_the_librarys_number_or_a_refusal_by_name(
         assert all(word in named for word in (f"={law}", f"={accountant}", f"={neighbours}"))
 
 
+Cost = Callable[[list[Release], Neighbours], float]
+OTHERS: dict[str, tuple[Cost, dict[str, str]]] = {
+    "two units together": (
+        lambda releases, neighbours: group_epsilon(releases, delta=DELTA, units=2, neighbours=neighbours),
+        {
+            "zero_out": "poisson truncated_poisson shuffle full_batch",
+            "add_or_remove": "poisson full_batch",
+            "replace_one": "shuffle full_batch",
+        },
+    ),
+    "the best of ten runs": (
+        lambda releases, neighbours: selection_epsilon(
+            releases, RandomStopping(10, "geometric"), delta=DELTA, neighbours=neighbours
+        ),
+        {
+            "zero_out": "poisson truncated_poisson shuffle full_batch",
+            "add_or_remove": "poisson full_batch",
+            "replace_one": "fixed_size shuffle full_batch",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("neighbours", get_args(Neighbours))
+@pytest.mark.parametrize("what", OTHERS)
+def test_several_units_and_a_search_are_answered_or_refused_by_name(
+    what: str, neighbours: Neighbours, law: str
+) -> None:
+    cost, known = OTHERS[what]
+    if law in known[neighbours].split():
+        alone = [gaussian(6.0, LAWS["poisson" if law == "truncated_poisson" else law], 50)]
+        by: AccountantName = "rdp" if "runs" in what else "pld"
+        single = epsilon(alone, delta=DELTA, neighbours=neighbours, accountant=by)
+        assert single < cost([gaussian(6.0, LAWS[law], 50)], neighbours) < 100
+    else:
+        with pytest.raises(UnsupportedAccountingError) as refusal:
+            cost([gaussian(6.0, LAWS[law], 50)], neighbours)
+        assert law in str(refusal.value) and neighbours in str(refusal.value)
+
+
+def test_nothing_released_costs_nothing_and_no_noise_costs_everything() -> None:
+    costs: list[Cost] = [cost for cost, _ in OTHERS.values()]
+    assert all(cost([gaussian(0.01, FullBatch())], "zero_out") == math.inf for cost in costs)
+    for accountant in get_args(AccountantName):
+        costs += [lambda r, n, a=accountant: epsilon(r, delta=DELTA, neighbours=n, accountant=a)]
+    open_ = NonPrivateRelease(label="loss")
+    for cost in [*costs, lambda r, n: limit(*r, neighbours=n)]:
+        assert cost([], "zero_out") == 0.0
+        for given in ([gaussian(2.0), open_], [gaussian(0.0)]):
+            assert cost(given, "zero_out") == math.inf
+    nothing = attack_ceilings([], neighbours="zero_out")
+    assert nothing["membership_accuracy"] == 0.5
+    assert all(float(rate) == value for rate, value in nothing["tpr_at_fpr"].items())
+    everything = attack_ceilings([open_], neighbours="zero_out")
+    assert everything["membership_accuracy"] == 1.0 and set(everything["secret_guess"].values()) == {1.0}
+    with pytest.raises(UnsupportedAccountingError):
+        SecretCeiling([gaussian(2.0)], copies=2, neighbours="replace_one")
+
+
 def test_replacing_a_unit_under_sampling_is_not_the_zero_out_number_at_half_the_noise() -> None:
     """The pair is (1-q) N(0) + q N(1) against (1-q) N(0) + q N(-1): far closer than a shift by 2 at rate q."""
 
     def of(noise: float, neighbours: Neighbours) -> float:
-        release = GaussianRelease(noise_multiplier=noise, law=LAWS["poisson"], count=STEPS)
+        release = gaussian(noise, LAWS["poisson"], count=STEPS)
         return epsilon([release], delta=DELTA, neighbours=neighbours)
 
     assert of(NOISE, "zero_out") < of(NOISE, "replace_one") < 0.9 * of(NOISE / 2, "zero_out")
@@ -144,26 +192,24 @@ def limit(*releases: Release, delta: float = DELTA, neighbours: Neighbours = "ze
 
 
 def test_the_central_limit_is_exact_for_unsampled_gaussians_and_refused_where_nobody_states_it() -> None:
-    everyone = GaussianRelease(noise_multiplier=4.0, law=FullBatch(), count=9)
+    everyone = gaussian(4.0, FullBatch(), count=9)
     assert limit(everyone) == pytest.approx(epsilon([everyone], delta=DELTA, neighbours="zero_out"), abs=1e-9)
-    assert limit() == 0.0
-    assert limit(NonPrivateRelease(label="loss")) == math.inf
-    assert limit(GaussianRelease(noise_multiplier=0.02, law=LAWS["poisson"])) == math.inf
+    assert limit(gaussian(0.02)) == math.inf
     for law in ("fixed_size", "shuffle"):
         with pytest.raises(UnsupportedAccountingError, match=law):
-            limit(GaussianRelease(noise_multiplier=4.0, law=LAWS[law]))
+            limit(gaussian(4.0, LAWS[law]))
     with pytest.raises(UnsupportedAccountingError, match="replace_one"):
         limit(everyone, neighbours="replace_one")
 
 
 # -- the values of other projects' own tests ---------------------------------------------------
 
-OPACUS = GaussianRelease(noise_multiplier=1.5, law=Poisson(sample_rate=0.04), count=2249)
+OPACUS = gaussian(1.5, 0.04, 2249)
 
 
 def test_the_accountant_tests_of_opacus_hold_here_too() -> None:
     def by(accountant: AccountantName, count: int) -> float:
-        release = GaussianRelease(noise_multiplier=1.5, law=Poisson(sample_rate=0.04), count=count)
+        release = gaussian(1.5, 0.04, count)
         return epsilon([release], delta=1e-5, neighbours="add_or_remove", accountant=accountant)
 
     assert by("prv", 2249) == pytest.approx(6.777395712150674, abs=5e-8)
@@ -205,7 +251,7 @@ MICROSOFT = [  # noise, rate, steps, epsilon at 1e-6 by microsoft/prv_accountant
 def test_prv_is_microsofts_and_pld_lies_within_its_error_below(
     noise: float, rate: float, steps: int, theirs: float
 ) -> None:
-    release = GaussianRelease(noise_multiplier=noise, law=Poisson(sample_rate=rate), count=steps)
+    release = gaussian(noise, rate, steps)
     both = {"delta": 1e-6, "neighbours": "add_or_remove"}
     assert epsilon([release], accountant="prv", **both) == pytest.approx(theirs, abs=5e-5)  # type: ignore[arg-type]
     # PRV adds its error of 0.01 to an estimate; the pessimistic PLD lies between that estimate and the sum.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from laws import gaussian
 from scipy import special, stats
 
 from lit_dpret.errors import ConfigurationError
@@ -20,7 +21,7 @@ from lit_dpret.privacy.accounting.comparisons import epsilon_if_shuffled
 from lit_dpret.privacy.accounting.composition import epsilon, epsilon_curve
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.pld import compose_times, compose_with
-from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Shuffle
+from lit_dpret.privacy.accounting.releases import Shuffle
 
 
 def proved_at_least(steps: int, rate: float, noise: float, delta: float, units: int = 1) -> float:
@@ -52,7 +53,7 @@ CASES = [
 
 @pytest.mark.parametrize(("steps", "rate", "noise", "delta"), CASES)
 def test_many_steps_at_a_small_delta_are_not_understated(steps: int, rate: float, noise: float, delta: float) -> None:
-    releases = [GaussianRelease(noise_multiplier=noise, law=Poisson(sample_rate=rate), count=steps)]
+    releases = [gaussian(noise, rate, steps)]
     claimed = epsilon(releases, delta=delta, neighbours="zero_out")
     lower = proved_at_least(steps, rate, noise, delta)
     assert lower <= claimed <= 1.05 * lower  # and it is not a wild number either
@@ -60,18 +61,14 @@ def test_many_steps_at_a_small_delta_are_not_understated(steps: int, rate: float
 
 def test_releases_of_two_kinds_are_not_understated() -> None:
     steps, rate, noise, delta = CASES[2]
-    law = Poisson(sample_rate=rate)
-    releases = [
-        GaussianRelease(noise_multiplier=noise, law=law, count=steps // 2),
-        GaussianRelease(noise_multiplier=noise * (1 + 1e-9), law=law, count=steps // 2),
-    ]
+    releases = [gaussian(noise, rate, steps // 2), gaussian(noise * (1 + 1e-9), rate, steps // 2)]
     lower = proved_at_least(steps, rate, noise * (1 + 1e-9), delta)
     assert lower <= epsilon(releases, delta=delta, neighbours="zero_out") <= 1.05 * lower
 
 
 def test_several_units_at_a_small_delta_are_not_understated() -> None:
     steps, rate, noise, delta = 100_000, 0.1, 100.0, 1e-12
-    releases = [GaussianRelease(noise_multiplier=noise, law=Poisson(sample_rate=rate), count=steps)]
+    releases = [gaussian(noise, rate, steps)]
     claimed = group_epsilon(releases, delta=delta, neighbours="zero_out", units=2)
     lower = proved_at_least(steps, rate, noise, delta, units=2)
     assert lower <= claimed <= 1.05 * lower
@@ -80,7 +77,7 @@ def test_several_units_at_a_small_delta_are_not_understated() -> None:
 @pytest.mark.slow
 def test_prv_understates_nothing_or_refuses() -> None:
     steps, rate, noise = 100_000, 0.1, 52.7
-    releases = [GaussianRelease(noise_multiplier=noise, law=Poisson(sample_rate=rate), count=steps)]
+    releases = [gaussian(noise, rate, steps)]
     with pytest.raises(ConfigurationError, match=r"privacy\.accountant=prv"):
         epsilon(releases, delta=1e-12, neighbours="zero_out", accountant="prv")
     for delta in (1e-8, 1e-6):
@@ -90,7 +87,7 @@ def test_prv_understates_nothing_or_refuses() -> None:
 
 @pytest.mark.slow
 def test_the_curve_of_prv_ends_where_it_can_tell_no_delta_from_rounding() -> None:
-    releases = [GaussianRelease(noise_multiplier=52.7, law=Poisson(sample_rate=0.1), count=120_000)]
+    releases = [gaussian(52.7, 0.1, 120_000)]
     told = [delta for _, delta in epsilon_curve(releases, neighbours="zero_out", accountant="prv")]
     assert told and min(told) > 1e-10
     assert len(epsilon_curve(releases, neighbours="zero_out", deltas=(1e-10,))) == 1
@@ -117,8 +114,8 @@ def test_no_probability_of_a_composition_is_below_the_exact_one(count: int) -> N
 
 @pytest.mark.parametrize("steps", [1, 7, 8, 9, 16, 17, 80, 81])
 def test_without_amplification_the_epsilon_is_that_of_a_run_that_shuffles(steps: int) -> None:
-    drawn = [GaussianRelease(noise_multiplier=1.0, law=Poisson(sample_rate=1 / 8), count=steps)]
-    shuffled = [GaussianRelease(noise_multiplier=1.0, law=Shuffle(batch_size=8, n=64), count=steps)]
+    drawn = [gaussian(1.0, 1 / 8, steps)]
+    shuffled = [gaussian(1.0, Shuffle(batch_size=8, n=64), steps)]
     assert epsilon_if_shuffled(drawn, delta=1e-5, neighbours="zero_out") == pytest.approx(
         epsilon(shuffled, delta=1e-5, neighbours="zero_out"), rel=1e-12
     )

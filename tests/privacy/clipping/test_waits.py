@@ -72,16 +72,8 @@ def test_a_private_batch_of_a_t5_starts_no_more_kernels_than_so_many_times_those
     name: str, most: float
 ) -> None:
     ids, labels = torch.randint(1, 64, (3, 32)), torch.randint(1, 64, (3, 8))
-    config = T5Config(
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=4,
-        num_heads=4,
-        vocab_size=64,
-        decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )
+    sizes = dict(d_model=32, d_kv=8, d_ff=64, num_layers=4, num_heads=4, vocab_size=64)
+    config = T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
     model = T5ForConditionalGeneration(config).train()
 
     def losses() -> Tensor:
