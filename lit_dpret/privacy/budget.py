@@ -99,9 +99,8 @@ def require_delta(delta: float) -> None:
 class PrivacyBudget:
     """The guarantee that a run must not exceed.
 
-    Everything here may be published with the model. What must not be published (per-example
-    norms, the noise secret, and under ``add_or_remove`` the size of the data set) never becomes a
-    field of a budget.
+    Everything here may be published with the model. What must not be published (per-example norms, the noise secret,
+    and under ``add_or_remove`` the size of the data set) never becomes a field of a budget.
     """
 
     eps: float  # of the whole run, positive and finite

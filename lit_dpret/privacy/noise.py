@@ -179,9 +179,8 @@ class KeyedStream:
         coordinate.
 
         Guarantees:
-            - What lies at flat index i depends on the key and on i alone: a part of a parameter, from
-              ``start`` on, gets the numbers that it has in the whole one, and nothing of the size of
-              the whole is held for it.
+            - What lies at flat index i depends on the key and on i alone: a part of a parameter, from ``start`` on,
+              gets the numbers that it has in the whole one, and nothing of the size of the whole is held for it.
             - The number of threads, which is PyTorch's, changes no number.
         """
         # Never in half precision: its coarse steps would show in the noise.

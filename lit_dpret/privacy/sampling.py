@@ -1,9 +1,8 @@
 """Sample the participants of each step by keyed coins alone.
 
-An accountant's number holds for one *law*: how the units of a logical batch were drawn. Here the
-law is an object, the sampler is built from it, and the sampler can say what it really did, so
-that the ledger records the law that ran and not the law that was asked for. What a DataModule has to offer
-for that is a Protocol here, `TrainingData`.
+An accountant's number holds for one *law*: how the units of a logical batch were drawn. Here the law is an object, the
+sampler is built from it, and the sampler can say what it really did, so that the ledger records the law that ran and
+not the law that was asked for. What a DataModule has to offer for that is a Protocol here, `TrainingData`.
 """
 
 from __future__ import annotations
@@ -100,9 +99,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         - Under a capped law the number of physical batches per step is constant.
         - The draw of a step depends on (secret, run, attempt, step) alone: not on the number of
           workers, nor on where an interrupted run was resumed.
-        - With a coupling, the physical batches of a step are its sub-batches: each drawn unit is
-          assigned to one by a coin of its own, and none holds more than ``n_max`` units. What is
-          left out is chosen uniformly.
+        - With a coupling, the physical batches of a step are its sub-batches: each drawn unit is assigned to one by a
+          coin of its own, and none holds more than ``n_max`` units. What is left out is chosen uniformly.
         - Where it ``scatters``, each drawn unit stands at a place of a physical batch that a coin of its own decides,
           so that it is the same place without another unit, whose number may be private.
         - All ranks draw the same step and deal it out: unit i of the draw, or sub-batch i where there are

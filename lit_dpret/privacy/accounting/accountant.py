@@ -144,9 +144,8 @@ class Accountant:
         The ``count`` of ``release`` is ignored.
 
         Guarantees:
-            - ``epsilon`` of what was made already plus the answer is at most ``eps``, by the same
-              function at the same discretisation, and one release more would pass ``eps`` unless
-              the answer is ``at_most``.
+            - ``epsilon`` of what was made already plus the answer is at most ``eps``, by the same function at the same
+              discretisation, and one release more would pass ``eps`` unless the answer is ``at_most``.
             - One evaluation where ``at_most`` releases fit.
         """
         already = list(already)

@@ -42,9 +42,8 @@ def attack_ceilings(
     Returns:
         ``membership_accuracy``: of a test that faces members and non-members equally often;
         ``tpr_at_fpr``: true positive rates by false positive rate;
-        ``secret_guess``: probability of naming a secret, by the probability of a guess without the
-        releases; 1e-10 is a ten-digit number. Keys are decimal texts, so that the dictionary
-        survives JSON.
+        ``secret_guess``: probability of naming a secret, by the probability of a guess without the releases; 1e-10 is a
+        ten-digit number. Keys are decimal texts, so that the dictionary survives JSON.
     """
     releases = list(releases)
     stated = epsilon(releases, delta=delta, neighbours=neighbours, accountant=accountant)

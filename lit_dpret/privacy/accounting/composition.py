@@ -270,8 +270,7 @@ def epsilon(
     Guarantees:
         - An upper bound: ``pld`` rounds pessimistically and adds what floating point may have lost, ``prv`` is the
           upper end of Opacus' interval, whose rounding errors were measured, not bounded.
-        - 0 for no release; infinite where one is not private or carries no noise, and above
-          `LARGEST_EPSILON`.
+        - 0 for no release; infinite where one is not private or carries no noise, and above `LARGEST_EPSILON`.
         - Order and labels of the releases, and how equal ones are bundled, change nothing; except that
           each shuffled release starts an epoch of its own.
     """

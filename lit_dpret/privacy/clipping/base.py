@@ -232,12 +232,11 @@ class ClippedSum(ABC):
         """Add the clipped gradients of one physical batch.
 
         Args:
-            row_loss: Runs the forward pass and returns one loss per row, ``(rows,)``. It runs
-                once, with gradients enabled, in the caller's autocast; ``loop`` calls it once for
-                each unit, with the indices of its rows, ``(n,)``, for the losses of these alone.
-                It is not called for a batch without any row of a real unit. A row's loss must be a
-                function of that row (and of its unit's other rows) alone: not divided by the number
-                of rows, nor by a count of tokens over the batch, which no engine can see.
+            row_loss: Runs the forward pass and returns one loss per row, ``(rows,)``. It runs once, with gradients
+                enabled, in the caller's autocast; ``loop`` calls it once for each unit, with the indices of its rows,
+                ``(n,)``, for the losses of these alone. It is not called for a batch without any row of a real unit. A
+                row's loss must be a function of that row (and of its unit's other rows) alone: not divided by the
+                number of rows, nor by a count of tokens over the batch, which no engine can see.
             unit_ids: Slot of each row's unit, ``(rows,)``. A unit's loss is the sum of its rows'.
             mask: Which slots are real, ``(units,)`` booleans.
         """

@@ -1,9 +1,8 @@
 """Row-by-row gradients, by torch.func, of one call of a module that has no rule.
 
-The module is run again on the rows of its input, each alone, under ``vmap``; its parameters and
-buffers are arguments of that run, so the module itself stays as it was. What a row gives alone is
-compared with what it gave in the batch, in every batch and also beside a broken unit: so one row's
-gradient cannot depend on the other rows of its batch.
+The module is run again on the rows of its input, each alone, under ``vmap``; its parameters and buffers are arguments
+of that run, so the module itself stays as it was. What a row gives alone is compared with what it gave in the batch, in
+every batch and also beside a broken unit: so one row's gradient cannot depend on the other rows of its batch.
 """
 
 from __future__ import annotations

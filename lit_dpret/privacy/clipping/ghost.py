@@ -70,11 +70,10 @@ Contributions = dict[str, list[Contribution]]
 class GhostClipping(ClippedSum):
     """Clip without materialising the gradients; ``privacy.engine=ghost``, the default.
 
-    Covers nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm,
-    nn.RMSNorm, the norms of T5, Llama, Mistral, Qwen and Gemma, GPT-2's transposed linear layer,
-    T5's relative position bias, the position embeddings of BERT, DistilBERT, RoBERTa, BART and GPT-2,
-    LoRA and tuned prompts of peft, weights tied between any of them, and modules called several
-    times. Everything else that is trainable is refused by name.
+    Covers nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, the norms
+    of T5, Llama, Mistral, Qwen and Gemma, GPT-2's transposed linear layer, T5's relative position bias, the position
+    embeddings of BERT, DistilBERT, RoBERTa, BART and GPT-2, LoRA and tuned prompts of peft, weights tied between any of
+    them, and modules called several times. Everything else that is trainable is refused by name.
 
     Guarantees, beyond those of ``ClippedSum``:
         - Norms and sums come from the same inputs and output gradients, so passes in bf16 leave a contribution as
@@ -138,9 +137,8 @@ class GhostClipping(ClippedSum):
     def columns(self, outputs: Callable[[], Tensor], rows: int) -> tuple[Tensor, list[Contributions]]:
         """Return the Jacobian of ``outputs``, (rows, columns), as contributions per column and parameter.
 
-        One forward pass, and for every column one backward pass to the outputs of layers. The first
-        time, a mixture of all columns is checked before. Where no output needs a gradient there are
-        no columns.
+        One forward pass, and for every column one backward pass to the outputs of layers. The first time, a mixture of
+        all columns is checked before. Where no output needs a gradient there are no columns.
         """
         batch = self._each_row(rows)
         with torch.enable_grad(), uncompiled(), Recorder(self._plan()) as recorder:

@@ -160,8 +160,7 @@ class PrivateRun:
     """The ledger of a run, opened for writing, with the facts that identify the run.
 
     Guarantees:
-        - An existing ledger is continued only on request, and only for the same mechanism, law,
-          length and data set.
+        - An existing ledger is continued only on request, and only for the same mechanism, law, length and data set.
         - A run that was counted in a data set's ledger goes on in no other and not without one; one that
           was in none yet may join one, which then counts all of it.
         - With another secret than before, or after a version of this program that made other noise of

@@ -80,8 +80,7 @@ class _Step:
 class KeyBook:
     """The noise keys of a ledger, in order; refuses a record that contradicts an earlier one.
 
-    ``check`` changes nothing, so that a record can be judged before it is written; ``add`` takes
-    it in.
+    ``check`` changes nothing, so that a record can be judged before it is written; ``add`` takes it in.
     """
 
     steps: dict[Key, _Step] = field(default_factory=dict)
@@ -174,14 +173,12 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         - Where a release states less noise than was intended, the stated noise is charged, and none
           at all is a ``NonPrivateRelease``; more noise than intended is not credited.
         - Where a release states another sampling law, that law is charged.
-        - In an attempt whose draws were seen to depart from their law (a ``sampling_departure``
-          event), every step is charged as if each unit took part in it: no law is known, so no
-          amplification by sampling is.
+        - In an attempt whose draws were seen to depart from their law (a ``sampling_departure`` event), every step is
+          charged as if each unit took part in it: no law is known, so no amplification by sampling is.
         - In an attempt whose data set gave rows of other units than were drawn (a ``units_unknown`` event), every
           step is a ``NonPrivateRelease``: it is not known how often a unit took part.
-        - Under ``Shuffle`` every epoch that was touched in an attempt is charged whole: a resumed
-          attempt shuffles again, and half an epoch before and half an epoch after can show one unit
-          twice.
+        - Under ``Shuffle`` every epoch that was touched in an attempt is charged whole: a resumed attempt shuffles
+          again, and half an epoch before and half an epoch after can show one unit twice.
     """
     records = list(records)
     departed, unknown = attempts_with(SAMPLING_DEPARTURE, records), attempts_with(WRONG_UNITS_SEEN, records)

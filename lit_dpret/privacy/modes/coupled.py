@@ -41,8 +41,7 @@ class CoupledMode(GaussianMode):
         - Each drawn unit is assigned to one of ``sub_batches`` parts by a coin of its own; neighbouring
           data differ in one unit of one part.
         - No part holds more than ``n_max`` units; a larger one is refused.
-        - The noise is calibrated to ``n_max``, never to the realised size, and added once to the sum over
-          all parts.
+        - The noise is calibrated to ``n_max``, never to the realised size, and added once to the sum over all parts.
 
     Args:
         max_grad_norm: L2 bound on what is clipped.

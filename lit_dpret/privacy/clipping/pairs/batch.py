@@ -182,8 +182,7 @@ def weighted_backward(
     ``weights`` are ``(n, n)``, queries in rows.
 
     Guarantees:
-        - The result is the sum over i and j of ``weights[i, j]`` times the gradient of S_ij, whatever
-          ``rows_at_once``.
+        - The result is the sum over i and j of ``weights[i, j]`` times the gradient of S_ij, whatever ``rows_at_once``.
         - A pair with a broken embedding, or with a weight that is not finite, contributes zero; a row whose
           pairs all weigh zero does not go through the backward pass at all, so its NaN stays with it.
 

@@ -117,9 +117,8 @@ class FromJacobians(PairNorms):
 class KBlocks(FromJacobians):
     r"""Norms from the blocks K: ``norms=k_blocks``, exact for two towers, an upper bound with shared parameters.
 
-    About d ordinary steps, whatever n is. The bound is
-    :math:`N_{ij}^2 = q_{ij} + q'_{ij} + (\sqrt{s_{ij}} + \sqrt{s'_{ij}})^2` with the parts q of one side's
-    own parameters and s of shared ones.
+    About d ordinary steps, whatever n is. The bound is :math:`N_{ij}^2 = q_{ij} + q'_{ij} + (\sqrt{s_{ij}} +
+    \sqrt{s'_{ij}})^2` with the parts q of one side's own parameters and s of shared ones.
     """
 
     held = HELD_FOR_BLOCKS
