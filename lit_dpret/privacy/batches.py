@@ -42,11 +42,7 @@ def row_keys(rows: Iterable[Any], unit: str, *, or_row: bool) -> tuple[int, ...]
 
 
 def row_key(row: Any, unit: str, *, or_row: bool) -> int | None:
-    """Return a number for keys that may occur in one unit only; None if the row has no key.
-
-    That is the name of the unit (``query_id`` under ``privacy.unit=query``). With ``or_row`` a row without it is known
-    by its query and passage, or its image, so that at least the same row in two units is noticed.
-    """
+    """Return a number for keys that may occur in one unit only; None if the row has no key."""
     names = _named(row, NAMES[unit])
     if None in names:
         if not or_row:
@@ -58,14 +54,10 @@ def row_key(row: Any, unit: str, *, or_row: bool) -> int | None:
 
 
 class UnitOwners:
-    """Record in which unit each query, user, image or row appeared.
+    """Record in which unit each query, user, image or row appeared; refuse one that came for two units.
 
-    A data set is asked for a unit by its number. Nothing keeps it from counting rows as units where a query is one, or
-    from answering with another unit: ``index % n``, a cache, a wrapper that repeats or mixes units. Then one query or
-    one user takes part in a step more often than the law says.
-
-    Guarantees:
-        - A row or name that came for two units is refused, in whichever batches. Rows without a name are not seen.
+    A data set is asked for a unit by its number, and nothing keeps it from counting rows as units or from answering
+    with another one; then one query or user takes part more often than the law says. Rows without a name are not seen.
     """
 
     def __init__(self, unit: str) -> None:
@@ -125,12 +117,7 @@ class FixedShape:
         return self.slots * self.rows_of_a_slot
 
     def places(self, slots: Sequence[int]) -> list[int]:
-        """Return the place of each row within the shape, given the slot of each, in order.
-
-        Example:
-            >>> FixedShape(slots=3, rows_of_a_slot=2, place_rows=print).places([0, 2, 2])
-            [0, 4, 5]
-        """
+        """Return the place of each row within the shape, given the slot of each, in order."""
         found: list[int] = []
         filled = [0] * self.slots
         for slot in slots:
@@ -155,10 +142,6 @@ def copied_rows(features: Any, places: Sequence[int], rows: int) -> Any:
     """Features, a tensor or nested dicts of them, at ``places`` among so many rows; the others are copies of the first.
 
     `UnitCollator` sees to it that no copy stays beside the rows of another unit.
-
-    Example:
-        >>> copied_rows(torch.tensor([[5], [7]]), [1, 2], 4).flatten().tolist()
-        [5, 5, 7, 5]
     """
     if isinstance(features, dict):
         return {name: copied_rows(value, places, rows) for name, value in features.items()}
@@ -306,10 +289,7 @@ def rows_in_turn(count: int, at_once: int) -> Iterator[slice]:
 
 
 def split_batch(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
-    """Split a physical batch into smaller ones, without splitting a unit; parts without rows are skipped.
-
-    The rows of a batch stand in the order of their units, as `UnitCollator` puts them.
-    """
+    """Split a physical batch into smaller ones, without splitting a unit; parts without rows are skipped."""
     for slots in rows_in_turn(len(batch.mask), units_at_once):
         inside = ((batch.unit_ids >= slots.start) & (batch.unit_ids < slots.stop)).nonzero().flatten()
         if not len(inside):

@@ -55,10 +55,7 @@ def normals(key: bytes, count: int, *, start: int, device: torch.device, dtype: 
 
 
 def transformed(words: Tensor) -> Tensor:
-    """Return the normals of blocks of the stream, float64, of the shape of ``words``, (16, blocks).
-
-    Words 2 j and 2 j + 1 of a block make its normals j and j + 8.
-    """
+    """Return the normals of blocks of the stream, float64, of the shape of ``words``, (16, blocks)."""
     low, high = words[0::2], words[1::2]
     radius = _root_of_minus_log(low, high)
     # cos(t + pi / 4) and sin(t + pi / 4) are (cos t -+ sin t) / sqrt(2): positive for t within pi / 4 of 0.

@@ -47,12 +47,7 @@ ROUNDING_SHARE = 2.0**-16
 
 
 def show_delta(value: float) -> str:
-    """Format a delta rounded up to three significant digits: rounding down would be a stronger claim.
-
-    Example:
-        >>> show_delta(1e-5), show_delta(3.8711e-5), show_delta(0)
-        ('1e-05', '3.88e-05', '0')
-    """
+    """Format a delta rounded up to three significant digits: rounding down would be a stronger claim."""
     if value <= 0:
         return "0"
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)

@@ -28,14 +28,7 @@ def check_budget(share: float) -> None:
 
 
 def sensitivity(max_grad_norm: float, share: float) -> float:
-    """Return how far one unit moves the sum (L2), including the count; ``max_grad_norm`` if ``share`` is 0.
-
-    Example:
-        >>> sensitivity(0.6, 0.0)
-        0.6
-        >>> round(sensitivity(0.6, 0.1), 6)
-        0.632456
-    """
+    """Return how far one unit moves the sum (L2), including the count; ``max_grad_norm`` if ``share`` is 0."""
     # Gradient and bit are orthogonal: C^2 + s^2 with s^2 = share / (1 - share) C^2.
     return max_grad_norm / math.sqrt(1 - share)
 

@@ -59,12 +59,7 @@ _SHARE = float(_weights(40)[1] * 2**_WORD)
 
 
 def rounded_normals(key: bytes, count: int, *, start: int, bits: int, device: torch.device) -> Tensor:
-    """Return ``count`` normals of standard deviation ``2**bits``, rounded to whole numbers, int64.
-
-    Guarantees:
-        - The distribution is exactly that of the module's text.
-        - A number depends on the key and on its place alone, and is the same on every device of `DEVICES`.
-    """
+    """Return ``count`` exact normals of deviation ``2**bits``, rounded, int64; each by its key and place alone."""
     found = torch.empty(count, dtype=torch.int64, device=device)
     together, stop = AT_ONCE[device.type], start + count
 

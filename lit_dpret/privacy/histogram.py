@@ -34,14 +34,7 @@ SCHEMA = "lit-dpret/private-histogram/1"
 
 
 def histogram_sensitivity(max_count: int, neighbours: Neighbours, *, distinct: bool = False) -> float:
-    """Return the bound C (see the module) for at most ``max_count`` counts per unit, distinct if ``distinct``.
-
-    Example:
-        >>> histogram_sensitivity(1, "zero_out"), round(2 * histogram_sensitivity(1, "replace_one"), 6)
-        (1.0, 1.414214)
-        >>> histogram_sensitivity(4, "zero_out"), histogram_sensitivity(4, "zero_out", distinct=True)
-        (4.0, 2.0)
-    """
+    """Return the bound C (see the module) for at most ``max_count`` counts per unit, distinct if ``distinct``."""
     require_whole("task", {"max_count": max_count}, 1)
     length = math.sqrt(max_count) if distinct else float(max_count)
     return length / math.sqrt(2) if neighbours == "replace_one" else length
@@ -128,9 +121,6 @@ def release_histogram(
         - Made again after an interruption, on the same counts, it gives the same numbers and is charged once; on
           other counts or bins it is a release of its own, with fresh noise, and charged as one.
         - A release that the plan's budget does not cover beside those that the ledger holds is not announced.
-
-    Returns:
-        Noised counts, whole numbers, some of them below zero; shape ``(bins,)``.
     """
     distinct = plan.mode == EVOLUTION  # several votes of one unit for one candidate count once
     bound = histogram_sensitivity(max_count, plan.budget.neighbours, distinct=distinct)
@@ -180,12 +170,6 @@ def exact_counts(
 
     Guarantees:
         - The counts of neighbours are no further apart than `histogram_sensitivity` says.
-
-    Example:
-        >>> exact_counts([[0, 0, 2], [2]], bins=3, max_count=2).tolist()
-        [2.0, 0.0, 1.0]
-        >>> exact_counts([[0, 0, 2], [2]], bins=3, max_count=2, distinct=True).tolist()
-        [1.0, 0.0, 2.0]
     """
     # Whole numbers up to 2^53 are exact in float64.
     counts = torch.zeros(bins, dtype=torch.float64)
@@ -209,12 +193,7 @@ def _require_budget(run: PrivateRun, plan: PrivacyPlan, release: GaussianRelease
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Return noised counts as a distribution: negative counts become zero, and the rest is normalised.
-
-    Example:
-        >>> shares(np.array([6.0, -2.0, 2.0])).tolist()
-        [0.75, 0.0, 0.25]
-    """
+    """Return noised counts as a distribution: negative counts become zero, and the rest is normalised."""
     # Post-processing of what was released, so it costs nothing.
     positive = np.maximum(counts, 0.0)
     if positive.sum() == 0:

@@ -255,12 +255,7 @@ _AT_ONCE = 256 * BLOCK
 
 
 def grid_bits(noise_multiplier: float, coordinates: int) -> int:
-    """Return b (see the module): one noise deviation is ``2**b`` grid steps.
-
-    Example:
-        >>> grid_bits(1.0, 1_000_000)
-        27
-    """
+    """Return b (see the module): one noise deviation is ``2**b`` grid steps."""
     steps = 2 * math.sqrt(coordinates) * noise_multiplier * (1 + ROUNDING_SHARE) / ROUNDING_SHARE
     # A little upwards, so that rounding of the logarithm gives no grid that is too coarse.
     bits = max(0, math.ceil(math.log2(steps) + 1e-9))

@@ -172,10 +172,6 @@ class PrivacyPlan:
             clip_fraction_budget: The share of a step's budget for the count of clipped units; 0 for none.
             accountant: ``pld``, ``rdp`` or ``prv``.
             **fields: The fields of `PrivacyPlan` that are taken as they are.
-
-        Raises:
-            ConfigurationError: Something is missing, out of range, or cannot meet the budget.
-            UnsupportedAccountingError: No library judges the combination.
         """
         require_choice("datamodule.sampling", request.sampling, get_args(SamplingName))
         budget = budget.of_units(request)

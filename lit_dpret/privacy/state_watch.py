@@ -141,10 +141,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return for each tensor a number that changes with any single value and almost any order of the values.
-
-    A tensor without memory of its own counts as 0.
-    """
+    """Return for each tensor a number that changes with any single value and almost any order of the values."""
     found = list(tensors)
     if lazy := [tensor for tensor in found if is_lazy(tensor.device)]:
         sync_device(lazy[0].device)

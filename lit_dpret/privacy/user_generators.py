@@ -48,10 +48,7 @@ def seed_everywhere(seed: int) -> None:
 
 
 def seed_torch(generator: torch.Generator, seed: int) -> None:
-    """Fill the whole state of a generator on the CPU from a hash of ``seed``, of which ``manual_seed`` keeps 32 bits.
-
-    ``initial_seed()`` then has 63 bits of the hash, for code that makes a generator of its own from it.
-    """
+    """Fill the whole state of a CPU generator from a hash of ``seed``, of which ``manual_seed`` keeps 32 bits."""
     hashed = hashlib.shake_256(b"%x" % seed).digest(8 + 4 * _WORDS)
     state = _fresh_state().copy()
     # Where torch keeps what `initial_seed()` returns.

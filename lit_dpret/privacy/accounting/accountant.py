@@ -21,13 +21,7 @@ from lit_dpret.privacy.budget import AccountantName, Neighbours, show_delta
 
 
 class DecimalGrid:
-    """Ascending decimals with ``digits + 1`` significant digits: for 3 digits, index 0 is 1.0 and index 1 is 1.001.
-
-    Example:
-        >>> grid = DecimalGrid(digits=3)
-        >>> grid[0], grid[1], grid[grid.index(0.72951)]
-        (1.0, 1.001, 0.7296)
-    """
+    """Ascending decimals with ``digits + 1`` significant digits: for 3 digits, index 0 is 1.0 and index 1 is 1.001."""
 
     def __init__(self, *, digits: int) -> None:
         self._digits = digits
@@ -50,18 +44,7 @@ class DecimalGrid:
 def boundary(
     value: Callable[[int], float], target: float, *, good: int, bad: int, place: Callable[[int], float] = float
 ) -> int:
-    """Return the last integer from ``good`` towards ``bad`` whose value is at most ``target``.
-
-    Interpolates on logarithms, where epsilon is almost a straight line in steps and in noise, and
-    bisects where that closes in too slowly.
-
-    Args:
-        value: Monotone between ``good`` and ``bad``.
-        target: The limit.
-        good: An integer whose value is at most ``target``.
-        bad: An integer whose value is more, on either side of ``good``.
-        place: Where an integer lies on the axis to interpolate on, increasing and positive.
-    """
+    """Return the last integer from ``good`` towards ``bad`` valued at most ``target``; ``place`` is its axis."""
     known = {good: value(good), bad: value(bad)}
     slow = 0
     while abs(good - bad) > 1:
@@ -85,10 +68,7 @@ def boundary(
 def least(
     value: Callable[[int], float], target: float, *, start: int, most: int, stride: int, place: Callable[[int], float]
 ) -> int | None:
-    """Return the least integer whose value is at most ``target``, for falling values; None if ``most`` is too small.
-
-    The search begins at ``start`` and doubles its ``stride`` until the limit is passed; ``place`` is as for `boundary`.
-    """
+    """Return the least integer valued at most ``target``, for falling values; None if ``most`` is too small."""
     index = start
     good: int | None = None
     bad: int | None = None
@@ -211,10 +191,6 @@ def calibrate_noise(
         - ``epsilon`` of the result, with ``already`` composed in, is at most ``eps``.
         - It is a decimal of as few digits as ``tolerance`` allows, rounded up: at most ``tolerance``
           above the least noise that would do, and printed in full.
-
-    Raises:
-        UnsupportedAccountingError: The accountant does not judge this law under ``neighbours``.
-        ConfigurationError: No noise meets the budget; the message says what epsilon is left.
     """
     already = list(already)
     if not eps > 0:
@@ -300,16 +276,12 @@ def choose_cap(
 ) -> int:
     """Choose the cap of a truncated Poisson law with negligible cost in epsilon and little padding.
 
-    `truncation_delta` says which cap is certainly enough; from there the search goes down on a coarse
-    distribution, in steps of an eighth of the batch's standard deviation, and the result is held
-    against the bound by `epsilon` itself. A text that stands in the data several times loses more to truncation: where
-    up to a hundredth more gives `COPIES` units together a finite epsilon, the cap is that much larger.
-
-    ``max_increase`` is relative; ``noise_multiplier`` is the noise where it is given and not calibrated.
+    From the cap that `truncation_delta` shows to be enough the search goes down, in steps of an eighth of the batch's
+    standard deviation. Where up to a hundredth more gives `COPIES` units together a finite epsilon, it is that much.
 
     Guarantees:
-        - At the noise calibrated for plain Poisson sampling, epsilon under the cap is at most
-          ``1 + max_increase`` times epsilon without it, under the same relation.
+        - At the noise calibrated for plain Poisson sampling, epsilon under the cap is at most ``1 + max_increase``
+          times epsilon without it, under the same relation.
         - Never above n; n itself, which cuts nothing, where no smaller cap will do.
     """
     law = Poisson(sample_rate=sample_rate)

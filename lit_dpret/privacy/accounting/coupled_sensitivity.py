@@ -76,12 +76,7 @@ def largest_batch(law: SamplingLaw, units: int | None = None) -> int | None:
 def resolve_n_max(
     n_max: int | None, *, law: SamplingLaw, sub_batches: int, expected: float, units: int | None = None
 ) -> int:
-    """Return the bound on a sub-batch: as declared, or one that is hardly ever reached.
-
-    Guarantees:
-        - The number depends on public facts alone.
-        - A single sub-batch of a capped law is never cut.
-    """
+    """Return the bound on a sub-batch, as declared or one that is hardly ever reached, by public facts alone."""
     mean = expected / sub_batches
     if n_max is not None:
         if n_max < math.floor(mean):
@@ -125,10 +120,7 @@ def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, d
 
 
 def change_of_a_sub_batch(neighbours: Neighbours, law: SamplingLaw, *, n_max: int) -> Relation:
-    """Return how a sub-batch of neighbouring data can differ, if only one side contains the unit.
-
-    That is ``replace_one`` where taking a unit out may let another one in, else ``add_or_remove``.
-    """
+    """Return how a sub-batch of neighbouring data can differ, if only one side contains the unit."""
     if neighbours != "add_or_remove":
         return "add_or_remove"
     largest = largest_batch(law)
@@ -146,11 +138,7 @@ def holds_under(
     units: int | None,
     delta: float,
 ) -> bool:
-    """Return whether the planned sensitivity of a coupled loss is valid under another law and relation.
-
-    Without coupling it always does: one unit's own gradient is bounded, whoever else is there. Here it is that of
-    one change in a sub-batch of ``n_max`` units, and another law or relation may mean another change.
-    """
+    """Return whether the planned sensitivity of a coupled loss is valid under another law and relation."""
     (law, neighbours), (planned_law, planned_neighbours) = read_as, planned
     if read_as == planned:
         return True

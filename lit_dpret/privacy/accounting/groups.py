@@ -84,12 +84,7 @@ def group_epsilon(
 def epsilon_of_several(
     runs: Iterable[tuple[Iterable[Release], int]], *, delta: float, neighbours: Neighbours = "zero_out"
 ) -> float:
-    """Return the epsilon of several runs together for a person with a given maximum of units in each.
-
-    Guarantees:
-        - An upper bound, as `group_epsilon` is, and the same where the numbers are equal.
-        - It rises with each of the numbers.
-    """
+    """Return an upper bound on the epsilon of several runs for a person with a given maximum of units in each."""
     require_delta(delta)
     made = [(list(releases), units) for releases, units in runs]
     for _, units in made:
@@ -141,10 +136,7 @@ def _check_law(law: SamplingLaw, neighbours: Neighbours) -> None:
 def group_delta_at(
     epsilons: Sequence[float], releases: Iterable[Release], *, units: int, neighbours: Neighbours = "zero_out"
 ) -> list[float]:
-    """Return the delta of all ``releases`` at each epsilon, for a person with up to ``units`` units.
-
-    The same mixture as in `group_epsilon`, read the other way round: an upper bound, 1 where none is known to be lower.
-    """
+    """Return the delta of all ``releases`` at each epsilon, for a person with up to ``units`` units."""
     check_max_units(units)
     releases = list(releases)
     if units == 1:
@@ -193,10 +185,7 @@ def _composed(parts: tuple[tuple[Part, int], ...]) -> PrivacyLossDistribution | 
 
 
 def _in_batch(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many of the user's units a batch can hold, and with what probabilities.
-
-    Numbers whose probability is not a float above zero are left out: that is less than 1e-300 of delta.
-    """
+    """How many of the user's units a batch can hold, and with what probabilities."""
     rate = part.law.sample_rate if isinstance(part.law, (Poisson, TruncatedPoisson)) else 1.0
     counts = np.arange(units + 1.0)
     chances = stats.binom.pmf(counts, units, rate)
@@ -210,11 +199,7 @@ def _mixture(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
-    """dp-accounting's privacy loss of the mixture, its inverse found for all values at once.
-
-    The library bisects value by value in Python. An inverse that is off by h makes delta too small by
-    a share of the order of h squared, so the 1e-7 of Newton's method here are far below rounding.
-    """
+    """dp-accounting's privacy loss of the mixture, its inverse found for all values at once."""
 
     def get_delta_for_epsilon(self, epsilon: Any) -> Any:
         if np.ndim(epsilon) == 0:

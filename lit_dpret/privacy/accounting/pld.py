@@ -298,10 +298,7 @@ def read_deltas(distribution: Any, epsilons: Sequence[float]) -> np.ndarray:
 
 @lru_cache(maxsize=1)  # a card reads one distribution at many deltas
 def _masses(distribution: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For each direction the losses from the largest down, and the mass above them under either distribution.
-
-    The masses are those of the 0, 1, 2, ... largest losses, infinity included.
-    """
+    """For each direction the losses from the largest down, and the mass above them under either distribution."""
     both = (distribution._pmf_remove, distribution._pmf_add)
     found = []
     for pmf in both[:1] if distribution._symmetric else both:

@@ -50,12 +50,7 @@ class SamplingLaw(ABC):
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SamplingLaw:
-        """Return the law that `to_dict` wrote, of whichever kind; refuse an unknown kind or field by name.
-
-        Example:
-            >>> SamplingLaw.from_dict({"kind": "poisson", "sample_rate": 0.5})
-            Poisson(sample_rate=0.5)
-        """
+        """Return the law that `to_dict` wrote, of whichever kind; refuse an unknown kind or field by name."""
         law: SamplingLaw = _build(_LAWS, data, "sampling law")
         return law
 
@@ -217,13 +212,7 @@ _RELEASES: dict[str, Any] = {release.kind: release for release in (GaussianRelea
 
 
 def release_from_dict(data: Mapping[str, Any]) -> Release:
-    """Return the release that its ``to_dict`` wrote; refuse an unknown kind or field by name.
-
-    Example:
-        >>> release = GaussianRelease(noise_multiplier=1.0, law=Poisson(sample_rate=0.01), count=3)
-        >>> release_from_dict(release.to_dict()) == release
-        True
-    """
+    """Return the release that its ``to_dict`` wrote; refuse an unknown kind or field by name."""
     release: Release = _build(_RELEASES, data, "release")
     return release
 

@@ -34,12 +34,6 @@ def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tup
 
     A layer is the module that owns a parameter. A parameter that several modules share belongs to the first of them,
     whose name ``named_parameters`` gives it. So every parameter is in one group, and a tied weight counts once.
-
-    Example:
-        >>> group_parameters(["embed.weight", "out.weight", "out.bias"], "per_layer")
-        (('embed.weight',), ('out.weight', 'out.bias'))
-        >>> group_parameters(["embed.weight", "out.weight", "out.bias"], "flat")
-        (('embed.weight', 'out.weight', 'out.bias'),)
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -86,10 +80,6 @@ def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: 
         - ``abadi`` (Abadi et al. 2016, 1607.00133) leaves a gradient within the bound unchanged.
         - ``automatic`` (Bu et al. 2023, 2206.07136, eq. 5) is ``max_grad_norm / (norm + gamma)``.
         - A norm that is not finite gets factor zero, and so does one that would get less than 1e-30.
-
-    Example:
-        >>> clip_factors(torch.tensor([5.0, 0.5]), max_grad_norm=1.0, clip="abadi", gamma=0.01)
-        tensor([0.2000, 1.0000])
     """
     factors = (max_grad_norm / norms).clamp(max=1.0) if clip == "abadi" else max_grad_norm / (norms + gamma)
     return torch.where(norms.isfinite() & (factors >= LEAST_FACTOR), factors, torch.zeros_like(factors))
@@ -107,10 +97,6 @@ def room_for_rounding(
 
     The sensitivity that is charged stays ``bound``. No proof covers how the rounding of the running total over all
     units depends on one of them: that is a property of floating-point mechanisms as such, which the card names.
-
-    Example:
-        >>> round(room_for_rounding(1.0, [torch.zeros(1)]), 6)
-        0.995025
     """
     return bound / (1 + max(rounding[accumulator_dtype(parameter)] for parameter in parameters))
 
@@ -298,10 +284,7 @@ class ClippedSum(ABC):
         return torch.where((factors > 0).all(0), factors, torch.zeros_like(factors))
 
     def stats(self, norms: Tensor, batch: UnitRows, present: Tensor | None = None) -> ClipStats:
-        """Count clipped, dropped and other real units, from norms and ``present`` gradients of ``(groups, units)``.
-
-        Where norms are bounds, zero is no longer zero: which units have a gradient is then said beside.
-        """
+        """Count clipped, dropped and other real units, from norms and ``present`` gradients of ``(groups, units)``."""
         present = norms > 0 if present is None else present
         kept = (self.factors(norms) > 0).any(0)
         above = (norms > self.bound).any(0)

@@ -82,10 +82,7 @@ class Certified:
         return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions) + 2 * math.sqrt(self.absolute)
 
     def note_lengths(self, form: Format, up: float, floor: float) -> None:
-        """Note that (n + floor) times ``up`` bounds a norm whose computed value n goes into the estimate.
-
-        The estimate itself is left as it was computed, so that ways to compute it differ by rounding alone.
-        """
+        """Note that (n + floor) times ``up`` bounds a norm whose computed value n goes into the estimate."""
         # (a + b)^2 is at most (1 + e) a^2 + (1 + 1/e) b^2.
         self.relative = max(self.relative, up**2 * (1 + form.unit) - 1)
         self.absolute += up**2 * floor**2 * (1 + 1 / form.unit)
@@ -243,10 +240,7 @@ class Bounds:
     def _add_pairs(
         self, a: Tensor, gs: Sequence[Tensor], alpha: Tensor, beta: Tensor, *, up: float, folds: int
     ) -> float:
-        """Add the squared norm from pairs, and its error; return what share of the squared spread is missing from that.
-
-        Lengths over ``up`` are (n, 1, T) and (n, parameters, T).
-        """
+        """Add the squared norm from pairs, and its error; return the share of the squared spread missing from that."""
         form, into, positions = self.form, self.into, a.shape[1]
         of_a, of_g = _parts([a]), _parts(gs)
         gamma_a, gamma_g = (form.gamma(max(part.shape[2] for part in parts) + len(parts)) for parts in (of_a, of_g))
@@ -278,10 +272,7 @@ class Bounds:
 
 
 def _rounding_of_lengths(width: int, form: Format) -> tuple[float, float]:
-    """By which factor a norm of so many values may be too small, after something was added to it.
-
-    Squares below the range of the type are lost, which is what is to be added.
-    """
+    """By which factor a norm of so many values may be too small, after something was added to it."""
     return 1 + form.others(width + 8), (8 * width * form.tiny) ** 0.5
 
 

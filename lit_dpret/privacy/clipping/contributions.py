@@ -189,10 +189,7 @@ def rounding_of(uses: Sequence[Contribution], coefficients: Tensor, shape: torch
 
 
 def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[str]]:
-    """Group the names of parameters whose gradients are outer products with the same inputs.
-
-    Same inputs are known by their place in memory; on a device that gives no address (XLA), each parameter is alone.
-    """
+    """Group the names of parameters whose gradients are outer products with the same inputs."""
     found: dict[object, list[str]] = {}
     for name, uses in contributions.items():
         outers = [use for use in uses if isinstance(use, Outer)]
@@ -203,10 +200,7 @@ def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[s
 
 
 def not_zero(values: Tensor) -> list[Tensor | None]:
-    """Return for each row of ``values`` the nonzero places, in order; None if no value is zero.
-
-    It waits for the device once, whatever the number of rows: a `nonzero` for each parameter would wait as often.
-    """
+    """Return for each row of ``values`` the nonzero places, in order; None if no value is zero."""
     counts = values.count_nonzero(dim=1).tolist()
     places = (values == 0).int().argsort(dim=1, stable=True)
     return [None if count == values.shape[1] else row[:count] for row, count in zip(places, counts, strict=True)]

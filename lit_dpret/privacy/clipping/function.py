@@ -58,13 +58,7 @@ class FunctionCall:
         )
 
     def gradients(self, g: Tensor, output: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return gradients of ``parameters`` (by the module's own names), one slice per output row.
-
-        ``g``, ``(rows, ...)``, is the gradient of the summed loss at one of the tensors that the module returned.
-
-        Returns:
-            ``(rows, *shape)`` for every parameter.
-        """
+        """Return gradients, ``(rows, *shape)``, by own parameter name; ``g``, ``(rows, ...)``, is that at an output."""
         mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == len(g) for leaf in self._leaves]
         batched = [leaf for leaf, has_rows in zip(self._leaves, mapped, strict=True) if has_rows]
         # Copies: a module that updates a buffer would update it once for every row.

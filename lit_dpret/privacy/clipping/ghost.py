@@ -122,9 +122,7 @@ class GhostClipping(ClippedSum):
     def norms(self, row_loss: RowLoss, rows: int) -> Tensor:
         """Return the gradient norm of every row separately, ``(rows,)`` in float64, without clipping or summing.
 
-        The exact norm is larger by at most a share of `loose`.
-
-        A row whose loss or gradient is not finite has a norm that is not. Audited as in ``add``.
+        The exact norm is larger by at most a share of `loose`; a broken row's is not finite. Audited as in ``add``.
         """
         batch = self._each_row(rows)
         with torch.enable_grad():

@@ -199,10 +199,7 @@ class Recorder:
         return ids
 
     def _sized_forward(self, module: nn.Module, inputs: slice) -> Forward:
-        """Remember the batch size of a block while it runs: the longest first axis among its inputs.
-
-        Inputs of one axis (cache positions, for one) have no batch.
-        """
+        """Remember the batch size of a block while it runs: the longest first axis among its inputs."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

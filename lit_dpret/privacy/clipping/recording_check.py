@@ -240,11 +240,7 @@ class RecordingCheck:
 
     @contextmanager
     def watching(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> Iterator[list[Layout]]:
-        """Inspect the gradients of the weighted pass as they arrive, without storing them.
-
-        Yields:
-            The layout of every use, complete when the pass is over.
-        """
+        """Inspect the gradients of the weighted pass as they arrive; yields each use's layout, complete at last."""
         attribution = _Attribution(uses, grads, batch)
         layouts: list[Layout] = ["row_by_row"] * len(uses)
         if batch.one_unit:
@@ -345,11 +341,7 @@ def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], l
 
 
 class _Attribution:
-    """Which layouts explain how the gradient at each use follows the units' weights.
-
-    Slices that are not finite say nothing and are passed over: their unit will be dropped. The verdicts stay on the
-    device until all of them are in, and are read at once.
-    """
+    """Which layouts explain how the gradient at each use follows the units' weights."""
 
     def __init__(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> None:
         self.uses, self.grads, self.batch = uses, grads, batch

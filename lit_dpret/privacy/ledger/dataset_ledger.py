@@ -103,16 +103,7 @@ def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: st
 
 
 def covers(reserved: Sequence[Release], planned: Sequence[Release]) -> bool:
-    """Return whether a reservation covers all planned releases of a run.
-
-    Example:
-        >>> from lit_dpret.privacy.accounting.releases import FullBatch
-        >>> ten = [GaussianRelease(noise_multiplier=1.0, law=FullBatch(), count=10)]
-        >>> covers(ten, [GaussianRelease(noise_multiplier=2.0, law=FullBatch(), count=9)])
-        True
-        >>> covers(ten, [GaussianRelease(noise_multiplier=0.9, law=FullBatch(), count=1)])
-        False
-    """
+    """Return whether a reservation covers all planned releases of a run."""
     return len(reserved) == len(planned) and all(
         isinstance(held, GaussianRelease)
         and isinstance(wanted, GaussianRelease)
@@ -211,10 +202,7 @@ class DatasetLedger:
         return self._total(book.entries, self._agreed(book))
 
     def releases(self) -> dict[str, list[Release]]:
-        """Return the charge of each run, by name; runs with one name together.
-
-        What several of them begin with is in each: `total` counts it once.
-        """
+        """Return the charge of each run, by name; runs with one name together."""
         found: dict[str, list[Charge]] = {}
         for entry in DatasetFile.read(self.path).book.entries.values():
             found.setdefault(entry.name, []).append(entry.charge)

@@ -114,10 +114,7 @@ def public_names(sources: Iterable[Any]) -> frozenset[str]:
 
 
 def tells_progress(name: str, value: Any, trainer: Any) -> bool:
-    """Return whether a value logged as Lightning's epoch or step is really that number.
-
-    Lightning shows what a batch logged after its step, so the count may be one behind.
-    """
+    """Return whether a value logged as Lightning's epoch or step is really that number."""
     if name not in ALWAYS or trainer is None or not isinstance(value, (int, float, Tensor)):
         return False
     found = torch.as_tensor(value)
@@ -198,10 +195,7 @@ class ReleaseGate:
         return Position(self.run.run_id, self.run.attempt, self.steps_done)
 
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
-        """Decide where to continue and under which attempt, before the first random draw.
-
-        ``state`` hashes model and optimizer; None where steps cannot be repeated bit by bit.
-        """
+        """Decide where to continue and under which attempt, before the first random draw."""
         self._state = state
         # Before the first coin: the attempt keys them, and it may change here.
         if position is not None:

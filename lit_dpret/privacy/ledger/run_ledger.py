@@ -220,10 +220,7 @@ def recorded_start(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | Non
 
 
 def private_start(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], str] | None:
-    """Return those facts and the mode of that run, ``dp`` or its guarantee; None where it is declared public.
-
-    A run under privacy=none passes on the private runs behind its own start too.
-    """
+    """Return those facts and the mode of that run, ``dp`` or its guarantee; None where it is declared public."""
     start = recorded_start(records)
     if start is None or start["public"]:
         return None

@@ -122,10 +122,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def mark_trained(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = False) -> None:
-    """Add ``runs`` to the marks on all trained parts of ``module``.
-
-    With ``whole`` on all of it: for weights from a file it is not known which of them were trained.
-    """
+    """Add ``runs`` to the marks on all trained parts of ``module``."""
     runs = frozenset(runs)
     if not runs:
         return
@@ -170,10 +167,7 @@ def note_built(module: nn.Module) -> None:
 
 
 def set_later(module: nn.Module) -> list[str]:
-    """Return the names of parameters whose values no constructor in this process set.
-
-    None where the constructor of ``module`` noted nothing.
-    """
+    """Return the names of parameters whose values no constructor in this process set."""
     built = vars(module).get(_BUILT)
     if built is None:
         return []
@@ -230,10 +224,7 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None
 
 
 def remember_loaded(state: Mapping[str, Any], module: nn.Module, runs: Iterable[TrainedIn]) -> None:
-    """Record what a state dict of ``runs`` will load into the trained parameters of ``module``.
-
-    What is frozen, or as some constructor left it, may be what another module begins with.
-    """
+    """Record what a state dict of ``runs`` will load into the trained parameters of ``module``."""
     before = {name: fingerprint(tensor) for name, tensor in weights(module).items() if tensor.requires_grad}
     remember(((name, value) for name, value in state.items() if fingerprint(value) not in _built), before, runs)
 

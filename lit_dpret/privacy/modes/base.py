@@ -136,18 +136,11 @@ class PrivacyMode(ABC):
         return None
 
     def facts(self) -> Mapping[str, Any]:
-        """Return further facts for the card about this mode: public JSON values, by name.
-
-        They are recorded with the plan, before the first step, and stand on the card as ``mechanism.mode_facts``.
-        """
+        """Return further facts for the card about this mode: public JSON values, by name."""
         return {}
 
     def recorded_facts(self) -> dict[str, Any]:
-        """Return `facts` in the form of a ledger, for comparison on a resume.
-
-        Raises:
-            ConfigurationError: A fact is not a JSON value, or its name is not text.
-        """
+        """Return `facts` in the form of a ledger, for comparison on a resume."""
         recorded = {}
         for name, value in self.facts().items():
             try:
@@ -196,10 +189,7 @@ class PrivacyMode(ABC):
         return found
 
     def extra_sums(self) -> dict[str, Tensor]:
-        """Return further coordinates of the logical step's sum, after `take`, from the counts of all ranks.
-
-        Whoever drives a mode puts them among the sums, for the guard and for `privatize`, which noises them.
-        """
+        """Return further coordinates of the logical step's sum, after `take`, from the counts of all ranks."""
         return {}
 
     def forget(self) -> None:

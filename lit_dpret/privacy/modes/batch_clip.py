@@ -34,9 +34,6 @@ class BatchClip(CoupledMode):
         max_grad_norm: L2 bound C on the gradient of one sub-batch's mean loss.
         l2_sensitivity: The total, 2C, in its place.
         sub_batches: Into how many parts a logical batch falls; each is clipped, and they are averaged.
-
-    Raises:
-        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
     """
 
     name: ClassVar[str] = "batch_clip"

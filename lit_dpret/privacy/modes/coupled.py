@@ -50,9 +50,6 @@ class CoupledMode(GaussianMode):
         n_max: Most units of a part, public; null for one that is hardly ever reached. Units beyond it
             are left out of the step, uniformly. Where batches are drawn by coins, that must be next to impossible,
             but under ``add_or_remove`` (`lit_dpret.privacy.accounting.coupled_sensitivity.least_n_max`).
-
-    Raises:
-        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
     """
 
     bounded: ClassVar[Bounded]

@@ -48,9 +48,6 @@ class DPSGD(GaussianMode):
             together by C too (He et al. 2023, 2212.01539). The noise is the same.
         clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing
             the noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
-
-    Raises:
-        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
     """
 
     name: ClassVar[str] = "dp_sgd"

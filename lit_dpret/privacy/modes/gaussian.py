@@ -75,9 +75,6 @@ class GaussianMode(PrivacyMode):
             card then prints the epsilon of all of them together. It changes nothing in the training.
         noise_seed: Key noise and coins with this number instead of the secret, to repeat a run on a CPU bit
             by bit while developing. Whoever knows it can subtract the noise, so the card states no epsilon.
-
-    Raises:
-        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
     """
 
     guarantee: ClassVar[Guarantee] = "dp"
@@ -157,12 +154,7 @@ class GaussianMode(PrivacyMode):
         return budget
 
     def check_request(self, request: SamplingRequest) -> None:
-        """Refuse batches that this mode cannot plan, before any data are read.
-
-        Raises:
-            ConfigurationError: Constants are missing that cannot be derived from a private number of units.
-            UnsupportedAccountingError: No library judges this sampling by this accountant.
-        """
+        """Refuse batches that this mode cannot plan, before any data are read."""
         self._refuse_missing(request)
         law = _DRAWN_SO[request.sampling]
         if request.sampling == "truncated_poisson" and request.cap is not None:
@@ -195,12 +187,6 @@ class GaussianMode(PrivacyMode):
         """Return the plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.
 
         Under ``add_or_remove`` the number of units is private and no part of the plan derives from it.
-
-        Args:
-            request: How batches are to be drawn.
-            units: How many units there are.
-            steps: Logical steps planned.
-            module: What will be trained, where the sensitivity depends on its loss.
         """
 
     def _build_plan(self, request: SamplingRequest, *, units: int, steps: int, **facts: Any) -> PrivacyPlan:
@@ -220,11 +206,7 @@ class GaussianMode(PrivacyMode):
         )
 
     def ledger_of_dataset(self, budget: PrivacyBudget, *, run_dir: Path | None = None) -> DatasetLedger | None:
-        """Return the data-set ledger; None if not configured.
-
-        Raises:
-            ConfigurationError: It lies in the run folder, where no other run would find it.
-        """
+        """Return the data-set ledger; None if not configured."""
         if self.dataset_ledger is None:
             return None
         path = Path(self.dataset_ledger)

@@ -69,9 +69,6 @@ class LogitDP(CoupledMode):
         rows_at_once: Rows that go through the encoder together in the second pass.
         pairs_at_once: With ``pair_ghost``, pairs that go through it together; null for a part's size.
         delta: As for `GaussianMode`; it must be given.
-
-    Raises:
-        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
     """
 
     name: ClassVar[str] = "logit_dp"

@@ -24,16 +24,7 @@ from lit_dpret.settings import require_choice
 
 
 def duplicated_sensitivity(n_max: int, change: Relation) -> float:
-    """Return how far one unit moves a sum of n row gradients of norm at most 1 that all depend on it.
-
-    Example:
-        >>> duplicated_sensitivity(8, "add_or_remove"), duplicated_sensitivity(8, "replace_one")
-        (15.0, 16.0)
-
-    Args:
-        n_max: Rows of the sub-batch at most, the unit's own included.
-        change: ``add_or_remove`` takes the own row out; ``replace_one`` turns it as well.
-    """
+    """Return how far one unit moves a sum of n row gradients of norm at most 1 that all depend on it."""
     # n - 1 other rows turn from one vector to another (2 each); the own row goes (1), or turns as well (2).
     return 2.0 * n_max - (1.0 if change == "add_or_remove" else 0.0)
 
@@ -51,9 +42,6 @@ class PerExampleDuplicated(CoupledMode):
         sub_batches: Into how many parts a logical batch falls. Smaller parts need less noise.
         engine: ``ghost`` or ``vmap``.
         rows_at_once: How many rows, each with its copies of all passages, go through the model together.
-
-    Raises:
-        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
     """
 
     name: ClassVar[str] = "per_example_duplicated"

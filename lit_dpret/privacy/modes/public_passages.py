@@ -39,9 +39,6 @@ class PublicPassages(DPSGD):
         pool_size: How many public passages a step draws as candidates; null for all of them.
         pool_seed: The seed of those draws; public.
         units_at_once: With ``full``, how many units, each row with a copy of the pool, go through the model together.
-
-    Raises:
-        ConfigurationError: An argument is out of range; the message names the ``privacy.`` key.
     """
 
     name: ClassVar[str] = "public_passages"

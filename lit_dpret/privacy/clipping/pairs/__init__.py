@@ -52,11 +52,6 @@ def costs(*, n_max: int, dim: int, positions: int, width: int, shared: bool) -> 
     products add T / h of that (for a pair's joined 2T positions: 2T / h; for a block of d cotangents: (T + d) / h).
     Inner products of all pairs take, for each parameter and in the cheapest way, 2 d^2, 4 d + 250 or 6 T^2 / h
     multiplications, of the 12 n T of a step. ``GHOST``, ``BLOCKS`` and ``INNER`` are what was measured over that count.
-
-    Example:
-        >>> found = costs(n_max=32, dim=384, positions=32, width=512, shared=True)
-        >>> {name: round(cost) for name, cost in found.items()}
-        {'pair_ghost': 45, 'jacobian': 812, 'k_blocks': 812}
     """
     d, t, h = dim, positions, width
     blocks = BLOCKS * d / 3 * (1 + (t + d) / h)
@@ -71,12 +66,6 @@ def choose_norms(
 
     The closed form for a linear head; else the cheapest exact one. The bound of ``k_blocks`` is taken for shared
     parameters only where exact norms cost more than ``EXACT_IS_WORTH`` times as much.
-
-    Example:
-        >>> choose_norms(n_max=16, dim=384, positions=32, width=512)
-        'pair_ghost'
-        >>> choose_norms(n_max=1024, dim=64, positions=32, width=512, shared=False)
-        'k_blocks'
     """
     if linear_head:
         return "linear_head"

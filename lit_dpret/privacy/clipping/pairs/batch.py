@@ -160,11 +160,6 @@ def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Ten
     Guarantees:
         - A factor times its norm is at most ``max_logit_grad_norm``, up to rounding; within the bound it is 1.
         - A norm that is not finite (a broken pair) gets factor zero, and is counted.
-
-    Example:
-        >>> clipped_pair_factors(torch.tensor([[4.0, 0.5], [torch.nan, 1.0]]), 1.0)
-        (tensor([[0.2500, 1.0000],
-                [0.0000, 1.0000]]), 1)
     """
     require_number("privacy", {"max_logit_grad_norm": max_logit_grad_norm})
     # A number over a tensor may be rounded twice, and a norm that is the bound would then get a factor below 1.
@@ -185,10 +180,6 @@ def weighted_backward(
         - The result is the sum over i and j of ``weights[i, j]`` times the gradient of S_ij, whatever ``rows_at_once``.
         - A pair with a broken embedding, or with a weight that is not finite, contributes zero; a row whose
           pairs all weigh zero does not go through the backward pass at all, so its NaN stays with it.
-
-    Returns:
-        One gradient for each name, in fp32 or in float64 where the parameter is. It is clipped only if the weights
-        were; it is private until noise is added.
     """
     if weights.shape != (batch.n, batch.n):
         raise DataError(f"The weights of {batch.n} records have shape {tuple(weights.shape)}; (n, n) expected.")

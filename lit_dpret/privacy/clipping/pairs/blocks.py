@@ -49,12 +49,7 @@ class Reach:
 
 
 class FromJacobians(PairNorms):
-    """Base of the strategies that use the Jacobian of each record.
-
-    Args:
-        shared: Whether the two sides have trainable parameters in common; False is verified.
-        rows_at_once: Records of a side whose factors are held together; default what ``held`` elements allow.
-    """
+    """Base of the strategies that use the Jacobian of each record."""
 
     held = HELD
 

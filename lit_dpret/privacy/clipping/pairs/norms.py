@@ -127,10 +127,7 @@ def _refuse_mixing(side: Side) -> None:
 
 
 class BruteForce(PairNorms):
-    """Each pair separately, keeping all n squared gradients: ``norms=brute_force``, the paper's Algorithm 1.
-
-    The reference. It covers whatever autograd covers, and takes n squared times the parameters of memory.
-    """
+    """Each pair separately, keeping all n squared gradients: ``norms=brute_force``, the paper's Algorithm 1."""
 
     def gradients(self, batch: PairBatch) -> dict[str, Tensor]:
         """Return the gradients of all similarities, (n, n, *shape) for each trainable parameter."""
@@ -181,9 +178,6 @@ class PairGhost(PairNorms):
     A row is a query and a passage, its loss their similarity; the engine reads the norm off the inputs
     and output gradients of both calls, and sums nothing. About 0.9 n ordinary steps, whatever the
     dimension; the audit of the first rows is the engine's.
-
-    Args:
-        pairs_at_once: Rows of one pass; default the larger of n and ``PAIRS_AT_ONCE``, so that memory grows as n.
     """
 
     def __init__(self, module: nn.Module, *, pairs_at_once: int | None = None) -> None:
