@@ -173,10 +173,9 @@ ALONE = 2
 class Draw:
     """One slot of a physical batch: the unit that fills it, and the logical step.
 
-    ``pick`` is a keyed random number that chooses a row where a unit has several and the mode
-    takes one of them per step. ``seed`` is the keyed number by which the global generators are seeded while the rows of
-    the unit are fetched and collated; it follows from attempt, step and unit, and from nobody else's rows. Both say
-    nothing of the secret, and so may go to worker processes.
+    The keyed number ``pick`` chooses a row where a unit has several and the mode takes one. ``seed`` seeds the global
+    generators while its rows are fetched and collated; it follows from attempt, step and unit. Both say nothing of the
+    secret, and so may go to worker processes.
     """
 
     unit: int

@@ -109,7 +109,7 @@ def release_histogram(
     step: int = 0,
     grant: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """Count, announce in the ledger, add noise, and confirm.
+    """Count, announce in the ledger, add noise, and confirm; the noised counts are whole numbers, ``(bins,)``.
 
     The order of ``contributions`` depends on nothing but the unit. ``spec`` is a fingerprint of the bins: another one
     never shares noise with it. ``grant`` is called before a release is announced that the ledger does not hold yet.
@@ -118,8 +118,8 @@ def release_histogram(
         - No unit adds more than ``max_count`` counts, and under a plan of votes more than one to a bin, whatever
           ``contributions`` holds.
         - The ledger on the disk announces the release before its noise is drawn.
-        - Made again after an interruption, on the same counts, it gives the same numbers and is charged once; on
-          other counts or bins it is a release of its own, with fresh noise, and charged as one.
+        - Made again on the same counts, it gives the same numbers and is charged once; on other counts or bins it is a
+          release of its own, with fresh noise, and charged as one.
         - A release that the plan's budget does not cover beside those that the ledger holds is not announced.
     """
     distinct = plan.mode == EVOLUTION  # several votes of one unit for one candidate count once

@@ -154,24 +154,14 @@ class PrivacyPlan:
         """Resolve a request: the law with its cap, and the noise that the budget needs.
 
         Guarantees:
-            - The planned steps stay within the budget: a given noise that would not is refused, with
-              the number of steps that it does allow.
+            - The planned steps stay within the budget: a given noise that would not is refused, with the number of
+              steps that it does allow.
             - The denominator is a public constant: the declared or expected number of units in a batch.
-            - Under ``add_or_remove`` nothing is derived from ``n_public``.
+            - Under ``add_or_remove`` nothing is derived from ``n_public``, which is then None, or a constant that the
+              user declared for a truncated law.
 
-        Args:
-            budget: The guarantee.
-            request: How batches are to be drawn, and its ``duplicates`` and ``unit_by``, where it has them. Where its
-                rate is None, the rate follows from the expected batch size and ``n_public``; where its cap is None, a
-                cap is chosen.
-            steps: Logical steps planned.
-            max_grad_norm: L2 bound on one unit's gradient.
-            n_public: Units in the data set, where that is public. Under ``add_or_remove`` None, or a
-                constant that the user declared for a truncated law.
-            noise_multiplier: Noise over sensitivity; None to calibrate it to the budget.
-            clip_fraction_budget: The share of a step's budget for the count of clipped units; 0 for none.
-            accountant: ``pld``, ``rdp`` or ``prv``.
-            **fields: The fields of `PrivacyPlan` that are taken as they are.
+        Where the rate of the request is None it follows from the expected batch size and ``n_public``; where its cap is
+        None, a cap is chosen. ``fields`` are those of `PrivacyPlan` that are taken as they are.
         """
         require_choice("datamodule.sampling", request.sampling, get_args(SamplingName))
         budget = budget.of_units(request)

@@ -93,24 +93,17 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
     """Draw logical batches by a law and return them as physical batches.
 
     Guarantees:
-        - Under the Poisson laws each unit takes part in each step by a coin of its own; under the
-          truncated law a batch above the cap loses units uniformly, never by file order.
+        - Under the Poisson laws each unit takes part in each step by a coin of its own; under the truncated law a batch
+          above the cap loses units uniformly, never by file order.
         - An empty logical batch is handed out as one physical batch of padding.
         - Under a capped law the number of physical batches per step is constant.
-        - The draw of a step depends on (secret, run, attempt, step) alone: not on the number of
-          workers, nor on where an interrupted run was resumed.
-        - With a coupling, the physical batches of a step are its sub-batches: each drawn unit is assigned to one by a
-          coin of its own, and none holds more than ``n_max`` units. What is left out is chosen uniformly.
+        - The draw of a step depends on (secret, run, attempt, step) alone: not on workers, nor on a resume.
+        - With ``sub_batches``, the physical batches of a step are these: each drawn unit is assigned to one by a coin
+          of its own, and none holds more than the given number of units. What is left out is chosen uniformly.
         - Where it ``scatters``, each drawn unit stands at a place of a physical batch that a coin of its own decides,
           so that it is the same place without another unit, whose number may be private.
-        - All ranks draw the same step and deal it out: unit i of the draw, or sub-batch i where there are
-          sub-batches, goes to rank i modulo their number. Each rank hands out the same number of physical
-          batches, of padding where it has no units, so that none waits for another.
-
-    Args:
-        sub_batches: Into how many sub-batches a logical batch falls, and the most units of one, None for no bound;
-            None to cut it by ``physical_batch_size``.
-        ranks: The processes that share each draw; this one hands out its part.
+        - All ``ranks`` draw the same step and deal it out, by unit or by sub-batch. Each hands out the same number of
+          physical batches, of padding where it has no units, so that none waits for another.
 
     Attributes:
         watched: Whether each batch is compared with what was handed out for it (`require_drawn`).

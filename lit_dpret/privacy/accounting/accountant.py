@@ -119,14 +119,10 @@ class Accountant:
     def max_steps(
         self, release: Release, eps: float, *, already: Iterable[Release] = (), at_most: int = MOST_STEPS
     ) -> int:
-        """Return how many more times ``release`` can be made before epsilon exceeds ``eps``.
+        """Return how many more times ``release``, its ``count`` ignored, can be made before epsilon exceeds ``eps``.
 
-        The ``count`` of ``release`` is ignored.
-
-        Guarantees:
-            - ``epsilon`` of what was made already plus the answer is at most ``eps``, by the same function at the same
-              discretisation, and one release more would pass ``eps`` unless the answer is ``at_most``.
-            - One evaluation where ``at_most`` releases fit.
+        By the same function at the same discretisation as `epsilon`; one release more would pass ``eps`` unless the
+        answer is ``at_most``.
         """
         already = list(already)
 

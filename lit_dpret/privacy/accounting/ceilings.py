@@ -32,18 +32,10 @@ def attack_ceilings(
 ) -> dict[str, Any]:
     """Return upper bounds on the success of any attack on the releases and everything derived from them.
 
-    By ``rdp``, for laws that the PLD does not judge, bounds are looser. ``delta`` decides how far the curve is
-    followed.
-
-    Guarantees:
-        - Every entry is a bound: a coarser search for the minimum could only raise it.
-        - Releases that are not private, or none at all, have the trivial ceilings: certainty, or chance.
-
-    Returns:
-        ``membership_accuracy``: of a test that faces members and non-members equally often;
-        ``tpr_at_fpr``: true positive rates by false positive rate;
-        ``secret_guess``: probability of naming a secret, by the probability of a guess without the releases; 1e-10 is a
-        ten-digit number. Keys are decimal texts, so that the dictionary survives JSON.
+    By ``rdp``, for laws that the PLD does not judge, bounds are looser; without privacy, or without releases, they are
+    certainty, or chance. ``delta`` decides how far the curve is followed. ``membership_accuracy`` is that of a test
+    that faces members and non-members equally often; ``tpr_at_fpr`` and ``secret_guess`` (the probability of naming a
+    secret, by that of a guess without the releases) have decimal texts as keys, which survive JSON.
     """
     releases = list(releases)
     stated = epsilon(releases, delta=delta, neighbours=neighbours, accountant=accountant)

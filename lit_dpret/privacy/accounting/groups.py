@@ -64,19 +64,13 @@ _MOST_TERMS = 4_000_000
 def group_epsilon(
     releases: Iterable[Release], *, delta: float, units: int, neighbours: Neighbours = "zero_out"
 ) -> float:
-    """Return the epsilon of all ``releases`` for a person with up to ``units`` units.
-
-    ``units`` are the most units of one person, or the copies of one text: ``zero_out`` blanks all of them at once,
-    ``add_or_remove`` takes them out.
+    """Return the epsilon of all ``releases`` for a person with up to ``units`` units, or for copies of one text.
 
     Guarantees:
-        - An upper bound, discretised pessimistically.
-        - For one unit it is `epsilon` by ``pld``; it rises with ``units``.
-        - Under Poisson sampling never above what group privacy makes of the curve for one unit
-          (Vadhan 2017, "The Complexity of Differential Privacy", Lemma 2.2).
-        - Without sampling, and under ``shuffle``, that of a noise multiplier divided by ``units``.
-        - Infinite above `LARGEST_EPSILON`, where a release is not private, and where truncation alone
-          uses up ``delta``.
+        - A pessimistically discretised upper bound, rising with ``units``; for one unit it is `epsilon` by ``pld``.
+        - Under Poisson sampling at most what group privacy makes of the curve for one unit (Vadhan 2017, "The
+          Complexity of Differential Privacy", Lemma 2.2); without sampling, that of a noise multiplier over ``units``.
+        - Infinite above `LARGEST_EPSILON`, without privacy, and where truncation alone uses up ``delta``.
     """
     return epsilon_of_several([(releases, units)], delta=delta, neighbours=neighbours)
 

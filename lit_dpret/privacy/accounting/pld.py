@@ -164,10 +164,9 @@ _TILT = 1e-8  # where the tail is exact; it is nearly so for every delta that pe
 def compose_times(distribution: Any, count: int) -> PrivacyLossDistribution:
     """Return the distribution of ``count`` releases; tails above Chernoff's bounds are lost.
 
-    Guarantees:
-        - No loss has less mass than it has in exact arithmetic: what rounding may have taken is added. The library's
-          ``self_compose`` has an error of ``count`` roundoffs anywhere, so at a delta that is no larger its
-          epsilon can be too small.
+    No loss has less mass than in exact arithmetic: what rounding may have taken is added. The library's
+    ``self_compose`` is off by ``count`` roundoffs anywhere, so at a delta that is no larger its epsilon can be too
+    small.
     """
     remove = _times(distribution._pmf_remove.to_dense_pmf(), count)
     if distribution._symmetric:

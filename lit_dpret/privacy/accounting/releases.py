@@ -220,11 +220,8 @@ def release_from_dict(data: Mapping[str, Any]) -> Release:
 def merge(releases: Iterable[Release]) -> list[Release]:
     """Join releases that differ in nothing but ``count``, in order of first appearance.
 
-    Guarantees:
-        - The counts are conserved, and so is epsilon under every accountant. For that reason shuffled
-          releases are joined only where they are whole epochs: the halves of two epochs may hold the
-          same unit, the halves of one do not.
-        - Merging twice is merging once.
+    Epsilon is conserved under every accountant, and so shuffled releases are joined only where they are whole epochs:
+    the halves of two epochs may hold the same unit.
     """
     counts: dict[Release, int] = {}
     merged: list[Release] = []

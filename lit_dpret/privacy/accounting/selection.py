@@ -67,15 +67,11 @@ def selection_epsilon(
 ) -> float:
     """Return the epsilon of the best of a random number of runs, each with these ``releases``.
 
-    A truncated batch is judged as a plain Poisson one, and the chance that truncation gives a unit
-    away in any of the runs (`truncation_delta` times the mean number of runs) is taken from delta.
-    Truncation is decided by coins that are the same on both data sets, and given that it did not
-    happen the number of runs has the same law with a smaller mean.
+    A truncated batch is judged as a plain Poisson one, and the chance that truncation gives a unit away in any of the
+    runs (`truncation_delta` times the mean number of runs) is taken from delta. Truncation is decided by coins that are
+    the same on both data sets; given that it did not happen, the number of runs has the same law with a smaller mean.
 
-    Guarantees:
-        - By Renyi divergences, so never below ``epsilon(..., accountant="rdp")``.
-        - 0 for no release; infinite where one is not private, where epsilon is above `LARGEST_EPSILON`,
-          and where truncation alone uses up ``delta``.
+    By Renyi divergences, so never below ``epsilon(..., accountant="rdp")``, and infinite where that is.
     """
     require_delta(delta)
     releases = list(releases)

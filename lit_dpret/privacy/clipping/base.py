@@ -160,14 +160,12 @@ class ClippedSum(ABC):
     """The sum of clipped unit gradients over the physical batches of one logical step.
 
     Guarantees:
-        - Adding or removing one unit moves the sum by at most ``max_grad_norm`` in L2 norm over
-          all parameters together, the rounding of its own contribution included: units are clipped to a
-          little less (`room_for_rounding`).
-        - Per layer, it moves the sums of each of K layers by at most ``max_grad_norm / sqrt(K)``,
-          which is the same bound for all together.
+        - Adding or removing one unit moves the sum by at most ``max_grad_norm`` in L2 norm over all parameters
+          together, and that of each of K layers, per layer, by at most ``max_grad_norm / sqrt(K)``; the rounding of its
+          own contribution is included (`room_for_rounding`).
         - How a logical batch is split into physical batches does not change the sum.
-        - A masked slot contributes exactly zero; so does a unit whose loss or gradient is not
-          finite. The number of such units is private: no file and no log holds it.
+        - A masked slot contributes exactly zero; so does a unit whose loss or gradient is not finite. The number of
+          such units is private: no file and no log holds it.
         - ``add`` leaves no trace in the module: no hook, no attribute, no ``grad``.
 
     Attributes:

@@ -70,26 +70,22 @@ Contributions = dict[str, list[Contribution]]
 class GhostClipping(ClippedSum):
     """Clip without materialising the gradients; ``privacy.engine=ghost``, the default.
 
-    Covers nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, the norms
-    of T5, Llama, Mistral, Qwen and Gemma, GPT-2's transposed linear layer, T5's relative position bias, the position
-    embeddings of BERT, DistilBERT, RoBERTa, BART and GPT-2, LoRA and tuned prompts of peft, weights tied between any of
-    them, and modules called several times. Everything else that is trainable is refused by name.
+    What it covers stands in docs/privacy.md; everything else that is trainable is refused by name.
 
     Guarantees, beyond those of ``ClippedSum``:
-        - Norms and sums come from the same inputs and output gradients, so passes in bf16 leave a contribution as
-          near to the bound as passes in fp32.
+        - Norms and sums come from the same inputs and output gradients, so passes in bf16 leave a contribution as near
+          to the bound as passes in fp32.
         - What is added for a unit is within the bound, the rounding of its own terms included, if the device adds up
-          products as `arithmetic` assumes; the proof heads `certificate`. Its factor follows from the unit alone, but
-          for the last digits of its norm.
-        - A loss that couples units, a tensor whose first axis is not the batch, and a parameter
-          used outside its module are refused. The first batch and every later change of the
-          pattern of calls go through ``RecordingCheck``; the last of the three is noticed in every batch.
+          products as `arithmetic` assumes. Its factor follows from the unit alone, but for the last digits of its norm.
+        - A loss that couples units, a tensor whose first axis is not the batch, and a parameter used outside its module
+          are refused: in the first batch and after every change of the pattern of calls; the last of them in every
+          batch.
 
     Args:
         verify: Check every batch, for about the cost of one more backward pass each.
         fixed_shapes: Every batch has a fixed shape (`units`), and no branch is taken by a value but in the first
-            batches and in a check, so that XLA compiles one program. A unit whose terms cancel, whose norm
-            would elsewhere be computed again in float64, is clipped by the upper bound of its norm.
+            batches and in a check, so that XLA compiles one program. A unit whose terms cancel, whose norm would
+            elsewhere be computed again in float64, is clipped by the upper bound of its norm.
         **clipping: The arguments of `ClippedSum`.
     """
 
@@ -401,22 +397,19 @@ class GhostClipping(ClippedSum):
 class VmapClipping(GhostClipping):
     """``GhostClipping`` for the layers it covers, torch.func for the rest; ``privacy.engine=vmap``.
 
-    Chosen explicitly, for it costs what ghost clipping saves: one gradient per row in memory, and one more forward and
-    backward pass of those layers.
-
-    A module that owns a trainable parameter without a rule is run again with everything in it, row
-    by row, by ``vmap`` over ``vjp``. Its outputs must be tensors (in lists or dictionaries, if there
-    are several) with the batch on their first axis, and so must those of its inputs that differ
-    between rows: a tensor whose first axis is not the batch is taken for the same in every row.
+    Chosen explicitly, for it costs one gradient per row in memory, and one more forward and backward pass of those
+    layers. A module that owns a trainable parameter without a rule is run again with everything in it, row by row, by
+    ``vmap`` over ``vjp``. Its outputs must be tensors (in lists or dictionaries, if there are several) with the batch
+    on their first axis, and so must those of its inputs that differ between rows: any other is taken for the same in
+    every row.
 
     Guarantees, beyond those of ``GhostClipping``:
-        - In every batch, what such a module gives for a row alone is compared with what it gave in
-          the batch, so a module that mixes rows, with or without a gradient between them, or that
-          does something else when it is run again, is refused.
-        - In every batch gradients are compared with the weights of the units that they are charged
-          to, and in the first one their sum with autograd's, unless a broken unit makes that NaN.
-        - What vmap cannot run is refused with its reason: recurrent layers, randomness (dropout)
-          inside the module, values that decide the control flow, writes into buffers.
+        - In every batch, what such a module gives for a row alone is compared with what it gave in the batch, so one
+          that mixes rows, with or without a gradient between them, or does something else when it is run again, is
+          refused.
+        - In every batch gradients are compared with the weights of the units that they are charged to, and in the first
+          one their sum with autograd's, unless a broken unit makes that NaN.
+        - What vmap cannot run is refused with its reason: recurrent layers, dropout, control flow, writes into buffers.
     """
 
     def __init__(self, module: nn.Module, **clipping: Unpack[ClipSettings]) -> None:

@@ -36,14 +36,13 @@ INSTEAD = "Freeze it with requires_grad_(False), or choose privacy.engine=ghost 
 
 
 class OpacusClipping(ClippedSum):
-    """Clip the per-row gradients of Opacus; ``privacy.engine=opacus``.
+    """Clip the per-row gradients of Opacus, in train mode; ``privacy.engine=opacus``.
 
-    Refused by name: T5's trainable relative position bias (opacus takes the query length for the batch, an error at
-    best and silently wrong norms where the two are equal), trainable embeddings with a ``padding_idx`` (its gradient of
-    the padding row is not zero), trainable layers with buffers, recurrent ones of torch and those whose forward needs
-    more than one tensor (DoRA's), and any parameter whose per-row gradients do not have one slice per row or do not add
-    up to autograd's (position ids broadcast over the batch, rows folded into the batch, a weight used outside its
-    module). The module must be in train mode: opacus records nothing otherwise.
+    Refused by name: T5's trainable relative position bias (opacus takes the query length for the batch), trainable
+    embeddings with a ``padding_idx`` (its gradient of the padding row is not zero), trainable layers with buffers,
+    recurrent ones of torch and those whose forward needs more than one tensor (DoRA's), and any parameter whose per-row
+    gradients do not have one slice per row or do not add up to autograd's (broadcast position ids, folded rows, a use
+    elsewhere).
     """
 
     def __init__(self, module: nn.Module, **clipping: Unpack[ClipSettings]) -> None:

@@ -99,9 +99,6 @@ class RunAccount:
           starts from is counted with it, once for all runs that do, unless that one's run was.
         - From the first reservation until it is settled or closed, no other object reserves for the same
           run: a copy of the run folder cannot go on beside its original.
-
-    Args:
-        earlier: The run whose model this one starts from, where no entry counts it.
     """
 
     def __init__(self, ledger: DatasetLedger, run: PrivateRun, earlier: Sequence[EarlierRun] = ()) -> None:
@@ -156,10 +153,6 @@ class DatasetAccount(RunAccount):
         - The gate grants no step that is not reserved.
         - A run whose steps cost more than it reserved (less noise, another law) reserves again before
           its next step, and is refused where the limit does not cover it.
-
-    Args:
-        steps: The step that the run ends before.
-        earlier: As in `RunAccount`.
     """
 
     def __init__(

@@ -136,24 +136,19 @@ def undeclared_metric(what: str, mode: Any) -> ConfigurationError:
 
 
 class ReleaseGate:
-    """Grant the steps of one run, in order, while the budget covers them.
+    """Grant the steps of one run, in order, while the budget covers them; without a ``plan`` nothing was promised.
 
     Guarantees:
         - No noise is drawn before the ledger on disk says so.
         - A step that would overspend is refused before it runs.
-        - A step is repeated under its old noise only where the state before it and its clipped sum
-          are bit for bit the same.
-        - Batches that the sampler did not draw, or drew out of order, are refused; draws that hold
-          more units than the law allows are charged without amplification and end the run.
-
-    Args:
-        plan: What was promised; None where nothing was (``privacy=none`` and ``synthetic``).
-        reserved_until: See below; 0 until a reservation was made.
+        - A step is repeated under its old noise only where state and clipped sum are bit for bit the same.
+        - Batches that the sampler did not draw, or drew out of order, are refused; draws that hold more units than the
+          law allows are charged without amplification and end the run.
 
     Attributes:
         departures: Steps so far that cost more than planned: less noise, or another law.
-        reserved_until: The step before which the data set's ledger has everything reserved; None
-            where there is no such ledger.
+        reserved_until: The step before which the data set's ledger has everything reserved; None where there is no such
+            ledger, and 0 until a reservation was made.
     """
 
     def __init__(

@@ -296,13 +296,10 @@ class Judged:
 def judge(
     releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: Sequence[Assumption]
 ) -> tuple[Verdict, Sequence[Assumption]]:
-    """Return the claim for these releases and assumptions, and the assumptions.
+    """Return the claim for these releases and assumptions, and those, one more where no accountant judges the law.
 
-    There is one more of them where no accountant can judge the sampling law that ran.
-
-    Where amplification by sampling cannot be claimed, every unit is charged for every step. That
-    bound needs each unit to stand in a batch at most once and the batches of the others to stay as
-    they are, so it is not a bound under ``add_or_remove``, where the number of units changes.
+    Where amplification by sampling cannot be claimed, every unit is charged for every step. That needs each unit to
+    stand in a batch at most once and the batches of the others to stay, so it is no bound under ``add_or_remove``.
     """
     if plan is None or any(isinstance(release, NonPrivateRelease) for release in releases):
         return Verdict("none", None, "nothing"), assumptions

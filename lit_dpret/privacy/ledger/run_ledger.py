@@ -170,13 +170,11 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
 
     Guarantees:
         - Every intent is charged once, with or without a release record; a replay charges nothing.
-        - Where a release states less noise than was intended, the stated noise is charged, and none
-          at all is a ``NonPrivateRelease``; more noise than intended is not credited.
-        - Where a release states another sampling law, that law is charged.
-        - In an attempt whose draws were seen to depart from their law (a ``sampling_departure`` event), every step is
-          charged as if each unit took part in it: no law is known, so no amplification by sampling is.
-        - In an attempt whose data set gave rows of other units than were drawn (a ``units_unknown`` event), every
-          step is a ``NonPrivateRelease``: it is not known how often a unit took part.
+        - Less noise, or another sampling law, than was intended is charged as stated, no noise as a
+          ``NonPrivateRelease``; more noise than intended is not credited.
+        - In an attempt whose draws departed from their law (a ``sampling_departure`` event), every step is charged as
+          if each unit took part in it; in one whose data set gave rows of other units than were drawn
+          (``units_unknown``), every step is a ``NonPrivateRelease``.
         - Under ``Shuffle`` every epoch that was touched in an attempt is charged whole: a resumed attempt shuffles
           again, and half an epoch before and half an epoch after can show one unit twice.
     """

@@ -37,20 +37,14 @@ NOISE = 32
 
 
 class PairNorms(ABC):
-    """Compute the norm of each pair's gradient, or an upper bound.
+    """Compute the norm of each pair's gradient, or an upper bound where not ``exact``.
 
     Guarantees:
-        - ``table(batch)[i, j]`` is at least the norm of the gradient of S_ij over all trainable parameters
-          of the module, up to rounding; with ``exact`` it is that norm.
-        - It depends on records i and j (and the module) alone: a change of another record changes it by
-          rounding at most, and a broken one not at all.
-        - The entries of a broken pair are not finite.
-        - Memory does not grow with n squared times the parameters (``BruteForce`` apart).
-        - Nothing of the module changes.
+        - ``table(batch)[i, j]`` is at least the norm of the gradient of S_ij over all trainable parameters of the
+          module, up to rounding; with ``exact`` it is that norm. The entries of a broken pair are not finite.
+        - It depends on records i and j (and the module) alone: another record changes it by rounding at most.
+        - Memory does not grow with n squared times the parameters (``BruteForce`` apart); the module does not change.
         - Passes run in fp32 (or float64) even under the caller's autocast.
-
-    Attributes:
-        exact: Whether the entries are the norms, and not bounds on them.
     """
 
     exact: bool = True
