@@ -17,8 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_dpret.audit.attacks.federated.requests import Identified, identify_requests, own_texts, pooled
-from lit_dpret.audit.attacks.federated.word_rows import TokenSeparation, moved_rows, separate_tokens
+from lit_dpret.audit.attacks.federated import (
+    Identified,
+    TokenSeparation,
+    identify_requests,
+    moved_rows,
+    own_texts,
+    pooled,
+    separate_tokens,
+)
 from lit_dpret.audit.statistics.error_rates import Rate
 from lit_dpret.audit.statistics.evidence import check_confidence
 from lit_dpret.callbacks import ProgressLine

@@ -179,23 +179,15 @@ def both_ends(scores: CanaryScores) -> list[tuple[int, int]]:
 def guess_extremes(scores: CanaryScores, *, highest: int, lowest: int) -> tuple[int, int]:
     """Guess ``highest`` canaries in and ``lowest`` out; return the numbers of guesses and correct ones.
 
-    Both numbers are to be fixed beforehand. Where a tie straddles the edge, the guesses are taken to be wrong as far
-    as the tie allows, so that no order of input can help.
+    Both numbers are to be fixed beforehand. Ties at the edge count as wrong as they can be (`CanaryScores.highest`).
     """
     check_count("highest", highest)
     check_count("lowest", lowest)
     if highest + lowest > len(scores):
         raise ConfigurationError(f"highest={highest} and lowest={lowest} are more than {len(scores)} canaries.")
-
-    def right_among_highest(wanted: np.ndarray, others: np.ndarray, count: int) -> int:
-        if count == 0:
-            return 0
-        edge = np.sort(np.concatenate([wanted, others]))[-count]
-        return max(int((wanted > edge).sum()), count - int((others >= edge).sum()))
-
-    right = right_among_highest(scores.in_scores, scores.out_scores, highest)
-    right += right_among_highest(-scores.out_scores[::-1], -scores.in_scores[::-1], lowest)
-    return highest + lowest, right
+    upside_down = CanaryScores(-scores.out_scores, -scores.in_scores)
+    sides = ((scores, highest), (upside_down, lowest))
+    return highest + lowest, sum(side.highest(count).tp for side, count in sides if count)
 
 
 def both_ends_audit(scores: CanaryScores, *, delta: float, confidence: float = 0.95) -> Evidence:

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lit_dpret.audit.attacks.federated.requests import identify_requests, nearness, own_texts, traces
-from lit_dpret.audit.attacks.federated.word_rows import moved_rows, separate_tokens
+from lit_dpret.audit.attacks.federated import (
+    identify_requests,
+    moved_rows,
+    nearness,
+    own_texts,
+    separate_tokens,
+    traces,
+)
 from lit_dpret.errors import ConfigurationError, DataError
 
 Floats = NDArray[np.float64]

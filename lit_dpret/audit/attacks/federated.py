@@ -1,8 +1,9 @@
-"""A curious silo: identify the questions behind request rows of other silos.
+"""Attacks by members of a federation on another silo's queries, from the messages that they receive.
 
-A silo holds the same encoder, so it embeds texts that it suspects and compares: embeddings of queries by *nearness*,
+A curious silo embeds texts that it suspects and compares them with request rows: embeddings of queries by *nearness*,
 means of many by *tracing* (Dwork et al. 2015, "Robust Traceability from Trace Amounts"). The suspects are queries of
-the *same* silo that were sent and that were not; told from another silo's, a text would give away only its domain.
+the *same* silo that were sent and that were not. A curious server reads tokens from the word-embedding table: a row
+whose token is in no text of the batch has no gradient (Melis et al. 2019, 1805.04049).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from lit_dpret.audit.attacks.inversion import token_set_f1
 from lit_dpret.audit.attacks.signals import unit_rows
@@ -20,6 +22,13 @@ from lit_dpret.audit.statistics.error_rates import Rate, rate
 from lit_dpret.audit.statistics.metrics import auc
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.errors import ConfigurationError, DataError
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+# How far a table row moves by rounding to float32, as a share of the median row's norm.
+_ROUNDING = 1e-6
+_DEVIATIONS = 6.0
 
 
 def pooled(rates: Sequence[Rate]) -> Rate | None:
@@ -33,9 +42,6 @@ def pooled(rates: Sequence[Rate]) -> Rate | None:
     trials = sum(one.trials for one in rates)
     chance = sum((one.chance or 0.0) * one.trials for one in rates) / trials if len(known) == len(rates) else None
     return rate(sum(one.hits for one in rates), trials, chance=chance, confidence=rates[0].confidence)
-
-
-Floats = NDArray[np.float64]
 
 
 def nearness(rows: Floats, suspects: Floats) -> Floats:
@@ -186,3 +192,101 @@ def own_texts(
     found = np.array([token_set_f1(a, b) for a, b in zip(guessed, theirs, strict=True)])
     blind = [token_set_f1(own[0][place], text) for place, text in zip(drawn, theirs, strict=True)]
     return OwnTexts(similarity=float(found.mean()), control=float(np.mean(blind)), equal=float((found == 1.0).mean()))
+
+
+# -- a curious server: rows of the table of word embeddings
+#
+# Tokens of sentences move rows as well, so evidence about the queries is the difference from tokens of the collection
+# alone. Weight decay moves all rows by one factor: the median over the table.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MovedRows:
+    """The change of each row of a word-embedding table beyond the common change of all rows."""
+
+    # L2 norms, ``(vocabulary,)``. Movements within float32 rounding are set to 0: rounding grows with a row's length,
+    # and would separate frequent from rare words without any update.
+    moved: Floats
+    kept: float  # the factor by which decay multiplied every row, as the update shows it; 1 without decay
+    # Above this a row counts as touched: six robust deviations above the median row, and more than rounding.
+    threshold: float
+
+    def __repr__(self) -> str:
+        return f"MovedRows({len(self.moved)} rows, {int(self.touched.sum())} touched)"
+
+    @property
+    def touched(self) -> NDArray[np.bool_]:
+        return np.asarray(self.moved > self.threshold)
+
+
+def moved_rows(before: Floats, after: Floats) -> MovedRows:
+    """Measure how far an update moved the rows of a table, without weight decay; most rows must be touched by no text.
+
+    ``before`` is the table that the server sent, ``after`` the one that came back, ``(vocabulary, dim)``.
+    """
+    if before.shape != after.shape or before.ndim != 2 or not before.size:
+        raise DataError(f"Tables of shapes {before.shape} and {after.shape} are not two states of one.")
+    squares = np.einsum("ij,ij->i", before, before)
+    rows = squares > 0
+    if not rows.any():
+        raise DataError("Every row of the table is zero, so there is nothing to compare an update with.")
+    kept = float(np.median(np.einsum("ij,ij->i", after[rows], before[rows]) / squares[rows]))
+    least = _ROUNDING * float(np.median(np.sqrt(squares[rows])))
+    moved = np.linalg.norm(after - kept * before, axis=1)
+    moved[moved <= least] = 0.0
+    spread = float(stats.median_abs_deviation(moved, scale="normal"))
+    return MovedRows(moved, kept, max(least, float(np.median(moved)) + _DEVIATIONS * spread))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSeparation:
+    """How well an update distinguishes some tokens from others."""
+
+    tokens: int
+    others: int
+    auc: float  # the probability that one of `tokens` moved further than one of `others`
+    recall: Rate  # the share of `tokens` that stand out
+    precision: Rate | None  # the share of `tokens` among all that stand out; None where nothing does
+
+    @property
+    def prevalence(self) -> float:
+        return self.tokens / (self.tokens + self.others)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens, "others": self.others, "prevalence": self.prevalence, "auc": self.auc,
+            "recall": self.recall.to_dict(), "precision": None if self.precision is None else self.precision.to_dict(),
+        }  # fmt: skip
+
+
+def separate_tokens(
+    rows: MovedRows, tokens: Ids, others: Ids, *, touched_alone: bool = False, confidence: float = 0.95
+) -> TokenSeparation | None:
+    """Distinguish tokens from others by the change of their rows; None if one kind is empty.
+
+    Args:
+        rows: How far the rows moved.
+        tokens: Ids to find, without repetition.
+        others: Ids that must not be named; none of them among ``tokens``.
+        touched_alone: Compare only rows that stand out, to see whether how far a row moved tells more than that it did.
+        confidence: Confidence level of the intervals, which assume independent tokens.
+    """
+    if len(np.intersect1d(tokens, others)):
+        raise DataError("A token is in both groups, so the attack cannot be measured.")
+    for ids in (tokens, others):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(rows.moved)):
+            raise DataError("A token has no row in the table that was attacked: it is of another tokenizer.")
+    if touched_alone:
+        tokens, others = tokens[rows.touched[tokens]], others[rows.touched[others]]
+    if not len(tokens) or not len(others):
+        return None
+    right, wrong = int(rows.touched[tokens].sum()), int(rows.touched[others].sum())
+    base = len(tokens) / (len(tokens) + len(others))
+    scores = CanaryScores(rows.moved[tokens], rows.moved[others])
+    return TokenSeparation(
+        tokens=len(tokens),
+        others=len(others),
+        auc=auc(scores),
+        recall=rate(right, len(tokens), confidence=confidence),
+        precision=rate(right, right + wrong, chance=base, confidence=confidence) if right + wrong else None,
+    )

@@ -1,1 +1,0 @@
-"""Attacks by members of a federation on another silo's queries, from the messages that they receive."""
