@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_dpret.errors import DataError
 from lit_dpret.negatives.base import public_coins
 
 # Takes a table and its sensitivity C, records the release, and returns the table with noise.
@@ -62,8 +61,6 @@ def table_of(
         units: The unit of each row; None makes each row a unit of its own.
     """
     rows = embeddings.detach().double().cpu()
-    if units is not None and len(units) != len(rows):
-        raise DataError(f"{len(rows)} rows have {len(units)} units.")
     kept = torch.isfinite(rows).all(dim=1) & _first_of_unit(units, len(rows))
     bounded = _bounded(rows[kept], plan)
     # By differences: the rounding of matrix products depends on the number of rows, and would move other units' rows.

@@ -8,6 +8,7 @@ number is the place of its name in alphabetical order.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -121,12 +122,6 @@ def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, byt
 
     Shamir, "How to share a secret", 1979. Fewer shares are uniformly distributed, whatever the secret is.
     """
-    if len(secret) != SECRET_BYTES:
-        raise ConfigurationError(f"A secret of {len(secret)} bytes cannot be shared; {SECRET_BYTES} are needed.")
-    if len(set(holders)) != len(holders) or min(holders, default=0) < 1:
-        raise ConfigurationError("The holders of shares need different positive numbers.")
-    if not 1 <= threshold <= len(holders):
-        raise ConfigurationError(f"threshold={threshold} must lie between 1 and {len(holders)}, the number of holders.")
     coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
     return {holder: _value(coefficients, holder).to_bytes(SHARE_BYTES, "big") for holder in holders}
 
@@ -151,10 +146,7 @@ def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
 
 
 def _value(coefficients: list[int], at: int) -> int:
-    total = 0
-    for coefficient in reversed(coefficients):
-        total = (total * at + coefficient) % PRIME
-    return total
+    return functools.reduce(lambda total, one: (total * at + one) % PRIME, reversed(coefficients), 0)
 
 
 ROSTER_SCHEMA = "lit-dpret/federated-roster/1"

@@ -268,8 +268,6 @@ class FedNegatives(DynamicNegatives):
         self, pool: FedPool, *, queries: list[str] | None = None, per_query: int = 10, depth: int = 50, seed: int = 0
     ) -> None:
         super().__init__(per_query=per_query, depth=depth, seed=seed)
-        if pool.lists is not None and (queries is None or len(queries) != len(pool.lists)):
-            raise ConfigurationError("The pool's lists need the ids of the queries that they were made for, in order.")
         self.pool = pool
         self._row_of = {name: row for row, name in enumerate(queries or [])}
 

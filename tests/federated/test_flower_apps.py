@@ -19,7 +19,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.flower.library import Message
-from lit_dpret.federated.flower.payloads import weights_record
+from lit_dpret.federated.flower.payloads import tensors_record
 from lit_dpret.federated.flower.server_app import FlowerFederation
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
@@ -167,7 +167,7 @@ def test_a_server_gets_no_round_and_no_request_that_the_silos_settings_do_not_pl
         "train.personalise": {"epoch": 1},
     }
     for kind, turn in asked.items():
-        reply = run.ask(10, kind, {"weights": weights_record(weights)}, weights=fingerprint(weights), **turn)
+        reply = run.ask(10, kind, {"weights": tensors_record(weights)}, weights=fingerprint(weights), **turn)
         assert reply.error.reason == "DataError (not planned)", kind
     assert not list((tmp_path / "flower" / "client0").glob("stage1-*"))
 

@@ -18,7 +18,7 @@ from masked_silos import MASKED, NAMES, START, Drifts, Masked, credentials, drif
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from lit_dpret.federated.flower.payloads import weights_record
+from lit_dpret.federated.flower.payloads import tensors_record
 from lit_dpret.federated.keys import join, new_identity
 
 CAPPED = replace(MASKED, stage1=replace(MASKED.stage1, weighting="capped", n_hat=20))
@@ -310,7 +310,7 @@ def test_a_server_that_asks_for_both_secrets_of_a_silo_or_a_second_time_is_refus
 
 def test_one_update_is_in_one_sum_though_a_server_begins_the_round_again_with_fewer_silos(tmp_path: Path) -> None:
     run = Masked(tmp_path)
-    content = {"weights": weights_record(START)}
+    content = {"weights": tensors_record(START)}
     facts = {"round": 0, "clients": [1, 2, 3, 4], "attempt": "another"}
     assert not run.ask(10, "train.secagg_setup", content, number=1, **facts).has_error()
     few = run.ask(10, "train.secagg_setup", content, number=1, **{**facts, "clients": [1, 2]})
@@ -377,7 +377,7 @@ def test_a_silo_whose_key_is_not_on_the_others_roster_is_taken_for_somebody_in_t
 
 def test_numbers_of_the_server_that_are_not_the_rosters_are_refused(tmp_path: Path) -> None:
     run = Masked(tmp_path, SIGNED, keys=credentials())
-    content = {"weights": weights_record(START)}
+    content = {"weights": tensors_record(START)}
     for number, clients in ((2, [1, 2, 3, 4, 5]), (1, [1, 2, 3, 4, 9]), (1, [1, 2, 3]), (1, [1, 2, 3, 4, 5, 6])):
         reply = run.ask(10, "train.secagg_setup", content, round=0, attempt="a", number=number, clients=clients)
         assert reply.error.reason == "DataError (bad protocol)"

@@ -28,7 +28,7 @@ from messages import DIM, Run
 from lit_dpret.federated import silo_account
 from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.federated.flower.client_app import unheard
-from lit_dpret.federated.flower.payloads import pool_record, weights_record
+from lit_dpret.federated.flower.payloads import pool_record, tensors_record
 from lit_dpret.federated.negatives import FedPool
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.silo import SiloClient
@@ -162,7 +162,7 @@ class Neighbours:
     def ask_both(self, kind: str, weights: dict[str, Tensor], content: Mapping[str, Any] | None = None,
                  **facts: Any) -> dict[str, Any]:  # fmt: skip
         """What the server hears of both, which is the same."""
-        sent = {"weights": weights_record(weights), **(content or {})}
+        sent = {"weights": tensors_record(weights), **(content or {})}
         one, other = self.hear(kind, sent, weights=fingerprint(weights), **facts)
         assert one == other
         return one
@@ -308,7 +308,7 @@ def test_an_epoch_whose_outcome_stays_here_fails_unheard(promised: bool, tmp_pat
 
     run = Run(tmp_path, PRIVATE if promised else replace(SMALL, stage2=replace(SMALL.stage2, request="none")),
               silo=Breaks)  # fmt: skip
-    content = {"weights": weights_record(run.server.start),
+    content = {"weights": tensors_record(run.server.start),
                "pool": pool_record(FedPool(torch.ones(3, DIM)), send_as=torch.float32)}  # fmt: skip
     reply = run.ask(10, "train.personalise", content, weights=fingerprint(run.server.start), epoch=0)
     assert reply.has_error() is not promised

@@ -194,8 +194,6 @@ def test_lists_belong_to_queries_by_id() -> None:
     lists = torch.arange(len(QUERIES)).unsqueeze(1) * 2 + torch.tensor([[0, 1]])
     pool = FedPool(torch.randn(16, 20, generator=torch.Generator().manual_seed(4)), lists)
     assert chosen(fed(pool, per_query=2, depth=2), 3) == [len(PASSAGES) + 6, len(PASSAGES) + 7]
-    with pytest.raises(ConfigurationError, match="ids of the queries"):
-        FedNegatives(pool, queries=["q0"])
 
 
 def test_a_pool_of_another_model_is_refused() -> None:

@@ -18,7 +18,7 @@ from messages import Run, only_stage1
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, fingerprint
 from lit_dpret.federated.flower.library import Message
-from lit_dpret.federated.flower.payloads import tensors_record, weights_record
+from lit_dpret.federated.flower.payloads import tensors_record
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.storage import Served
 
@@ -38,7 +38,7 @@ class Asking:
         self.start: Weights = self.run.server.start
 
     def ask(self, kind: str, weights: Weights, *, records: dict[str, Any] | None = None, **facts: Any) -> Any:
-        content = {"weights": weights_record(weights), **(records or {})}
+        content = {"weights": tensors_record(weights), **(records or {})}
         return self.run.ask(10, kind, content, weights=fingerprint(weights), **facts)
 
     def train(self, number: int, weights: Weights) -> Any:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, first_line
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.evaluation_mode import evaluation_mode
 
 How = Literal["key_value", "embedding"]
@@ -123,8 +123,6 @@ class PrefixDecoder(nn.Module):
         return [row[: row.index(self.end)] if self.end in row else row for row in rows]
 
     def _logits(self, before: Tensor, embeddings: Tensor | None) -> Tensor:
-        if (embeddings is None) != (self.map is None):
-            raise DataError("A decoder with a map needs embeddings, and one without takes none.")
         if embeddings is None or self.map is None:
             plain: Tensor = self.language_model(input_ids=before, use_cache=False).logits
             return plain

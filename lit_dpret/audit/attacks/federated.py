@@ -62,7 +62,7 @@ def traces(rows: Floats, suspects: Floats) -> Floats:
     ``<x, row - mean of the other suspects there>``: a mean of k unit vectors holds 1/k of each of them and, of a text
     that is not in it, what all such texts have in common. Zeros where there is no row.
     """
-    if not len(nearness(rows, suspects)) or not len(rows):
+    if not len(rows) or not len(suspects):
         return np.zeros(len(suspects))
     unit = unit_rows(suspects)
     place = (unit @ unit_rows(rows).T).argmax(axis=1)
@@ -180,9 +180,6 @@ def own_texts(
 
     ``victims`` and ``own`` are texts with their embeddings, ``(queries, dim)``; ``rows`` are ``(rows, dim)``.
     """
-    for texts, embeddings in (victims, own):
-        if not len(texts) or len(texts) != len(embeddings):
-            raise DataError(f"{len(texts)} texts do not go with {len(embeddings)} embeddings.")
     if not len(rows):
         return None
     unit = unit_rows(rows)
@@ -224,12 +221,8 @@ def moved_rows(before: Floats, after: Floats) -> MovedRows:
 
     ``before`` is the table that the server sent, ``after`` the one that came back, ``(vocabulary, dim)``.
     """
-    if before.shape != after.shape or before.ndim != 2 or not before.size:
-        raise DataError(f"Tables of shapes {before.shape} and {after.shape} are not two states of one.")
     squares = np.einsum("ij,ij->i", before, before)
     rows = squares > 0
-    if not rows.any():
-        raise DataError("Every row of the table is zero, so there is nothing to compare an update with.")
     kept = float(np.median(np.einsum("ij,ij->i", after[rows], before[rows]) / squares[rows]))
     least = _ROUNDING * float(np.median(np.sqrt(squares[rows])))
     moved = np.linalg.norm(after - kept * before, axis=1)
@@ -271,8 +264,6 @@ def separate_tokens(
         touched_alone: Compare only rows that stand out, to see whether how far a row moved tells more than that it did.
         confidence: Confidence level of the intervals, which assume independent tokens.
     """
-    if len(np.intersect1d(tokens, others)):
-        raise DataError("A token is in both groups, so the attack cannot be measured.")
     for ids in (tokens, others):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(rows.moved)):
             raise DataError("A token has no row in the table that was attacked: it is of another tokenizer.")

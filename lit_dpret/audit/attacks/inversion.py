@@ -117,10 +117,6 @@ def embedding_gain(
     tail = check_confidence(confidence) / 2
     check_count("resamples", resamples, least=1)
     with_own, with_other, counts = (np.asarray(part, dtype=np.float64) for part in (own, shuffled, tokens))
-    if with_own.ndim != 1 or not with_own.shape == with_other.shape == counts.shape or len(with_own) < 2:
-        raise DataError(
-            f"Losses of shapes {with_own.shape} and {with_other.shape} and tokens of {counts.shape} are not pairs."
-        )
     gained = with_other - with_own
     weights = np.random.default_rng(seed).multinomial(len(gained), np.full(len(gained), 1 / len(gained)), resamples)
     low, high = np.quantile((weights @ gained) / (weights @ counts), [tail, 1 - tail])
@@ -167,8 +163,6 @@ def token_set_f1(written: str, original: str) -> float:
 
 def recovered(written: Sequence[str], originals: Sequence[str], *, cosines: Sequence[float] | None = None) -> Recovered:
     """Compare reconstructed texts with the originals."""
-    if len(written) != len(originals) or not originals:
-        raise DataError(f"{len(written)} written texts do not go with {len(originals)} originals.")
     return Recovered(
         bleu=corpus_bleu(written, [[text] for text in originals], lower_case=True).score,
         token_f1=float(np.mean([token_set_f1(a, b) for a, b in zip(written, originals, strict=True)])),

@@ -76,8 +76,6 @@ def nearest_scores(queries: Floats, release: Floats, *, nearest: int = 25) -> Fl
 
     ``queries`` and ``release`` are embeddings by an encoder that knows neither, shape ``(texts, dim)``.
     """
-    if nearest < 1:
-        raise ConfigurationError(f"nearest={nearest} must be at least 1.")
     if queries.ndim != 2 or release.ndim != 2 or queries.shape[1:] != release.shape[1:] or not release.size:
         raise DataError(f"Embeddings of shapes {queries.shape} and {release.shape} cannot be compared.")
     made = unit_rows(release)

@@ -93,8 +93,6 @@ def encoder_signals(
     found = _signals(pairs, temperature)
     if reference is None:
         return found
-    if reference.own.shape != pairs.own.shape or (reference.own != pairs.own).any():
-        raise DataError("The reference encoder was given other pairs, or another pool.")
     other = _signals(reference, temperature)
     if reference.queries.shape == pairs.queries.shape:  # distance has a meaning within one space only
         found["shift"] = np.linalg.norm(unit_rows(pairs.queries) - unit_rows(reference.queries), axis=1)
@@ -142,11 +140,6 @@ def generator_signals(
     * ``min_k_plus``: the same after each token's log probability was standardised by mean and deviation of the
       model's next-token distribution (Zhang et al. 2024, arXiv 2404.02936), where the scores have its moments.
     """
-    if not 0 < lowest <= 1:
-        raise ConfigurationError(f"lowest={lowest} must be above 0 and at most 1.")
-    count = len(scores.mask)
-    if len(queries) != count or (reference is not None and len(reference.mask) != count):
-        raise DataError(f"{len(queries)} queries do not go with scores of {count}.")
     loss = scores.per_token()
     sizes = np.array([len(zlib.compress(query.encode("utf-8"))) for query in queries])
     found = {

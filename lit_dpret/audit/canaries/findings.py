@@ -22,7 +22,7 @@ from lit_dpret.audit.statistics.rank_epsilon import (
     top_rank_bound,
     top_rank_one_training,
 )
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 from lit_dpret.privacy.accounting.ceilings import SecretCeiling
 from lit_dpret.privacy.budget import Neighbours
 from lit_dpret.retrieval.statistics import Interval, seed_interval
@@ -266,8 +266,6 @@ def share(shares: Sequence[float]) -> Interval:
 
     Exact where a share is 0 or 1; parts of a training are rounded to the wider side.
     """
-    if not shares:
-        raise ConfigurationError("A share needs at least one training.")
     hits, trials = math.fsum(shares), len(shares)
     low = float(rate_at_least(math.floor(hits + 1e-9), trials, 0.025))
     high = float(rate_at_most(math.ceil(hits - 1e-9), trials, 0.025))

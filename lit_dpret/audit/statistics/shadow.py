@@ -148,14 +148,6 @@ class ShadowMatrix:
     signals: Signals  # by name, each of shape ``(models, texts)``
     included: NDArray[np.bool_]  # whether a model was trained on a text, of the same shape
 
-    def __post_init__(self) -> None:
-        shapes = {value.shape for value in self.signals.values()} | {self.included.shape}
-        if not self.signals or len(shapes) > 1 or self.included.ndim != 2:
-            raise DataError(f"Signals and halves of shadow models must have one shape (models, texts), not {shapes}.")
-        members = self.included.sum(axis=0)
-        if (members == 0).any() or (members == len(self.included)).any():
-            raise DataError("A text was in the training data of all shadow models, or of none: train more of them.")
-
     def __repr__(self) -> str:
         return f"ShadowMatrix{self.included.shape}"
 

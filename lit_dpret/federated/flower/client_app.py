@@ -192,7 +192,7 @@ def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordD
     if client.settings.secure_sum:
         raise DataError("The server asks for an update in clear, under secure_sum=true.", kind="other settings")
     weights = payloads.weights_of(content, _SERVER, like=client.model[0])
-    return payloads.answer(weights=payloads.weights_record(client.train_shared(weights, payloads.whole(head, "round"))))
+    return payloads.answer(weights=payloads.tensors_record(client.train_shared(weights, payloads.whole(head, "round"))))
 
 
 # -- stage 1 by a secure sum -------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower.library import Grid, Message, RecordDict
-from lit_dpret.federated.flower.payloads import digest_of, envelope, head_of, payload_bytes, weights_record
+from lit_dpret.federated.flower.payloads import digest_of, envelope, head_of, payload_bytes, tensors_record
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.settings import is_whole
 
@@ -73,7 +73,7 @@ class ConnectedSilos:
         wanted = fingerprint(weights)
         content = self.message(records, weights=wanted, **facts)
         if self.lacks(name, wanted):
-            content["weights"] = weights_record(weights)
+            content["weights"] = tensors_record(weights)
         return content
 
     def lacks(self, name: str, what: str) -> bool:

@@ -77,7 +77,7 @@ class MaskedRound:
     def gather(self) -> None:
         """Run phases 1 to 3: collect the masked vectors."""
         self._need(len(self.numbers), "are there", least=self.least)  # before one of them trains for nothing
-        sent, clients = {"weights": payloads.weights_record(self.weights)}, list(self._plan.clients)
+        sent, clients = {"weights": payloads.tensors_record(self.weights)}, list(self._plan.clients)
         contents = {
             name: self._message(sent, round=self.number, number=number, clients=clients)
             for name, number in self.numbers.items()

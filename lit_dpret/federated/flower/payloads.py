@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import ConfigurationError, DataError, in_words, schema_problem
+from lit_dpret.errors import DataError, in_words, schema_problem
 from lit_dpret.federated.aggregation import Weights, check_weights
 from lit_dpret.federated.flower.library import Array, ArrayRecord, ConfigRecord, RecordDict
 from lit_dpret.federated.keys import KEY_BYTES, SHARE_BYTES, SIGNATURE_BYTES
@@ -68,17 +68,6 @@ def digest_of(settings: PddAs2) -> str:
 
 
 # -- weights and request rows ------------------------------------------------------------------
-
-
-def weights_record(weights: Mapping[str, Tensor]) -> ArrayRecord:
-    """Encode weights."""
-    odd = next((name for name, value in weights.items() if value.dtype not in _FLOATS), None)
-    if odd is not None:
-        raise ConfigurationError(
-            f"{odd!r} is {weights[odd].dtype}: only float16 and float32 weights travel between clients and server. "
-            "Leave buffers out (lit_dpret.federated.aggregation.take_weights)."
-        )
-    return tensors_record(weights)
 
 
 def weights_of(content: RecordDict, whose: str, *, like: Mapping[str, Tensor]) -> Weights:

@@ -19,7 +19,7 @@ from lit_dpret.federated.federation import Federation, FedResult
 from lit_dpret.federated.flower.connected import ConnectedSilos
 from lit_dpret.federated.flower.exchanges import MaskedRound, Relay
 from lit_dpret.federated.flower.library import Context, Grid, RecordDict, ServerApp
-from lit_dpret.federated.flower.payloads import SCHEMA, weights_of, weights_record
+from lit_dpret.federated.flower.payloads import SCHEMA, tensors_record, weights_of
 from lit_dpret.federated.settings import PHASES, PddAs2, Phase
 from lit_dpret.files import write_whole
 from lit_dpret.progress import ProgressLine
@@ -69,7 +69,7 @@ class FlowerFederation(Federation):
                 masked = MaskedRound(self.silos, names, weights, number, least=self.min_clients)
                 found, self.result.rounds[number] = masked.run(self.folder / f"unmasking-{number:03}.json")
             return found
-        sent = {"weights": weights_record(weights)}
+        sent = {"weights": tensors_record(weights)}
         contents = {name: self.silos.message(sent, round=number) for name in names}
         updates = self.silos.ask(
             "train.stage1",

@@ -47,10 +47,7 @@ def test_a_dot_product_encoder_is_compared_by_dot_products() -> None:
     np.testing.assert_allclose(encoder_signals(pairs, temperature=1.0)["logit"][1], 15.0 - math.log(2.0))
 
 
-def test_a_reference_with_other_pairs_or_a_temperature_of_zero_is_refused() -> None:
-    other = EncodedPairs(PAIRS.queries, PAIRS.passages, PAIRS.pool, ~PAIRS.own, True)
-    with pytest.raises(DataError, match="another pool"):
-        encoder_signals(PAIRS, reference=other)
+def test_a_temperature_of_zero_and_a_pool_of_the_pairs_own_passage_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="temperature=0"):
         encoder_signals(PAIRS, temperature=0)
     with pytest.raises(DataError, match="only the passage of a pair"):

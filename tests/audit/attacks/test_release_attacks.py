@@ -46,8 +46,6 @@ def test_nearest_scores_are_the_mean_of_the_highest_cosines() -> None:
 def test_embeddings_of_two_spaces_are_refused() -> None:
     with pytest.raises(DataError, match="cannot be compared"):
         nearest_scores(np.ones((1, 2)), np.ones((1, 3)))
-    with pytest.raises(ConfigurationError, match="nearest=0"):
-        nearest_scores(np.ones((1, 2)), np.ones((1, 2)), nearest=0)
 
 
 def test_repetition_is_exact_but_for_case_and_punctuation_or_by_a_share_of_ngrams() -> None:

@@ -47,13 +47,6 @@ def test_an_odd_number_of_models_or_too_few_are_refused(models: int) -> None:
         balanced_halves(10, models, seed=0)
 
 
-def test_a_text_in_all_models_or_in_none_is_refused() -> None:
-    with pytest.raises(DataError, match="all shadow models, or of none"):
-        ShadowMatrix({"loss": np.zeros((4, 2))}, np.ones((4, 2), dtype=bool))
-    with pytest.raises(DataError, match="one shape"):
-        ShadowMatrix({"loss": np.zeros((4, 3))}, balanced_halves(2, 4, seed=0))
-
-
 def test_signals_outside_are_those_of_models_without_the_text() -> None:
     included = balanced_halves(20, 6, seed=1)
     matrix = ShadowMatrix({"loss": np.where(included, 1.0, -np.arange(1, 121).reshape(6, 20))}, included)

@@ -11,7 +11,7 @@ from scipy.stats import binom
 
 from lit_dpret.audit.canaries.findings import ALARM, POOLED, Limits, Outcome, cells_of, share
 from lit_dpret.audit.statistics.rank_epsilon import mean_rank_bound, top_rank_bound, top_rank_one_training
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import DataError
 
 KINDS = ("digits", "own_passage", "random_passage")
 
@@ -137,5 +137,3 @@ def test_an_outcome_is_read_from_what_was_stored_and_mixed_files_are_refused() -
 def test_a_table_of_nothing_is_refused() -> None:
     with pytest.raises(DataError):
         cells_of([], candidates=100, limits={})
-    with pytest.raises(ConfigurationError):
-        share([])
