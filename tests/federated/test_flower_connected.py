@@ -8,15 +8,20 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
+import torch
 from in_process_grid import SUPERLINK_NODE_ID, InProcessGrid, acting_as
 
 from lit_dpret.errors import DataError
+from lit_dpret.federated.aggregation import fingerprint
 from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import FedResult
+from lit_dpret.federated.flower import payloads
 from lit_dpret.federated.flower.connected import ConnectedSilos
-from lit_dpret.federated.flower.library import ClientApp, Context, Message, RecordDict
+from lit_dpret.federated.flower.library import Array, ArrayRecord, ClientApp, ConfigRecord, Context, Message, RecordDict
 from lit_dpret.federated.flower.payloads import envelope
+from lit_dpret.federated.negatives import Block, FedPool, merge_lists, respond
 from lit_dpret.federated.settings import PddAs2
+from lit_dpret.retrieval.search import MISSING
 
 app = ClientApp()
 
@@ -86,3 +91,102 @@ def test_a_federation_whose_silos_do_not_come_is_not_waited_for_forever() -> Non
     grid, roster = federation("a")
     with pytest.raises(DataError, match=r"1 silos are there after 0 seconds, and federated\.min_clients=2"):
         roster.connect(grid, 2)
+
+
+# -- the content of messages
+
+
+MODEL = {"w": torch.randn(3, 2), "b": torch.zeros(2), "none": torch.empty(0, 4)}
+
+
+def with_weights(weights: dict[str, torch.Tensor]) -> RecordDict:
+    content = payloads.envelope(round=1)
+    content["weights"] = payloads.tensors_record(weights)
+    return content
+
+
+def changed(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**MODEL, **tensors}
+
+
+def test_weights_come_out_as_they_went_in() -> None:
+    found = payloads.weights_of(with_weights(MODEL), "client 'a'", like=MODEL)
+    assert set(found) == set(MODEL) and all(torch.equal(found[name], MODEL[name]) for name in MODEL)
+    assert fingerprint(found) == fingerprint(MODEL) != fingerprint(changed(b=torch.ones(2)))
+
+
+def test_an_integer_buffer_is_not_taken() -> None:
+    content = payloads.envelope()
+    content["weights"] = ArrayRecord({"w": Array(torch.arange(3).numpy())})
+    with pytest.raises(DataError, match=r"client 'a': 'w' is torch\.int64"):
+        payloads.weights_of(content, "client 'a'", like={"w": torch.zeros(3)})
+
+
+def test_weights_that_are_not_of_the_model_are_refused_by_name() -> None:
+    for wrong, named in ((changed(w=torch.zeros(2, 3)), "'w'"), (changed(b=torch.tensor([0.0, float("inf")])), "'b'")):
+        with pytest.raises(DataError, match=f"client 'a': {named}"):
+            payloads.weights_of(with_weights(wrong), "client 'a'", like=MODEL)
+
+
+def test_bytes_that_are_no_array_are_refused_and_never_unpickled() -> None:
+    content = payloads.envelope()
+    content["weights"] = ArrayRecord({"w": Array("float32", (3,), "numpy.ndarray", b"\x80\x04N.")})
+    with pytest.raises(DataError, match="client 'a': 'weights' holds an array that cannot be read"):
+        payloads.weights_of(content, "client 'a'", like={"w": torch.zeros(3)})
+
+
+def test_a_message_of_a_newer_format_or_of_none_is_refused() -> None:
+    assert payloads.head_of(payloads.envelope(round=3), "the server")["round"] == 3
+    newer = RecordDict({"head": ConfigRecord({"schema": payloads.SCHEMA.replace("/1", "/2")})})
+    with pytest.raises(DataError, match=r"client 'a' cannot be read: .*federated-message/2"):
+        payloads.head_of(newer, "client 'a'")
+    with pytest.raises(DataError, match="its schema is None"):
+        payloads.head_of(RecordDict(), "client 'a'")
+
+
+def test_an_answer_and_a_pool_come_out_as_they_went_in() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, candidates = torch.randn(5, 4, generator=generator), torch.randn(9, 4, generator=generator)
+    block = respond("b", queries, candidates, 3)
+    content = payloads.envelope()
+    content["block"] = payloads.tensors_record(block.parts)
+    found = payloads.block_of(content, "b", rows=5, dim=4, limit=3)
+    for part in ("embeddings", "starts", "entries"):
+        assert torch.equal(getattr(found, part), getattr(block, part))
+    pool = merge_lists([block], queries, 4)  # one place more than was answered: MISSING in every list
+    content["pool"] = payloads.pool_record(pool, send_as=torch.float16)
+    back = payloads.pool_of_record(content, "the server", dim=4, rows=5)
+    assert pool.lists is not None and back.lists is not None and bool((pool.lists[:, 3] == MISSING).all())
+    assert torch.equal(back.embeddings, pool.embeddings) and torch.equal(back.lists, pool.lists[:, :3])
+    content["pool"] = payloads.pool_record(FedPool(pool.embeddings), send_as=torch.float16)
+    bare = payloads.pool_of_record(content, "the server", dim=4, rows=None)
+    assert bare.lists is None and torch.equal(bare.embeddings, pool.embeddings)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Block("x", torch.randn(2, 3), torch.tensor([0, 1]), torch.zeros(1)), "'b'.*entries is of the wrong type"),
+        (Block("x", torch.randn(2, 3), torch.tensor([0, 2]), torch.tensor([0, 1])), "client 'b'.*at most 1 for each"),
+    ],
+)
+def test_an_answer_is_checked_under_the_name_of_who_gave_it(block: Block, message: str) -> None:
+    """What `Block.check` refuses stands in `test_negatives`."""
+    content = payloads.envelope()
+    content["block"] = payloads.tensors_record(block.parts)
+    with pytest.raises(DataError, match=message):
+        payloads.block_of(content, "b", rows=1, dim=3, limit=1)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(2, 3), torch.zeros(2), torch.full((1, 4), float("nan")), torch.full((1, 4), 1e20)]
+)
+def test_request_rows_of_wrong_shape_or_without_values_are_refused_and_no_rows_are_a_request(
+    rows: torch.Tensor,
+) -> None:
+    content = payloads.envelope()
+    content["rows"] = payloads.tensors_record({"rows": rows})
+    with pytest.raises(DataError, match="The request of client 'a'"):
+        payloads.rows_of(content, "client 'a'", dim=4)
+    content["rows"] = payloads.tensors_record({"rows": torch.empty(0, 4)})
+    assert payloads.rows_of(content, "client 'a'", dim=4).shape == (0, 4)

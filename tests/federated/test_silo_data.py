@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_silos import maker
 
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.silo_folder import Silo, SiloQuery, read_silo, silo_folders, write_silos
-from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.data import planted_silos, planted_words, section_of, sentence_spans, silos_by_domain
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.federated.data import (
+    planted_silos,
+    planted_words,
+    pseudo_silo,
+    section_of,
+    sentence_spans,
+    silos_by_domain,
+)
 from lit_dpret.federated.data.planted import Planted, meaning
 from lit_dpret.federated.data.questions import (
     Question,
@@ -24,6 +35,10 @@ from lit_dpret.federated.data.questions import (
     squad_json,
     story_id,
 )
+from lit_dpret.federated.settings import PddAs2, Stage1
+from lit_dpret.federated.systems import System, trained_alone
+from lit_dpret.tasks import BuildSilos
+from lit_dpret.tasks.parts import Parts
 
 SIZE = Planted(clients=2, entities=6)
 
@@ -283,3 +298,107 @@ def test_common_entities_are_told_of_everywhere_and_no_two_clients_tell_the_same
         assert {len(query.positives) for query in silo.queries if query.split == "test"} == {2}
     with pytest.raises(ConfigurationError, match="divides attributes=6"):
         Planted(clients=3, attributes=6, told=3, common=True)
+
+
+# -- task=build_silos
+
+
+def build(run: Path, **settings: Any) -> Path:
+    nothing: Any = None
+    BuildSilos(**settings).run(Parts(run, nothing, nothing, nothing, nothing))
+    return run / "silos"
+
+
+def test_planted_silos_are_written_and_their_sizes_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = build(tmp_path, source="planted", planted={"clients": 2, "entities": 5})
+    assert list(silo_folders(out)) == ["client0", "client1"] and "| client0 |        5 |" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="nothing is overwritten"):
+        build(tmp_path, source="planted")
+
+
+def test_silos_that_are_there_are_not_built_again_on_resume_and_another_source_is_refused(tmp_path: Path) -> None:
+    nothing: Any = None
+    out = build(tmp_path, source="planted", planted={"clients": 2, "entities": 5})
+    made = (out / "manifest.json").stat().st_mtime_ns
+    again = Parts(tmp_path, nothing, nothing, nothing, nothing, resume=True)
+    assert BuildSilos(source="planted").run(again) == {"clients": 2.0}
+    assert (out / "manifest.json").stat().st_mtime_ns == made
+    with pytest.raises(ResumeError, match="was built of planted, not insuranceqa"):
+        BuildSilos(source="insuranceqa").run(again)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"source": "yahoo"}, "task.source='yahoo' is not one of"),
+        ({"source": "newsqa"}, "needs task.newsqa"),
+        ({"source": "newsqa", "newsqa": "x.json"}, "needs task.cnn_urls"),
+        ({"source": "medquad"}, "needs task.folder"),
+        ({"source": "planted", "planted": {"clints": 3}}, "clints"),
+        ({"source": "planted", "planted": {"told": 2, "questions": 3}}, "questions=3, told=2"),
+    ],
+)
+def test_a_source_that_cannot_be_built_is_refused_before_anything_is_read(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        BuildSilos(**settings)
+
+
+def test_squad_comes_from_its_json_too(tmp_path: Path) -> None:
+    paragraphs = [
+        {"context": f"It began in {i}. It ended in {i + 50}.",
+         "qas": [{"id": f"q{i}", "question": "When?", "answers": [{"answer_start": 12, "text": str(i)}]}]}
+        for i in range(10, 40)
+    ]  # fmt: skip
+    (tmp_path / "dev-v1.1.json").write_text(json.dumps({"data": [{"title": "Old War", "paragraphs": paragraphs}]}))
+    out = build(tmp_path / "run", source="squad", folder=tmp_path / "dev-v1.1.json", clients=1, min_train=5, min_test=1)
+    silo = read_silo(silo_folders(out)["Old-War"])
+    assert all(silo.sentences[sid].startswith("It began") for query in silo.queries for sid in query.positives)
+
+
+# -- questions made of a silo's own sentences
+
+
+def with_other_questions(silo: Silo) -> Silo:
+    """The same silo, with other people's train questions and other answers to them."""
+    first = next(iter(silo.sentences))
+    others = [SiloQuery(f"other-{i}", f"nothing alike {i}", (first,), "train") for i in range(3)]
+    return replace(silo, queries=[*others, *(query for query in silo.queries if query.split != "train")])
+
+
+@pytest.fixture
+def silo() -> Silo:
+    return planted_silos(SIZE)[0]
+
+
+def test_every_passage_is_asked_for_in_the_words_of_the_sentence_that_answers(silo: Silo) -> None:
+    made = [query for query in pseudo_silo(silo).queries if query.split == "train"]
+    assert len(made) == len({silo.passage_of[query.positives[0]] for query in made}) == len(silo.passages)
+    for query in made:
+        (answer,) = query.positives
+        assert set(query.text.split()) <= set(silo.sentences[answer].lower().split())
+
+
+def test_no_train_question_has_a_say_and_the_others_stay_to_measure_with(silo: Silo) -> None:
+    made = pseudo_silo(silo)
+    assert made == pseudo_silo(with_other_questions(silo))
+    assert [query for query in made.queries if query.split != "train"] == [
+        query for query in silo.queries if query.split != "train"
+    ]
+    assert not {query.text for query in made.queries if query.split == "train"} & {
+        query.text for query in silo.queries if query.split == "train"
+    }
+    assert (made.sentences, made.passages) == (silo.sentences, silo.passages)
+
+
+def test_what_trains_on_them_is_the_same_whoever_asked_and_leaves_no_copy(tmp_path: Path) -> None:
+    own = PddAs2(stage1=Stage1(warmup_rounds=0, rounds=1, batch_size=4, bm25_n=1, static_n=1, top_k=4, lr=3e-3))
+
+    def reached(system: System, change: Callable[[Silo], Silo]) -> dict[str, dict[str, list[float]]]:
+        folder = tmp_path / system / change.__name__
+        silos = silo_folders(write_silos(folder / "silos", map(change, planted_silos(SIZE)), facts={}))
+        found = trained_alone(system, own, silos, maker(SIZE), folder / "state", split="test")
+        assert not (folder / "state" / "data").exists()
+        return {name: {metric: [*values] for metric, values in of.items()} for name, of in found.items()}
+
+    trained = reached("pseudo_queries", replace)
+    assert trained == reached("pseudo_queries", with_other_questions) != reached("zero_shot", replace)
