@@ -140,13 +140,6 @@ def test_a_sum_of_fewer_than_the_roster_is_refused_since_the_server_would_choose
         Client(session, 1, identity=server.identities[1], roster=server.clients[1]._roster)
 
 
-def test_the_default_threshold_stands_a_third_of_colluders() -> None:
-    for n in range(3, 40):
-        session = Session(name="s", clients=tuple(range(1, n + 1)))
-        assert session.colluders >= (n - 1) // 3 or n < 7
-        assert 0 <= session.colluders < 2 * session.threshold - n and session.threshold - session.colluders >= 2
-
-
 # -- by messages --------------------------------------------------------------------------------
 
 

@@ -437,6 +437,8 @@ def test_what_is_not_set_follows_from_the_budget() -> None:
     assert held.stage2.request == "dp_centroid" and held.stage2.response == "public" and held.seed == 3
     masked = FederationPlan(silos="planted", secure_sum=True, stage1={"n_hat": 50}).settings(0)
     assert masked.stage1.weighting == "capped"
+    robust = FederationPlan(silos="planted", stage1={"aggregation": "median"}, update_norm=None).settings(0)
+    assert robust.stage1.weighting == "uniform" and robust.update_norm is None
 
 
 def test_the_config_names_every_setting_and_its_defaults_are_the_papers() -> None:

@@ -24,7 +24,8 @@ from lit_dpret.federated.fitting import TowardsAnchor, fit_epochs
 from lit_dpret.federated.negatives import FedNegatives, FedPool
 from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
-from lit_dpret.federated.silo import SiloClient, public_places
+from lit_dpret.federated.silo import SiloClient
+from lit_dpret.federated.synthetic import public_sentences
 from lit_dpret.federated.transport import InProcessFederation
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.ledger.dataset_file import DatasetFile
@@ -273,7 +274,7 @@ def test_nothing_that_leaves_under_a_budget_is_made_of_texts_that_were_embedded_
     run = federation(tmp_path, settings)
     declare_public(tmp_path, count=3)
     client = run.clients["client0"]
-    public = {client.collection.texts[place] for place in public_places(client.folder, client.collection)}
+    public = set(public_sentences(client.folder).values())
     monkeypatch.setattr(TextEncoder, "encode", noted)
     rows = client.request(run.start, 0)
     client.serve(run.start, rows, refresh=0)
@@ -289,14 +290,6 @@ def test_an_answer_that_rests_on_a_declaration_is_refused_without_it(
     with pytest.raises(DataError, match=message):
         run = federation(tmp_path, replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none", response=response)))
         run.clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
-
-
-def test_public_answers_are_made_of_public_sentences_alone(tmp_path: Path) -> None:
-    federation(tmp_path, PRIVATE)
-    declare_public(tmp_path, count=3)
-    run = federation(tmp_path, PRIVATE)
-    block = run.clients["client1"].serve(run.start, torch.randn(5, 16), refresh=0)
-    assert len(block.embeddings) <= 3
 
 
 @pytest.mark.slow

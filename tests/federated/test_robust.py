@@ -30,7 +30,6 @@ from lit_dpret.federated.aggregation import (
     updates_needed,
     weighted_mean,
 )
-from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.secure_mean import FixedPoint, mean_of
 from lit_dpret.federated.settings import PddAs2, Stage1
 from lit_dpret.federated.silo import SiloClient
@@ -116,11 +115,6 @@ def test_too_few_silos_for_a_rule_are_refused_before_anything_is_trained(tmp_pat
     start, updates = some(4)
     with pytest.raises(DataError, match=r"federated\.stage1\.aggregation"):
         combined(start, updates, rule("krum"))
-
-
-def test_a_plan_weighs_all_silos_alike_where_a_rule_does() -> None:
-    plan = FederationPlan(silos="planted", stage1={"aggregation": "median"}, update_norm=None)
-    assert plan.settings(0).stage1.weighting == "uniform" and plan.settings(0).update_norm is None
 
 
 # -- the bound ----------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ def test_a_broken_ledger_or_another_runs_state_is_found_before_the_silo_starts(t
     ({"--root-certificates": "/no/ca"}, "--root-certificates=/no/ca cannot be read"),
     ({"--insecure": ""}, "--insecure goes without TLS, and --key needs it"),
     ({"--settings": "/no/settings"}, "--settings=/no/settings cannot be read"),
+    ({"--settings": None}, "needs --settings FILE"),
     ({"--port": "many"}, "argument --port: invalid int value"),
 ])  # fmt: skip
 def test_what_cannot_connect_is_refused_by_the_option(
@@ -208,11 +209,6 @@ def test_a_silo_of_a_roster_needs_its_signing_key_and_the_list_and_makes_the_key
     write_roster(roster, {"client0": "33" * 32, "client1": "11" * 32, "client2": "22" * 32})
     with pytest.raises(ConfigurationError, match="client0"):
         check_silo(whole)
-
-
-def test_without_a_document_nothing_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigurationError, match="needs --settings FILE"):
-        silo_command(["--check"])
 
 
 def test_a_folder_that_is_no_silo_and_a_flower_that_is_not_there_are_named(

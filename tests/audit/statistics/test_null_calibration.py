@@ -81,13 +81,3 @@ def test_ranks_without_leakage_are_rarely_evidence_and_low_ones_are(name: str) -
     found = [ON_RANKS[name](rng.integers(1, 101, 100)).eps_lower > 0 for _ in range(EXPERIMENTS)]
     assert np.mean(found) <= MOST
     assert ON_RANKS[name](np.minimum(rng.integers(1, 101, 100), rng.integers(1, 101, 100)) // 2 + 1).eps_lower > 0
-
-
-def test_a_true_claim_is_rarely_contradicted_by_a_mechanism_that_spends_it() -> None:
-    """By randomised response."""
-    rng = np.random.default_rng(11)
-    right = rng.binomial(400, 1 / (1 + math.exp(-1.0)), EXPERIMENTS)
-    bounds = {
-        k: one_run_counts(canaries=400, guesses=400, correct=k, delta=0.0).eps_lower for k in map(int, np.unique(right))
-    }
-    assert np.mean([bounds[int(k)] > 1.0 for k in right]) <= MOST

@@ -211,21 +211,16 @@ def test_numbers_that_are_none_are_refused_by_name(function: Any, settings: dict
         function(**settings)
 
 
-@pytest.mark.parametrize("ranks", [[], [0], [11], [1.5], [float("nan")], [[1, 2]]])
-def test_ranks_that_are_none_are_refused(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        *((mean_rank_bound, (ranks,)) for ranks in ([], [0], [11], [1.5], [float("nan")], [[1, 2]])),
+        *((function, (1.0, references)) for function in (rank, extrapolated_exposure)
+          for references in ([], [1.0, float("nan")], [[1.0]])),
+        (rank, (float("nan"), [1.0])),
+        (extrapolated_exposure, (1.0, [2.0, 2.0])),
+    ],
+)  # fmt: skip
+def test_ranks_and_perplexities_that_are_none_are_refused(function: Any, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(DataError):
-        mean_rank_bound(ranks, candidates=10)
-
-
-@pytest.mark.parametrize("references", [[], [1.0, float("nan")], [[1.0]]])
-def test_references_that_are_none_are_refused(references: Any) -> None:
-    for function in (rank, extrapolated_exposure):
-        with pytest.raises(DataError):
-            function(1.0, references)
-
-
-def test_a_secret_without_a_perplexity_and_references_without_spread_are_refused() -> None:
-    with pytest.raises(DataError, match="NaN"):
-        rank(float("nan"), [1.0])
-    with pytest.raises(DataError, match="all equal"):
-        extrapolated_exposure(1.0, [2.0, 2.0])
+        function(*arguments, **({"candidates": 10} if function is mean_rank_bound else {}))

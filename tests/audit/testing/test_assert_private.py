@@ -130,48 +130,35 @@ def test_a_mode_that_promises_nothing_is_no_private_one() -> None:
         assert_private(Regression(privacy=NoPrivacy()), lines(), 1.0, DELTA)
 
 
-@pytest.mark.parametrize(
-    ("batch", "settings", "words"),
-    [
-        (lines(1), {}, "fewer than two units"),
-        (torch.ones(3), {}, "batch is a Tensor"),
-        ({"inputs": torch.ones(3, 4), "target": torch.ones(2)}, {}, "differ in the length"),
-        (lines(3), {"unit_ids": torch.tensor([0, 2, 2])}, "counted from 0 without gaps"),
-        (lines(3), {"unit_ids": torch.tensor([0, 1])}, "each of the 3 rows a unit"),
-        (lines(3), {"trials": 20}, "could not refute eps=1"),
-        (lines(3), {"privacy": DPSGD(eps=1.0)}, "leave out"),
-        (lines(3), {"rounds": 20}, "rounds"),
-    ],
-)
-def test_a_test_that_could_not_fail_is_refused(batch: Any, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        assert_private(regression(), batch, 1.0, DELTA, **settings)
-
-
 class Loose(Regression):
     def collate_rows(self, rows: list[Any]) -> Any:
         return tuple(super().collate_rows(rows).values())
 
 
-def test_rows_that_are_not_collated_into_a_dict_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="collate_rows returned a tuple"):
-        assert_private(Loose(privacy=DPSGD(eps=1.0)), lines(), 1.0, DELTA)
+NET, ZEROS = nn.Linear(2, 1), {"x": torch.zeros(4, 2)}
 
 
-def test_a_claim_that_the_default_trials_could_not_refute_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"trials=500 releases can show an epsilon of 3\.62 at most"):
-        assert_private(regression(), lines(), 4.0, DELTA)
-
-
-def test_rows_without_a_gradient_are_refused() -> None:
-    net = nn.Linear(2, 1)
-    with pytest.raises(ConfigurationError, match="fewer than two of its units have a gradient"):
-        assert_private(net, {"x": torch.zeros(4, 2)}, 1.0, DELTA, per_row_loss=lambda rows: 0 * net(rows["x"])[:, 0])
-
-
-def test_a_plain_module_needs_a_loss() -> None:
-    with pytest.raises(ConfigurationError, match="per_row_loss"):
-        assert_private(nn.Linear(2, 1), {"x": torch.zeros(4, 2)}, 1.0, DELTA)
+@pytest.mark.parametrize(
+    ("module", "batch", "settings", "words"),
+    [
+        (None, lines(1), {}, "fewer than two units"),
+        (None, torch.ones(3), {}, "batch is a Tensor"),
+        (None, {"inputs": torch.ones(3, 4), "target": torch.ones(2)}, {}, "differ in the length"),
+        (None, lines(3), {"unit_ids": torch.tensor([0, 2, 2])}, "counted from 0 without gaps"),
+        (None, lines(3), {"unit_ids": torch.tensor([0, 1])}, "each of the 3 rows a unit"),
+        (None, lines(3), {"trials": 20}, "could not refute eps=1"),
+        (None, lines(3), {"privacy": DPSGD(eps=1.0)}, "leave out"),
+        (None, lines(3), {"rounds": 20}, "rounds"),
+        (None, lines(), {"eps": 4.0}, r"trials=500 releases can show an epsilon of 3\.62 at most"),
+        (Loose(privacy=DPSGD(eps=1.0)), lines(), {}, "collate_rows returned a tuple"),
+        (NET, ZEROS, {"per_row_loss": lambda rows: 0 * NET(rows["x"])[:, 0]}, "fewer than two of its units have a"),
+        (NET, ZEROS, {}, "per_row_loss"),
+    ],
+)
+def test_a_test_that_could_not_fail_is_refused(module: Any, batch: Any, settings: dict[str, Any], words: str) -> None:
+    arguments = {"eps": 1.0, "delta": DELTA} | settings
+    with pytest.raises(ConfigurationError, match=words):
+        assert_private(regression() if module is None else module, batch, **arguments)
 
 
 # -- the statistical audit by itself, on Gaussians whose epsilon is known --------------------------
