@@ -69,7 +69,12 @@ class SiloSettings:
 
 def read_silo_settings(path: Path, **given: Path | None) -> SiloSettings:
     """Read a silo's document."""
-    found = _mapping(_text(path), f"--settings={path}", SILO_SCHEMA)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigurationError(f"--settings={path} cannot be read: {reason}.") from error
+    found = _mapping(text, f"--settings={path}", SILO_SCHEMA)
     found |= {name: str(value) for name, value in given.items() if value is not None}
     for name in ("data", "state"):
         if not found.get(name):
@@ -140,14 +145,6 @@ class RunRequest(Patience):
 def read_run_request(text: str) -> RunRequest:
     """Read the request for a run."""
     return built(RunRequest, _mapping(text, "lit-config", RUN_SCHEMA), "lit-config").check()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigurationError(f"--settings={path} cannot be read: {reason}.") from error
 
 
 def _mapping(text: str, where: str, schema: str) -> dict[str, Any]:

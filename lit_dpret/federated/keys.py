@@ -123,7 +123,11 @@ def split(secret: bytes, *, threshold: int, holders: list[int]) -> dict[int, byt
     Shamir, "How to share a secret", 1979. Fewer shares are uniformly distributed, whatever the secret is.
     """
     coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
-    return {holder: _value(coefficients, holder).to_bytes(SHARE_BYTES, "big") for holder in holders}
+
+    def value(at: int) -> int:
+        return functools.reduce(lambda total, one: (total * at + one) % PRIME, reversed(coefficients), 0)
+
+    return {holder: value(holder).to_bytes(SHARE_BYTES, "big") for holder in holders}
 
 
 def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
@@ -143,10 +147,6 @@ def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
     if found.bit_length() > 8 * SECRET_BYTES:
         raise DataError("The shares are not of one secret: one of them was changed, or is of another round.")
     return found.to_bytes(SECRET_BYTES, "big")
-
-
-def _value(coefficients: list[int], at: int) -> int:
-    return functools.reduce(lambda total, one: (total * at + one) % PRIME, reversed(coefficients), 0)
 
 
 ROSTER_SCHEMA = "lit-dpret/federated-roster/1"

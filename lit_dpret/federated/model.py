@@ -126,19 +126,16 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
     if maker.layers is not None:
         keep_layers(encoder.backbone, maker.layers)
     if not maker.train_embeddings:
-        _embedding_tables(encoder.backbone).requires_grad_(False)
+        # The tables of words, positions and types, or the table of words where these are not one module.
+        backbone: Any = encoder.backbone
+        tables = getattr(backbone, "embeddings", None) or getattr(backbone, "get_input_embeddings", lambda: None)()
+        if not isinstance(tables, nn.Module):
+            raise UnsupportedModelError(
+                f"federated.model.train_embeddings=false: {type(backbone).__name__} does not identify its embedding "
+                "tables. Set it to true."
+            )
+        tables.requires_grad_(False)
     return encoder
-
-
-def _embedding_tables(backbone: Any) -> nn.Module:
-    """Return the tables of words, positions and types, or the table of words where these are not one module."""
-    found = getattr(backbone, "embeddings", None) or getattr(backbone, "get_input_embeddings", lambda: None)()
-    if not isinstance(found, nn.Module):
-        raise UnsupportedModelError(
-            f"federated.model.train_embeddings=false: {type(backbone).__name__} does not identify its embedding "
-            "tables. Set it to true."
-        )
-    return found
 
 
 def _new(size: Planted, seed: int, lengths: dict[str, Any]) -> TextEncoder:

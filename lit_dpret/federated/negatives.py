@@ -86,17 +86,24 @@ class Block:
 
     def check(self, *, rows: int, dim: int, limit: int | None = None) -> Block:
         """Refuse a block with a wrong shape, non-finite scores, or more entries than requested."""
-        wrong = None
+        starts, entries, count, wrong = self.starts, self.entries, len(self.embeddings), None
         if self.embeddings.dim() != 2 or self.embeddings.shape[1] != dim:
             wrong = f"embeddings of shape {tuple(self.embeddings.shape)} where {dim} dimensions were asked for"
         elif not bool(unbroken(self.embeddings).all()):
             wrong = "embeddings that are not finite, or too long for a finite score"
         elif self.rows != rows:
             wrong = f"answers to {self.rows} rows where {rows} were asked"
-        elif not _is_csr(self.starts, self.entries, len(self.embeddings)):
+        elif (
+            starts.dim() != 1
+            or entries.dim() != 1
+            or int(starts[0]) != 0
+            or int(starts[-1]) != len(entries)
+            or not bool((starts.diff() >= 0).all())
+            or (len(entries) > 0 and not 0 <= int(entries.min()) <= int(entries.max()) < count)
+        ):
             wrong = "lists that do not fit its embeddings"
-        elif limit is not None and len(self.entries) > max(1, rows) * limit:
-            wrong = f"{len(self.entries)} entries where at most {limit} for each of {rows} rows were asked for"
+        elif limit is not None and len(entries) > max(1, rows) * limit:
+            wrong = f"{len(entries)} entries where at most {limit} for each of {rows} rows were asked for"
         if wrong is not None:
             raise DataError(f"The answer of client {self.client!r} has {wrong}; it is left out.", kind="bad answer")
         return self
@@ -210,13 +217,6 @@ def _block(client: str, sent: Tensor, rows: Sequence[Tensor]) -> Block:
     used, entries = torch.unique(flat, return_inverse=True)
     starts = torch.tensor([0, *[len(row) for row in rows]]).cumsum(0)
     return Block(client, sent[used], starts, entries.to(torch.int32))
-
-
-def _is_csr(starts: Tensor, entries: Tensor, count: int) -> bool:
-    if starts.dim() != 1 or len(starts) < 1 or entries.dim() != 1:
-        return False
-    fits = int(starts[0]) == 0 and int(starts[-1]) == len(entries) and bool((starts.diff() >= 0).all())
-    return fits and (not len(entries) or (int(entries.min()) >= 0 and int(entries.max()) < count))
 
 
 _SAME = 1 - 1e-5  # cosine from which two embeddings are taken for one sentence's; half precision loses 1e-7

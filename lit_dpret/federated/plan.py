@@ -217,7 +217,10 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         if self.silos == PLANTED:
             return planted_silos(self.planted)
         try:
-            data = InsuranceQADataModule(folder=_insuranceqa())
+            # Where the package is missing, the copy in ``$LIT_DPRET_DATA``.
+            copy = Path(os.environ.get("LIT_DPRET_DATA", "")) / "insuranceqa"
+            missing = importlib.util.find_spec("insuranceqa_data") is None
+            data = InsuranceQADataModule(folder=copy if missing and copy.is_dir() else None)
             return silos_by_domain(data.collection, clients=self.clients, **self.sample)
         except TypeError as error:
             raise ConfigurationError(f"federated.sample: {error}.") from error
@@ -226,13 +229,6 @@ class FederationPlan(Safeguards, SuperLinkTarget):
 def _filled(given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(given or {})
     return {**found, **{name: value for name, value in defaults.items() if found.get(name) is None}}
-
-
-def _insuranceqa() -> Path | None:
-    """Return null for the package; where that is missing, the copy in ``$LIT_DPRET_DATA``."""
-    copy = Path(os.environ.get("LIT_DPRET_DATA", "")) / "insuranceqa"
-    missing = importlib.util.find_spec("insuranceqa_data") is None
-    return copy if missing and copy.is_dir() else None
 
 
 def _declare(folder: Path) -> None:

@@ -429,7 +429,8 @@ class SiloClient:
         if response == "raw":
             return self._embedded(weights)
         if response == "public":
-            return self._embedded(weights, public_places(self.folder, self.collection))
+            ids = public_sentences(self.folder)
+            return self._embedded(weights, [at for at, sid in enumerate(self.collection.sentence_ids) if sid in ids])
         module = self._global_module(weights)
         if response == "synthetic":
             return module.encode_passages([] if self.synthetic is None else self.synthetic.texts)
@@ -439,9 +440,3 @@ class SiloClient:
             lambda: tower.encode(self.collection.texts, "passage", apart=True), self.collection, self.settings,
             secret_file=self._secret_file, ledgers=self.ledgers,
         )  # fmt: skip
-
-
-def public_places(folder: Path, collection: SentenceCollection) -> list[int]:
-    """Return the places of the sentences declared public by the silo (`synthetic.public_sentences`)."""
-    ids = public_sentences(folder)
-    return [place for place, sid in enumerate(collection.sentence_ids) if sid in ids]

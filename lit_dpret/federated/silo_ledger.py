@@ -75,16 +75,13 @@ class SiloLedger:
         self.secret_file = None if secret_file is None else Path(secret_file)
         self.path = self.folder / (PASSAGE_LEDGER if _side(budget.unit) == "passage" else QUERY_LEDGER)
         self._ledger = DatasetLedger(self.path, total_eps=budget.eps, budget=budget, accountant=accountant)
-        self._require_same_limit()
-        self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
-
-    def _require_same_limit(self) -> None:
         terms = self._book.terms
-        if terms is not None and terms["total_eps"] != self.budget.eps:
+        if terms is not None and terms["total_eps"] != budget.eps:
             raise ConfigurationError(
-                f"federated.privacy.eps={self.budget.eps:g}, but {self.path} was begun with {terms['total_eps']:g}: a "
+                f"federated.privacy.eps={budget.eps:g}, but {self.path} was begun with {terms['total_eps']:g}: a "
                 "promise about these data is not changed later. Set federated.privacy.eps to that."
             )
+        self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
 
     def require_whole(self, state: Path) -> None:
         """Refuse to continue if rounds in a state folder made releases that this file lacks."""

@@ -47,7 +47,8 @@ def sights(run: PddAs2) -> list[Sight]:
     if eps is not None and run.train_on == "queries":
         update += "; nothing is promised of the sentences that it is trained on"
     hidden = run.secure_sum
-    summed = f"the sum of t or more of them, t={_threshold(run)}"
+    least = "2n/3 + 1" if run.sum_threshold is None else f"{run.sum_threshold} (at least n/2 + 1)"
+    summed = f"the sum of t or more of them, t={least}"
     masks = f"masks, {_against(run)}, with {_keys(run)}"
     found = [
         Sight(
@@ -107,10 +108,6 @@ def _against(run: PddAs2) -> str:
     if not run.roster:
         return "under an honest-but-curious server alone"
     return "against any server and c < 2 t - n colluding silos, of n on the roster; of at least t - c updates of others"
-
-
-def _threshold(run: PddAs2) -> str:
-    return "2n/3 + 1" if run.sum_threshold is None else f"{run.sum_threshold} (at least n/2 + 1)"
 
 
 def _keys(run: PddAs2) -> str:

@@ -75,13 +75,10 @@ class Promise:
     epsilon: float | None = None  # of the claim; None where none is claimed
 
 
-NOTHING = Promise()
-
-
 def measure(
     attack: str,
     scores: CanaryScores,
-    promise: Promise = NOTHING,
+    promise: Promise = Promise(),
     *,
     confidence: float = 0.95,
     alarm: float = 0.9999,

@@ -156,9 +156,6 @@ def merged_silo(silos: Sequence[Silo]) -> Silo:
     )
 
 
-TRAIN = "train"
-
-
 def pseudo_silo(silo: Silo) -> Silo:
     """Replace a silo's train queries by one pseudo-query per passage; dev and test queries stay.
 
@@ -171,15 +168,10 @@ def pseudo_silo(silo: Silo) -> Silo:
     of_passage: dict[str, dict[str, str]] = {}
     for sid, text in silo.sentences.items():
         of_passage.setdefault(silo.passage_of[sid], {})[sid] = text
-    made = pseudo_queries({pid: "\n".join(sentences.values()) for pid, sentences in of_passage.items()})
-    asked = [
-        SiloQuery(f"pseudo-{one.passage_id}", one.text, (_made_of(one.text, of_passage[one.passage_id]),), TRAIN)
-        for one in made
-        if one.text
-    ]
-    return replace(silo, queries=[*asked, *(query for query in silo.queries if query.split != TRAIN)])
-
-
-def _made_of(query: str, sentences: Mapping[str, str]) -> str:
-    asked = set(words(query))
-    return max(sentences, key=lambda sid: len(asked.intersection(words(sentences[sid]))))
+    asked = []
+    for one in pseudo_queries({pid: "\n".join(found.values()) for pid, found in of_passage.items()}):
+        if one.text:
+            wanted, sentences = set(words(one.text)), of_passage[one.passage_id]
+            answer = max(sentences, key=lambda sid: len(wanted.intersection(words(sentences[sid]))))
+            asked.append(SiloQuery(f"pseudo-{one.passage_id}", one.text, (answer,), "train"))
+    return replace(silo, queries=[*asked, *(query for query in silo.queries if query.split != "train")])

@@ -57,15 +57,12 @@ def _ends(text: str) -> Iterator[int]:
             continue
         if not _BEGIN.match(text, match.end()):
             continue
-        if match[0][0] == "." and not match[0].startswith("..") and _is_abbreviation(text[: match.start()]):
-            continue
+        if match[0][0] == "." and not match[0].startswith(".."):
+            before = text[max(0, match.start() - 24) : match.start()].split()
+            word = before[-1].strip("\"'“‘([").casefold() if before else ""
+            if word in _ABBREVIATIONS or (len(word) == 1 and word.isalpha() and word != "i"):
+                continue
         yield match.end()
-
-
-def _is_abbreviation(before: str) -> bool:
-    words = before[-24:].split()
-    word = words[-1].strip("\"'“‘([").casefold() if words else ""
-    return word in _ABBREVIATIONS or (len(word) == 1 and word.isalpha() and word != "i")
 
 
 def _stripped(text: str, start: int, end: int) -> list[tuple[int, int]]:

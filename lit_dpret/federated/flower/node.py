@@ -83,7 +83,12 @@ def node_arguments(document: Path, connection: Connection) -> list[str]:
     if '"' in str(document):
         raise ConfigurationError(f"{document}: Flower cannot take a path with a quotation mark. Choose another one.")
     found = ["--superlink", connection.superlink, "--node-config", f'silo="{document}"', "--host", "127.0.0.1"]
-    found += ["--port", str(connection.port or _free_port())]
+    port = connection.port
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    found += ["--port", str(port)]
     if connection.insecure:
         return [*found, "--insecure"]
     if connection.root_certificates is not None:
@@ -157,10 +162,3 @@ def _sum_line(client: SiloClient) -> list[str]:
         f"secure sum: {one.threshold} of the {listed} silos on the roster have to stay (federated.sum_threshold), and "
         f"{one.colluders} may work with the server without learning more than the sum of the others"
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -124,7 +124,14 @@ def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, 
     config.write_text(f"{RUN_CONFIG} = {json.dumps(request.to_yaml())}\n", encoding="utf-8")  # JSON strings are TOML's
     environment, name = silent_environment(), str(link.superlink)
     if link.by_address:
-        environment["FLWR_HOME"], name = str(_connection(folder / "flower", link)), _OURS
+        # A Flower configuration for this run, with the one address.
+        home, how = folder / "flower", "insecure = true" if link.insecure else ""
+        home.mkdir(exist_ok=True, mode=0o700)
+        if link.root_certificates and not link.insecure:
+            how = f"root-certificates = {json.dumps(str(link.root_certificates.resolve()))}"
+        known = f'default = "{_OURS}"\n\n[superlink.{_OURS}]\naddress = {json.dumps(link.superlink)}\n{how}\n'
+        (home / "config.toml").write_text(f"[superlink]\n{known}", encoding="utf-8")
+        environment["FLWR_HOME"], name = str(home), _OURS
     program = str(flower_program("flwr"))
     command = [program, "run", str(app), name, "--run-config", str(config), "--stream"]
     lines: list[str] = []
@@ -156,16 +163,3 @@ def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, 
         f"federated.superlink={link.superlink}: the run {request.name} did not end with a result. The last that Flower "
         f"said is: {last.strip()[:200]} ({folder / 'flower.log'} has all of it)."
     )
-
-
-def _connection(home: Path, link: SuperLinkTarget) -> Path:
-    """Write a Flower configuration for this run, with the one address; return its folder."""
-    home.mkdir(exist_ok=True, mode=0o700)
-    how = "insecure = true"
-    if not link.insecure:
-        how = (
-            f"root-certificates = {json.dumps(str(link.root_certificates.resolve()))}" if link.root_certificates else ""
-        )
-    text = f'[superlink]\ndefault = "{_OURS}"\n\n[superlink.{_OURS}]\naddress = {json.dumps(link.superlink)}\n{how}\n'
-    (home / "config.toml").write_text(text, encoding="utf-8")
-    return home
