@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from cards import Run, make_plan, rewrite_chain
 from stand_ins import Regression, dp, fit
+from tiny_tasks import write_beir
 
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints, newest_checkpoint
@@ -40,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     shutil.copytree(FIXTURES, tmp_path / "old", dirs_exist_ok=True)
     (tmp_path / "old" / "shards").mkdir()
     (tmp_path / "old" / "shard.jsonl").rename(tmp_path / "old" / "shards" / "000000.jsonl")
+    write_beir(tmp_path / "old", {"p": "p is a letter"}, {"q": "what is p"}, {"train": [("q", "p")]})
     return tmp_path / "old"
 
 
@@ -52,61 +56,49 @@ def set_version(path: Path, version: int = 2) -> None:
     path.write_text(json.dumps(facts), encoding="utf-8")
 
 
-def other_record(record: dict[str, Any]) -> None:
-    if "schema" in record:
-        record["schema"] = record["schema"].rpartition("/")[0] + "/2"
+def other_chain(path: Path) -> None:
+    def other(record: dict[str, Any]) -> None:
+        if "schema" in record:
+            record["schema"] = record["schema"].rpartition("/")[0] + "/2"
+
+    rewrite_chain(path, other)
 
 
-def test_another_version_of_a_ledger_is_refused(folder: Path) -> None:
-    path = folder / "privacy_ledger.jsonl"
-    rewrite_chain(path, other_record)
-    with pytest.raises(LedgerError, match=rf"privacy_ledger\.jsonl, line 1: its schema is .*{OTHER}"):
-        PrivacyLedger.read(path)
+def other_text(path: Path) -> None:
+    text = path.read_text(encoding="utf-8").replace('"format": 1', '"format": 2')
+    path.write_text(text.replace("synthetic-data/1", "synthetic-data/2"), encoding="utf-8")
 
 
-def test_another_version_of_a_ledger_of_a_data_set_is_refused(folder: Path) -> None:
-    path = folder / "dataset_ledger.jsonl"
-    rewrite_chain(path, other_record)
-    with pytest.raises(LedgerError, match=rf"dataset_ledger\.jsonl, line 1: its schema is .*{OTHER}"):
-        DatasetLedger(path, total_eps=None, budget=make_plan().budget).total()
+def read_total(folder: Path) -> object:
+    return DatasetLedger(folder / "dataset_ledger.jsonl", total_eps=None, budget=make_plan().budget).total()
 
 
-def test_another_version_of_a_card_is_refused(folder: Path) -> None:
-    set_version(folder / "privacy_card.json")
-    with pytest.raises(DataError, match=rf"privacy_card\.json cannot be used as a privacy card: .*{OTHER}"):
-        read_card(folder)
+# A file, what makes it one of another version, who reads it from the folder, and the error.
+FILES: dict[str, tuple[Callable[[Path], None], Callable[[Path], object], type[Exception], str]] = {
+    "privacy_ledger.jsonl": (
+        other_chain, lambda folder: PrivacyLedger.read(folder / "privacy_ledger.jsonl"), LedgerError, OTHER,
+    ),
+    "dataset_ledger.jsonl": (other_chain, read_total, LedgerError, OTHER),
+    "privacy_card.json": (set_version, read_card, DataError, OTHER),
+    "lit_dpret_generator.json": (other_text, load_generator, UnsupportedModelError, "is of format 2"),
+    "manifest.jsonl": (other_text, lambda folder: ShardStore(folder, {"seed": 0}, 1), ResumeError, OTHER),
+    "generation.json": (
+        set_version, lambda folder: SyntheticDataModule(folder=folder).setup("fit"), DataError, OTHER,
+    ),
+    "index/index.json": (set_version, lambda folder: IndexFolder(folder / "index"), DataError, OTHER),
+}  # fmt: skip
 
 
-def test_another_version_of_a_generator_is_refused(folder: Path) -> None:
-    path = folder / "lit_dpret_generator.json"
-    path.write_text(path.read_text(encoding="utf-8").replace('"format": 1', '"format": 2'), encoding="utf-8")
-    with pytest.raises(UnsupportedModelError, match=r"old/lit_dpret_generator\.json is of format 2"):
-        load_generator(folder)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_version_is_refused_by_its_name(name: str, folder: Path) -> None:
+    change, read, error, words = FILES[name]
+    change(folder / name)
+    with pytest.raises(error, match=rf"{re.escape(Path(name).name)}.*{words}"):
+        read(folder)
 
 
-def test_another_version_of_a_generation_is_refused(folder: Path) -> None:
-    path = folder / "manifest.jsonl"
-    path.write_text(path.read_text(encoding="utf-8").replace("synthetic-data/1", "synthetic-data/2"), encoding="utf-8")
-    with pytest.raises(ResumeError, match=rf"manifest\.jsonl cannot be gone on with: .*{OTHER}"):
-        ShardStore(folder, {"seed": 0}, 1)
-
-
-def test_another_version_of_a_synthetic_data_set_is_refused(folder: Path) -> None:
-    set_version(folder / "generation.json")
-    (folder / "queries.jsonl").write_text('{"_id": "q", "text": "what is p"}\n', encoding="utf-8")
-    (folder / "corpus.jsonl").write_text('{"_id": "p", "text": "p is a letter"}\n', encoding="utf-8")
-    (folder / "qrels").mkdir()
-    (folder / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\nq\tp\t1\n", encoding="utf-8")
-    with pytest.raises(DataError, match=rf"generation\.json cannot be read: .*{OTHER}"):
-        SyntheticDataModule(folder=folder).setup("fit")
-    set_version(folder / "generation.json", version=1)
+def test_a_synthetic_data_set_of_this_version_is_read(folder: Path) -> None:
     SyntheticDataModule(folder=folder).setup("fit")
-
-
-def test_another_version_of_an_index_is_refused(folder: Path) -> None:
-    set_version(folder / "index" / "index.json")
-    with pytest.raises(DataError, match=rf"index\.json cannot be read: .*{OTHER}"):
-        IndexFolder(folder / "index")
 
 
 def test_a_checkpoint_of_another_accountant_is_refused_and_not_passed_over(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +111,13 @@ def test_the_file_would_run_code_where_pickles_are_trusted(tmp_path: Path) -> No
     assert (tmp_path / "ran").exists(), "or the tests below show nothing"
 
 
-def test_a_hostile_checkpoint_is_not_exported(hostile: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", [load_module, Regression.load_from_checkpoint], ids=["exported", "by a class"])
+def test_a_hostile_checkpoint_is_not_loaded(
+    load: Callable[[Path], object], hostile: dict[str, Any], tmp_path: Path
+) -> None:
     torch.save(hostile, tmp_path / "last.ckpt")
     with pytest.raises(LitDpretError):
-        load_module(tmp_path / "last.ckpt")
-
-
-def test_a_hostile_checkpoint_is_not_loaded_by_a_class(hostile: dict[str, Any], tmp_path: Path) -> None:
-    torch.save(hostile, tmp_path / "last.ckpt")
-    with pytest.raises(LitDpretError):
-        Regression.load_from_checkpoint(tmp_path / "last.ckpt")
+        load(tmp_path / "last.ckpt")
 
 
 def test_a_hostile_checkpoint_is_not_resumed_from(hostile: dict[str, Any], tmp_path: Path) -> None:
