@@ -73,7 +73,7 @@ def run(data: InsuranceQADataModule, split: str, schedule: Schedule, average: st
 
 
 def main() -> None:
-    parser = options(__doc__ or "", "averaging.json")
+    parser = options(__doc__ or "", "averaging.json", seeds=3)
     parser.add_argument("--cache", type=Path, required=True, help="folder for embeddings; private, as the queries are")
     shared = os.environ.get("LIT_DPRET_DATA")
     parser.add_argument(
@@ -81,7 +81,6 @@ def main() -> None:
         help="folder of InsuranceQA; default $LIT_DPRET_DATA/insuranceqa, else the package",
     )  # fmt: skip
     parser.add_argument("--split", choices=["dev", "test"], default="test")
-    parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     data = InsuranceQADataModule(

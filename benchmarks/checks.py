@@ -77,8 +77,7 @@ finally:
 
 
 def main() -> None:
-    parser = options(__doc__, "checks_cpu.json")
-    parser.add_argument("--steps", type=int, default=60)
+    parser = options(__doc__, "checks_cpu.json", steps=60)
     parser.add_argument("--only", type=int, help="number of the run, from 0")
     chosen = parser.parse_args()
     report = {}

@@ -398,9 +398,8 @@ def report_row(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = options(__doc__, None)
+    parser = options(__doc__, None, threads=2)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of all variants; at least 7 for a report")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--limit-gb", type=float, default=3.0, help="for the largest batch; 0 leaves it out")
     parser.add_argument("--only", default="", help="the rows whose label has this in it")

@@ -22,10 +22,12 @@ GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131
 T = TypeVar("T")
 
 
-def options(doc: str, results: str | None) -> argparse.ArgumentParser:
-    """Return a parser with ``--out``, by default a file of `RESULTS`."""
+def options(doc: str, results: str | None, **numbers: Any) -> argparse.ArgumentParser:
+    """Return a parser with ``--out``, by default a file of `RESULTS`, and options of one number with their defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None if results is None else RESULTS / results)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return parser
 
 

@@ -22,11 +22,8 @@ from lit_dpret.encoders.backbones import resolve_folder
 
 
 def main() -> None:
-    parser = options(__doc__, "encode_cpu.json")
-    parser.add_argument("--texts", type=int, default=1024)
+    parser = options(__doc__, "encode_cpu.json", texts=1024, rounds=3, threads=os.cpu_count())
     parser.add_argument("--batch-size", type=int, default=32, help="32 is SentenceTransformer's default")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

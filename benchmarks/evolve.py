@@ -168,11 +168,9 @@ class Bench:
 
 
 def main() -> None:
-    parser = options(__doc__ or "", "evolve_cpu.json")
+    parser = options(__doc__ or "", "evolve_cpu.json", size=2000, seeds=3)
     parser.add_argument("--model", choices=sorted(MODELS), default="public_t5")
-    parser.add_argument("--size", type=int, default=2000)
     parser.add_argument("--eps", type=float, nargs="+", default=[3.0])
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", choices=sorted(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--split", default="test", help="whose questions the retrievers are measured on")
     parser.add_argument("--folder", type=Path, help="keeps what is made")

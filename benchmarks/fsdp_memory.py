@@ -112,11 +112,9 @@ def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = options(__doc__, "fsdp_memory_cpu.json")
+    parser = options(__doc__, "fsdp_memory_cpu.json", steps=3, timeout=600)
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
-    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--units", type=int, default=4, help="of a rank, in one physical batch")
-    parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:

@@ -21,13 +21,8 @@ UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def main() -> None:
-    parser = options(__doc__, "grad_cache_cpu.json")
+    parser = options(__doc__, "grad_cache_cpu.json", at_once=16, width=384, layers=6, tokens=64, threads=os.cpu_count())
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 64, 128])
-    parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--step", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

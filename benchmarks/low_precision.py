@@ -104,9 +104,8 @@ def measured(model: Any, losses: Callable[[], Any], rows: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = options(__doc__ or "", "low_precision_cpu.json")
+    parser = options(__doc__ or "", "low_precision_cpu.json", threads=2)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
     import torch
 

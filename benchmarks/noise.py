@@ -29,10 +29,8 @@ KEY: dict[str, Any] = {"attempt": 0, "step": 0, "parameter": "w"}
 
 
 def main() -> None:
-    parser = options(__doc__, "noise_cpu.json")
+    parser = options(__doc__, "noise_cpu.json", rounds=7, threads=2)
     parser.add_argument("--count", type=int, default=1 << 24, help="coordinates of a parameter")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="draw there too what can be: cpu or cuda")
     arguments = parser.parse_args()
     count, secret = arguments.count, os.urandom(32)

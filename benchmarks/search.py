@@ -159,13 +159,9 @@ def child(count: int, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__, "search_cpu.json")
-    parser.add_argument("--queries", type=int, default=6980)
-    parser.add_argument("--passages", type=int, default=200_000)
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--k", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser = options(
+        __doc__, "search_cpu.json", queries=6980, passages=200_000, dim=256, k=1000, rounds=1, threads=os.cpu_count()
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="without --grid and --memory")
     parser.add_argument("--memory", type=int, nargs="*", help="corpus sizes; without any 50000 200000 800000")
     parser.add_argument("--grid", action="store_true", help="many sizes, --rounds times each")

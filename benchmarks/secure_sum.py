@@ -19,8 +19,7 @@ from lit_dpret.federated.secure_sum import Client, Server, Session
 
 
 def main() -> None:
-    parser = options(__doc__, "secure_sum.json")
-    parser.add_argument("--clients", type=int, default=10)
+    parser = options(__doc__, "secure_sum.json", clients=10)
     parser.add_argument("--words", type=int, default=6_600_000, help="weights of the model")
     arguments = parser.parse_args()
     session = Session(name="benchmark", clients=tuple(range(1, arguments.clients + 1)))

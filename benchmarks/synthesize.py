@@ -112,13 +112,9 @@ def summary(ratios: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = options(__doc__, "synthesize_cpu.json")
+    parser = options(__doc__, "synthesize_cpu.json", batch_size=32, max_new_tokens=32, rounds=3, threads=1)
     parser.add_argument("--models", nargs="+", default=["public_t5", "t5-small-shape"])
     parser.add_argument("--passages", type=int, nargs="+", default=[512, 128], help="for each model")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     chosen = parser.parse_args()
     lengths = {"equal tokens": chosen.max_new_tokens, "natural ends": 1}

@@ -155,8 +155,7 @@ def measure(way: str, stage: int, bf16: bool, world: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = options(__doc__, None)
-    parser.add_argument("--world", type=int, default=2)
+    parser = options(__doc__, None, world=2)
     parser.add_argument("--quick", action="store_true", help="one stage and one precision")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
