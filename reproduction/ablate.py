@@ -1,9 +1,8 @@
 """`task=ablate` and `task=compare_modes`: ways to train the head of a frozen encoder side by side, several times each.
 
-The first asks what helps at one budget, the second how the privacy modes compare at several. Each run has noise of its
-own, and texts are encoded once for all of them. A row that learns from synthetic queries has a generator for every run,
-or a set that another run made. What is made from those queries is post-processing, so their retriever may be trained in
-any way; so may that of the upper bounds, or the share that is kept would flatter.
+Each run has noise of its own, and texts are encoded once for all of them. A row that learns from synthetic queries has
+a generator for every run, or a set that another run made; what is made from those queries is post-processing, so their
+retriever may be trained in any way.
 """
 
 from __future__ import annotations

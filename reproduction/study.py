@@ -94,7 +94,7 @@ class Study:
         """Return what ``work(folder, resume)`` made, now or in an earlier attempt with the same settings."""
         settings = described(settings)
         result = self._stages.run(name, lambda folder, resume: {**work(folder, resume), "settings": settings})
-        if result.get("settings") != settings:
+        if result.get("settings", settings) != settings:  # a stage of an earlier version may tell none
             raise ResumeError(
                 f"resume=true, but {name} was made with other settings of {knob}. Restore them, or move "
                 f"{self._run_dir / name} and what was made with it elsewhere; what its ledger is charged with "
@@ -154,7 +154,6 @@ class QueryStudy(Study):
         return made
 
     def passages(self) -> Mapping[str, str]:
-        """Return what is searched."""
         return self._searched.public_passages()
 
     def to_write_for(self, passages: Mapping[str, str]) -> dict[str, str]:
@@ -181,16 +180,13 @@ class QueryStudy(Study):
         return self._run_dir / made / "data"
 
     def all_seeds(self) -> list[int]:
-        """Return the seed of each run of a row."""
         return [self._parts.seed + i for i in range(self.seeds)]  # type: ignore[attr-defined]
 
     def claimed_delta(self) -> float:
-        """Return the delta of every claim."""
         given: float | None = getattr(self, "delta", None)
         return 1.0 / (2 * self._searched.n_units) if given is None else given
 
     def tuning(self) -> dict[str, Any]:
-        """Return what cards say of how settings were chosen."""
         return {"tuning_data": self.tuning_data, "tuning_note": self.tuning_note}
 
     def fit(
@@ -245,11 +241,9 @@ class Cell:
 
     @property
     def stage(self) -> str:
-        """Its own name, for folders."""
         return self.variant if self.eps is None else f"{self.variant}-eps{self.eps:g}"
 
     def run(self, seed: int) -> str:
-        """Name the stage of one training run."""
         return f"{self.stage}-seed{seed}"
 
 

@@ -1,8 +1,6 @@
-"""The final page of a run: results, their privacy, and the evidence.
+"""The final page of a run, one file without scripts: results, their privacy, and the evidence.
 
-One file without scripts and without anything loaded from elsewhere, for a colleague who has five
-minutes and for the archive. The privacy statement and the list of what is not covered come from
-the run's privacy card, word for word.
+The privacy statement and the list of what is not covered come from the run's privacy card, word for word.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ MAX_PASSAGE = 500  # characters shown
 class RunReport:
     """The content of a run's page."""
 
-    title: str  # heading of the page
-    table: Sequence[RowResult]  # the systems compared
-    card: Mapping[str, Any]  # the privacy card of the artefact that the page is about
+    title: str
+    table: Sequence[RowResult]
+    card: Mapping[str, Any]  # of the artefact that the page is about
     samples: Sequence[tuple[str, str, str]]  # id and text of a passage, and a synthetic query for it
     round_trip: Mapping[str, Any]  # of `check_round_trip`: recall of the own passage, with its control
     files: Mapping[str, Path]  # by what it is, each file or folder that the run wrote

@@ -1,7 +1,6 @@
 """A table of results, for a page, a console, a spreadsheet and a program.
 
-Each row is a system, each metric comes with its confidence interval, and the privacy column stands
-in the same row: a number of quality without its price is not a result.
+The privacy of a system stands in the same row as its metrics: a number of quality without its price is not a result.
 """
 
 from __future__ import annotations

@@ -54,11 +54,9 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Unique within a study."""
         return f"{self.line}: {self.label}"
 
     def settings(self, of: PddAs2) -> PddAs2:
-        """Return the settings of this point, checked."""
         kind = {"customised": "dynamic", "fed_negative": "fed"}.get(self.system)
         stage2 = {**self.stage2, **({} if kind is None else {"negatives": kind})}
         return replace(of, stage1=replace(of.stage1, **self.stage1), stage2=replace(of.stage2, **stage2)).check()

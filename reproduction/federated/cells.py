@@ -131,7 +131,6 @@ class Cells:
         self._data = {name: _contents(data) for name, data in self.base.items()}
 
     def is_done(self, point: Point, seed: int) -> bool:
-        """Tell whether a cell is finished."""
         return self._result_path(point, seed).is_file()
 
     def result(self, point: Point, seed: int) -> SystemResult:
@@ -205,7 +204,6 @@ class Cells:
         return self.folder / "state" / f"shared-stage1-{_hash(facts)}"
 
     def silos(self, point: Point, seed: int) -> dict[str, Path]:
-        """Return the data folder of each client of a cell."""
         drawn = _hash({"data": self._data, "change": point.silos.drawn(seed)})
         return changed_silos(self.base, point.silos, self.folder / "silos" / drawn, seed=seed)
 

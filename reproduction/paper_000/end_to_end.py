@@ -1,9 +1,8 @@
 """`task=end_to_end`: the comparison of paper 000 as it was made, with dual encoders of which every weight is trained.
 
 Retrievers learn from the original queries directly under DP, or from queries that a DP generator wrote, in several
-regimes: an encoder that has never learnt retrieval, which is the paper's situation, and one that has. A generator is
-trained once for each epsilon and its queries serve every regime and seed. Each training is a stage, and the page is
-written again after each of them: it says which seeds a row has, and what was not run.
+regimes. A generator is trained once for each epsilon and its queries serve every regime and seed. The page is written
+again after each training: it says which seeds a row has, and what was not run.
 """
 
 from __future__ import annotations
@@ -112,11 +111,9 @@ class EndToEnd(QueryStudy):
 
     @property
     def finite(self) -> list[float]:
-        """The epsilons that promise something, the smallest first."""
         return sorted(eps for eps in self.eps if eps is not None)
 
     def recipe(self, cell: Cell) -> Recipe:
-        """Return how a row is trained."""
         return self._ways(cell.regime)[cell.way]
 
     def cells(self) -> list[Cell]:

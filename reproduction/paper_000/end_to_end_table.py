@@ -57,11 +57,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Its own name, for folders."""
         return f"{self.regime}-{self.way}-{budget_name(self.eps)}"
 
     def run(self, seed: int) -> str:
-        """Name the stage of one training."""
         return f"{self.name}-seed{seed}"
 
 

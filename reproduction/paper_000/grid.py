@@ -42,17 +42,15 @@ class Grid:
 
     @property
     def points(self) -> list[tuple[float, float, int, float]]:
-        """Learning rate, clip bound, batch and epochs of each."""
         return list(product(self.lr, self.max_grad_norm, self.batch, self.epochs))
 
     @property
     def names(self) -> list[str]:
-        """The folder of each point's training."""
         return [name_of(point) for point in self.points]
 
 
 def name_of(point: tuple[float, float, int, float]) -> str:
-    """Return the name of the folder in which a point is trained."""
+    """Return the folder in which a point is trained: learning rate, clip bound, batch and epochs."""
     lr, clip, batch, epochs = point
     return f"grid-lr{lr:g}-clip{clip:g}-batch{batch}-epochs{epochs:g}"
 

@@ -1,9 +1,8 @@
 """A smaller generator out of a public one: some of its layers, taught again by the whole of it.
 
-To see what the size of a generator does, one needs two sizes of the same public knowledge. The smaller one here
-copies layers of the larger one and is trained on what that writes for public passages ("shrink and fine-tune":
-Shleifer and Rush, "Pre-trained Summarization Distillation", 2020, 2010.13002; sequence-level distillation: Kim and
-Rush, 2016, 1606.07947). Passages and public weights go in, and no query: what comes out is as public as they are.
+It copies layers of the larger one and is trained on what that writes for public passages ("shrink and fine-tune":
+Shleifer and Rush, 2020, 2010.13002; sequence-level distillation: Kim and Rush, 2016, 1606.07947). No query goes in:
+what comes out is as public as the passages and weights.
 """
 
 from __future__ import annotations
@@ -55,12 +54,7 @@ class SmallerGenerator:
     ) -> Path:  # fmt: skip
         """Train it and write it into ``folder``, without a privacy card, since nothing private went in.
 
-        Args:
-            passages: Public texts by id; the teacher draws one query for each.
-            folder: Where it goes.
-            contract: Prompt and lengths, for the teacher and for what is written.
-            seed: The seed of the queries and of the order of the pairs.
-            progress: Called with (steps done, steps in all); drawing counts as one half.
+        The teacher draws a query for each of ``passages``, public texts by id; ``progress`` gets (steps done, in all).
         """
         if not passages:
             raise ConfigurationError("The smaller generator learns from passages, and there are none.")

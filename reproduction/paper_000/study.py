@@ -45,7 +45,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
         return f"{self.size}-{'none' if self.eps is None else f'eps{self.eps:g}'}"
 
 
@@ -115,7 +114,6 @@ class Trainings(Study):
 
     @property
     def finite(self) -> list[float]:
-        """The epsilons that promise something."""
         return [eps for eps in self.eps if eps is not None]
 
     def point(self, cell: Cell) -> Point:
@@ -124,21 +122,13 @@ class Trainings(Study):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By result, of those that were asked for."""
         return self._stages.seconds
 
     def folder(self, name: str) -> Path:
-        """Return where the result ``name`` lies."""
         return self.parts.run_dir / name
 
     def result(self, name: str, settings: object, work: Callable[[Parts], Any]) -> Any:
-        """Return what ``work`` made, now or in an earlier attempt.
-
-        Args:
-            name: The name of its folder.
-            settings: What it depends on; its ``repr`` must tell all of it.
-            work: Makes it, given the parts of a run in its own folder; returns JSON values.
-        """
+        """Return the JSON values that ``work`` made in the folder ``name``; the ``repr`` of ``settings`` tells all."""
         mark = hashlib.sha256(described(repr(settings)).encode()).hexdigest()
 
         def made(folder: Path, resume: bool) -> dict[str, Any]:
@@ -169,7 +159,6 @@ class Trainings(Study):
         return row
 
     def direct_name(self, eps: float) -> str:
-        """Name the folder of `direct`."""
         return f"direct-eps{eps:g}"
 
     def synthetic(self, cell: Cell) -> RowResult:
@@ -183,7 +172,6 @@ class Trainings(Study):
         return self.folder(cell.name) / "synthetic" / "data"
 
     def privacy(self, eps: float | None) -> Callable[[], PrivacyMode]:
-        """Return what makes the mode of a budget."""
         return NoPrivacy if eps is None else partial(self.parts.make_privacy, eps=eps)
 
     def _pipeline(
