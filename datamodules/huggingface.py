@@ -17,9 +17,9 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import open_corpus
 from lit_dpret.datamodules.pair_file import PairColumns, PairReader
 from lit_dpret.datamodules.pairs import PairsDataModule
-from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, one_line, refuse
+from lit_dpret.datamodules.readers import FORMATS, Complain, RecordFile, Records, refuse
 from lit_dpret.datamodules.rows import SPLIT_NAMES, SPLITS, TextUnit
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, first_line
 from lit_dpret.lazy import optional
 from lit_dpret.settings import require_whole
 
@@ -279,4 +279,4 @@ def _split_in(name: str, names: Mapping[str, str]) -> str:
 
 
 def _not_given(what: str, error: Exception) -> DataError:
-    return DataError(f"{what} could not be loaded: {one_line(error)}", kind="unreadable file")
+    return DataError(f"{what} could not be loaded: {first_line(error)}", kind="unreadable file")

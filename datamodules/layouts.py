@@ -89,26 +89,22 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
     def passages() -> Iterator[tuple[str, str, str | None]]:
         nonlocal last
         for last, record in file:
-            try:
-                passage_id = file.id(last, record, *_ID)
-                title = file.text(last, record, "title", optional=True)
-                text = f"{title} {file.text(last, record, 'text')}".strip()
-                if not text and not how.allow_empty:
-                    raise DataError(
-                        f"{file.where(last)}: passage {passage_id!r} has an empty text; mend it or set "
-                        "datamodule.allow_empty_passages=true.",
-                        kind="empty passage",
-                    )
-                domain = file.optional_id(last, record, "domain")
-            except DataError as error:
-                file.complain_of(
-                    last,
-                    error,
-                    partial(file.id, last, record, *_ID),
-                    partial(file.text, last, record, "title", optional=True),
-                    partial(file.text, last, record, "text"),
-                    partial(file.optional_id, last, record, "domain"),
+            parts = file.sound(
+                last,
+                partial(file.id, last, record, *_ID),
+                partial(file.text, last, record, "title", optional=True),
+                partial(file.text, last, record, "text"),
+                partial(file.optional_id, last, record, "domain"),
+            )
+            if parts is None:
+                continue
+            passage_id, title, text, domain = parts
+            if not (text := f"{title} {text}".strip()) and not how.allow_empty:
+                problem = (
+                    f"{file.where(last)}: passage {passage_id!r} has an empty text; mend it or set "
+                    "datamodule.allow_empty_passages=true."
                 )
+                file.complain_of(last, DataError(problem, kind="empty passage"))
                 continue
             yield passage_id, text, domain
 
@@ -159,24 +155,24 @@ def read_queries(
     """
     file = RecordFile(path, knob=knob, header=header, complain=complain)
     found = Queries()
+
+    def new_id(number: int, record: Mapping[str, Any]) -> str:
+        query_id = file.id(number, record, *_ID)
+        if query_id in found.texts:
+            raise _repeated_id(file, number, query_id)
+        return query_id
+
     for number, record in file:
-        try:
-            query_id = file.id(number, record, *_ID)
-            if query_id in found.texts:
-                raise _repeated_id(file, number, query_id)
-            text = query_text(file, number, record, "text", query_id)
-            more = _with_metadata(record)
-            user, domain = (file.optional_id(number, more, name) for name in ("user_id", "domain"))
-        except DataError as error:
-            ids = map(record.get, _ID)
-            file.complain_of(
-                number,
-                error,
-                partial(file.id, number, record, *_ID),
-                partial(query_text, file, number, record, "text", next(filter(None, map(as_id, ids)), "")),
-                *(partial(file.optional_id, number, _with_metadata(record), name) for name in ("user_id", "domain")),
-            )
+        shown = next(filter(None, map(as_id, map(record.get, _ID))), "")
+        parts = file.sound(
+            number,
+            partial(new_id, number, record),
+            partial(query_text, file, number, record, "text", shown),
+            *(partial(file.optional_id, number, _with_metadata(record), name) for name in ("user_id", "domain")),
+        )
+        if parts is None:
             continue
+        query_id, text, user, domain = parts
         found.texts[query_id] = text
         if user is not None:
             found.users[query_id] = user
@@ -220,23 +216,22 @@ def read_qrels(
         return passage_id
 
     for number, record in file:
-        try:
-            query_id, passage_id = known_query(number, record), known_passage(number, record)
-            grade, judged = file.grade(number, record, *_GRADE), qrels.setdefault(query_id, {})
-            if passage_id not in judged or repeated == "last":
-                judged[passage_id] = grade
-            elif repeated == "highest":
-                judged[passage_id] = max(judged[passage_id], grade)
-            elif repeated == "refuse":
-                again.append((number, query_id, passage_id, grade))
-        except DataError as error:
-            file.complain_of(
-                number,
-                error,
-                partial(known_query, number, record),
-                partial(known_passage, number, record),
-                partial(file.grade, number, record, *_GRADE),
-            )
+        parts = file.sound(
+            number,
+            partial(known_query, number, record),
+            partial(known_passage, number, record),
+            partial(file.grade, number, record, *_GRADE),
+        )
+        if parts is None:
+            continue
+        query_id, passage_id, grade = parts
+        judged = qrels.setdefault(query_id, {})
+        if passage_id not in judged or repeated == "last":
+            judged[passage_id] = grade
+        elif repeated == "highest":
+            judged[passage_id] = max(judged[passage_id], grade)
+        elif repeated == "refuse":
+            again.append((number, query_id, passage_id, grade))
     if again:
         _tell_repeated(file, again, qrels, complain)
     if not qrels:

@@ -6,7 +6,7 @@ is called by its line, ``row-3`` (``row-2.3`` in the second file). A passage's i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -90,29 +90,8 @@ class PairReader:
         self._sources.append(records)
         count = 0
         for count, (number, record) in enumerate(islice(records, limit), start=1):  # noqa: B007
-            try:
-                self._take(records, number, record, split or "train")
-            except DataError as error:
-                records.complain_of(number, error, *self._parts(records, number, record))
+            self._take(records, number, record, split or "train")
         return count
-
-    def _parts(self, records: Records, number: int, record: Mapping[str, Any]) -> list[Callable[[], object]]:
-        """Return what reads each part of a record by itself, so that one fault hides no other."""
-        columns = self.columns
-        is_named = self.corpus is not None and as_id(record.get(columns.passage_id)) is not None
-        query_id = as_id(record.get(columns.query_id)) or self._unnamed(number)
-        return [
-            *(partial(records.name, number, record, name) for name in columns.required),
-            *([partial(records.id, number, record, columns.query_id)] if columns.query_id in record else []),
-            partial(query_text, records, number, record, columns.query, query_id),
-            *(partial(records.optional_id, number, record, name) for name in (columns.user, columns.domain)),
-            lambda: split_name(self._split(records, number, record) or "train", records.where(number)),
-            partial(records.optional_id, number, record, columns.passage_id),
-            partial(records.text, number, record, columns.passage, optional=is_named),
-        ]
-
-    def _split(self, records: Records, number: int, record: Mapping[str, Any]) -> str:
-        return records.text(number, record, self.columns.split, optional=True)
 
     def _unnamed(self, number: int) -> str:
         """Return the id of a query without one."""
@@ -135,10 +114,31 @@ class PairReader:
         )
 
     def _take(self, records: Records, number: int, record: Mapping[str, Any], split: str) -> None:
-        for name in self.columns.required:
-            records.name(number, record, name)
-        passage_id = self._passage(records, number, record)
-        query_id = self._query(records, number, record, split)
+        """Add one record, or complain of every part of it that is wrong."""
+        columns, named = self.columns, self.columns.query_id in record
+        self._with_id.add(named)
+        shown = as_id(record.get(columns.query_id)) or self._unnamed(number)
+        parts = records.sound(
+            number,
+            *(partial(records.name, number, record, name) for name in columns.required),
+            lambda: records.id(number, record, columns.query_id) if named else self._unnamed(number),
+            partial(query_text, records, number, record, columns.query, shown),
+            *(partial(records.optional_id, number, record, name) for name in (columns.user, columns.domain)),
+            lambda: split_name(
+                records.text(number, record, columns.split, optional=True) or split, records.where(number)
+            ),
+            partial(self._passage, records, number, record),
+        )
+        if parts is None:
+            return
+        *_, query_id, text, user, domain, split, passage_id = parts
+        try:
+            self._query(records, number, query_id, text, user, domain, split)
+            self._pair(records, number, query_id, passage_id)
+        except DataError as error:
+            records.complain_of(number, error)
+
+    def _pair(self, records: Records, number: int, query_id: str, passage_id: str) -> None:
         if (query_id, passage_id) in self._pairs:
             raise DataError(
                 f"{records.where(number)}: query {query_id!r} and passage {passage_id!r} were already paired on "
@@ -154,34 +154,28 @@ class PairReader:
         records = self._sources[source]
         return records.place(number) if records is self._sources[-1] else records.where(number)
 
-    def _query(self, records: Records, number: int, record: Mapping[str, Any], split: str) -> str:
-        columns, file, where = self.columns, len(self._sources), records.where(number)
-        named = columns.query_id in record
-        query_id = records.id(number, record, columns.query_id) if named else self._unnamed(number)
-        self._with_id.add(named)
-        text = query_text(records, number, record, columns.query, query_id)
-        user = records.optional_id(number, record, columns.user)
-        domain = records.optional_id(number, record, columns.domain)
-        split = split_name(self._split(records, number, record) or split, where)
+    def _query(
+        self, records: Records, number: int, query_id: str, text: str, user: str | None, domain: str | None, split: str
+    ) -> None:
         if query_id not in self._queries:
             self._queries[query_id], self._splits[query_id] = text, split
-            self._first[query_id] = file - 1, number
+            self._first[query_id] = len(self._sources) - 1, number
             if user is not None:
                 self._users[query_id] = user
             if domain is not None:
                 self._domains[query_id] = domain
-            return query_id
+            return
         for word, old, new in (
             ("texts", self._queries[query_id], text),
             ("users", self._users.get(query_id), user),
             ("splits", self._splits[query_id], split),
         ):
             if old != new:
-                first = self._there(self._first[query_id])
+                places = f"here and on {self._there(self._first[query_id])}"
                 raise DataError(
-                    f"{where}: query {query_id!r} has two {word}, here and on {first}.", kind=f"query with two {word}"
+                    f"{records.where(number)}: query {query_id!r} has two {word}, {places}.",
+                    kind=f"query with two {word}",
                 )
-        return query_id
 
     def _passage(self, records: Records, number: int, record: Mapping[str, Any]) -> str:
         where = records.where(number)

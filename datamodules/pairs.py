@@ -56,7 +56,7 @@ class PairsDataModule(SampledDataModule):
             corpus is public by definition.
         lower_case_queries: Lower-case every query.
         duplicates: ``keep`` or ``merge`` equal query texts under different ids; read
-            `lit_dpret.datamodules.unit_dataset` before changing it.
+            docs/data.md before changing it.
         max_rows_per_unit: Keep at most so many rows of a unit, by hash of query text and passage id.
         drop_overlap: Leave out train queries that repeat an evaluation query or share a positive passage with one.
             The evaluation queries decide which train queries stay, and are not protected: refused under units of

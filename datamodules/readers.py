@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from lit_dpret.errors import DataError, in_words
+from lit_dpret.errors import DataError, first_line, in_words
 from lit_dpret.lazy import optional
 from lit_dpret.settings import is_whole
 
@@ -100,18 +100,23 @@ class Records:
         """Return ``line 3``, or ``row 3``; 0 means an unknown place."""
         return f"{self.row_word} {number}" if number else "an earlier one"
 
-    def complain_of(self, number: int, problem: DataError, *reads: Callable[[], object]) -> None:
-        """Complain of every fault of record ``number``: those that ``reads`` raise, each once, and then ``problem``."""
+    def sound(self, number: int, *reads: Callable[[], Any]) -> list[Any] | None:
+        """Return what ``reads`` return of record ``number``; None after complaining of every fault, each once."""
+        found: list[Any] = []
         faults: dict[str, DataError] = {}
         for read in reads:
             try:
-                read()
+                found.append(read())
             except DataError as error:
                 faults.setdefault(str(error), error)
-        faults.setdefault(str(problem), problem)
         for fault in faults.values():
-            fault.record = self.source, number
-            self.complain(fault)
+            self.complain_of(number, fault)
+        return None if faults else found
+
+    def complain_of(self, number: int, problem: DataError) -> None:
+        """Complain of a problem of record ``number``."""
+        problem.record = self.source, number
+        self.complain(problem)
 
     def columns(self) -> tuple[str, ...]:
         """The columns of the first record, in a printable form; () without records."""
@@ -283,16 +288,17 @@ class RecordFile(Records):
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
+                    problem = DataError(
+                        f"{self.where(number)}: not UTF-8 text (byte {error.start + 1}).", kind="not UTF-8"
+                    )
                     # A record of CSV may reach over lines, and without one of them it reads as another record.
-                    record = number if self.format != ".csv" else None
-                    self._note(number, f"not UTF-8 text (byte {error.start + 1})", "not UTF-8", error, record)
+                    problem.record = (self.source, number) if self.format != ".csv" else None
+                    self.complain(problem)
                     continue
                 yield number, text
 
-    def _note(self, number: int, message: str, kind: str, cause: Exception | None, record: int | None) -> None:
-        error = DataError(f"{self.where(number)}: {message}.", kind=kind)
-        error.record, error.__cause__ = None if record is None else (self.source, record), cause
-        self.complain(error)
+    def _note(self, number: int, message: str, kind: str) -> None:
+        self.complain_of(number, DataError(f"{self.where(number)}: {message}.", kind=kind))
 
     def _jsonl(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in self._lines():
@@ -305,17 +311,14 @@ class RecordFile(Records):
                 reason = _what_json_says(error) if isinstance(error, json.JSONDecodeError) else reason
                 if number == 1 and line.strip() in ("[", "{"):
                     reason = "indented, where JSONL holds one object a line"
-                self._note(number, f"malformed JSON ({reason})", "malformed JSON", error, number)
+                self._note(number, f"malformed JSON ({reason})", "malformed JSON")
                 continue
             if isinstance(record, dict):
                 yield number, record
             else:
+                expected = "a JSON object in braces is expected"
                 self._note(
-                    number,
-                    f"a JSON object in braces is expected, not {kind_of(record)}; JSONL holds one object a line",
-                    "malformed JSON",
-                    None,
-                    number,
+                    number, f"{expected}, not {kind_of(record)}; JSONL holds one object a line", "malformed JSON"
                 )
 
     def _table(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -356,14 +359,9 @@ class RecordFile(Records):
                         f"has {between}."
                     )
             elif len(values) != len(header):
-                self._note(
-                    start,
-                    f"{len(values)} columns, but the header on the first line has "
-                    f"{len(header)} ({', '.join(shown_columns(header))})",
-                    "wrong number of columns",
-                    None,
-                    start,
-                )
+                named = f"{len(header)} ({', '.join(shown_columns(header))})"
+                problem = f"{len(values)} columns, but the header on the first line has {named}"
+                self._note(start, problem, "wrong number of columns")
             else:
                 yield start, dict(zip(header, values, strict=True))
 
@@ -374,14 +372,9 @@ class RecordFile(Records):
             if len(values) == len(header):
                 yield number, dict(zip(header, values, strict=True))
             elif text:
-                self._note(
-                    number,
-                    f"{len(values)} columns, but {len(header)} are expected "
-                    f"({', '.join(header)}; tabs between them, no header)",
-                    "wrong number of columns",
-                    None,
-                    number,
-                )
+                named = f"({', '.join(header)}; tabs between them, no header)"
+                problem = f"{len(values)} columns, but {len(header)} are expected {named}"
+                self._note(number, problem, "wrong number of columns")
 
     def _parquet(self) -> Iterator[tuple[int, dict[str, Any]]]:
         pyarrow = optional("pyarrow", f"Reading {self.path}", "pyarrow")
@@ -396,7 +389,7 @@ class RecordFile(Records):
         except UnicodeDecodeError as error:
             raise _unreadable(f"{self.path} row {number + 1} or one soon after it: not UTF-8 text.") from error
         except (pyarrow.ArrowException, OSError) as error:
-            raise _unreadable(f"{self.path} is not a readable parquet file ({one_line(error)}).") from error
+            raise _unreadable(f"{self.path} is not a readable parquet file ({first_line(error)}).") from error
 
 
 class _ZstdStream(io.RawIOBase):
@@ -456,7 +449,7 @@ def ir_records(source: str, records: str) -> Iterator[Any]:
     try:
         yield from getattr(library.load(source), f"{records}_iter")()
     except Exception as error:  # of whichever kind: a network, a disk, a hash that differs
-        raise DataError(f"ir-datasets could not give {source}: {one_line(error)}") from error
+        raise DataError(f"ir-datasets could not give {source}: {first_line(error)}") from error
 
 
 def is_unicode(text: str) -> bool:
@@ -526,12 +519,6 @@ def kind_of(value: object) -> str:
     """Name the type of a value, without showing it."""
     names = {list: "a list", dict: "an object", str: "a string", bool: "true or false", int: "a number"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
-
-
-def one_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, shortened."""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return first if len(first) <= 160 else first[:157] + "..."
 
 
 def _ignore(problem: DataError) -> None:
