@@ -46,12 +46,7 @@ class LogGate:
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        module: Any,
-        *,
-        step: Callable[[], int],
-        declare: Callable[[str], None] | None = None,
+        self, trainer: Any, module: Any, *, step: Callable[[], int], declare: Callable[[str], None] | None = None
     ) -> None:
         self._trainer = trainer
         self._module, self._step, self._declare = module, step, declare

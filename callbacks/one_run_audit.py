@@ -22,14 +22,7 @@ from lit_dpret.audit.canaries.canary import Kind
 from lit_dpret.audit.canaries.coin_flips import KNOBS, AuditScores, coins_in_run, read_scores, write_scores
 from lit_dpret.audit.canaries.suite import CanarySuite
 from lit_dpret.audit.statistics.evidence import Evidence
-from lit_dpret.audit.statistics.one_run import (
-    SHARES,
-    Refutation,
-    both_ends,
-    both_ends_audit,
-    perfect_scores,
-    refute,
-)
+from lit_dpret.audit.statistics.one_run import SHARES, Refutation, both_ends, both_ends_audit, perfect_scores, refute
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks.planning import ledger_of
 from lit_dpret.callbacks.privacy_card import MODEL_FOLDER, PrivacyCard

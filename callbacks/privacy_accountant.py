@@ -20,12 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
-from lit_dpret.callbacks.checkpoints import (
-    BetweenSteps,
-    CheckpointGate,
-    count_by_steps,
-    hide_batches,
-)
+from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
 from lit_dpret.callbacks.endings import ends_by_rows, hear_no_worker
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
@@ -46,12 +41,7 @@ from lit_dpret.callbacks.refusals import (
     takes_whole_epochs,
 )
 from lit_dpret.callbacks.resuming import refuse_checkpoint_of_other_run, refuse_other_positions, tell_repeated
-from lit_dpret.callbacks.strategies import (
-    keep_the_sampler,
-    note_sigterm_quietly,
-    refuse_own_optimizers,
-    strategy_name,
-)
+from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, refuse_own_optimizers, strategy_name
 from lit_dpret.callbacks.unseen_writes import UnseenWrites
 from lit_dpret.callbacks.updates import UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start

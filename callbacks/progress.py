@@ -100,11 +100,7 @@ class Throughput(Callback):
     """
 
     def __init__(
-        self,
-        *,
-        every: int = 10,
-        device: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, every: int = 10, device: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         require_whole("callbacks.throughput", {"every": every}, 1)
         if device is not None:

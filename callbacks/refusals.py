@@ -149,8 +149,7 @@ def complaints(trainer: L.Trainer, module: Any, data: Any) -> list[LitDpretError
 def _is_private_module(run: Candidate) -> None:
     if not hasattr(run.module, "privacy") or not hasattr(run.module, "receive_guard"):
         raise ConfigurationError(
-            f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see its releases.",
-            trap="T7",
+            f"{type(run.module).__name__} is not a PrivateModule: the accountant could not see its releases.", trap="T7"
         )
 
 

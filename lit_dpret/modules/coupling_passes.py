@@ -75,10 +75,7 @@ class Rows:
         inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
         data = None if self.batch.data_rows is None else self.batch.data_rows[inside]
         part = replace(
-            self.batch,
-            rows=take_rows(self.batch.rows, inside),
-            unit_ids=self.batch.unit_ids[inside],
-            data_rows=data,
+            self.batch, rows=take_rows(self.batch.rows, inside), unit_ids=self.batch.unit_ids[inside], data_rows=data
         )
         return Rows(self.module, part, slots)
 

@@ -181,10 +181,7 @@ class DualEncoder(PairModule):
         if sources is None:
             return None
         made = StepNegatives(
-            sources,
-            self.privacy,
-            passages_are_frozen=self._frozen_passages,
-            passage_cache_dir=self._passage_cache_dir,
+            sources, self.privacy, passages_are_frozen=self._frozen_passages, passage_cache_dir=self._passage_cache_dir
         )
         pairs = self.privacy.guarantee == "dp" and not self.privacy.clips_whole_batch
         if made.of_rows.only_in_batch and (pairs or not made.looks_up):

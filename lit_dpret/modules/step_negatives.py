@@ -53,12 +53,7 @@ class StepNegatives:
     """
 
     def __init__(
-        self,
-        sources: Sources,
-        privacy: PrivacyMode,
-        *,
-        passages_are_frozen: bool,
-        passage_cache_dir: Path | None,
+        self, sources: Sources, privacy: PrivacyMode, *, passages_are_frozen: bool, passage_cache_dir: Path | None
     ) -> None:
         self.of_rows = RowNegatives(sources, privacy)
         if self.of_rows.dynamic is not None and not passages_are_frozen:

@@ -139,10 +139,7 @@ def test_the_same_rows_are_units_where_a_pair_is_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("row", "unit"),
-    [
-        (lambda row: Anonymous("7", f"{row % 3}"), "query"),
-        (of_a_query, "user"),
-    ],
+    [(lambda row: Anonymous("7", f"{row % 3}"), "query"), (of_a_query, "user")],
     ids=["without a name", "queries without users"],
 )
 def test_rows_that_do_not_say_whose_they_are_leave_that_open_on_the_card(

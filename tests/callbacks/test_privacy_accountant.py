@@ -19,12 +19,7 @@ from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, verify_card
-from lit_dpret.errors import (
-    BudgetExceededError,
-    ConfigurationError,
-    LedgerError,
-    ResumeError,
-)
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson
 from lit_dpret.privacy.ledger.run_ledger import charged_releases, check_no_key_reuse, noise_keys

@@ -59,8 +59,7 @@ FAST = (
 
 
 @pytest.mark.parametrize(
-    "given",
-    [pytest.param(given, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, given in CASES],
+    "given", [pytest.param(given, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, given in CASES]
 )
 def test_two_ranks_make_the_update_and_the_ledger_of_one(given: dict[str, Any], server: Server, tmp_path: Path) -> None:
     for world in (1, 2):

@@ -10,18 +10,7 @@ import numpy as np
 import pytest
 import torch
 from stand_ins import dp, fit
-from tiny_generator import (
-    DECODERS,
-    PASSAGES,
-    ROWS,
-    CopyTask,
-    decoder_only,
-    generator,
-    losses,
-    pair,
-    passage,
-    tokenizer,
-)
+from tiny_generator import DECODERS, PASSAGES, ROWS, CopyTask, decoder_only, generator, losses, pair, passage, tokenizer
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyCard

@@ -19,14 +19,7 @@ from lit_dpret.losses import SigmoidPairLoss, SymmetricSoftmaxPairLoss
 from lit_dpret.modules import DualEncoder, OptimizerSpec
 from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.clipping.pairs import BruteForce
-from lit_dpret.privacy.modes import (
-    BatchClip,
-    LogitDP,
-    NoPrivacy,
-    PerExampleDuplicated,
-    PrivacyMode,
-    PublicPassages,
-)
+from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PrivacyMode, PublicPassages
 
 LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["query", "value", "q", "v"]}
 NOISE: dict[str, Any] = {"eps": 3.0, "delta": 1e-3, "noise_multiplier": 20.0}

@@ -12,16 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stand_ins import KillAt, Killed, dp, fit
-from tiny_generator import (
-    PASSAGES,
-    ROWS,
-    SHAPE,
-    CopyTask,
-    generator,
-    losses,
-    passage,
-    tokenizer,
-)
+from tiny_generator import PASSAGES, ROWS, SHAPE, CopyTask, generator, losses, passage, tokenizer
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 

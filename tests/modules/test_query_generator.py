@@ -9,18 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from stand_ins import dp, fit
-from tiny_generator import (
-    DECODERS,
-    ROWS,
-    SHAPE,
-    CopyTask,
-    decoder_only,
-    generator,
-    losses,
-    pair,
-    passage,
-    tokenizer,
-)
+from tiny_generator import DECODERS, ROWS, SHAPE, CopyTask, decoder_only, generator, losses, pair, passage, tokenizer
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec
