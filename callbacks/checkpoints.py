@@ -197,7 +197,6 @@ class CheckpointGate:
         self._start = dict(self._fingerprints(start))
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse any other content of a complete checkpoint, or record it."""
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
         public = {name for each in (self._module, data, *callbacks) for name in getattr(each, "public_metrics", ())}
@@ -231,7 +230,6 @@ class CheckpointGate:
         return own | {"callbacks": {callback.state_key: callback.state_dict() for callback in trusted}}
 
     def _fingerprints(self, checkpoint: Mapping[str, Any]) -> Iterator[tuple[_Path, str]]:
-        """Fingerprint each value that no noise covers, by its path."""
         weights = {name for name, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
         for path, value in _leaves(checkpoint, ()):
             if path[0] in _WEIGHTS:

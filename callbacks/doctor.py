@@ -67,7 +67,6 @@ class Examination:
         return [finding for finding in self.findings if finding.status == "refused"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; public, like the plan."""
         plan = None if self.planned is None else self.planned.plan
         return {
             "privacy": self.privacy,
@@ -78,7 +77,6 @@ class Examination:
         }
 
     def format(self) -> str:
-        """Format the findings as lines for a terminal."""
         width = max(len(finding.status) for finding in self.findings)
         lines = []
         for finding in self.findings:

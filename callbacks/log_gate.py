@@ -76,7 +76,6 @@ class LogGate:
             self.open = before
 
     def check(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse undeclared names, or record them if private numbers are shown on purpose."""
         if self.open:
             return
         callbacks = list(self._trainer.callbacks)

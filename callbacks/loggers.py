@@ -348,8 +348,6 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
 
 
 class _Later:
-    """Stands for the run of a service before it begins."""
-
     def __init__(self, begin: Callable[[], Any]) -> None:
         self._begin = begin
 

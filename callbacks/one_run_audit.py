@@ -205,7 +205,6 @@ class OneRunAudit(Callback):
         data.plant(self._coins.planted(mode.neighbours))
 
     def planned_units(self, mode: Any, data: Any) -> int:
-        """Return the number of canaries to plant in ``data``, each a separate unit."""
         data.use_unit(mode.unit, mode.neighbours)
         return self._count(data.n_units, mode.neighbours)
 

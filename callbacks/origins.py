@@ -59,7 +59,6 @@ class OwnWeights:
         self._passed.note(self._held, held_by(self._callbacks, self._shapes))
 
     def remember(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Record the values that the run gave its weights."""
         remember(values, self._before, [self._run])
 
 
@@ -162,7 +161,6 @@ def _base_model_in(folder: Path) -> list[Any]:
 
 
 def _runs_behind(place: Path) -> frozenset[TrainedIn]:
-    """The runs that trained the model in ``place``, by its note or by a ledger in or around it."""
     noted = noted_in(place)
     known = {run.run for run in noted}  # a note also gives the mode of a run that a ledger mentions only as a start
     return noted.union(run for ledger in ledgers_of(place) for run in _runs_in(ledger) if run.run not in known)

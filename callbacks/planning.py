@@ -61,7 +61,6 @@ class PlannedRun:
         return self.steps if self.ends_at is None else self.ends_at
 
     def describe(self, mode: PrivacyMode, data: Any) -> dict[str, Any]:
-        """Return the plan's facts for the ledger."""
         return {
             "mode": mode.name,
             "unit": mode.unit,

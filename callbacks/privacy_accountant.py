@@ -259,7 +259,6 @@ class PrivacyAccountant(Callback):
                 self.log_gate.log_every_batch()
 
     def _begun_with(self) -> int | None:
-        """Return how many steps a resumed run was planned with."""
         if not self.resume or not self._ledger_path.exists():
             return None
         plans = [record for record in PrivacyLedger.read(self._ledger_path).records if record["kind"] == "plan"]

@@ -61,7 +61,6 @@ class PublicValidation(Callback):
         self.last: dict[str, float] = {}
 
     def refuse_undeclared(self, module: Any, data: Any) -> None:
-        """Refuse a module without a validation step, and the rows of the training."""
         inner = getattr(module, "module", None)
         if not isinstance(inner, L.LightningModule) or not _has_step(inner):
             raise ConfigurationError(

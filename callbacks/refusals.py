@@ -106,7 +106,6 @@ class Candidate:
 
     @property
     def choosing(self) -> list[Any]:
-        """The callbacks that choose a checkpoint, or stop the run, by a metric."""
         return [
             callback for callback in self.callbacks
             if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and callback.monitor is not None
@@ -114,14 +113,12 @@ class Candidate:
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """The checks of the module's privacy mode."""
         guarantee = getattr(getattr(self.module, "privacy", None), "guarantee", "none")
         more = {"dp": _ANY_CLAIM + _DP, "inherited": _ANY_CLAIM + _INHERITED}.get(guarantee, ())
         return _SHAPE + _EVERY + more
 
     @property
     def start(self) -> Start | None:
-        """The run that this one starts from, from its accountant."""
         counters = (callback for callback in self.callbacks if getattr(callback, "counts_releases", False))
         return next((counter.start() for counter in counters if hasattr(counter, "start")), None)
 

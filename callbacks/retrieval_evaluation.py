@@ -211,7 +211,6 @@ class RetrievalEvaluation(Callback):
         Ranks.here().share(lambda: setattr(self, "_loaded", self._load(source)))
 
     def _load(self, source: Any) -> tuple[dict[str, str], dict[str, dict[str, int]], dict[str, str]]:
-        """Queries, judgements and passages to evaluate on."""
         queries, qrels = source.evaluation_set(self.split)
         passages = source.public_passages()
         if self.max_queries is not None:

@@ -291,7 +291,6 @@ def _refuse_unknown(config: Mapping[str, Any], prefix: str, allowed: set[str]) -
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
     found: Any = config
     for name in key.split("."):
         if not isinstance(found, Mapping) or name not in found:

@@ -54,7 +54,6 @@ class UpdateCounter:
         self._counts.clear()
 
     def count(self, by: str) -> None:
-        """Count an update that ``by`` is about to make."""
         self._counts[by] += 1
         self._check(self._counts[by])
 

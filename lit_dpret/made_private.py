@@ -151,7 +151,6 @@ class MadePrivate(PrivateModule):
             raise undeclared_metric(what, self.privacy) from error
 
     def probe_losses(self) -> Tensor | None:
-        """Return the losses of ``public_rows``; None without any."""
         if not self._public_rows:
             return None
         return torch.cat([self.per_row_loss(features) for features in self.features_in_turn(self._public_rows)])

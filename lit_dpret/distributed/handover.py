@@ -115,7 +115,6 @@ class MasterWeights(torch.optim.Optimizer):
         self.state = self.inner.state
 
     def gradient_slot(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the tensor whose ``grad`` takes the noised gradient of ``parameter``."""
         return self._of.get(id(parameter), parameter)
 
     def masters(self) -> dict[int, nn.Parameter]:
@@ -125,7 +124,6 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the masters and round them into the parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -225,6 +223,5 @@ def on_host(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def _masters(optimizers: Iterable[Any]) -> dict[int, nn.Parameter]:
-    """Return the master of each parameter that has one, by the parameter's identity."""
     inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     return {key: master for each in inner if isinstance(each, MasterWeights) for key, master in each.masters().items()}

@@ -86,12 +86,10 @@ class Job:
             return self.ranks.together(work)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each rank, by rank, on every rank."""
         with _in_these_words():
             return self.ranks.gather(value)
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a shared number, and read it."""
         if self.store is None:
             raise ConfigurationError("A job of one rank has no shared counter.")
         try:

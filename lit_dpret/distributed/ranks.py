@@ -73,7 +73,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the ledger."""
         return self.rank == 0
 
     def sum_(self, tensors: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
@@ -200,7 +199,6 @@ class Ranks:
             return True
 
     def barrier(self) -> None:
-        """Wait for every rank."""
         self.gather(None)
 
 
@@ -260,7 +258,6 @@ def _groups() -> _Groups:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """Return how long a collective of a group may take; None where it does not tell."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     try:
         found: timedelta | None = group._get_backend(device).options._timeout

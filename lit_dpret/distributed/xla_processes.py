@@ -89,7 +89,6 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         return found[0]
 
     def reduce(self, tensor: Any, *args: Any, reduce_op: Any = "mean", **kwargs: Any) -> Any:
-        """Return the sum or mean of a metric over all ranks."""
         if not isinstance(tensor, Tensor):
             tensor = torch.tensor(tensor)
         on_host = tensor.detach().cpu().clone()
@@ -99,7 +98,6 @@ class XLAProcesses(SingleDeviceXLAStrategy):
         return on_host.to(tensor.device)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return every rank's tensor, ``(world size, ...)``, without gradients."""
         on_host = tensor.detach().cpu().contiguous()
         found = [torch.empty_like(on_host) for _ in range(self.world_size)]
         dist.all_gather(found, on_host)

@@ -107,7 +107,6 @@ class ZeroHandover(Handover, ABC):
         return {name: flat.view(self._shapes[name]) for name, flat in whole.items()}
 
     def load_masters(self, whole: Mapping[str, Tensor]) -> None:
-        """Load whole weights into master weights and parameters."""
         self._refuse_others(whole, "weights")
         with torch.no_grad():
             self._lay([group.master for group in self._groups], whole)

@@ -129,5 +129,4 @@ class AS2DualEncoder(DualEncoder):
 
 
 def _pooled(encoder: TextEncoder, pooling: str) -> TextEncoder:
-    """Return the same transformer, pooled in another way and not scaled to length 1."""
     return encoder.changed(contract=replace(encoder.contract, pooling=pooling, normalise=False))

@@ -70,7 +70,6 @@ class Rows:
         return cls(module, batch, sorted(set(data.tolist())))
 
     def first(self, units: int) -> Rows:
-        """Return the rows of the first units alone."""
         slots = self.slots[:units]
         inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
         data = None if self.batch.data_rows is None else self.batch.data_rows[inside]
@@ -80,7 +79,6 @@ class Rows:
         return Rows(self.module, part, slots)
 
     def keeping_the_last(self) -> Rows:
-        """Return the same rows, of which the second half of the units is kept."""
         return Rows(self.module, self.batch, self.slots, last=True)
 
     def as_they_are(self) -> Any:
@@ -123,8 +121,6 @@ class Rows:
 
 
 class _Seen(NamedTuple):
-    """Losses of rows, their gradient by parameter, and their losses in the batch after."""
-
     losses: Tensor
     gradient: dict[str, Tensor]
     later: Tensor
@@ -260,7 +256,6 @@ class Passes:
             self._refuse(rows, what if of_pairs else _DEPENDS)
 
     def _embeddings(self, features: Any) -> Tensor:
-        """Return both embeddings of each pair, ``(rows, 2 dim)``."""
         seed_everywhere(self._seed)
         wide = torch.autocast(self.module.device.type, enabled=False)
         with torch.no_grad(), wide, _FixedCoins():  # type: ignore[no-untyped-call]

@@ -289,7 +289,6 @@ class FrozenDualEncoder(PairModule):
         return {"query": queries, "positive": positive, "others": others}
 
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
-        """Like `PrivateModule.place_rows`."""
         return copied_rows(features, places, rows)
 
     def probe_features(self, side: Side) -> Tensor:

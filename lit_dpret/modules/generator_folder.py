@@ -62,7 +62,6 @@ class GeneratorContract:
         return before, after
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contract as stored in ``lit_dpret_generator.json``."""
         return {"format": CONTRACT_FORMAT, **asdict(self), "virtual_ids": list(self.virtual_ids)}
 
     @classmethod
@@ -117,7 +116,6 @@ class TextCodec:
         return self._ids([before + text for text in cased], tail, None if whole else self.contract.max_passage_length)
 
     def require_room(self) -> None:
-        """Refuse a prompt that leaves no room for a passage."""
         taken, most = len(self.token_ids([""], "passage", whole=True)[0]), self.contract.max_passage_length
         if taken == 0:
             raise ConfigurationError(

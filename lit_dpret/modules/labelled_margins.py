@@ -49,7 +49,6 @@ class LabelledMargins:
         self.of_rows.learn(TrainTexts.of(data), no_towers)
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
-        """Return the keys of the rows of a batch; see `TrainTexts.keys`."""
         return self._texts().keys(rows)
 
     def before_batch(self, batch: UnitBatch, place: Mapping[str, int], *, epoch: int) -> None:

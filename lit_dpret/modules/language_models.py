@@ -188,7 +188,6 @@ def _is_local(place: str) -> bool:
 
 
 def _is_cached(place: str) -> bool:
-    """Return whether a model is on this machine."""
     if Path(place).is_dir():
         return True
     try:

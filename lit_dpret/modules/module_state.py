@@ -56,7 +56,6 @@ class KeptState:
         self._now = [_data_of(part) for part in self._parts]
 
     def reset(self) -> None:
-        """Give every pass copies of the initial state."""
         self._install([{name: _copied(value) for name, value in values.items()} for values in self._first])
 
     def numbers(self) -> dict[str, Any]:
@@ -71,7 +70,6 @@ class KeptState:
         self._install(self._now)
 
     def refuse_writes(self, refuse: Callable[[], NoReturn]) -> None:
-        """Refuse writes to a tensor that is too large to copy."""
         if any(tensor._version != version for tensor, version in self._large):
             refuse()
 
@@ -156,7 +154,6 @@ class Looks:
         return True
 
     def again(self) -> None:
-        """Check the next batch instead of this one, which was not informative."""
         self.made -= 1
         self._next = self._count + 1
 

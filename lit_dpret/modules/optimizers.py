@@ -99,7 +99,6 @@ class DPAdamBC(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient; return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -216,7 +215,6 @@ class OptimizerSpec:
 
     @property
     def uses_noise_std(self) -> bool:
-        """Whether ``build`` needs the noise level of the gradient."""
         return self.name in self.needs_noise
 
     def build(self, parameters: Iterable[nn.Parameter], *, steps: int, noise_std: float = 0.0) -> Any:

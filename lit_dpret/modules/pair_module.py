@@ -210,11 +210,9 @@ class PairModule(PrivateModule):
 
     @property
     def row_sources(self) -> RowNegatives | None:
-        """The sources of negatives, if any."""
         return None
 
     def assumptions(self) -> list[str]:
-        """Return the trusted assumptions about the files that sources of negatives read."""
         return [] if self.row_sources is None else self.row_sources.assumptions()
 
     def files_read(self) -> dict[str, Path]:

@@ -32,7 +32,6 @@ class PublicPool:
         self._drawn: tuple[int, Tensor | None, Tensor | None] | None = None
 
     def learn(self, passage_ids: Sequence[str]) -> None:
-        """Store the public list, in its order."""
         self.place = {name: place for place, name in enumerate(passage_ids)}
         self._drawn = None
 

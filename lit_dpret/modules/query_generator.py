@@ -194,7 +194,6 @@ class QueryGenerator(PrivateModule):
 
     @property
     def outlined(self) -> GeneratorOutline:
-        """The outline of this generator, for a plan."""
         return GeneratorOutline(
             model=self.model,
             name=self.pretrained,

@@ -37,7 +37,6 @@ class Compared:
     shared: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def arguments(self) -> dict[str, Tensor]:
-        """Return keyword arguments of the loss."""
         found: dict[str, Tensor] = {}
         for name, parts, axis in (("own", self.own, 1), ("shared", self.shared, 0)):
             if parts:
@@ -180,7 +179,6 @@ class ModuleTowers:
         self._passages: Tensor | None = None
 
     def embeddings(self, texts: Sequence[str], side: Any, folder: Path | None) -> Tensor:
-        """See `lit_dpret.negatives.base.Towers`."""
         if side == "query" or not self._keep:
             return self._encoded(texts, side, folder)
         if self._passages is None:
@@ -199,7 +197,6 @@ class ModuleTowers:
         return found
 
     def fingerprint(self) -> str:
-        """Return the weights and contracts of both sides."""
         return "".join(self._module.tower(side).fingerprint() for side in ("query", "passage"))
 
 

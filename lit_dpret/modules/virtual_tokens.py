@@ -73,12 +73,10 @@ class PromptedEmbedding(nn.Module):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The ids of the virtual tokens."""
         first = self.words.num_embeddings
         return tuple(range(first, first + self.prompt.num_embeddings))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map ``(rows, tokens)`` to ``(rows, tokens, dim)``."""
         first = self.words.num_embeddings
         virtual = ids >= first
         words = self.words(ids.masked_fill(virtual, 0))
