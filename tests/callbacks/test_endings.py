@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import time
@@ -11,18 +12,28 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
-from stand_ins import Numbers, Regression, StopAfter, dp, fit, records
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from stand_ins import Numbers, Regression, StopAfter, dp, fit, granted, records, weights
+from tiny_generator import generator
+from tiny_models import tiny_bert, tiny_tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.callbacks.doctor import examine
+from lit_dpret.callbacks.refusals import refuse_endless_losses
+from lit_dpret.cards.card import verify_card
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.errors import DataError
+from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.errors import ConfigurationError, DataError, DivergenceError
+from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
+from lit_dpret.modules.private_module import refuse_infinite
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger.judgement import owed_releases
+from lit_dpret.privacy.modes import DPSGD, LogitDP, NoPrivacy, PublicPassages
 
 STEPS = 6
 
@@ -214,3 +225,163 @@ def test_the_releases_of_such_a_run_are_counted_as_any_others(tmp_path: Path) ->
     ended(tmp_path / "run", "loss", RuntimeError("row 7"))
     owed = owed_releases(records(tmp_path / "run"))
     assert owed and not any(isinstance(one, NonPrivateRelease) for one in owed)
+
+
+# -- a private run whose weights are NaN or infinite ends: they were released, and further steps wou--
+
+
+class Rises(Callback):
+    """Takes steps from one on whose length no float holds."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if batch.step == self.step:
+            for group in trainer.optimizers[0].param_groups:
+                group |= {"lr": 1e38, "weight_decay": 1e30}
+
+
+def diverging(folder: Path, *, steps: int = 6, **given: Any) -> Regression:
+    module = Regression(privacy=dp(folder), optimizer=OptimizerSpec(name="sgd", lr=0.01))
+    extra = [PrivacyCard(run_dir=folder / "run"), Rises(3)]
+    fit(folder / "run", module, Numbers(), steps=steps, save_every=1, extra=extra, **given)
+    return module
+
+
+def test_a_run_ends_where_its_weights_do_and_claims_what_was_planned(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"step 4 .*net\.0\.weight.*max_steps.*lr"):
+        diverging(tmp_path)
+    assert len(granted(tmp_path / "run")) == 4, "the two others are not paid for"
+    last = records(tmp_path / "run")[-1]
+    assert (last["kind"], last["reason"], last["steps"]) == ("end", "DivergenceError", 4), "of no private row"
+    card = json.loads((tmp_path / "run" / "privacy_card.json").read_text(encoding="utf-8"))
+    assert card["claim"]["guarantee"] == "dp" and card["mechanism"]["steps_counted"] == 6
+    assert not any("private rows" in banner for banner in card["banners"])
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("*.ckpt"))
+    for name in names:
+        saved = torch.load(tmp_path / "run" / "checkpoints" / name, weights_only=True)["state_dict"]
+        assert all(bool(value.isfinite().all()) for value in saved.values()), name
+
+
+def test_the_last_finite_checkpoint_is_had_by_a_resume_that_ends_there(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError):
+        diverging(tmp_path)
+    module = diverging(tmp_path, steps=3, resume=True)
+    assert bool(weights(module).isfinite().all()) and (tmp_path / "run" / "model" / "weights.pt").is_file()
+    card = json.loads((tmp_path / "run" / "privacy_card.json").read_text(encoding="utf-8"))
+    assert card["claim"]["guarantee"] == "dp" and verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
+    assert card["mechanism"]["steps_counted"] == 6, "which checkpoint it is follows from what was released"
+
+
+def test_a_run_without_a_promise_goes_on_as_lightning_has_it(tmp_path: Path) -> None:
+    module = Regression(privacy=NoPrivacy(), optimizer=OptimizerSpec(name="sgd", lr=0.01))
+    fit(tmp_path / "run", module, Numbers(), steps=6, extra=[Rises(3)])
+    assert not bool(weights(module).isfinite().all())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_every_trained_weight_is_looked_at_and_no_frozen_one(value: float) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 0), torch.nn.Linear(2, 1)).half()
+    refuse_infinite(layer, 0)
+    with torch.no_grad():
+        layer[2].bias[0] = value
+    with pytest.raises(DivergenceError, match=r"2\.bias"):
+        refuse_infinite(layer, 0)
+    layer[2].bias.requires_grad = False
+    refuse_infinite(layer, 0)
+
+
+# -- a run whose every loss would be NaN is refused before its ledger opens, by rows that are no dat--
+
+
+LEDGER = "privacy_ledger.jsonl"
+
+
+class Probed(Regression):
+    """Its loss is multiplied by ``factor``; it has rows that are no data, and notes what it was asked about."""
+
+    def __init__(self, *, factor: float = 1.0, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.factor, self.asked = factor, []
+
+    def longest_rows(self, count: int) -> dict[str, Tensor]:
+        return {"inputs": torch.full((count, 4), 0.5), "target": torch.zeros(count)}
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        self.asked.append(bool((rows["inputs"] == 0.5).all()))
+        return super().per_row_loss(rows) * self.factor
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loss_without_a_value_is_refused_before_the_ledger_and_no_row_of_the_data_was_looked_at(
+    factor: float, tmp_path: Path
+) -> None:
+    module = Probed(factor=factor, privacy=dp(tmp_path))
+    with pytest.raises(ConfigurationError, match="per_row_loss"):
+        fit(tmp_path / "run", module, Numbers(), steps=2)
+    assert module.asked == [True] and not (tmp_path / "run" / LEDGER).exists()
+
+
+def test_a_finite_loss_trains_as_if_nobody_had_asked(tmp_path: Path) -> None:
+    weights = []
+    for kind in (Probed, Regression):
+        torch.manual_seed(3)
+        module = kind(privacy=dp(tmp_path, noise_seed=5))
+        fit(tmp_path / kind.__name__, module, Numbers(), steps=2)
+        weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    assert torch.equal(*weights)
+
+
+class Broken(Regression):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net[0].weight.data[0, 0] = math.nan
+
+
+def test_weights_that_are_no_numbers_are_refused_by_name_before_the_ledger(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"net\.0\.weight .*NaN"):
+        fit(tmp_path / "run", Broken(privacy=dp(tmp_path)), Numbers(), steps=2)
+    assert not (tmp_path / "run" / LEDGER).exists()
+
+
+def test_the_doctor_finds_it_too(tmp_path: Path) -> None:
+    trainer = L.Trainer(default_root_dir=tmp_path, max_steps=2, logger=False, accelerator="cpu", barebones=True)
+    found = examine(trainer, Probed(factor=math.nan, privacy=dp(tmp_path)), Numbers())
+    assert any("per_row_loss" in one.text for one in found.findings if one.status == "refused")
+
+
+def encoder() -> TextEncoder:
+    return TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
+
+
+SPEC = OptimizerSpec(name="sgd", lr=0.1)
+MODULES = {
+    "frozen, against a pool": lambda t: FrozenDualEncoder(
+        encoder=encoder(), privacy=PublicPassages(eps=3.0), optimizer=SPEC, temperature=t
+    ),
+    "against a pool": lambda t: DualEncoder(
+        encoder=encoder(), privacy=PublicPassages(eps=3.0), optimizer=SPEC, temperature=t
+    ),
+    "in the batch": lambda t: DualEncoder(
+        encoder=encoder(), privacy=LogitDP(eps=3.0, delta=1e-3, max_logit_grad_norm=1.0), optimizer=SPEC, temperature=t
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_temperature_that_leaves_no_loss_is_found_on_public_texts(kind: str) -> None:
+    refuse_endless_losses(MODULES[kind](0.05))
+    with pytest.raises(ConfigurationError, match="temperature"):
+        refuse_endless_losses(MODULES[kind](1e-42))
+
+
+def test_a_generator_is_asked_about_random_tokens_and_keeps_its_mode_and_coins() -> None:
+    module = generator(privacy=DPSGD(eps=3.0)).train()
+    coins = torch.random.get_rng_state()
+    refuse_endless_losses(module)
+    assert module.training and torch.equal(coins, torch.random.get_rng_state())
+    with torch.no_grad():
+        module.model.get_input_embeddings().weight.fill_(math.nan)
+    with pytest.raises(ConfigurationError):
+        refuse_endless_losses(module)

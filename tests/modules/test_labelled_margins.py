@@ -1,25 +1,27 @@
-"""A frozen encoder whose head learns a teacher's margins: its loss by hand, what it learns, and what it refuses."""
+"""Dual encoders that learn the margins of a teacher: the loss by hand, what they learn, and what they refuse."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from frozen_heads import frozen
-from negative_cases import JUDGED, NOISE, PASSAGES, QUERIES, lines
+from negative_cases import JUDGED, NOISE, PASSAGES, QUERIES, dual, in_double, lines
 from pair_stand_ins import batch_of
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import MarginMSELoss
-from lit_dpret.modules import FrozenDualEncoder
-from lit_dpret.negatives import LabelledNegatives, RandomNegatives
+from lit_dpret.modules import DualEncoder, FrozenDualEncoder
+from lit_dpret.negatives import InBatchNegatives, LabelledNegatives, NegativeSource, RandomNegatives
 from lit_dpret.negatives.drawn import LabelledNegative
+from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping import ENGINES, make_engine
 from lit_dpret.privacy.clipping.base import room_for_rounding
-from lit_dpret.privacy.modes import DPSGD, BatchClip, NoPrivacy, PublicPassages, SyntheticData
+from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PublicPassages, SyntheticData
 
 #: Query i is told from two passages; query 3 has no label.
 LABELS = [
@@ -27,6 +29,71 @@ LABELS = [
     for i in (0, 1, 2)
     for name, margin in ((f"p{2 * i + 7}", 4.0 - i), (f"p{2 * i + 9}", -1.5))
 ]
+
+
+def labelled(folder: Path, records: list[LabelledNegative] = LABELS, **settings: Any) -> LabelledNegatives:
+    path = folder / "labels.tsv"
+    path.write_text("".join(record.line() for record in records))
+    return LabelledNegatives(file=path, **{"per_query": 2} | settings)
+
+
+def ready(module: DualEncoder, *numbers: int, queries: dict[str, str] = QUERIES) -> UnitBatch:
+    batch = batch_of(module.collate_rows(lines(*numbers, queries=queries)))
+    module.before_batch(batch)
+    return batch
+
+
+def test_fewer_are_drawn_where_fewer_are_asked_for_anew_in_every_epoch(tmp_path: Path) -> None:
+    source = labelled(tmp_path, per_query=1)
+    module = in_double(loss=MarginMSELoss(), negatives=[source])
+    names, seen = sorted(PASSAGES), set()
+    for epoch in range(20):
+        made = module._negatives.of_rows.places(  # type: ignore[union-attr]
+            ready(module, 0).rows, step=0, epoch=epoch, embed=lambda: torch.zeros(1, 1)
+        )
+        name, margin = names[int(made["own_at"])], float(made["own_margins"])
+        assert (name, margin) in {("p7", 4.0), ("p9", -1.5)}
+        seen.add(name)
+    assert seen == {"p7", "p9"}
+
+
+def test_a_private_row_moves_its_own_loss_alone(tmp_path: Path) -> None:
+    """Under DP-SGD the labels of a row are its own, so poisoning one query changes one row's loss."""
+    mode = DPSGD(max_grad_norm=1.0, **NOISE)
+    negatives = [labelled(tmp_path, lines_are_independent=True)]
+    module = in_double(mode, loss=MarginMSELoss(), negatives=negatives)
+    plain = ready(module, 0, 1, 2)
+    poisoned = ready(module, 0, 1, 2, queries={**QUERIES, "q1": "policy best best"})
+    for row in (0, 2):
+        losses = [module.per_row_loss(batch.rows)[row] for batch in (plain, poisoned)]
+        assert losses[0].item() == losses[1].item()
+    assert module.per_row_loss(plain.rows)[1].item() != module.per_row_loss(poisoned.rows)[1].item()
+
+
+@pytest.mark.parametrize("sources", [None, [InBatchNegatives()], [RandomNegatives()]])
+def test_the_loss_without_labels_is_refused(sources: list[NegativeSource] | None) -> None:
+    with pytest.raises(ConfigurationError, match=r"Set negatives=labelled and model.negatives.labelled.file"):
+        dual(loss=MarginMSELoss(), negatives=sources)
+
+
+def test_labels_go_with_a_softmax_too_and_beside_other_sources(tmp_path: Path) -> None:
+    module = in_double(negatives=[InBatchNegatives(), labelled(tmp_path)])
+    assert bool(torch.isfinite(module.per_row_loss(ready(module, 0, 1, 3).rows)).all())
+    with pytest.raises(ConfigurationError, match=r"in_batch,labelled cannot go with model\.loss=MarginMSELoss"):
+        dual(loss=MarginMSELoss(), negatives=[InBatchNegatives(), labelled(tmp_path)])
+
+
+def test_private_modes_ask_for_the_declaration_and_take_no_other_loss_than_they_prove(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"labelled.lines_are_independent=true"):
+        dual(DPSGD(max_grad_norm=1.0, **NOISE), loss=MarginMSELoss(), negatives=[labelled(tmp_path)])
+    declared = [labelled(tmp_path, lines_are_independent=True)]
+    with pytest.raises(ConfigurationError, match="privacy=public_passages"):
+        dual(PublicPassages(max_grad_norm=1.0, **NOISE), loss=MarginMSELoss(), negatives=declared)
+    with pytest.raises(ConfigurationError, match="cannot go with privacy=logit_dp"):
+        dual(LogitDP(max_logit_grad_norm=1.0, **NOISE), loss=MarginMSELoss(), negatives=declared)
+
+
+# -- a frozen encoder whose head learns a teacher's margins: its loss by hand, what it learns, and w--
 
 
 class _Data:
@@ -44,12 +111,6 @@ class _Data:
         return QUERIES, JUDGED
 
 
-def labelled(folder: Path, records: list[LabelledNegative] = LABELS, **settings: Any) -> LabelledNegatives:
-    path = folder / "labels.tsv"
-    path.write_text("".join(record.line() for record in records))
-    return LabelledNegatives(file=path, **{"per_query": 2} | settings)
-
-
 def head(folder: Path, privacy: Any = None, **settings: Any) -> FrozenDualEncoder:
     settings.setdefault("loss", MarginMSELoss(temperature=0.1))
     if "negatives" not in settings:
@@ -59,15 +120,24 @@ def head(folder: Path, privacy: Any = None, **settings: Any) -> FrozenDualEncode
     return module
 
 
-def losses_of(module: FrozenDualEncoder, *numbers: int, queries: dict[str, str] = QUERIES) -> Tensor:
-    batch = batch_of(module.collate_rows(lines(*numbers, queries=queries)))
-    module.before_batch(batch)
-    return module.per_row_loss(batch.rows)
+def losses_of(module: Any, *numbers: int, queries: dict[str, str] = QUERIES) -> Tensor:
+    return module.per_row_loss(ready(module, *numbers, queries=queries).rows)
 
 
-@pytest.mark.parametrize("settings", [{}, {"head_dim": 5}])
-def test_the_loss_of_a_row_is_the_error_of_its_labelled_margins(tmp_path: Path, settings: dict[str, Any]) -> None:
-    module = head(tmp_path, **settings)
+def trained_whole(folder: Path) -> DualEncoder:
+    return in_double(loss=MarginMSELoss(temperature=0.1), negatives=[labelled(folder)])
+
+
+@pytest.mark.parametrize(
+    ("make", "close"),
+    [
+        (trained_whole, {"rtol": 1e-5, "atol": 0.0}),
+        (head, {"rtol": 1e-4, "atol": 1e-4}),
+        (partial(head, head_dim=5), {"rtol": 1e-4, "atol": 1e-4}),
+    ],
+)
+def test_the_loss_of_a_row_is_the_error_of_its_labelled_margins(make: Any, close: Any, tmp_path: Path) -> None:
+    module = make(tmp_path)
     found = losses_of(module, 0, 2, 3)
     for row, i in enumerate((0, 2)):
         own, *others = module.encode_passages(
@@ -76,7 +146,7 @@ def test_the_loss_of_a_row_is_the_error_of_its_labelled_margins(tmp_path: Path, 
         query = module.encode_queries([QUERIES[f"q{i}"]])[0]
         margins = [(query @ own - query @ other) / 0.1 for other in others]
         wanted = sum((margin - label) ** 2 for margin, label in zip(margins, (4.0 - i, -1.5), strict=True)) / 2
-        torch.testing.assert_close(found[row], wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[row], wanted.to(found), **close)
     assert found[2].item() == 0  # no label, no loss
 
 
@@ -94,8 +164,7 @@ def test_a_private_row_moves_its_own_loss_alone_and_is_clipped_alone(tmp_path: P
     plain = losses_of(module, 0, 1, 2)
     poisoned = losses_of(module, 0, 1, 2, queries={**QUERIES, "q1": "policy best best"})
     assert torch.equal(plain[[0, 2]], poisoned[[0, 2]]) and plain[1] != poisoned[1]
-    batch = batch_of(module.collate_rows(lines(0, 1, 2)))
-    module.before_batch(batch)
+    batch = ready(module, 0, 1, 2)
     assert not module.coupled_loss and module.assumptions() == [
         "Each line of the file of model.negatives.labelled (labels.tsv) was made of its own query and of public data "
         "alone, as declared."
