@@ -157,7 +157,7 @@ NOT_EXECUTED: dict[str, str] = {
     "task.source=medquad": "needs MedQuAD: tests/federated/test_silo_data.py reads a small one",
     "task.source=newsqa": "needs NewsQA: tests/federated/test_silo_data.py reads a small one",
     "google-t5/": "needs the Hugging Face hub and a GPU",
-    "model.pretrained=smollm2": "needs 540 MB of weights, and hours: tests/modules/test_smollm2.py reads a small one",
+    "model.pretrained=smollm2": "needs 540 MB, and hours: tests/modules/test_decoder_only.py reads a small one",
     "federated.superlink=": "needs a running SuperLink: tests/federated/test_superlink.py starts one",
     "--superlink ": "the same",
 }

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_images
 import torch
-from conftest import digit_module, digit_tokenizer
+from audit.canaries.conftest import digit_module, digit_tokenizer
 from jsonschema import Draft202012Validator
 from memoriser import CANARIES, Memoriser, a_fixed_batch, audited, large_log, without_noise, write_large_log
 from stand_ins import KillAt, Killed
