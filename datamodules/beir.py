@@ -21,22 +21,17 @@ class BeirDataModule(PairsDataModule):
     """One public BEIR set, from ``root/NAME`` or ``root`` itself.
 
     Guarantees:
-        - Nothing is ever downloaded unless ``download=true`` asks for it.
-        - `evaluation_split` is the split that BEIR evaluates, `drops_self_matches` whether a query's own passage
-          is left out of its ranking.
+        - `evaluation_split` is the split that BEIR evaluates, `drops_self_matches` whether a query's own passage is
+          left out of its ranking.
         - A set that is not the published one (a sample, another version, another split) is reported in a warning.
 
     Args:
         name: BEIR's name of the set, as ``scifact`` or ``cqadupstack/unix``, or the papers' short one.
         root: The folder that holds the set's folder, or that folder itself.
-        download: Take the evaluation split from ir-datasets (extra ``beir``) instead, which downloads what it does not
-            have yet. There is no train split then.
+        download: Take the evaluation split from ir-datasets (extra ``beir``) instead, which downloads what it does
+            not have yet. There is no train split then.
         only_evaluation: Read only the split that is evaluated; train queries of large sets take their time.
         allow_empty_passages: As for `PairsDataModule`, and true unless set, for several sets have some.
-
-    Raises:
-        ConfigurationError: The name is unknown or stands for several sets, or neither or both of ``root`` and
-            ``download`` are given.
     """
 
     name: str

@@ -62,17 +62,13 @@ def write_clean(
     read: Callable[[Path, Complain], Collection],
     columns: PairColumns,
 ) -> dict[str, Any]:
-    """Write ``out``, which only its owner can read, without the ``refused`` records.
+    """Write ``out``, which only its owner can read, without the ``refused`` records; return private counts of these.
 
     Guarantees:
         - Records that are kept are copied byte for byte, in their order.
         - The copy has the queries, texts, users, splits and pairs that could be read of the log (``readable``);
           otherwise none is written, and a `DataError` says so.
-        - Records without a query id are called by their line (``row-3``), and keep that name: an empty line stands
-          for each line that is left out.
-
-    Returns:
-        How many records were left out by kind, and what that did to the units. Private numbers.
+        - Records without a query id keep the name of their line: an empty line stands for each that is left out.
     """
     quiet = RecordFile(file.path, complain=lambda problem: None)
     records = {number: record for number, record in quiet if number in refused}

@@ -58,31 +58,26 @@ class HubRows(Records):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HuggingFaceDataModule(PairsDataModule):
-    """Rows with a query and a passage, under any column names.
-
-    A path that exists is read from disk, without ``datasets`` and without a network; anything else is a name on the hub
-    (extra ``hf``). Only the columns that are named are read. `lit_dpret.datamodules.pair_file` says how rows become
-    queries and passages.
+    """Rows with a query and a passage, under any column names; only the columns that are named are read.
 
     Args:
-        path: A folder, a file, or a name on the hub.
+        path: A folder or file, read without ``datasets`` and without a network; else a name on the hub (extra
+            ``hf``).
         name: The configuration on the hub, for a data set that has several.
         revision: The commit on the hub; without one the data may change from run to run.
-        splits: What the data set calls the splits, ``{train: train_sft, dev: holdout}``; only these are read.
-            None takes ``train``, ``validation`` (or ``dev``) and ``test``.
+        splits: What the data set calls the splits, ``{train: train_sft, dev: holdout}``; only these are read. None
+            takes ``train``, ``validation`` (or ``dev``) and ``test``.
         streaming: Fetch rows from the hub as they are read, and not the whole data set first; needs ``max_rows``.
         max_rows: So many rows of each split, the first ones. Which row is whose is then public: how many rows each
             query and each user has. Refused under ``add_or_remove`` and ``replace_one``.
         query_column: Texts of queries.
-        passage_column: Texts of passages; a row may lack one where ``passage_id_column`` names a passage of ``corpus``.
+        passage_column: Texts of passages; a row may lack one where ``passage_id_column`` names a passage of
+            ``corpus``.
         query_id_column: Ids of queries; None makes every row a query of its own.
         passage_id_column: Ids of passages; None makes equal texts one passage.
         user_column: Ids of users, for ``privacy.unit=user``.
         split_column: The split of each row, instead of that of its file.
         corpus: A local corpus file, the public list of passages.
-
-    Raises:
-        ConfigurationError: Settings that contradict each other; ``datasets`` is needed and not installed.
     """
 
     path: str | Path

@@ -27,17 +27,13 @@ _SPLITS = {"train": "train", "valid": "dev", "test": "test"}
 class InsuranceQADataModule(PairsDataModule):
     """InsuranceQA from the installed package, or from a folder.
 
-    Questions are Title Cased in the source and lower-cased by default. Six test questions repeat a
-    train question, and 98 of the 3,302 test answers also answer a train question: `report_overlap`
-    counts them, ``drop_overlap=true`` leaves the train questions concerned out.
+    Six test questions repeat a train question, and 98 of the 3,302 test answers also answer a train question:
+    `report_overlap` counts them, ``drop_overlap=true`` leaves the train questions concerned out.
 
     Args:
-        folder: A BEIR folder, or a folder with the package's ``train.json.gz``, ``valid.json.gz``,
-            ``test.json.gz`` and ``answers.json.gz``. None takes the installed package.
-        lower_case_queries: As for `PairsDataModule`, and true unless set.
-
-    Raises:
-        ConfigurationError: The package is not installed, or is a version without data.
+        folder: A BEIR folder, or a folder with the package's ``train.json.gz``, ``valid.json.gz``, ``test.json.gz``
+            and ``answers.json.gz``. None takes the installed package.
+        lower_case_queries: As for `PairsDataModule`, and true unless set: the source is in Title Case.
     """
 
     lower_case_queries: bool = True

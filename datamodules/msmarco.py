@@ -28,18 +28,14 @@ _QRELS_COLUMNS = ("query_id", "iteration", "passage_id", "grade")
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MSMarcoDataModule(PairsDataModule):
-    """MS MARCO passage ranking: ``train`` and ``dev``.
-
-    The collection is larger than ``in_memory=auto`` holds, so it is copied once into a store on disk.
+    """MS MARCO passage ranking: ``train`` and ``dev``. The collection is copied once into a store on disk.
 
     Args:
-        folder: The folder with the files named above.
-        download: Take the data from ir-datasets instead, which downloads what it does not have yet.
+        folder: The folder with the files.
+        download: Take the data from ir-datasets instead (extra ``beir``), which downloads what it does not have yet
+            and checks its hashes.
         dev: Which development queries: ``small``, on which numbers are published, or ``full``.
         only_evaluation: Read no train queries.
-
-    Raises:
-        ConfigurationError: Settings that contradict each other; neither or both of ``folder`` and ``download``.
     """
 
     evaluation_split = "dev"

@@ -61,18 +61,15 @@ class UnitDataModule(SampledDataModule):
 
     Guarantees:
         - Every row is in exactly one unit.
-        - What a unit holds depends on its own rows alone; a data set that remembers what it was asked for is refused.
+        - What a unit holds depends on its own rows alone; a data set that remembers what it was asked for is
+          refused.
 
     Args:
         dataset: Has a length, and gives a row by its number. Every row is read once when a run begins.
-        unit_of: Names the unit of a row, given its number: a text or a whole number, as in ``users.__getitem__``; the
-            claim is then about one user. None makes every row a unit of its own.
+        unit_of: Names the unit of a row, given its number: a text or a whole number, as in ``users.__getitem__``;
+            the claim is then about one user. None makes every row a unit of its own.
         unit_name: What all rows of one name are, such as ``user``; the card says it in the place of ``record``.
         expected_batch_size: As for `SampledDataModule`; it or ``sample_rate`` is needed.
-
-    Raises:
-        ConfigurationError: A setting is out of range; the message names it.
-        DataError: The data set has no length, or no row.
     """
 
     dataset: Any

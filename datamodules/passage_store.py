@@ -30,18 +30,12 @@ _log = logging.getLogger(__name__)
 
 
 class PassageStore(Mapping[str, str]):
-    """The passages of a finished store, text by id, in the order of the corpus.
+    """The passages of a finished store, the file that `build_store` wrote: text by id, in the order of the corpus.
 
     Guarantees:
         - No text is held: memory does not grow with the length of the texts.
         - It equals the dictionary of the same passages, and iterates in the same order.
         - Threads, forked and spawned processes may read it at the same time.
-
-    Args:
-        path: The file that `build_store` wrote.
-
-    Raises:
-        DataError: The file is not a finished store, or one of another version.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -76,11 +76,9 @@ def report_overlap(collection: Collection) -> dict[str, Overlap]:
 def drop_overlap(collection: Collection) -> Collection:
     """Drop the rows of train queries that repeat an evaluation query or share a positive passage with one.
 
-    Such a query stays as a unit without rows, so that the published number of units does not tell.
-    It is the train side that gives way. Whether a train query stays then depends on its own record
-    and the evaluation splits alone, the evaluation splits stay those of the literature, and no set of
-    evaluation queries is chosen by looking at private ones. This is record-wise for train records only: one
-    evaluation query can take many train queries out. So evaluation queries are not protected.
+    Such a query stays as a unit without rows, so that the published number of units does not tell. Whether it stays
+    depends on its own record and the evaluation splits alone; but one evaluation query can take many train queries
+    out, so evaluation queries are not protected.
     """
     evaluation = [qrels for split, qrels in collection.qrels.items() if split != "train"]
     texts = {normalise(collection.queries[query]) for qrels in evaluation for query in qrels}
@@ -105,24 +103,17 @@ def sample(
 ) -> Collection:
     """Return a smaller data set for a quick run, determined by the seed, in any file order.
 
-    1. Train queries: the ``max_train_queries`` whose *ids* hash lowest among all train ids.
-    2. Passages: the ``max_passages`` whose ids hash lowest among all passages. No query is looked
-       at, so the retained list is as public as the corpus.
-    3. Of each query only the judgements on retained passages stay; an evaluation query without a positive
-       among them goes. A train query without one stays as a unit without rows: the number of units is
-       published, and must not depend on which passages private queries were about.
-    4. Evaluation queries: of those left, the ``max_eval_queries`` of each split whose ids hash lowest.
+    The ``max_train_queries`` and the ``max_passages`` whose *ids* hash lowest stay, and of each query the
+    judgements on these passages; then, of the evaluation queries with a positive left, the ``max_eval_queries`` of
+    each split whose ids hash lowest. A train query without a positive stays as a unit without rows: the number of
+    units is published, and must not depend on which passages private queries were about.
 
     Guarantees:
-        - The retained passages depend on passage ids and the seed alone.
+        - The retained passages depend on passage ids and the seed alone: their list is as public as the corpus.
         - Changing the text or the positives of one train query changes no other train query.
-        - With ``max_train_queries`` unset, neither does adding or removing one. With it set, a removed
-          query lets the next id move up: sound under ``zero_out``, where ids are public (and with them how
-          many queries a user has, and how many copies a text), and refused under ``add_or_remove``. Under
-          ``replace_one`` it is sound where a unit is exactly one id, and refused elsewhere.
-
-    The choice is public and fixed, so it amplifies no privacy and no accountant hears of it. The
-    claim is about the data set that remains. Scores on it are not comparable with the full corpus.
+        - With ``max_train_queries`` unset, neither does adding or removing one. With it set, a removed query lets
+          the next id move up: sound under ``zero_out``, where ids are public, refused under ``add_or_remove``, and
+          under ``replace_one`` unless a unit is exactly one id.
     """
     if max_passages is None and max_train_queries is None and max_eval_queries is None:
         return collection

@@ -189,11 +189,8 @@ class Records:
 class RecordFile(Records):
     """The records of one file, whose name decides the format, reread by every iteration and closed at its end.
 
-    Args:
-        path: The file.
-        knob: What the user set to name this file, for messages.
-        header: The names of the columns of a TSV file without a header line.
-        complain: As for `Records`.
+    ``knob`` is what the user set to name the file, for messages; ``header`` names the columns of a TSV file without
+    a header line.
     """
 
     def __init__(
@@ -468,8 +465,8 @@ def is_unicode(text: str) -> bool:
 def as_id(value: object) -> str | None:
     r"""Return an id as a string; integers are ids too. None for invalid ids.
 
-    Surrounding whitespace is removed, accents are composed (NFC), and 7.0 is 7, as a column of a table has it in which
-    some ids are missing: who is meant must not depend on how an id was written.
+    Whitespace around it goes, accents are composed (NFC), and 7.0 is 7: who is meant must not depend on how an id
+    was written.
 
     Example:
         >>> as_id("u1 "), as_id(7), as_id("Jose\N{COMBINING ACUTE ACCENT}") == "Jos\N{LATIN SMALL LETTER E WITH ACUTE}"

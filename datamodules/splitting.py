@@ -100,10 +100,9 @@ def write_split(
     """Write a data set for training into the new folder ``folder``; return the ``datamodule=pairs`` settings that read
     it.
 
-    Where the list of passages is public this is a BEIR folder. Where it comes from private records it is one file
-    of pairs with a column ``split``, so that the list does not become public by having been copied. A note beside
-    it says whether ``by`` user or text it was divided, and which records had query ids: what is written has an id
-    for each.
+    Where the list of passages is public this is a BEIR folder, else one file of pairs, so that the list does not
+    become public by having been copied. A note beside it says ``by`` what it was divided, and which records had
+    query ids.
 
     Guarantees:
         - What is written reads back as the same passages, queries, users, domains and qrels.

@@ -23,19 +23,11 @@ class GroupedUnitDataset:
     """The train split of a collection as units, in order of first occurrence.
 
     Guarantees:
-        - Every row with a positive passage is in exactly one unit, unless ``max_rows_per_unit`` leaves it out.
+        - Every row with a positive passage is in exactly one unit, unless ``max_rows_per_unit`` leaves it out: it
+          keeps those whose query text and passage id hash lowest, whatever the file order and the ids of queries.
         - A unit of the data has at least one row, and `rows` gives the same rows in the same order every time.
         - What a unit holds depends on its own records only.
-        - Planted units come after all others, however many of them are alike; they may have no rows.
-
-    Args:
-        collection: The data, checked.
-        unit: Whose data one item is.
-        duplicates: What to do with equal texts under different ids; see the module's text.
-        max_rows_per_unit: Keep at most so many rows of a unit: those whose query text and passage id hash
-            lowest, whatever the file order and the ids of queries, which may be line numbers. None keeps all.
-        split: The split to train on.
-        planted: Units that stand in no file of the data: canaries, copy by copy.
+        - ``planted`` units, which stand in no file of the data, come after all others; they may have no rows.
     """
 
     def __init__(

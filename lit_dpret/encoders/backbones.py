@@ -192,12 +192,10 @@ def refuse_if_padding_counts(
 ) -> None:
     """Refuse a model whose output for a text changes with padding behind it.
 
-    What it makes of one text would then follow from the lengths of the others in the batch: no embedding has one value,
-    and under a guarantee one person's text moves what others contribute. Some models change at a length (Reformer
-    hashes beyond 64 tokens), so text and padding make up ``longest``, or as much as a second of computing allows.
-
-    ``ids`` are the tokens of a text, which are repeated for one of half the length; ``outputs`` goes from
-    ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
+    What it makes of one text would then follow from the lengths of the others in the batch. Some models change at a
+    length (Reformer hashes beyond 64 tokens), so text and padding make up ``longest``, or as much as a second of
+    computing allows. ``ids`` are the tokens of a text, which are repeated for one of half the length; ``outputs``
+    goes from ``input_ids`` and ``attention_mask`` to the model's output for each row, or each token of it.
     """
     weight = next(model.parameters())
     tokens = min(max(2 * _FEW, int(_PRODUCTS / sum(p.numel() for p in model.parameters()))), longest)

@@ -162,10 +162,6 @@ def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[
     Products of matrices round in another way for another number of rows, another length or another place. So every
     batch has one number of rows, and a text alone decides how far its batch is padded and where in it it stands.
 
-    Guarantees:
-        - A row of the result is a function of that row of ``features`` and of the weights, if in ``embed`` a row is
-          made of that row alone for inputs of one shape.
-
     ``features`` are ``input_ids`` and ``attention_mask``, ``(rows, tokens)``, of a number of tokens that follows
     from no text (`TextEncoder.at_full_length`); ``filler`` is the id of the padding token.
     """

@@ -170,21 +170,15 @@ def save_sentence_transformer(
     """Write a dual encoder as a folder that ``SentenceTransformer(folder)`` loads.
 
     Guarantees:
-        - ``encode_query`` and ``encode_document`` of what that library loads are bit-equal to ours
-          for the same batch (float32), prefixes and cut-offs included.
+        - ``encode_query`` and ``encode_document`` of what that library loads are bit-equal to ours for the same
+          batch (float32), prefixes and cut-offs included.
         - `TextEncoder.from_pretrained` or `load_towers` gives back the same model.
 
     One tower for both sides becomes a flat folder, which transformers loads as well. Where the sides are computed
-    differently (separate towers, a linear head on the query side) it becomes a Router with two routes and none by
-    default: a text whose side is not said would silently be taken for a passage. A backbone that both sides share
-    is written once, with the length at which either side is cut.
-
-    Args:
-        folder: Where to write; made if it is not there.
-        query_encoder: Turns queries into embeddings; passages too unless there is another for them.
-        passage_encoder: Turns passages into embeddings.
-        similarity: ``cosine`` or ``dot``, noted for the reader; by default cosine where embeddings are
-            normalised.
+    differently it becomes a Router with two routes and none by default: a text whose side is not said would
+    silently be taken for a passage. A backbone that both sides share is written once, with the length at which
+    either side is cut. ``similarity`` is noted for the reader; by default cosine where embeddings are normalised,
+    else dot.
     """
     passage_encoder = query_encoder if passage_encoder is None else passage_encoder
     query, passage = query_encoder.contract, passage_encoder.contract

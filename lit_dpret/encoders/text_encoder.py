@@ -156,11 +156,8 @@ class TextEncoder(nn.Module):
     ) -> Tensor:
         """Return the embeddings of any number of texts, without gradient and without dropout.
 
-        Texts are sorted by their number of tokens, longest first, so that little is padded and a batch
-        that does not fit fails at once; equal texts are encoded once.
-
         Guarantees:
-            - Row i belongs to text i, and equal texts have equal rows.
+            - Row i belongs to text i, and equal texts, which are encoded once, have equal rows.
             - The rows of up to 50,000 texts do not depend on the order in which texts are given.
             - The encoder comes back in the mode and on the device it was.
 
@@ -172,9 +169,9 @@ class TextEncoder(nn.Module):
             progress: Called after every batch.
             apart: For private texts, none of which may change another one's embedding (`embed_apart`). Slower:
                 otherwise texts of like lengths are joined, and an embedding's last bits depend on the others.
-            cache_dir: Keep the result there, and return what was kept for the same model and texts. It is found by
-                content: train the encoder a step, change a prefix or a text, and it is another entry. A file that
-                cannot be read is computed again. Embeddings of private texts are private: so is their cache.
+            cache_dir: Keep the result there, and return what was kept for the same model and texts, found by
+                content. A file that cannot be read is computed again. Embeddings of private texts are private: so
+                is their cache.
 
         Returns:
             float32 (float64 for a float64 encoder) on the CPU, shape ``(texts, dim)``.

@@ -21,17 +21,10 @@ def false_negatives(
     candidate_ids: Sequence[str],
     positives: Sequence[Collection[str]] | None = None,
 ) -> Tensor:
-    """Return which candidates are right answers, and so must not be pushed away.
+    """Return which candidates are right answers, and so must not be pushed away: booleans ``(rows, candidates)``.
 
-    Args:
-        own_ids: The passage id of each row's own positive, ``rows`` many.
-        candidate_ids: The passage id of each candidate.
-        positives: All positive passage ids of each row's query, its own record only.
-
-    Returns:
-        Booleans of shape ``(rows, candidates)``: True where the candidate has the id of the row's
-        own positive or of another positive of the same query. The row's own column is among
-        them; the losses keep it.
+    They have the id of the row's own positive (``own_ids``) or of another positive of the same query
+    (``positives``, of its own record only). The row's own column is among them; the losses keep it.
     """
     number: dict[str, int] = {}
     for name in candidate_ids:
@@ -74,24 +67,17 @@ class _RowLoss(nn.Module):
 class InBatchSoftmaxLoss(_RowLoss):
     """Softmax of each query's own passage against the passages of the whole batch.
 
-    Elsewhere it is called InfoNCE, N-pairs or MultipleNegativesRanking; with ``scale`` for
-    1 / ``temperature``.
+    Elsewhere it is called InfoNCE, N-pairs or MultipleNegativesRanking; with ``scale`` for 1 / ``temperature``.
+    ``temperature`` divides the ``similarity``, which is ``cosine`` or ``dot``.
 
-    **The rows are coupled.** Row i holds every passage of the batch in its denominator, so removing
-    one record changes all rows. Per-row clipping of this loss bounds nothing: it is for
-    ``privacy=none``, or under a mode that accounts for the coupling (``batch_clip``,
-    ``per_example_duplicated``, ``logit_dp``). For per-query privacy use `PublicPoolSoftmaxLoss`.
+    **The rows are coupled.** Row i holds every passage of the batch in its denominator, so removing one record
+    changes all rows. Per-row clipping of this loss bounds nothing: it is for ``privacy=none``, or under a mode that
+    accounts for the coupling (``batch_clip``, ``per_example_duplicated``, ``logit_dp``). For per-query privacy use
+    `PublicPoolSoftmaxLoss`.
 
     Guarantees:
         - Row i equals the cross entropy of its logits over the candidates that are not masked.
         - Passages after the first ``rows`` are extra (hard) negatives of every row.
-
-    Args:
-        temperature: Divides the similarity; positive.
-        similarity: ``cosine`` or ``dot``.
-
-    Raises:
-        ConfigurationError: The temperature is not positive, or the similarity unknown.
     """
 
     def forward(
@@ -100,20 +86,10 @@ class InBatchSoftmaxLoss(_RowLoss):
         passage_embeddings: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of every row.
+        """Return the loss of every row, ``(rows,)``, of queries ``(rows, dim)`` and passages ``(passages, dim)``.
 
-        Args:
-            query_embeddings: Shape ``(rows, dim)``.
-            passage_embeddings: Shape ``(passages, dim)``, ``passages >= rows``; passage i is the
-                positive of query i.
-            mask: Booleans ``(rows, passages)``, True for candidates to leave out, as `false_negatives` finds
-                them. A row's own positive is kept whatever the mask says.
-
-        Returns:
-            Losses of shape ``(rows,)``, not reduced.
-
-        Raises:
-            ConfigurationError: Shapes do not fit together.
+        Passage i is the positive of query i. ``mask``, ``(rows, passages)``, is True for candidates to leave out,
+        as `false_negatives` finds them; a row's own positive is kept whatever it says.
         """
         rows, passages = len(query_embeddings), len(passage_embeddings)
         if passages < rows:
@@ -128,22 +104,19 @@ class InBatchSoftmaxLoss(_RowLoss):
 
 
 class PublicPoolSoftmaxLoss(_RowLoss):
-    """Softmax of each query's positive against a pool of public passages.
+    """Softmax of each query's positive against a pool of public passages; settings are those of `InBatchSoftmaxLoss`.
 
     Guarantees:
         - Row i depends on query i, its own positive, its own mask and the pool; on no other row.
         - Row i equals the cross entropy of its logits over the candidates that are not masked.
-        - No gradient flows into the pool: it is cut off, so that one cotangent per query is all that
-          has to be clipped. A gradient flows into ``positive_embeddings``, row by row.
+        - No gradient flows into the pool, so that one cotangent per query is all that has to be clipped. A gradient
+          flows into ``positive_embeddings``, row by row.
 
-    Assumption, which the caller must keep: the pool (which passages, and their embeddings) is a
-    function of public data, of coins that do not depend on the records, and of weights that were
-    already released privately. A pool made of the batch's positives, of passages that were clicked,
-    or mined with other records' labels breaks it. Then the sum over queries of clipped gradients has
-    sensitivity ``max_grad_norm`` when one (query, positive) record is zeroed out, added or removed,
-    and twice that when one is replaced, for any pool size and temperature.
-
-    ``temperature`` and ``similarity`` are those of `InBatchSoftmaxLoss`.
+    Assumption, which the caller must keep: the pool (which passages, and their embeddings) is a function of public
+    data, of coins that do not depend on the records, and of weights that were already released privately. A pool
+    made of the batch's positives, of passages that were clicked, or mined with other records' labels breaks it.
+    Then the sum over queries of clipped gradients has sensitivity ``max_grad_norm`` when one (query, positive)
+    record is zeroed out, added or removed, and twice that when one is replaced.
     """
 
     def forward(
@@ -154,25 +127,13 @@ class PublicPoolSoftmaxLoss(_RowLoss):
         positive_embeddings: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of every row.
+        """Return the loss of every row, ``(rows,)``, of queries ``(rows, dim)`` and a pool ``(pool, dim)``.
 
-        The positive stands either in the pool (``positive_index``: a pool that is the whole corpus)
-        or beside it (``positive_embeddings``: a pool drawn at random); give exactly one.
-
-        Args:
-            query_embeddings: Shape ``(rows, dim)``.
-            pool_embeddings: Shape ``(pool, dim)``.
-            positive_index: The pool's row that answers each query, long, shape ``(rows,)``.
-            positive_embeddings: Each query's own positive, shape ``(rows, dim)``.
-            mask: Booleans ``(rows, pool)``: True where the pool holds another positive of the same
-                query (or, beside ``positive_embeddings``, its own). It must come from row i's own
-                record alone. A positive that stands in the pool is kept whatever the mask says.
-
-        Returns:
-            Losses of shape ``(rows,)``, not reduced.
-
-        Raises:
-            ConfigurationError: Shapes do not fit, or not exactly one form of the positive is given.
+        The positive stands either in the pool (``positive_index``, long ``(rows,)``: a pool that is the whole
+        corpus) or beside it (``positive_embeddings``, ``(rows, dim)``: a pool drawn at random); give exactly one.
+        ``mask``, ``(rows, pool)``, is True where the pool holds another positive of the same query (or, beside
+        ``positive_embeddings``, its own). It must come from row i's own record alone. A positive that stands in the
+        pool is kept whatever it says.
         """
         rows, pool = len(query_embeddings), len(pool_embeddings)
         device = query_embeddings.device
@@ -199,18 +160,16 @@ class PublicPoolSoftmaxLoss(_RowLoss):
 
 
 class HardNegativeSoftmaxLoss(_RowLoss):
-    """Listwise softmax: cross entropy of the row's own passage among its candidates.
+    """Listwise softmax: cross entropy of the row's own passage among its candidates; settings as for
+    `InBatchSoftmaxLoss`.
 
-    What is shared decides what can be promised: with ``own`` alone, or with ``shared`` passages that are
-    public and the same whoever is in the batch, row i is a function of row i. With passages of other
-    rows among ``shared`` the rows are coupled.
+    What is shared decides what can be promised: with ``own`` alone, or with ``shared`` passages that are public and
+    the same whoever is in the batch, row i is a function of row i. With passages of other rows among ``shared`` the
+    rows are coupled; with nothing as ``own`` it is then `InBatchSoftmaxLoss`.
 
     Guarantees:
         - Row i equals the cross entropy of its logits over the candidates that are not masked.
         - Row i depends on no other row's ``own`` candidates.
-        - With the other rows' passages as ``shared`` and nothing as ``own`` it is `InBatchSoftmaxLoss`.
-
-    ``temperature`` and ``similarity`` are those of `InBatchSoftmaxLoss`.
     """
 
     def forward(
@@ -223,21 +182,10 @@ class HardNegativeSoftmaxLoss(_RowLoss):
         shared: Tensor | None = None,
         shared_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of every row.
+        """Return the loss of every row, ``(rows,)``, of queries and positives ``(rows, dim)``.
 
-        Args:
-            query_embeddings: Shape ``(rows, dim)``.
-            positive_embeddings: Each query's own passage, ``(rows, dim)``.
-            own: Negatives of each row alone, ``(rows, each, dim)``.
-            own_mask: Booleans ``(rows, each)``, True for candidates to leave out.
-            shared: Negatives of all rows, ``(passages, dim)``.
-            shared_mask: Booleans ``(rows, passages)``, True for candidates to leave out: the row's answers.
-
-        Returns:
-            Losses of shape ``(rows,)``, not reduced.
-
-        Raises:
-            ConfigurationError: Shapes do not fit together.
+        A row's candidates are ``own`` negatives ``(rows, each, dim)`` and ``shared`` ones ``(passages, dim)``; the
+        masks ``(rows, each)`` and ``(rows, passages)`` are True for those to leave out, such as the row's answers.
         """
         rows = len(query_embeddings)
         if positive_embeddings.shape != query_embeddings.shape:
@@ -279,15 +227,10 @@ def _checked_index(index: Tensor, rows: int, pool: int, device: torch.device) ->
 class MarginMSELoss(_RowLoss):
     """Squared error between a row's margin and that of a teacher (Hofstätter et al., 2020, section 3, equation 4).
 
-    The row's margin is the similarity of its query to its own passage, less that to one of its negatives,
-    over the temperature. The teacher's is a difference of logits of a cross-encoder, of order 10: with the
-    cosine, whose differences are at most 2, a temperature of 0.05 to 0.1 lets the towers reach it.
-
-    Guarantees:
-        - Row i depends on row i alone.
-        - A row without any label has the loss 0 and no gradient.
-
-    ``temperature`` and ``similarity`` are those of `InBatchSoftmaxLoss`.
+    The row's margin is the similarity of its query to its own passage, less that to one of its negatives, over the
+    temperature. The teacher's is a difference of logits of a cross-encoder, of order 10: with the cosine, whose
+    differences are at most 2, a temperature of 0.05 to 0.1 lets the towers reach it. Row i depends on row i alone;
+    a row without any label has the loss 0 and no gradient.
     """
 
     def forward(
@@ -298,20 +241,10 @@ class MarginMSELoss(_RowLoss):
         margins: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of every row: the mean over its labelled negatives.
+        """Return the loss of every row, ``(rows,)``: the mean over its labelled negatives.
 
-        Args:
-            query_embeddings: Shape ``(rows, dim)``.
-            positive_embeddings: Each query's own passage, ``(rows, dim)``.
-            negative_embeddings: Passages that each row is told from, ``(rows, each, dim)``.
-            margins: The teacher's, in logits, ``(rows, each)``.
-            mask: Booleans ``(rows, each)``, True for negatives to leave out, those without a label among them.
-
-        Returns:
-            Losses of shape ``(rows,)``, not reduced.
-
-        Raises:
-            ConfigurationError: Shapes do not fit together, or a margin that counts is not finite.
+        Queries and positives are ``(rows, dim)``, negatives ``(rows, each, dim)``, and the teacher's ``margins``,
+        in logits, ``(rows, each)``. ``mask`` is True for negatives to leave out, those without a label among them.
         """
         rows, each = len(query_embeddings), negative_embeddings.shape[1] if negative_embeddings.dim() == 3 else -1
         if negative_embeddings.dim() != 3 or len(negative_embeddings) != rows or margins.shape != (rows, each):

@@ -155,15 +155,11 @@ class TrainRow(Protocol):
 
 
 class TrainTexts:
-    """Public passages by place, train queries by place, and judgements.
+    """Public passages by place, in the order of their ids; train queries by place; judgements. Its ``repr`` shows none
+    of them.
 
-    Its ``repr`` shows no query and no judgement.
-
-    Args:
-        passages: The public list: text by id. It is put in the order of the ids.
-        queries: The train queries: text by id.
-        judged: For each train query the grade of each judged passage, by ids. A source may look at the
-            judgements of the row's own query, and at no others.
+    ``judged`` is the grade of each judged passage for each train query. A source may look at the judgements of the
+    row's own query, and at no others.
     """
 
     def __init__(

@@ -31,15 +31,12 @@ class RandomNegatives(PassageSource):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GoldNegatives(PassageSource):
-    """Passages judged not to answer the row's own query.
+    """Passages judged not to answer the row's own query: of grade 0 or less in the train qrels, or those of a file.
 
-    They are those of grade 0 or less in the train qrels, or those of a file, one JSON object in a line:
-    GPL's ``{"qid": ..., "pos": [ids], "neg": {"<miner>": [ids]}}``, or that of msmarco-hard-negatives, whose
-    entries are objects ``{"pid": id, ...}``.
-
-    **Under a private mode a file rests on an assumption** that has to be declared: the line of a query was made
-    of that query and of public data alone. A file that was mined with a model trained on all queries, or
-    cleaned by what other queries were answered by, is none.
+    A file has one JSON object in a line: GPL's ``{"qid": ..., "pos": [ids], "neg": {"<miner>": [ids]}}``, or that
+    of msmarco-hard-negatives, whose entries are objects ``{"pid": id, ...}``. **Under a private mode it rests on an
+    assumption** that has to be declared: the line of a query was made of that query and of public data alone, and
+    not with a model trained on all queries.
     """
 
     name: ClassVar[str] = "gold"

@@ -53,12 +53,8 @@ class MarginFilter:
     """Bounds on a candidate's score, absolute and relative to the row's own passage.
 
     The words are those of ``mine_hard_negatives`` of sentence-transformers. ``relative_margin=0.05`` is
-    TopK-PercPos at 95 % (Moreira et al., NV-Retriever, 2407.15831, section 4): a negative scores at most
-    95 % of the positive.
-
-    Guarantees:
-        - What is kept of a row's candidates is a function of their scores and of that of the row's own
-          passage: not of other rows.
+    TopK-PercPos at 95 % (Moreira et al., NV-Retriever, 2407.15831, section 4): a negative scores at most 95 % of
+    the positive.
     """
 
     absolute_margin: float | None = None  # a negative scores at least so much less than the row's own passage
@@ -108,13 +104,11 @@ class MarginFilter:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MinedSource(PassageSource, MarginFilter):
-    """A uniform draw from each query's best passages.
+    """A uniform draw from each query's best passages, which depends on (``seed``, epoch), its own record and public
+    data.
 
-    Drawing from the best 200 instead of taking the very best keeps passages that are near to every query
-    from being everybody's negative, and those that answer without being marked from being taken each time.
-
-    Guarantees:
-        - What is drawn for a row depends on (``seed``, epoch) and on its own record and public data.
+    Drawing from the best 200 instead of taking the very best keeps passages that are near to every query from being
+    everybody's negative, and those that answer without being marked from being taken each time.
     """
 
     depth: int = 200  # among how many of the best they are drawn
@@ -244,15 +238,10 @@ class StaticNegatives(MinedSource):
 class DynamicNegatives(MinedSource):
     """Passages that the query tower ranks high in the current step, in a fixed index.
 
-    ADORE (Zhan et al., 2104.08051, section 5.2): passages are encoded once, by a tower that is frozen, and only
-    the query tower learns, each query against what it ranks high now. The paper trains with LambdaRank
-    over the best 200; here it is a softmax over the row's passage and its candidates.
-
-    Args:
-        per_query: How many of the best a row gets; null for all of ``depth``.
-        depth: How deep the index is searched at each step.
-        seed: The seed of the draws; public.
-        **margins: The arguments of `MarginFilter`. Scores are cosines.
+    ADORE (Zhan et al., 2104.08051, section 5.2): passages are encoded once, by a tower that is frozen, and only the
+    query tower learns, each query against what it ranks high now. The paper trains with LambdaRank over the best
+    200; here it is a softmax over the row's passage and its candidates. A row gets ``per_query`` of the best, null
+    for all of ``depth``; ``margins`` are the arguments of `MarginFilter`, in cosines.
     """
 
     name: ClassVar[str] = "dynamic"

@@ -169,12 +169,8 @@ class MinedShards:
     """The shards of one mining, which ``key`` identifies: a folder with a file for each range of queries.
 
     A ranking of public passages for a private query says what was asked, so name and permissions of the folder are
-    then private.
-
-    Guarantees:
-        - A file that has its name is whole: it was written under another one and renamed.
-        - Files of any sizes together are one mining, so another ``shard_size`` goes on with them.
-        - A file that cannot be read is taken for missing.
+    then private. A file that has its name is whole; one that cannot be read is taken for missing. Files of any
+    sizes together are one mining, so another ``shard_size`` goes on with them.
     """
 
     def __init__(self, cache_dir: Path, *, name: str, key: str, count: int, private: bool) -> None:

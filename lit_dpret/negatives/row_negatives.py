@@ -39,21 +39,13 @@ Sources = Sequence[NegativeSource] | Mapping[str, NegativeSource]
 
 
 class RowNegatives:
-    """The sources of one run.
+    """The sources of one run under a privacy mode, which refuses those that it cannot take.
 
     Guarantees:
-        - What the privacy mode cannot take is refused where this is made.
-        - A row's own passages (`own_places`) are a function of its own record, of public passages and coins,
-          and of weights: the same whatever else is in the batch.
+        - A row's own passages (`own_places`) are a function of its own record, of public passages and coins, and of
+          weights: the same whatever else is in the batch.
         - No passage with the text of one that answers the row's query is its negative.
         - Every row has equally many: where a source has too few, public passages are drawn by coins.
-
-    Args:
-        sources: In any order; a mapping's keys are not read.
-        privacy: The mode.
-
-    Raises:
-        ConfigurationError: The mode cannot take a source, or there is none.
     """
 
     def __init__(self, sources: Sources, privacy: PrivacyMode) -> None:
@@ -143,19 +135,15 @@ class RowNegatives:
     def places(
         self, keys: Mapping[str, Tensor], *, step: int, epoch: int, embed: Callable[[], Tensor]
     ) -> dict[str, Tensor]:
-        """Return the passages of the public list for the rows of a batch.
+        """Return the passages of the public list for the rows of a batch, by their `keys`.
 
-        Args:
-            keys: What `keys` gave.
-            step: The logical step.
-            epoch: The epoch.
-            embed: Embeds the queries of these rows without gradient and dropout, ``(rows, dim)``; called
-                where a source searches with them.
+        ``embed`` embeds the queries of these rows without gradient and dropout, ``(rows, dim)``, where a source
+        searches with them.
 
         Returns:
             ``own_at``, the places of those for each row alone, and ``shared_at``, of those that every row is told
-            from, both ``(rows, as many as the sources say)``, -1 where two sources named the same; and where a source
-            has labels ``own_margins``, those of ``own_at``, NaN where there is none.
+            from, both ``(rows, as many as the sources say)``, -1 where two sources named the same; and where a
+            source has labels ``own_margins``, those of ``own_at``, NaN where there is none.
         """
         texts = self._known()
         query_at, answers_at = keys["query_at"].cpu(), keys["answers_at"].cpu()

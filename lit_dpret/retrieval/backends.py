@@ -43,14 +43,10 @@ class Faiss:
 
     @classmethod
     def build(cls, passages: Rows, factory: str, *, cosine: bool = False, device: str = "cpu", seed: int = 0) -> Faiss:
-        """Train and fill an index.
+        """Train and fill an index over passages, which ``cosine`` normalises.
 
-        Args:
-            passages: What to search.
-            factory: ``Flat``, ``IVF4096,Flat``, ``HNSW32``, ``OPQ64,IVF4096,PQ64`` and so on.
-            cosine: Whether to normalise passages.
-            device: ``cpu`` or ``cuda`` (all GPUs).
-            seed: The seed of the sample that an index is trained on.
+        ``factory`` is ``Flat``, ``IVF4096,Flat``, ``HNSW32``, ``OPQ64,IVF4096,PQ64`` and so on; ``device`` is
+        ``cpu`` or ``cuda`` (all GPUs); ``seed`` draws the sample that an index is trained on.
         """
         faiss = load_faiss()
         if not len(passages):
@@ -127,15 +123,8 @@ def search_with(
 ) -> TopK:
     """Return the ``k`` best of a back end's candidates, scored and ordered like `search`.
 
-    Guarantees:
-        - Every score is that of `search`, and so is the order of any two passages.
-        - What a flat index leaves out scores at most a rounding error of float32 more than what it proposes.
-
-    ``back_end`` was built over these passages, with that ``similarity``; the rest as in `search`.
-
-    Raises:
-        ConfigurationError: k is not positive.
-        DataError: The back end names a passage that does not exist.
+    What a flat index leaves out scores at most a rounding error of float32 more than what it proposes. ``back_end``
+    was built over these passages, with that ``similarity``; the rest as in `search`.
     """
     require_positive(k=k)
     rows, cosine = as_rows(passage_embeddings), similarity == "cosine"

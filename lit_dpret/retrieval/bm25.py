@@ -41,21 +41,14 @@ class BM25Settings:
 
 
 class BM25:
-    """An index over passages, searched by words.
+    """An index over passages, searched by words; ``settings`` are those of `BM25Settings`.
+
+    Without ``passage_ids`` the earlier passage wins a tie.
 
     Example:
         >>> index = BM25(["how to file a claim", "flood insurance in winter"], ["p1", "p2"])
         >>> index.search(["Floods?"], k=2).indices
         tensor([[ 1, -1]])
-
-    Args:
-        passages: The texts; title and body joined by the caller.
-        passage_ids: Their ids, for the tie rule; without them the earlier passage wins a tie.
-        **settings: Those of `BM25Settings`.
-
-    Raises:
-        ConfigurationError: A setting is impossible.
-        DataError: There is no word to index, or an id occurs twice.
     """
 
     def __init__(

@@ -38,16 +38,10 @@ class TensorRows:
 
 
 class FileRows:
-    """The rows of a file that contains only rows, in C order.
+    """The rows of a file that contains only rows, in C order: float32 or bfloat16 of the machine's byte order.
 
-    Guarantees:
-        - At most the requested chunk is in memory. The file is read and not mapped: pages of a mapped file count
-          as the process's own until the kernel takes them back.
-
-    Args:
-        path: The file.
-        dim: The width of a row.
-        storage: ``float32`` or ``bfloat16``, in the byte order of the machine.
+    At most the requested chunk is in memory. The file is read and not mapped: pages of a mapped file count as the
+    process's own until the kernel takes them back.
     """
 
     def __init__(self, path: str | Path, *, dim: int, storage: Storage = "float32") -> None:

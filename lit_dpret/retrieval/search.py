@@ -69,31 +69,26 @@ def search(
     exclude: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> TopK:
-    """Return the ``k`` passages with the highest score for every query.
+    """Return the ``k`` passages with the highest score for every query, on the CPU, in exactly ``k`` columns.
 
     Guarantees:
-        - Scores are float64 dot products rounded to float32, and the passages returned are the first
-          k under (score descending, ``tie_rank`` ascending): exact, ties included.
-        - Scores and indices do not depend on how many queries and passages are multiplied at a time
-          (`QUERY_CHUNK`, `PASSAGE_CHUNK`). No more of their scores are held, and of passages in a file (`FileRows`)
-          little more than a chunk: memory does not grow with the corpus, but for 16 bytes of a passage's rank.
+        - Scores are float64 dot products rounded to float32, and the passages returned are the first k under (score
+          descending, ``tie_rank`` ascending): exact, ties included.
+        - Scores and indices do not depend on how many queries and passages are multiplied at a time (`QUERY_CHUNK`,
+          `PASSAGE_CHUNK`). No more of their scores are held, and of passages in a file (`FileRows`) little more
+          than a chunk: memory does not grow with the corpus, but for 16 bytes of a passage's rank.
 
     Args:
         query_embeddings: Shape ``(queries, dim)``; a tensor or an array of numpy.
-        passage_embeddings: Shape ``(passages, dim)``, the same; may lie on another device than the one
-            searched on, or in a file, and is moved there chunk by chunk.
-        k: How many passages to return for each query; positive.
+        passage_embeddings: Shape ``(passages, dim)``, the same; may lie on another device, or in a file.
+        k: How many passages to return for each query.
         tie_rank: `lexicographic_rank` of the passage ids; without it the earlier passage wins a tie.
         similarity: ``dot``, or ``cosine`` to normalise both sides first.
-        exclude: For every query the index of one passage not to return, `MISSING` for none; for
-            collections whose queries are passages themselves. Long, shape ``(queries,)``.
+        exclude: For every query the index of one passage not to return, `MISSING` for none; for collections whose
+            queries are passages themselves. Long, shape ``(queries,)``.
         device: Where to compute; where the queries are, by default.
 
-    Returns:
-        Scores and indices on the CPU, exactly ``k`` columns.
-
     Raises:
-        ConfigurationError: k is not positive, or shapes do not fit.
         DataError: An embedding is not finite, or too long for a finite score.
     """
     rows, query_embeddings = as_rows(passage_embeddings), torch.as_tensor(query_embeddings)

@@ -190,13 +190,8 @@ def _sorted_as_trec_eval(query: str, scores: Mapping[str, float]) -> list[str]:
 def write_run(path: str | Path, run: Run | Ranking, tag: str = "lit-dpret") -> None:
     """Write a run as ``query Q0 passage rank score tag`` lines, best first.
 
-    Guarantees:
-        - `read_run` gives back the same float32 scores, and trec_eval sorts the file as we do.
-        - The file appears whole or not at all.
-
-    Raises:
-        DataError: An id or the tag is empty or holds white space, which the format cannot carry.
-        StorageError: The file cannot be written.
+    `read_run` gives back the same float32 scores, and trec_eval sorts the file as we do. The file appears whole or
+    not at all. An id that is empty or holds white space, which the format cannot carry, is refused.
     """
     plain = run.to_run() if isinstance(run, Ranking) else run
     lines: list[str] = []

@@ -67,14 +67,11 @@ def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
 def choose_tokens(
     logits: Tensor, numbers: np.ndarray, decoding: Decoding, *, forbidden: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose one token per row, by inverting the distribution function of its nucleus.
+    """Choose one token per row of logits, ``(rows, vocabulary)``, by inverting the distribution function of its
+    nucleus.
 
-    Guarantees:
-        - The token depends on the row's logits and number alone.
-        - A token is chosen with its probability inside the nucleus, up to float64 rounding.
-
-    Returns:
-        Token ids, and their log probabilities under the untouched logits ``(rows, vocabulary)``, both ``(rows,)``.
+    Returns token ids and their log probabilities under the untouched logits, both ``(rows,)``. A token depends on
+    the row's logits and number alone, and has its probability inside the nucleus, up to float64 rounding.
     """
     log_mass = torch.logsumexp(logits.double(), dim=1)
     if not bool(torch.isfinite(log_mass).all()):
@@ -203,14 +200,13 @@ _DEPTH = 40.0  # scores so far below the largest, in nats, share the last bucket
 
 
 def from_nucleus_unsorted(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> int:
-    """Return the token at ``u`` of the distribution function of one row's nucleus, as if its scores were sorted by
-    (score, id).
+    """Return the token at ``u`` of the distribution function of one row's nucleus, as if scores were sorted by (score,
+    id).
 
-    A flat distribution has a nucleus of tens of thousands of tokens, and sorting as many scores for every row of
-    every step takes longer than the model that made them. Only two places of the order are wanted: where the
-    nucleus ends, and where the drawn token stands. So scores ``(vocabulary,)`` are dropped into buckets by size,
-    masses are added up bucket by bucket, and the one or two buckets that hold these places are sorted. ``log_mass``
-    is the scores' log-sum-exp.
+    Sorting a flat distribution in every step takes longer than the model. Only two places of the order are wanted:
+    where the nucleus ends, and where the drawn token stands. So scores ``(vocabulary,)`` are dropped into buckets
+    by size, masses are added up bucket by bucket, and the one or two buckets that hold these places are sorted.
+    ``log_mass`` is the scores' log-sum-exp.
     """
     depth = scores.max() - scores
     finite = depth < np.inf

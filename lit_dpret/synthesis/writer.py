@@ -57,12 +57,12 @@ def synthesize(
     job: Job | None = None,
     **settings: Any,
 ) -> Path:
-    """Write queries for public passages with a generator, as a data set in BEIR's layout.
+    """Write queries for public passages with a generator, as a data set in BEIR's layout; return ``out``.
 
     Guarantees:
-        - Run again after any interruption, it goes on, and the data files have the same bytes as
-          those of a run that was never interrupted (same machine and library versions), with whatever
-          ``workers`` and ``groups_in_flight`` each part of it was made, and by however many ranks.
+        - Run again after any interruption, it goes on, and the data files have the same bytes as those of a run
+          that was never interrupted (same machine and library versions), with whatever ``workers`` and
+          ``groups_in_flight`` each part of it was made, and by however many ranks.
         - The queries of a passage do not depend on ``queries_per_passage``, beyond how many there are.
         - The data set's privacy card carries the generator's claim and names its card.
         - Nothing is read but the generator and the passages.
@@ -71,26 +71,20 @@ def synthesize(
         generator_folder: What ``QueryGenerator.save_model`` wrote, with its privacy card.
         passages: Text by id. Passages without text get no query.
         out: The folder to write or to go on with.
-        passages_are_public: Must be true: the list of passages was fixed without looking at the
-            private queries, or the generator's claim treats it as public (``neighbours=zero_out``).
+        passages_are_public: Must be true: the list of passages was fixed without looking at the private queries, or
+            the generator's claim treats it as public (``neighbours=zero_out``).
         language: ISO codes of the texts for the data card, with commas between them; None states none.
         license: Licence of the set for the data card, as the Hugging Face hub writes it; None states none.
         tuning: On which data the settings above were chosen, as in `CardFacts`.
         progress: Called with (passages done, passages in all).
-        job: The ranks that share the work, each calling this with the same arguments and a folder that all of
-            them see; the first one merges and writes the card, and the others return when they have nothing to do.
+        job: The ranks that share the work, each calling this with the same arguments and a folder that all of them
+            see; the first one merges and writes the card.
         settings: The settings of `Generation`.
 
-    Returns:
-        ``out``.
-
     Raises:
-        ConfigurationError: A setting is out of range, or the passages are not declared public.
-        DataError: The generator has no privacy card, or one that is not about these weights; or
-            the passages are malformed.
+        DataError: The generator's card is missing or about other weights, or the passages are malformed.
         ResumeError: ``out`` was begun with another configuration, or other versions of torch or transformers.
         StorageError: ``out`` cannot be written, is in use, or the disk is too small.
-        UnsupportedModelError: ``generator_folder`` is not a generator.
         WorkerError: A worker or another rank died.
     """
     job = job or Job()

@@ -174,16 +174,10 @@ class DrawnImage(Protocol):
 class AugmentedViews:
     """Turn rows of images into two batches of views: a ``collate_rows`` for modules that compare images.
 
-    Each view takes its random numbers from a key of its own. Pairwise clipping rests on that: a pair's similarity
-    gradient must be a function of its two records, the weights and public data (paper 002, Theorem 4.2).
-
-    Guarantees:
-        - A row's views depend on (seed, image id, draw) and its own pixels, up to nothing else.
-        - The two views of a row, and the views of two draws, come from unrelated random numbers.
-
-    Args:
-        augmentation: How a view is made; None for the defaults.
-        seed: Public; the draw's number, which is keyed by the run's secret, keeps steps apart.
+    Each view takes its random numbers from a key of its own, (``seed``, image id, draw, side), so it depends on
+    that and its own pixels alone. Pairwise clipping rests on that: a pair's similarity gradient must be a function
+    of its two records, the weights and public data (paper 002, Theorem 4.2). The seed is public; the draw's number,
+    which is keyed by the run's secret, keeps steps apart.
     """
 
     def __init__(self, augmentation: Augmentation | None = None, *, seed: int = 0) -> None:

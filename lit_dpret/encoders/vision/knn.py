@@ -90,20 +90,10 @@ def evaluate_knn(
     beta: float = 1.0,
     batch_size: int = 512,
 ) -> KnnResult:
-    """Embed both splits and classify the test images by their neighbours, under both rules for ties.
+    """Embed both splits and classify the test images by their ``k`` neighbours, under both rules for ties.
 
-    Args:
-        net: An encoder; set to evaluation mode meanwhile.
-        train: Images and labels, as ``datamodule.labelled("train")`` gives them.
-        test: The same of the test split.
-        classes: How many classes there are.
-        k: How many neighbours vote; 3 in the paper.
-        beta: The beta of F-beta.
-        batch_size: Images to a forward pass.
-
-    Raises:
-        ConfigurationError: ``k`` or ``beta`` is out of range.
-        DataError: Shapes differ, or an embedding is not finite.
+    ``train`` and ``test`` are images and labels, as ``datamodule.labelled("train")`` gives them. ``net`` is in
+    evaluation mode meanwhile; ``beta`` is that of F-beta.
     """
     keys, queries = (embed(net, images, batch_size=batch_size) for images, _ in (train, test))
     predicted, tied = votes(keys, train[1], queries, classes=classes, k=k)

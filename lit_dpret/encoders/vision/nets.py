@@ -25,18 +25,10 @@ Stem = Literal["cifar", "imagenet"]
 class EmbeddingNet(nn.Module):
     """The paper's generic embedding net: three strided convolutions and one linear layer (appendix B.1).
 
-    Convolutions are 3 x 3 with stride 2 and ReLU, Kaiming-normal weights; the last layer has
-    Xavier-normal weights; biases start at zero. The paper does not state the padding: one pixel on
-    every side here, which takes 32 x 32 pixels to 4 x 4 (10,136 parameters with the defaults).
-
-    Args:
-        dim: Width of the embedding; 8 in the paper.
-        channels: Output channels of the convolutions; 8, 16, 32 in the paper.
-        in_channels: 3 for colour, 1 for grey images.
-        image_size: Height and width in pixels.
-
-    Raises:
-        ConfigurationError: A size is below 1.
+    Convolutions are 3 x 3 with stride 2 and ReLU, Kaiming-normal weights; the last layer has Xavier-normal weights;
+    biases start at zero. The paper does not state the padding: one pixel on every side here, which takes 32 x 32
+    pixels to 4 x 4 (10,136 parameters). ``channels`` are the output channels of the convolutions; ``in_channels``
+    is 3 for colour, 1 for grey images of ``image_size`` pixels a side.
     """
 
     def __init__(

@@ -105,20 +105,12 @@ class PairwiseLoss(ABC):
         return self
 
     def row_losses(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the loss of every row, not reduced.
+        """Return the loss of every row, ``(n,)``, at least float32, not reduced.
 
-        Args:
-            scores: Similarities, not divided by a temperature, shape ``(n, n)``.
-            mask: Booleans ``(n, n)``, True where a passage is known to answer the row's query and so is
-                no negative. Entry ij must be a function of the records i and j. The diagonal is kept
-                whatever the mask says.
-
-        Returns:
-            Losses of shape ``(n,)``, at least float32. They are differentiable; the derivative of a
-            score outside the range is that of the end it was moved to.
-
-        Raises:
-            ConfigurationError: Shapes do not fit, or a normaliser is missing.
+        ``scores`` ``(n, n)`` are similarities, not divided by a temperature. ``mask`` is True where a passage is
+        known to answer the row's query and so is no negative; entry ij must be a function of the records i and j,
+        and the diagonal is kept whatever it says. The derivative of a score outside the range is that of the end it
+        was moved to.
         """
         table, _ = self._table(scores, mask)
         return self._row_losses(table)
@@ -131,16 +123,9 @@ class PairwiseLoss(ABC):
     def sensitivity(self, n_max: int, *, relation: Relation) -> float:
         """Return the most that one record can move the gradient, in units of the bound on one pair's gradient.
 
-        Multiply by ``max_logit_grad_norm``. The temperature is in it. For batches of any size up to
-        ``n_max``: every supremum here grows with n, which is part of its proof.
-
-        Args:
-            n_max: The most records a (sub-)batch may hold; public.
-            relation: ``add_or_remove``: one record more or less, or zeroed out. ``replace_one``: another in
-                its place, the size fixed.
-
-        Raises:
-            ConfigurationError: ``n_max`` is not a positive integer, or the relation unknown.
+        Multiply by ``max_logit_grad_norm``. The temperature is in it. It holds for batches of any size up to
+        ``n_max``, which is public. ``relation=add_or_remove`` is one record more or less, or zeroed out;
+        ``replace_one`` another in its place, the size fixed.
         """
         checked_relation(relation)
         require_whole("privacy", {"n_max": n_max}, 1)

@@ -165,16 +165,9 @@ def check_declared_bounds(
 ) -> dict[tuple[Relation, int], float]:
     """Try to refute the sensitivity of a loss, and each bound of a declared one, on tiny batches.
 
-    Passing is evidence and no proof: the search is local and the batches are small.
-
-    Args:
-        loss: The loss to attack; any of this package.
-        sizes: Numbers of records.
-        relations: Neighbours to attack.
-        restarts: Starting points of each search.
-        steps: Steps of gradient ascent from each.
-        seed: The seed of the starting points.
-        slack: Relative excess that rounding may cause.
+    Passing is evidence and no proof: the search is local and the batches are small. From each of ``restarts``
+    points, which ``seed`` draws, ``steps`` of gradient ascent look for a table that exceeds a bound by more than
+    the relative ``slack``.
 
     Returns:
         For every relation and size, the largest movement found over the sensitivity declared. Values near 1 say

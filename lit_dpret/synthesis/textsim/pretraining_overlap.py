@@ -85,11 +85,10 @@ def find_in_corpus(
 def bounds(found: Share, sampled: float) -> tuple[float, float]:
     """Return bounds for the whole corpus from a share found in a sample, at the level of the share's interval.
 
-    Of each text that stands in the corpus, a sample that took every document with probability ``sampled``,
-    independently, holds a copy with probability at least ``sampled`` (and more where there are several copies).
-    So the share s of the whole and the share f that is expected in the sample satisfy f <= s <= f / sampled.
-    Texts that share documents are found together; the interval of f, which takes them for independent, is then
-    too narrow.
+    A sample that took every document with probability ``sampled``, independently, holds a copy of each text of the
+    corpus with at least that probability. So the share s of the whole and the share f expected in the sample
+    satisfy f <= s <= f / sampled. Texts that share documents are found together: the interval of f is then too
+    narrow.
 
     >>> [round(bound, 4) for bound in bounds(Share(2, 100), 0.5)]
     [0.0024, 0.1408]
