@@ -13,6 +13,7 @@ from lit_dpret.cards.forecast import cautions, describe_plan
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.composition import epsilon
+from lit_dpret.privacy.accounting.coupled_sensitivity import Coupling
 from lit_dpret.privacy.accounting.releases import (
     FixedSize,
     FullBatch,
@@ -34,16 +35,14 @@ def budget(eps: float = 1.0, **changes: Any) -> PrivacyBudget:
 
 
 def build(**changes: Any) -> PrivacyPlan:
-    settings: dict[str, Any] = {
-        "budget": budget(),
-        "steps": 50,
-        "max_grad_norm": 0.5,
-        "n_public": N,
-    }
+    settings: dict[str, Any] = {"budget": budget(), "steps": 50, "max_grad_norm": 0.5, "n_public": N}
     request = PlainSamplingRequest(sampling="poisson", expected_batch_size=40)
     for name in set(changes) & set(vars(request)):
         setattr(request, name, changes.pop(name))
     return PrivacyPlan.build(**{**settings, "request": request, **changes})
+
+
+PRIVATE: dict[str, Any] = {"budget": budget(neighbours="add_or_remove"), "n_public": None, "sample_rate": 0.02}
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +51,13 @@ def truncated() -> PrivacyPlan:
 
 
 def test_a_plan_survives_json_exactly(truncated: PrivacyPlan) -> None:
-    restored = PrivacyPlan.from_dict(json.loads(json.dumps(truncated.to_dict())))
-    assert restored == truncated
-    assert restored.fingerprint() == truncated.fingerprint()
-    assert restored.epsilon() == truncated.epsilon()
+    coupled = replace(truncated, coupling=Coupling(bounded="pair", sub_batches=2, n_max=9, expected=7.5))
+    assert coupled.fingerprint() != truncated.fingerprint()
+    for plan in (truncated, coupled):
+        restored = PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+        assert restored == plan
+        assert restored.fingerprint() == plan.fingerprint()
+        assert restored.epsilon() == plan.epsilon()
 
 
 def test_equal_plans_have_equal_fingerprints_and_any_change_shows(truncated: PrivacyPlan) -> None:
@@ -132,20 +134,17 @@ def test_the_law_holds_the_resolved_rate_and_cap(truncated: PrivacyPlan) -> None
     assert fixed.law == FixedSize(batch_size=40, n=N)
     by_rate = build(sampling="shuffle", sample_rate=0.02, expected_batch_size=None)
     assert by_rate.law == Shuffle(batch_size=40, n=N)
-
-
-def test_per_layer_clipping_leaves_noise_sensitivity_and_epsilon_as_they_were(truncated: PrivacyPlan) -> None:
-    grouped = replace(truncated, clip_groups="per_layer")
-    assert (grouped.noise_std, grouped.sensitivity) == (truncated.noise_std, truncated.sensitivity)
-    assert grouped.release(3) == truncated.release(3)
     assert build(noise_multiplier=9.0, clip_groups="per_layer").clip_groups == "per_layer"
 
 
 def test_noise_is_the_multiplier_times_the_bound_and_goes_into_every_release(truncated: PrivacyPlan) -> None:
-    plan = truncated
-    assert plan.sensitivity == plan.max_grad_norm == 0.5
-    assert plan.noise_std == plan.noise_multiplier * 0.5
-    assert plan.release(3) == GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, count=3)
+    """However the parameters are grouped for clipping."""
+    for plan in (truncated, replace(truncated, clip_groups="per_layer")):
+        assert plan.sensitivity == plan.max_grad_norm == 0.5
+        assert plan.noise_std == plan.noise_multiplier * 0.5
+        assert plan.release(3) == GaussianRelease(noise_multiplier=plan.noise_multiplier, law=plan.law, count=3)
+    given = build(noise_multiplier=4.0)
+    assert given.noise_multiplier == 4.0 and given.epsilon() < given.budget.eps
 
 
 @pytest.mark.parametrize(
@@ -156,25 +155,11 @@ def test_noise_is_the_multiplier_times_the_bound_and_goes_into_every_release(tru
         ({"sampling": "shuffle"}, 40.0),
         ({"sampling": "full_batch", "steps": 3}, 2000.0),
         ({"sampling": "full_batch", "steps": 3, "expected_batch_size": None}, 2000.0),
-        (
-            {
-                "budget": budget(neighbours="add_or_remove"),
-                "n_public": None,
-                "sample_rate": 0.02,
-                "expected_batch_size": 30,
-            },
-            30.0,
-        ),
+        (PRIVATE | {"expected_batch_size": 30}, 30.0),
     ],
 )
 def test_the_denominator_is_a_public_constant(changes: dict[str, Any], expected: float) -> None:
     assert build(noise_multiplier=50.0, **changes).denominator == expected
-
-
-def test_a_given_noise_is_kept_where_it_fits_the_budget() -> None:
-    plan = build(noise_multiplier=4.0)
-    assert plan.noise_multiplier == 4.0
-    assert plan.epsilon() < plan.budget.eps
 
 
 def test_a_given_noise_that_would_overspend_is_refused_with_the_steps_that_fit() -> None:
@@ -228,15 +213,8 @@ def test_constants_declared_under_add_or_remove_are_taken_as_they_are() -> None:
     plan = build(budget=private, n_public=None, sample_rate=0.013, expected_batch_size=26)
     assert (plan.law, plan.denominator, plan.n_public) == (Poisson(sample_rate=0.013), 26.0, None)
     assert "2000" not in json.dumps(plan.to_dict())
-    declared = build(
-        budget=private,
-        sampling="truncated_poisson",
-        n_public=3000,
-        sample_rate=0.013,
-        expected_batch_size=26,
-        cap=90,
-        noise_multiplier=9.0,
-    )
+    law = {"sampling": "truncated_poisson", "n_public": 3000, "sample_rate": 0.013, "cap": 90}
+    declared = build(budget=private, expected_batch_size=26, noise_multiplier=9.0, **law)
     assert declared.law == TruncatedPoisson(sample_rate=0.013, cap=90, n=3000)
 
 
@@ -271,10 +249,8 @@ def test_a_plan_that_no_accountant_judges_is_refused(changes: dict[str, Any]) ->
 def test_a_plan_cautions_of_a_large_delta_and_of_batches_that_are_most_of_the_data(
     delta: float, batch: int | None, sampling: str, named: list[str]
 ) -> None:
-    plan = build(
-        budget=budget(5.0, delta=delta), n_public=200, sampling=sampling, expected_batch_size=batch,
-        noise_multiplier=4.0, steps=3,
-    )  # fmt: skip
+    few = {"n_public": 200, "noise_multiplier": 4.0, "steps": 3}
+    plan = build(budget=budget(5.0, delta=delta), sampling=sampling, expected_batch_size=batch, **few)
     told = cautions(plan)
     assert len(told) == len(named) and all(word in text for word, text in zip(named, told, strict=True))
     if delta > 1e-3:
@@ -286,10 +262,7 @@ def test_a_plan_cautions_of_a_large_delta_and_of_batches_that_are_most_of_the_da
 
 @pytest.mark.parametrize(("eps", "count"), [(20.0, 0), (21.0, 1)])
 def test_a_plan_cautions_of_an_epsilon_that_is_hardly_a_protection(eps: float, count: int) -> None:
-    plan = build(
-        budget=budget(eps, delta=1e-5), n_public=200, sampling="poisson", expected_batch_size=40,
-        noise_multiplier=4.0, steps=3,
-    )  # fmt: skip
+    plan = build(budget=budget(eps), n_public=200, noise_multiplier=4.0, steps=3)
     assert [text.split()[0] for text in cautions(plan)] == [f"privacy.eps={eps:g}"] * count
 
 
@@ -336,9 +309,7 @@ def test_a_description_says_which_noise_other_budgets_need(facts: dict[str, Any]
 
 @pytest.mark.slow
 def test_the_description_under_add_or_remove_holds_nothing_but_declared_constants() -> None:
-    private = build(
-        budget=budget(neighbours="add_or_remove"), n_public=None, sample_rate=0.02, noise_multiplier=9.0, steps=5
-    )
+    private = build(**PRIVATE, noise_multiplier=9.0, steps=5)
     facts = describe_plan(private)
     assert facts["knee"]["batches"][-1] <= 40 / 0.02 / 2
     assert {row["sampling"] for row in facts["epsilon_matrix"]} == {"poisson"}
@@ -352,9 +323,7 @@ def test_what_cannot_be_computed_is_empty_and_says_why(monkeypatch: pytest.Monke
     unsupported = [row for row in facts["epsilon_by"] if row["accountant"] == "prv"]
     assert unsupported
     assert all(row["epsilon"] is None and "prv" in row["why"] for row in unsupported)
-    private = build(
-        budget=budget(neighbours="add_or_remove"), n_public=None, sample_rate=0.02, noise_multiplier=9.0, steps=5
-    )
+    private = build(**PRIVATE, noise_multiplier=9.0, steps=5)
     answer = describe_plan(private)["epsilon_if_shuffled"]
     assert answer["epsilon"] is None
     assert "add_or_remove" in answer["why"]

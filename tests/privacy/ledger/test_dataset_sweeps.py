@@ -218,19 +218,15 @@ def test_a_trial_takes_over_no_reservation_for_another_start_or_for_none(tmp_pat
     assert start_run(tmp_path, "a", child(), sweep="s") == pytest.approx(before)
 
 
-def without_its_releases(parts: dict[str, Any]) -> None:
-    parts["earlier"][0]["releases"] = []
-
-
-def without_its_start(parts: dict[str, Any]) -> None:
-    parts["earlier"] = []
-
-
-def with_less_of_its_own(parts: dict[str, Any]) -> None:
-    parts["own"][0]["count"] -= 1
-
-
-@pytest.mark.parametrize("cheaper", [without_its_releases, without_its_start, with_less_of_its_own])
+@pytest.mark.parametrize(
+    "cheaper",
+    [
+        lambda parts: parts["earlier"][0].update(releases=[]),
+        lambda parts: parts.update(earlier=[]),
+        lambda parts: parts["own"][0].update(count=parts["own"][0]["count"] - 1),
+    ],
+    ids=["without its releases", "without its start", "with less of its own"],
+)
 def test_a_record_whose_parts_are_not_all_that_it_charges_is_no_record(cheaper: Any, tmp_path: Path) -> None:
     start_run(tmp_path, "a", child())
     path = tmp_path / "data.jsonl"

@@ -14,19 +14,14 @@ from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.budget import PrivacyBudget
 from lit_dpret.privacy.ledger import chain
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
+from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT, PRIVATE_EVENT, leaks
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, check_no_key_reuse
 
 DESCRIBED = {
-    "mode": "dp_sgd",
-    "unit": "query",
-    "neighbours": "zero_out",
-    "plan": None,
-    "law": {"kind": "poisson"},
-    "planned_steps": 6,
-    "rows_per_unit": "one",
-    "secure_rng": False,
-}
+    "mode": "dp_sgd", "unit": "query", "neighbours": "zero_out", "plan": None, "law": {"kind": "poisson"},
+    "planned_steps": 6, "rows_per_unit": "one", "secure_rng": False,
+}  # fmt: skip
 
 
 def open_run(
@@ -121,3 +116,28 @@ def test_a_ledger_knows_every_checkpoint_that_was_taken_before_it_and_none_that_
             else:
                 assert inside <= set(backup.intents)
     assert refused > 50
+
+
+@pytest.mark.parametrize("mode", ["dp_sgd", "logit_dp", "batch_clip", "per_example_duplicated", "public_passages"])
+def test_a_declared_leak_is_told_in_every_mode_that_promises_something(mode: str) -> None:
+    plan = {"kind": "plan", "mode": mode, "log_private_loss": True, "noise_seed": 7}
+    assert [leak.standing for leak in leaks([plan])] == ["refuted", "refuted"]
+    assert leaks([{**plan, "mode": "none"}]) == []
+
+
+def test_each_kind_of_private_metric_is_told_once_with_how_often_it_was_logged() -> None:
+    def event(label: str) -> dict[str, object]:
+        return {"kind": "event", "name": PRIVATE_EVENT, "release": {"kind": "non_private", "label": label, "count": 1}}
+
+    found = leaks([event("a of dev"), event("b of dev"), event("a of dev")])
+    assert [leak.text.split(": ")[1] for leak in found] == [
+        "a of dev were logged during training, 2 times.",
+        "b of dev were logged during training, 1 times.",
+    ]
+    assert all(leak.refuted and leak.consequence == "no_guarantee" for leak in found)
+
+
+def test_a_declaration_is_told_once_and_left_open() -> None:
+    event = {"kind": "event", "name": DECLARED_EVENT, "data": "public", "split": "dev"}
+    (said,) = leaks([event, event])
+    assert said.standing == "unverified" and "are public, as declared" in said.text
