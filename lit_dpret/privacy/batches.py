@@ -190,9 +190,8 @@ class Draw:
 class SeededDraws(list[Draw]):
     """Iterate over the draws of a physical batch, seeding the global generators for each draw.
 
-    A loader fetches ``[dataset[draw] for draw in draws]``, in a worker process or here: so what ``dataset[draw]`` draws
-    from torch, ``random`` or numpy is the unit's own, whichever data set and loader it is. After the loop the
-    generators are as before.
+    A loader fetches ``[dataset[draw] for draw in draws]``, so what ``dataset[draw]`` draws from torch, ``random`` or
+    numpy is the unit's own. After the loop the generators are as before.
     """
 
     def __iter__(self) -> Iterator[Draw]:

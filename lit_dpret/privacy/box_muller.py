@@ -34,13 +34,7 @@ _SIN = (
 
 
 def normals(key: bytes, count: int, *, start: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return ``count`` standard normals of the stream under ``key``, the first one being number ``start``.
-
-    The key has 32 bytes and is secret.
-
-    Guarantees:
-        - A number depends on the key and on its place alone, and is the same on every device of `DEVICES`.
-    """
+    """Return ``count`` standard normals from number ``start`` on, each by key and place alone, on all `DEVICES`."""
     first, last = start // WORDS, -(-(start + count) // WORDS)
     drawn = torch.empty(last - first, WORDS, dtype=dtype, device=device)
     step = AT_ONCE[device.type]

@@ -45,11 +45,7 @@ def coordinate(clipped: int, within: int, *, max_grad_norm: float, share: float)
 
 
 def estimate(noised: float, *, max_grad_norm: float, share: float, denominator: float) -> float:
-    """Estimate the share of clipped units from a noised coordinate; noise may move it below 0 or above 1.
-
-    Unbiased for a batch in which ``denominator`` units have a gradient; more or fewer shift it, by half of the
-    difference at most: towards a half where units lack rows.
-    """
+    """Estimate the share of clipped units from a noised coordinate; noise may move it below 0 or above 1."""
     return (1 + noised / (_scale(max_grad_norm, share) * denominator)) / 2
 
 

@@ -166,11 +166,7 @@ def release_histogram(
 def exact_counts(
     contributions: Iterable[Sequence[int]], *, bins: int, max_count: int, distinct: bool = False
 ) -> torch.Tensor:
-    """Return the counts without noise, at most ``max_count`` per unit; private, shape ``(bins,)``.
-
-    Guarantees:
-        - The counts of neighbours are no further apart than `histogram_sensitivity` says.
-    """
+    """Return the counts without noise, at most ``max_count`` per unit; private, shape ``(bins,)``."""
     # Whole numbers up to 2^53 are exact in float64.
     counts = torch.zeros(bins, dtype=torch.float64)
     for unit in contributions:

@@ -52,12 +52,7 @@ def default_secret_file() -> Path:
 
 
 def load_secret(path: str | Path | None, *, run_dir: Path | None = None) -> bytes:
-    """Read the secret, or create one with mode 0600.
-
-    Raises:
-        ConfigurationError: The file lies inside the run folder (which gets published), can be read
-            by others, or is not a secret that this function wrote.
-    """
+    """Read the secret, or create one with mode 0600."""
     path = Path(path or default_secret_file()).expanduser()
     if run_dir is not None and path.resolve().is_relative_to(run_dir.resolve()):
         raise ConfigurationError(
@@ -207,11 +202,7 @@ class KeyedStream:
         start: int = 0,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """Return exact normals of standard deviation ``2**bits``, rounded to int64, from ChaCha20.
-
-        Guarantees what `normal` does, and that the numbers are the same on every machine and device
-        (`lit_dpret.privacy.exact_normal`).
-        """
+        """Return exact normals of standard deviation ``2**bits``, rounded to int64, from ChaCha20."""
         key, count = self._digest("rounded normals", attempt, step, parameter, salt), math.prod(shape)
         drawn = exact_normal.rounded_normals(key, count, start=start, bits=bits, device=_drawn_on(device, count))
         return drawn.reshape(shape).to(device)

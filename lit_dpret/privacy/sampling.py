@@ -169,10 +169,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
 
     @property
     def physical_batches_per_step(self) -> int | None:
-        """Physical batches per step on each rank; None if that may be private.
-
-        Under plain Poisson sampling it varies with the draw, and of a full batch it tells how many units there are.
-        """
+        """Physical batches per step on each rank; None if that may be private."""
         if self.sub_batches is not None:
             return math.ceil(self.sub_batches / self.ranks.world_size)
         if self.scatters:

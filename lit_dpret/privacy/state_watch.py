@@ -157,10 +157,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def state_of_part(part: nn.Module) -> OrderedDict[str, Any]:
-    """Return what a module adds to the state dict of the module that it is a part of.
-
-    That is compared with the start of a run before weights are saved. What ``part.state_dict`` *returns* may be more.
-    """
+    """Return what a module adds to the state dict of the module that it is a part of."""
     state: Any = OrderedDict()
     state._metadata = OrderedDict()
     part.state_dict(destination=state)

@@ -89,10 +89,7 @@ FORMATS: Mapping[FormatName, Format] = {
 
 
 def product(x: Tensor, y: Tensor, form: Format) -> Tensor:
-    """``x @ y``, ``(..., m, k)`` and ``(..., k, n)``, of values of the format, added up in its type of sums.
-
-    On CUDA the kernels of the format; elsewhere float32 for TF32 and bfloat16, which multiplies such values exactly.
-    """
+    """``x @ y``, ``(..., m, k)`` and ``(..., k, n)``, of values of the format, added up in its type of sums."""
     if x.device.type != "cuda" or form.name in ("float32", "float64"):
         return x.to(form.sums) @ y.to(form.sums)
     if form.name == "tf32":

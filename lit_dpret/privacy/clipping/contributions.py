@@ -333,11 +333,7 @@ class Written:
     fixed: bool = False
 
     def add_to(self, total: Tensor | None, factors: Tensor, *, all_count: bool) -> Tensor:
-        """Return ``total`` plus the gradients, each times its unit's factor; zero factors are skipped.
-
-        ``all_count`` says that none is zero, which to ask here would be to wait for the device. Where shapes are
-        fixed, one with factor zero is set to zero in place of being left out.
-        """
+        """Return ``total`` plus the gradients, each times its unit's factor; zero factors are skipped."""
         weights = self.group.of(factors).to(self.value.dtype)
         value = self.value
         if self.fixed:

@@ -129,11 +129,7 @@ class GhostClipping(ClippedSum):
         return whole
 
     def columns(self, outputs: Callable[[], Tensor], rows: int) -> tuple[Tensor, list[Contributions]]:
-        """Return the Jacobian of ``outputs``, (rows, columns), as contributions per column and parameter.
-
-        One forward pass, and for every column one backward pass to the outputs of layers. The first time, a mixture of
-        all columns is checked before. Where no output needs a gradient there are no columns.
-        """
+        """Return the Jacobian of ``outputs``, (rows, columns), as contributions per column and parameter."""
         batch = self._each_row(rows)
         with torch.enable_grad(), uncompiled(), Recorder(self._plan()) as recorder:
             values = outputs()

@@ -323,11 +323,7 @@ def fold(tensor: Tensor, rows: int, layout: Layout) -> Tensor:
 def contributions_of(
     use: Use, g: Tensor, rows: int, layout: Layout, dtype: torch.dtype, *, audited: bool = False
 ) -> Iterator[tuple[str, Contribution]]:
-    """Yield the contributions of one call to the gradients of its parameters, by their own names in the module.
-
-    ``g`` is the gradient of the summed loss at its output; for a scale, at its batch-expanded weight. ``audited`` sums
-    tell their size as well.
-    """
+    """Yield the contributions of one call to the gradients of its parameters, by their own names in the module."""
     module, trained = use.site.module, use.aliases
 
     def dense(terms: Tensor, summed: Callable[[Tensor], Tensor]) -> Dense:

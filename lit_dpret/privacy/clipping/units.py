@@ -87,11 +87,7 @@ class UnitRows:
     def build(
         cls, unit_ids: Tensor, mask: Tensor, *, device: torch.device | None = None, fixed: bool = False
     ) -> UnitRows:
-        """Group the rows.
-
-        ``unit_ids`` and ``mask``, ``(units,)``, are read on the host, so they had better lie there; what the engine
-        computes with goes to ``device``, else to the mask's.
-        """
+        """Group the rows."""
         if unit_ids.dim() != 1 or mask.dim() != 1 or mask.dtype != torch.bool:
             raise DataError(
                 f"unit_ids {tuple(unit_ids.shape)} and mask {tuple(mask.shape)} ({mask.dtype}) must be "

@@ -71,17 +71,14 @@ class Book(Protocol):
 
 
 class ChainedFile:
-    """An append-only, hash-chained file, held by one writer at a time.
+    """An append-only, hash-chained file, held by one writer; a second one waits ``lock_wait`` s, then is refused.
 
     Guarantees:
         - When ``append`` returns, the record is on the disk (fsync), whole.
-        - When ``append`` raises, the file is as it was before, or ends in a torn line that the next
-          ``open`` cuts; no later record can follow a torn one.
+        - When ``append`` raises, the file is as it was before, or ends in a torn line that the next ``open`` cuts and
+          notes as a ``repair``; no later record can follow a torn one. A last line that lacks only its line end is
+          kept.
         - A changed, removed, inserted or swapped complete line raises ``LedgerError`` with its number.
-        - One writer at a time: a second one waits ``lock_wait`` seconds and is then refused.
-
-    A torn last line stems from a crash inside ``append``, which had not returned; ``open`` cuts it and
-    notes the cut as a ``repair`` record. A last line that lacks nothing but its line end is kept.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("repair",)
@@ -243,11 +240,7 @@ class ChainedFile:
 
     @classmethod
     def _verify(cls, content: bytes, path: Path) -> tuple[list[dict[str, Any]], Book, int]:
-        """The records of the complete lines, what they allow, and how many bytes those lines take.
-
-        An unterminated last line is left out: it is what a crash leaves. One that holds more than a
-        record cannot stem from a crash and is an error like any other edit.
-        """
+        """The records of the complete lines, what they allow, and how many bytes those lines take."""
         *lines, tail = content.split(b"\n")
         records: list[dict[str, Any]] = []
         book = cls.new_book()

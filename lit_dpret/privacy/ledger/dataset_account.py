@@ -33,9 +33,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
 class RunLock:
     """A lock held by at most one object in all processes that name the same ledger and run.
 
-    Guarantees:
-        - While it is held, no other object gets it, in this process or in another.
-        - It ends with its process, however that ends, and leaves no file behind when it is let go.
+    It ends with its process, however that ends, and leaves no file behind when it is let go.
     """
 
     def __init__(self, ledger: Path, run_id: str) -> None:
@@ -231,10 +229,7 @@ def require_room(
 
 
 def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
-    """Note in a run's ledger that its data-set ledger refused it, so that it may continue; not if counted.
-
-    An older copy of that ledger does not know of a run that it has counted; the run's own ledger does.
-    """
+    """Note in a run's ledger that its data-set ledger refused it, so that it may continue; not if counted."""
     identity = ledger.begin()
     if run.run_id not in ledger.run_ids() and not was_reserved(run.ledger.records, identity):
         text = "privacy.dataset_ledger refused this run and counts nothing of it"
@@ -242,10 +237,7 @@ def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
 
 
 def was_reserved(records: Iterable[Mapping[str, Any]], identity: str) -> bool:
-    """Return whether a run's records show that the data-set ledger with this identity has counted it.
-
-    They do where a step was granted, or a total stated, while the run was with that ledger.
-    """
+    """Return whether a run's records show that the data-set ledger with this identity has counted it."""
     named = False
     for record in records:
         if record["kind"] == "plan":

@@ -49,12 +49,9 @@ def compose_across_runs(
 ) -> tuple[float, str]:
     """Return the epsilon of the releases of all runs together at ``delta``, and the composition used.
 
-    Guarantees:
-        - One composition of all releases by one accountant wherever one judges them all: by ``rdp``
-          where that was asked for, else by ``pld``; the other one of the two where the first cannot.
-        - Otherwise the releases are split by the accountant that judges them, each group gets an
-          equal share of ``delta``, and the epsilons add up.
-        - The phrase names what was done; nothing is swapped silently.
+    One composition by one accountant wherever one judges them all: by ``rdp`` where that was asked for, else by
+    ``pld``, or the other of the two. Otherwise each accountant's releases get an equal share of ``delta``, and the
+    epsilons add up.
     """
     releases = merge(releases)
     names: tuple[AccountantName, ...] = ("rdp", "pld") if accountant == "rdp" else ("pld", "rdp")

@@ -57,10 +57,7 @@ def sweep_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def one_release(sweep: Mapping[str, Any]) -> bool:
-    """Return whether all trials of a sweep train on one release, whose claim covers them and a choice among them.
-
-    That holds of a choice that looks at nothing private besides.
-    """
+    """Return whether all trials of a sweep train on one release, whose claim covers them and a choice among them."""
     releases = sweep.get("releases") or [None]
     return len(releases) == 1 and releases[0] is not None
 

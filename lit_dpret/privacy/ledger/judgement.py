@@ -323,10 +323,7 @@ def judge(
 
 
 def units_before(start: Mapping[str, Any] | None) -> list[tuple[list[Release], int | None]]:
-    """Return the earlier runs of a start, the nearest first, with releases and declared units per person.
-
-    None where it declared no bound.
-    """
+    """Return the earlier runs of a start, the nearest first, with releases and declared units per person."""
     if start is None or not start["releases"]:
         return []
     runs = start.get("units") or [{"max_units_per_user": None, "releases": start["releases"]}]

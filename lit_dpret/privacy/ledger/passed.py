@@ -57,12 +57,7 @@ _noted: list[_Noted] = []
 
 
 class Passed:
-    """The values that the weights of one run pass through, from its first step on.
-
-    Args:
-        runs: The runs whose values they are.
-        begun: The tensors that the run begins with: their values are not its own.
-    """
+    """The values that the weights of one run pass through, from its first step on."""
 
     def __init__(self, runs: Iterable[Any], begun: Iterable[Tensor]) -> None:
         self._noted = _Noted(runs, _digests([each for each in begun if is_readable(each)]))
@@ -70,10 +65,7 @@ class Passed:
         self._views, self._places = list[Tensor](), list[int]()
 
     def note(self, weights: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
-        """Note the values of ``weights``, the same tensors at each call, and of ``others``, which need not be.
-
-        Weights that hold no values here, such as shards, are to be left out.
-        """
+        """Note the values of ``weights``, the same tensors at each call, and of ``others``, which need not be."""
         if self._noted not in _noted:
             _noted.append(self._noted)
         if weights:
@@ -109,10 +101,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def held_by(objects: Iterable[object], shapes: frozenset[tuple[int, ...]]) -> list[Tensor]:
-    """Return the tensors of ``shapes`` in attributes of callbacks, in modules and containers there: averages.
-
-    Not looked at are callbacks of this package, which keep none, and containers of more than 4096 entries.
-    """
+    """Return the tensors of ``shapes`` in attributes of callbacks, in modules and containers there: averages."""
     others = [each for each in objects if type(each).__module__.partition(".")[0] != "lit_dpret"]
     found = (tensor for each in others for tensor in _tensors(vars(each), _DEPTH))
     return [tensor for tensor in found if tuple(tensor.shape) in shapes and is_readable(tensor)]

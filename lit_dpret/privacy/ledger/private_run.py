@@ -316,10 +316,7 @@ class PrivateRun:
             )
 
     def resume_or_begin_attempt(self, step: int, state: Callable[[], str] | None) -> None:
-        """Repeat the steps from ``step`` on if everything matches, otherwise begin a fresh attempt.
-
-        ``state`` hashes the state before it; None where steps cannot be repeated bit by bit.
-        """
+        """Repeat the steps from ``step`` on if everything matches, otherwise begin a fresh attempt."""
         steps = [known for attempt, known in self.intents if attempt == self.attempt]
         ahead = [known for known in steps if known >= step]
         if ahead:

@@ -78,10 +78,7 @@ class _Step:
 
 @dataclass
 class KeyBook:
-    """The noise keys of a ledger, in order; refuses a record that contradicts an earlier one.
-
-    ``check`` changes nothing, so that a record can be judged before it is written; ``add`` takes it in.
-    """
+    """The noise keys of a ledger, in order; refuses a record that contradicts an earlier one."""
 
     steps: dict[Key, _Step] = field(default_factory=dict)
 
@@ -312,12 +309,9 @@ class PrivacyLedger(ChainedFile):
     """An append-only, hash-chained file of all releases of a run.
 
     Guarantees, besides those of a `ChainedFile`:
-        - A second writer is refused at once while the first is open.
-        - A noise key (attempt, step) enters as an intent once. A release or a replay without an
-          earlier intent is refused, and so is a replay whose hashes contradict the intent.
-
-    Nothing was released under a record whose ``append`` had not returned, so that cutting a torn last
-    line loses no charge; one that lacks nothing but its line end is charged.
+        - A noise key (attempt, step) enters as an intent once. A release or a replay without an earlier intent is
+          refused, and so is a replay whose hashes contradict the intent.
+        - Nothing was released under a record whose ``append`` had not returned, so a torn last line is no charge.
     """
 
     kinds: ClassVar[tuple[str, ...]] = KINDS
@@ -336,11 +330,7 @@ class PrivacyLedger(ChainedFile):
     def announce(
         self, key: Key, release: Release, *, state_hash: str | None = None, sum_tag: str | None = None
     ) -> dict[str, Any]:
-        """Write the *intent* of a release; its noise may be drawn only after this returns, with it on disk.
-
-        Where a step can be repeated bit by bit, ``state_hash`` is of what it is computed with, ``sum_tag`` of what gets
-        noise.
-        """
+        """Write the *intent* of a release; its noise may be drawn only after this returns, with it on disk."""
         attempt, step = key
         return self.append(
             "intent", attempt=attempt, step=step, release=release.to_dict(), state_hash=state_hash, sum_tag=sum_tag

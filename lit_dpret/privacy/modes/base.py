@@ -207,17 +207,11 @@ class PrivacyMode(ABC):
         salt: str = "",
         starts: Mapping[str, int] | None = None,
     ) -> Update:
-        """Turn the sums into the update: noise once, then divide by the plan's denominator.
+        """Turn the ``sums`` over all ranks into the update: noise once, then divide by the plan's denominator.
 
-        The sums stay as they are: the guard subtracts them from the update to see the noise.
-
-        Args:
-            sums: By parameter name, over all ranks, with the further coordinates of `extra_sums`.
-            attempt: Keys the noise.
-            step: The logical step.
-            salt: A tag of what the noise is added to.
-            starts: Where ``sums`` holds a flat part of each parameter, the flat index at which it begins. A part gets
-                the noise that it would get in the whole.
+        The sums stay as they are: the guard subtracts them from the update to see the noise, which ``attempt``,
+        ``step`` and ``salt``, a tag of what it is added to, key. Where ``sums`` holds a flat part of each parameter,
+        ``starts`` are the flat indices at which they begin; a part gets the noise that it would get in the whole.
         """
 
 

@@ -131,10 +131,7 @@ class GaussianMode(PrivacyMode):
         self.secure_rng = self.secure_rng or self.noise == "discrete"
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
-        """Return the budget, with a null delta derived from the public number of units.
-
-        Delta is never above that of the run that training starts from: the claim is about the people of both.
-        """
+        """Return the budget, with a null delta derived from the public number of units."""
         delta = self.delta
         if delta is None:
             if public_units is None:

@@ -92,11 +92,7 @@ def make_pair_norms(
     linear_head: bool = False,
     **settings: Any,
 ) -> PairNorms:
-    """Return the strategy called ``norms``, for ``module``.
-
-    ``auto`` needs ``n_max``, the most records of a sub-batch, and ``dim``, the length of an embedding; ``positions``
-    are tokens of a text or places of a convolution's output. ``shared=False`` and ``linear_head`` are verified.
-    """
+    """Return the strategy called ``norms``, for ``module``."""
     require_choice("privacy.norms", norms, get_args(NormsName))
     if norms == "auto":
         if n_max is None or dim is None:

@@ -88,11 +88,7 @@ class PairBatch:
 
 
 def embed_all(batch: PairBatch, *, rows_at_once: int) -> tuple[Tensor, Tensor]:
-    """Return the embeddings of all queries and of all passages, (n, dim) each, without a graph.
-
-    They come in the accumulator's precision: float64 where the model runs in it, else fp32. The caller's autocast
-    is off, as in every pass over pairs.
-    """
+    """Return the embeddings of all queries and of all passages, (n, dim) each, without a graph."""
     # A pair's gradient is bounded by a norm from another pass than its own, so the two must agree. In bf16 they do not:
     # gradients clipped to B came out up to a tenth longer where query and passage are alike.
     with exact_float32(batch.device):

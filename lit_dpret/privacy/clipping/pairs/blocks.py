@@ -144,12 +144,7 @@ class KBlocks(FromJacobians):
 
 
 class JacobianNorms(FromJacobians):
-    """Exact norms from Jacobians, also with shared parameters: ``norms=jacobian``.
-
-    The blocks, and for each pair the inner product of a query's with a passage's share of the gradient. The
-    factors of some records of both sides are in memory together; where they are all records, each is
-    computed once, else the passages' are computed again for every block of queries.
-    """
+    """Exact norms from Jacobians, also with shared parameters: ``norms=jacobian``."""
 
     def _table(self, batch: PairBatch) -> Tensor:
         reaches = self._reaches(batch)

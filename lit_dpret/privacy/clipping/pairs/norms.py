@@ -169,9 +169,7 @@ def _grad(similarity: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor | 
 class PairGhost(PairNorms):
     """Each pair as one row of the ghost engine: ``norms=pair_ghost``, exact for any towers.
 
-    A row is a query and a passage, its loss their similarity; the engine reads the norm off the inputs
-    and output gradients of both calls, and sums nothing. About 0.9 n ordinary steps, whatever the
-    dimension; the audit of the first rows is the engine's.
+    A row is a query and a passage, its loss their similarity; nothing is summed. About 0.9 n ordinary steps.
     """
 
     def __init__(self, module: nn.Module, *, pairs_at_once: int | None = None) -> None:
