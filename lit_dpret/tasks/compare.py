@@ -65,8 +65,7 @@ class Compare(Settings):
             )
         if self.qrels is not None and len(shared) > 1:
             raise ConfigurationError(
-                f"task.qrels={self.qrels} is one file of judgements, and the runs are of {len(shared)} data sets. "
-                "Leave it null to use those beside the runs, or name two single runs."
+                f"task.qrels={self.qrels} is one file, and the runs are of {len(shared)} data sets. Leave it null."
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
         measured_on = {name: [_measured_on(one) for one in (first[name], second[name])] for name in shared}
@@ -104,10 +103,7 @@ class Compare(Settings):
                 f"There are no judgements beside {runs[0]} or {runs[1]} ({JUDGEMENTS}). Name them by task.qrels=FILE."
             )
         if len(found) == 2 and read_qrels(found[0]) != read_qrels(found[1]):
-            raise DataError(
-                f"{found[0]} and {found[1]} differ: the two systems were measured on other queries or judgements. Name "
-                "the judgements to compare by in task.qrels=FILE."
-            )
+            raise DataError(f"{found[0]} and {found[1]} differ. Name the judgements to compare by in task.qrels=FILE.")
         return found[0]
 
 

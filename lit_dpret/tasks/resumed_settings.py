@@ -62,8 +62,7 @@ def keep_settings(parts: Parts) -> None:
             value, first = now.get(name), before.get(name)
             if value != first and not _is_shorter(name, value, first):
                 raise ConfigurationError(
-                    f"{name}={value} with resume=true, and the run in {parts.run_dir} began with "
-                    f"{first}. Set it back, or begin a new run in another hydra.run.dir."
+                    f"{name}={value} with resume=true, and the run began with {first}. Set it back."
                 )
     elif rank_watch.is_first() and not any((parts.run_dir / name).exists() for name in (CHECKPOINTS, LEDGER_NAME)):
         write_whole(path, json.dumps({"schema": _SETTINGS_SCHEMA, "settings": now}, indent=2) + "\n")
