@@ -38,19 +38,12 @@ TASK_GROUPS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One setting.
+    """One setting."""
 
-    Attributes:
-        name: With dots, as it is set on the command line.
-        default: As the file has it.
-        comment: What stands behind it in the file.
-        argument: The class that it is an argument of, and its name there; None where the file constructs nothing.
-    """
-
-    name: str
-    default: str
-    comment: str
-    argument: tuple[str, str] | None = None
+    name: str  # with dots, as it is set on the command line
+    default: str  # as the file has it
+    comment: str  # what stands behind it in the file
+    argument: tuple[str, str] | None = None  # the class that it is an argument of, and its name there
 
     @property
     def text(self) -> str:
@@ -66,23 +59,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """One file of a group, selected by ``group=name``.
-
-    Attributes:
-        group: The folder.
-        name: The file without its ending.
-        summary: The first sentence of the comment that it begins with.
-        target: The class that it constructs, if any.
-        keys: In the order of the file.
-        example: The first command in that comment; empty where there is none.
-    """
+    """One file of a group, selected by ``group=name``."""
 
     group: str
     name: str
-    summary: str
-    target: str | None
+    summary: str  # the first sentence of the comment that the file begins with
+    target: str | None  # the class that it constructs, if any
     keys: tuple[Key, ...]
-    example: str = ""
+    example: str = ""  # the first command in that comment
 
 
 def groups() -> list[str]:

@@ -99,16 +99,11 @@ def told(sentence: str) -> str:
 
 
 class LitDpretError(Exception):
-    """An error that a user can cause and fix.
-
-    Args:
-        args: The sentence.
-        trap: Which trap of `lit_dpret.callbacks.traps` it keeps out of (``T1`` and so on), where it is one of those.
-    """
+    """An error that a user can cause and fix."""
 
     def __init__(self, *args: object, trap: str | None = None) -> None:
         super().__init__(*args)
-        self.trap = trap
+        self.trap = trap  # the one of `lit_dpret.callbacks.traps` that it keeps out of, as ``T1``
 
     def __str__(self) -> str:
         return told(self.sentence)
@@ -126,16 +121,10 @@ class ConfigurationError(LitDpretError, ValueError):
 class DataError(LitDpretError, ValueError):
     """Input data that is missing, malformed or contradicts itself.
 
-    Args:
-        args: The sentence; it may name files, lines, ids and columns, and never a text.
-        kind: What sort of problem it is, in words; reports count problems by it.
-        trap: As for `LitDpretError`.
-
-    Attributes:
-        record: The file and the number of the record that is left out for it; None where it is of no single record.
+    The sentence may name files, lines, ids and columns, and never a text; reports count problems by their ``kind``.
     """
 
-    record: tuple[str, int] | None = None
+    record: tuple[str, int] | None = None  # the file and the number of the record that is left out for it
 
     def __init__(self, *args: object, kind: str = "malformed data", trap: str | None = None) -> None:
         super().__init__(*args, trap=trap)

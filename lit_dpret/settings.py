@@ -124,9 +124,7 @@ P = ParamSpec("P")
 def naming_arguments(name: str, advice: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator that refuses unknown, missing and nameless arguments by a `ConfigurationError`.
 
-    Args:
-        name: What the function is called in messages.
-        advice: For a needed argument what it is; for an unknown one where its value belongs.
+    ``advice`` says for a needed argument what it is, and for an unknown one where its value belongs.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

@@ -55,16 +55,8 @@ def predict(
 ) -> dict[str, Any]:
     """Predict one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
 
-    Args:
-        outline: The generator.
-        batch: Rows of a logical step.
-        device: One of `lit_dpret.costs.work.ACCELERATORS`.
-        world: How many of them.
-        strategy: One of `lit_dpret.costs.memory.STRATEGIES`.
-        noise: The plan's noise.
-        engine: The plan's engine; any but ``ghost_tf32`` and ``ghost_bf16`` is taken for ``ghost``.
-        secure_rng: Noise is drawn from ChaCha20 on the device, as ``discrete`` noise always is; else on the processor.
-        seconds_of_a_normal: How long one takes on the processor; None measures it here.
+    Noise is drawn on the processor, at ``seconds_of_a_normal`` (None measures it here), or, with ``secure_rng`` and as
+    ``discrete`` noise always, on the device. Any engine but ``ghost_tf32`` and ``ghost_bf16`` is taken for ``ghost``.
 
     Returns:
         Bytes on each device, ``rows_that_fit`` (0 where none does), ``seconds`` of each class of work ``at_peak`` and

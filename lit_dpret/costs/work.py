@@ -31,19 +31,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Work:
-    """The work for one row.
+    """The work for one row."""
 
-    Attributes:
-        products: The linear layers, equal ones counted.
-        scores: Attention weights of all heads and layers.
-        score_products: Multiplications with them.
-        logits: Values of the output layer.
-    """
-
-    products: dict[Product, int]
-    scores: int
-    score_products: int
-    logits: int
+    products: dict[Product, int]  # the linear layers, equal ones counted
+    scores: int  # attention weights of all heads and layers
+    score_products: int  # multiplications with them
+    logits: int  # values of the output layer
     encoder_layers: int
     decoder_layers: int
 

@@ -33,12 +33,7 @@ def refuse_trained(make: Any, argument: str, knob: str) -> None:
 
 
 def privacy_of_encoder(encoder: str | Path | None, model: Any = None) -> str:
-    """Return the privacy of a row whose encoder was not trained here.
-
-    Args:
-        encoder: The name or folder that it was loaded from; None if unknown.
-        model: The encoder, or a model that contains it, if already built.
-    """
+    """Return the privacy of a row whose encoder, if already built ``model``, was not trained here."""
     place = None if encoder is None else Path(encoder).expanduser()
     found = set() if place is None or not place.is_dir() else {privacy for _, privacy in traces_of_training(place)}
     found |= set() if model is None else {run.privacy for run in runs_behind(model)}

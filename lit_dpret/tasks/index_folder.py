@@ -246,24 +246,14 @@ def encode_folder(
     claim: Path | None = None,
     about: Mapping[str, str] | None = None,
 ) -> IndexFolder:
-    """Embed texts into a searchable folder; resume an interrupted call.
+    """Embed texts, by id, into a searchable folder; resume an interrupted call.
 
     Guarantees:
         - Run again after any interruption it goes on, and its files have the bytes of a call that was
-          never interrupted (same machine and library versions), by however many ranks.
+          never interrupted (same machine and library versions), by however many ranks of one ``job``.
         - An encoder with a privacy card gives the folder a card that carries its claim, never a better one; so do
-          queries with a card. Where both have one, one claim has to cover both.
+          queries with a card (``claim``). Where both have one, one claim has to cover both.
         - Private queries leave files that their owner alone can read, and no card.
-
-    Args:
-        encoder: As for `load_towers`.
-        texts: Text by id; passages are public.
-        out: The folder to write or to go on with.
-        how: As passages in float32, where it is None.
-        progress: Called with (texts done, texts in all).
-        job: The ranks that share the work, each calling this alike; the first one writes the folder, which all see.
-        claim: The privacy card of the queries, where they have one and ``how`` calls them public.
-        about: Which data the texts are of, for the manifest (`data_facts`).
     """
     job = job or Job()
     how = how or Encoding()
@@ -338,16 +328,9 @@ def index_folder(
     seed: int = 0,
     tuning_data: str = "unknown",
 ) -> IndexFolder:
-    """Build a search index over the embeddings of a folder, which are linked where possible, in a new folder.
+    """Build a search index over embeddings of `encode_folder`, linked where possible, in a new folder.
 
-    Args:
-        source: What `encode_folder` wrote.
-        out: The folder to write.
-        search: ``exact``, or ``faiss:FACTORY``.
-        private: Whether an index of private queries is wanted; without it one is refused.
-        device: ``cpu``, or ``cuda`` to build faiss's structure on GPUs.
-        seed: The seed of the sample that faiss trains on.
-        tuning_data: What ``search`` was chosen on, for the card.
+    ``search`` is ``exact`` or ``faiss:FACTORY``. An index of private queries is refused without ``private``.
     """
     kind, _, factory = search.partition(":")
     if search != "exact" and (kind != "faiss" or not factory):

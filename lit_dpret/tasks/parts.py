@@ -154,13 +154,7 @@ def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
 
 
 def check_output(name: str, value: str, *, folder: bool) -> None:
-    """Refuse what cannot be written, before the work that it is the result of.
-
-    Args:
-        name: The setting.
-        value: The path that it was given; it need not exist, and nothing is made here.
-        folder: Whether a folder is written there, and not a file.
-    """
+    """Refuse a path, given as the setting ``name``, where no file or ``folder`` can be written; nothing is made here."""
     path = Path(value).expanduser()
     try:
         if path.is_dir() and not folder:

@@ -55,14 +55,9 @@ KEPT = "kept_queries.txt"
 def check_round_trip(
     model: DualEncoder | FrozenDualEncoder, released: ReleasedQueries, folder: Path, *, k: int, seed: int
 ) -> dict[str, Any]:
-    """Measure the round trip of released queries; ``folder/kept_queries.txt`` lists the passing ids.
+    """Measure the round trip of released queries by a model that saw neither them nor the private ones.
 
-    Args:
-        model: A retriever that saw neither the private nor the synthetic queries.
-        released: Synthetic queries with their sources; all their passages are searched.
-        folder: Where the list is written.
-        k: The lowest rank at which a source may stand.
-        seed: The seed of the control, in which every query is compared with a wrong passage.
+    ``folder/kept_queries.txt`` lists the ids of those whose source stands among the first ``k`` of all passages.
 
     Returns:
         ``recall`` and ``control`` as [mean, low, high], ``k``, ``queries`` and ``kept``, as JSON values.

@@ -122,14 +122,8 @@ def refuse_other_choice(
 
     Such runs train on private data (``planned_fits``), release something else of them (``releases_itself``), or derive
     something from several releases: those that ``privacy=synthetic`` trains on, or that the settings
-    ``derives_from`` of a task name (``*`` for anything).
-
-    Args:
-        task: What a run of it does.
-        parts: The parts of that run.
-        objective: What a sweeper compares the runs by; None where nobody compares them by a number.
-        varied: The settings in which the runs differ; a difference in the seed alone is not a choice.
-        releases: What each of the runs is derived from, by `release_behind`; None where it is not known.
+    ``derives_from`` of a task name (``*`` for anything). A difference in the seed alone is not a choice.
+    ``releases`` are what each of the runs is derived from, by `release_behind`; None where it is not known.
     """
     if parts.trial_of is not None:
         return
