@@ -154,7 +154,7 @@ def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
 
 
 def check_output(name: str, value: str, *, folder: bool) -> None:
-    """Refuse a path, given as the setting ``name``, where no file or ``folder`` can be written; nothing is made here."""
+    """Refuse a path, given as the setting ``name``, where no file or ``folder`` can be written."""
     path = Path(value).expanduser()
     try:
         if path.is_dir() and not folder:
