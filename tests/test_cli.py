@@ -167,32 +167,6 @@ def test_a_fit_goes_on_with_the_settings_that_it_began_with(tmp_path: Path) -> N
         keep("resume=true")
 
 
-@pytest.mark.slow
-def test_a_disk_that_fills_up_in_mid_run_ends_it_cleanly(tmp_path: Path) -> None:
-    """A real full file system; the ledger on it stays whole, and the run goes on once there is room."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(small)], check=False)
-    if mounted.returncode:
-        pytest.skip("this machine does not let the test mount a file system")
-    try:
-        log = write_log(tmp_path)
-        settings = [*TINY, f"datamodule.pairs={log}", "privacy.noise_multiplier=5.0", "trainer.max_steps=4",
-                    "callbacks.checkpoint.every_n_train_steps=1", "task.min_free_mb=1"]  # fmt: skip
-        ballast = small / "ballast"
-        ballast.write_bytes(b"x" * (225 << 20))
-        line = refused(call(*settings, folder=small, XDG_STATE_HOME=str(tmp_path / "state")))
-        assert "disk is full" in line or "No space left" in line, line
-        from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
-
-        PrivacyLedger.read(small / "run" / "privacy_ledger.jsonl")
-        ballast.unlink()
-        done = call(*settings, "resume=true", folder=small, XDG_STATE_HOME=str(tmp_path / "state"))
-        assert done.returncode == 0, done.stderr
-    finally:
-        subprocess.run(["umount", str(small)], check=False)
-
-
 OWN_MODEL = """
 import torch
 from lit_dpret.modules import PrivateModule

@@ -200,11 +200,6 @@ def test_trials_that_are_scored_on_private_queries_are_planned_and_joined_as_suc
         joined(tmp_path, task=task)
 
 
-def test_trials_that_are_scored_on_private_queries_are_planned_where_the_sweep_says_so(tmp_path: Path) -> None:
-    planned(tmp_path, metric_data="private", metric="val/bleu", task=scored(tmp_path))
-    joined(tmp_path, task=scored(tmp_path))
-
-
 def test_a_metric_is_computed_on_some_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.metric_data=none"):
         planned(tmp_path, metric_data="none", metric="val/bleu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ import torch
 from card_chain import run
 from cards import forge
 from datasets import load_dataset
-from hub_stand_in import TOKEN, Hub
 from huggingface_hub import ModelCard, constants
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from pair_stand_ins import Pairs, data_module
@@ -166,15 +167,6 @@ def test_what_was_declared_of_the_settings_of_run_and_export_is_on_the_card_and_
         Export(data=tmp_path, tuning_data="none")
 
 
-def test_an_earlier_checkpoint_can_be_named_and_gives_other_weights(tmp_path: Path) -> None:
-    module = trained(tmp_path, NoPrivacy())
-    early = tmp_path / "run" / "checkpoints" / "kept.ckpt"
-    Export(checkpoint=early).run(no_parts(tmp_path / "out"))
-    found = load_towers(tmp_path / "out" / "model").query_encoder.encode(["my house"], "query")
-    assert not torch.allclose(found, module.encode_queries(["my house"]))
-    assert "no privacy guarantee" in (tmp_path / "out" / "model" / "README.md").read_text()
-
-
 def exported(checkpoint: Path, folder: Path) -> dict[str, Any]:
     Export(checkpoint=checkpoint).run(no_parts(folder))
     assert not verify_chain(folder / "model").failed
@@ -320,6 +312,69 @@ def test_scores_of_queries_that_are_not_declared_public_are_not_handed_on(
 
 
 # -- to a hub ---------------------------------------------------------------------------------
+
+TOKEN = "hf_of_nobody"
+
+
+class Hub(ThreadingHTTPServer):
+    """Keeps what is asked and sent; knows the repositories in ``public`` by whether they are private."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.private: dict[str, bool] = {}
+        self.kinds: dict[str, str] = {}
+        self.files: dict[str, bytes] = {}
+        self.tokens: set[str | None] = set()
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        self.server.tokens.add(self.headers.get("Authorization"))
+        name = self.path.removeprefix("/api/models/").removeprefix("/api/datasets/").partition("?")[0]
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.answer({"error": "Invalid username or password."}, 401)
+        elif self.path.startswith("/api/whoami"):
+            self.answer({"name": "org", "type": "user", "auth": {}})
+        elif name in self.server.private:
+            self.answer({"id": name, "private": self.server.private[name], "siblings": [], "tags": []})
+        else:
+            self.answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else f"org/{asked['name']}"
+            self.server.kinds[name] = asked.get("type", "model")
+            self.server.private[name] = asked.get("private", asked.get("visibility") == "private")
+            self.answer({"url": f"http://127.0.0.1:{self.server.server_port}/{name}"})
+        elif "/preupload/" in self.path:
+            listed = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
+            self.answer({"files": listed})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            self.answer({"success": True, "commitUrl": f"{self.path}", "commitOid": "0" * 40})
+        else:
+            self.answer({})
+
+    def answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        about = {"Content-Length": str(len(data)), "Content-Type": "application/json"} | (headers or {})
+        for name, value in about.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import stat
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tiny_tasks import parts
 from lit_dpret.audit.attacks.decoder import new_language_model
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
-from lit_dpret.errors import DataError, ResumeError
+from lit_dpret.errors import DataError
 from lit_dpret.tasks import Inversion
 from lit_dpret.tasks.parts import Parts
 
@@ -88,18 +87,6 @@ def test_a_report_on_private_texts_is_internal(encoders: dict[str, Path], texts:
     assert "nothing of it belongs on a card" in " ".join(
         (tmp_path / "run" / "internal_inversion.md").read_text().split()
     )
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_and_gives_the_same(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
-    made = run_of(tmp_path / "run")
-    first = task(encoders["plain"], texts).run(made)
-    (tmp_path / "run" / "own" / "stage.json").unlink()
-    before = (tmp_path / "run" / "shuffled" / "losses.pt").stat().st_mtime_ns
-    assert task(encoders["plain"], texts).run(replace(made, resume=True)) == first
-    assert (tmp_path / "run" / "shuffled" / "losses.pt").stat().st_mtime_ns == before
-    with pytest.raises(ResumeError, match="other settings"):
-        task(encoders["plain"], texts, steps=5).run(replace(made, resume=True))
 
 
 def test_there_must_be_enough_texts(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
