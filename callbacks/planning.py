@@ -107,18 +107,21 @@ def plan_run(
     reserve: int = 0,
     start: Start | None = None,
     begun_with: int | None = None,
+    epochs: float | None = None,
 ) -> PlannedRun:
     """Plan the run of ``trainer`` on ``data`` under ``mode``, with budget for ``reserve`` repeated steps.
 
     A mode for coupled losses reads the loss of ``module``. The claim is about ``start`` as well, where there is one.
-    A run that was ``begun_with`` more steps than the Trainer is given now keeps its plan, and ends earlier.
+    A run that was ``begun_with`` more steps than the Trainer is given now keeps its plan, and ends earlier. ``epochs``,
+    whole or not, stand for the Trainer's length.
     """
     begin_from(mode, start)
     data.use_unit(mode.unit, mode.neighbours)
     refuse_false_bound(mode, data)
     units = data.n_units
     per_epoch = steps_per_epoch(data, mode.public_units(units))
-    steps, ends_at = planned_steps(trainer, per_epoch), None
+    steps = planned_steps(trainer, per_epoch) if epochs is None else max(1, round(epochs * per_epoch))
+    ends_at = None
     if begun_with is not None and steps < begun_with:
         steps, ends_at = begun_with, steps
     plan = mode.plan(data, units=units, steps=steps + reserve, module=module)

@@ -54,7 +54,7 @@ class PlannedFit:
 
 
 def plan_fit(
-    mode: Any, data: Any, trainer: Any, *, make_module: Any, callbacks: list[Any] | None = None
+    mode: Any, data: Any, trainer: Any, *, make_module: Any, callbacks: Sequence[Any] = (), epochs: float | None = None
 ) -> list[PlannedFit]:
     """Return the plan of one training, as a list; empty for a mode without releases.
 
@@ -63,21 +63,16 @@ def plan_fit(
     """
     if mode.guarantee != "dp":
         return []
-    reserve, start = reserve_and_start(callbacks or [])
-    plant_blanks_of(callbacks or [], mode, data)
+    accountants = [one for one in callbacks if isinstance(one, PrivacyAccountant)]
+    start = next((found for one in accountants if (found := one.start()) is not None), None)
+    reserve = sum(one.resume_reserve for one in accountants)
+    _plant_blanks_of(callbacks, mode, data)
     module = make_module(privacy=mode) if mode.calibrated_to_loss else None
-    planned = plan_run(trainer, mode, data, module=module, reserve=reserve, start=start)
+    planned = plan_run(trainer, mode, data, module=module, reserve=reserve, start=start, epochs=epochs)
     return [] if planned.plan is None else [PlannedFit(planned.plan, planned.steps, start)]
 
 
-def reserve_and_start(callbacks: Sequence[Any]) -> tuple[int, Start | None]:
-    """Return how many steps the accountant of a training pays for in advance, and the run that it starts from."""
-    accountants = [one for one in callbacks if isinstance(one, PrivacyAccountant)]
-    start = next((found for one in accountants if (found := one.start()) is not None), None)
-    return sum(one.resume_reserve for one in accountants), start
-
-
-def plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
+def _plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
     """Plant as many blank units as the audits among the callbacks of a training will plant canaries."""
     for one in callbacks:
         if not hasattr(one, "plant_canaries"):

@@ -15,8 +15,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lit_dpret.audit.canaries.suite import plant_blanks
-from lit_dpret.callbacks.own_code import refuse_false_bound
-from lit_dpret.callbacks.planning import begin_from, planned_steps
 from lit_dpret.cards.forecast import OTHER_BOUND, describe_plan
 from lit_dpret.costs.estimate import FACTOR, duration, estimate, from_slices, measure, size
 from lit_dpret.costs.prediction import check_devices, predict
@@ -24,11 +22,10 @@ from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.plan import PrivacyPlan
-from lit_dpret.privacy.sampling import steps_per_epoch
 from lit_dpret.report.figures import can_draw, draw_plan, require_matplotlib
 from lit_dpret.report.page import render
 from lit_dpret.settings import require_whole
-from lit_dpret.tasks.fit import plant_blanks_of, released_canaries, reserve_and_start
+from lit_dpret.tasks.fit import plan_fit, released_canaries
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.rulers import cut_texts, rulers_by_words
 
@@ -53,8 +50,13 @@ class _Progress:
 class _Counted:
     """Stands for data of which only the number of units is told (``task.units``)."""
 
-    def __init__(self, units: int) -> None:
-        self.n_units = units
+    def __init__(self, data: Any, units: int) -> None:
+        self._data, self.n_units = data, units
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "train_units":  # none are there to be looked at
+            raise AttributeError(name)
+        return getattr(self._data, name)
 
     def use_unit(self, unit: str, neighbours: str) -> None:
         """Do nothing: the number is that of the unit."""
@@ -104,29 +106,20 @@ class Plan:
             require_matplotlib()
         check_run_dir(parts.run_dir, min_free_mb=1)
         callbacks, canaries = parts.make_callbacks(), released_canaries(parts)
-        reserve, start = reserve_and_start(callbacks)
-        begin_from(mode, start)
         progress = _Progress()
         data = parts.make_datamodule()
         mode.check_request(data)
-        counted: Any = data if self.units is None else _Counted(self.units)
         if self.units is None:
             data.prepare_data()
             data.setup("fit")
-            data.use_unit(mode.unit, mode.neighbours)
-            refuse_false_bound(mode, data)
+        counted: Any = data if self.units is None else _Counted(data, self.units)
         if canaries is not None:
             plant_blanks(counted, canaries.units)
-        plant_blanks_of(callbacks, mode, counted)
-        units = counted.n_units
-        per_epoch = steps_per_epoch(data, mode.public_units(units))
         trainer = _trainer(parts)
-        steps = planned_steps(trainer, per_epoch) if self.epochs is None else max(1, round(self.epochs * per_epoch))
         progress("the noise that the budget needs")
-        module = parts.make_module(privacy=mode) if mode.calibrated_to_loss else None
-        plan = mode.plan(data, units=units, steps=steps + reserve, module=module)
-        if start is not None:
-            start.check_plan(plan)
+        how: dict[str, Any] = {"make_module": parts.make_module, "callbacks": callbacks, "epochs": self.epochs}
+        (planned,) = plan_fit(mode, counted, trainer, **how)
+        plan, reserve = planned.plan, planned.plan.steps - planned.steps
         progress("time and memory")
         costs = self._costs(parts, mode, plan, trainer, progress)
         facts = {**data_facts(data), **describe_plan(plan, progress), "cost": costs}

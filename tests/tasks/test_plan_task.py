@@ -117,6 +117,8 @@ def test_the_plan_is_that_of_the_fit_of_the_same_words(given: Any, neighbours: s
         **{name: partial(make, tmp_path / "run") for name, make in given.items()},
     )  # fmt: skip
     (fit,) = Fit(min_free_mb=1).planned_fits(made)
+    reserve = sum(one.resume_reserve for one in made.make_callbacks() if isinstance(one, PrivacyAccountant))
+    assert fit.plan.steps == fit.steps + reserve, "what is paid for in advance is part of the plan"
     for units in (None, 56):
         told = Plan(plot=False, units=units).run(made)
         facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
