@@ -119,8 +119,7 @@ class CheckData(Settings):
         if refused is None or readable is None:
             other = next(one for one in problems.found if one.record is None or one.record[0] != str(log.path))
             raise DataError(
-                f"task.write_clean={self.write_clean} was not written: leaving records out of {log.path} does not mend "
-                f"all of its problems. {other}"
+                f"task.write_clean={self.write_clean}: leaving records out of {log.path} is not enough. {other}"
             )
         facts["left_out"] = write_clean(
             log, Path(str(self.write_clean)), refused=refused, readable=readable, columns=data.pair_columns,
@@ -185,8 +184,7 @@ class CheckData(Settings):
             return
         if is_split and not self.resplit:
             raise ConfigurationError(
-                f"task.write_split={self.write_split}: {facts['source']} is split already, into "
-                f"{', '.join(collection.qrels)}. Set task.resplit=true to take all of it together and split it again."
+                f"task.write_split={self.write_split}: {facts['source']} is split already. Set task.resplit=true."
             )
         try:
             new = split_collection(collection, fractions=self.fractions, seed=self.split_seed, by=self.split_by)
