@@ -22,20 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 
 import lit_dpret
 from lit_dpret import errors
+from lit_dpret.cli import jobs
 from lit_dpret.cli.arguments import listing, own_overrides, program, quoted, with_task
 from lit_dpret.cli.composition import build_parts, check_request, check_top_level, checked_task, composed_run
 from lit_dpret.cli.explanations import causes, explain, lost_rank
-from lit_dpret.cli.jobs import (
-    begin_what_is_left,
-    close_sweep,
-    is_basic,
-    job_name,
-    multirun,
-    one_job,
-    refuse_other_proposals,
-    settings_folder,
-    swept,
-)
 from lit_dpret.config import CONFIG_MODULE, format_help, names
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, WorkerError
@@ -60,8 +50,8 @@ _places: list[tuple[str, Path]] = []  # the setting and the folder of the comman
 _failed: list[Exception] = []  # what ended it
 _outcomes: list[Any] = []  # of a multirun: what its runs in this process have come to
 OmegaConf.register_new_resolver("new_name", rank_watch.new_name, use_cache=True, replace=True)
-OmegaConf.register_new_resolver("settings_folder", settings_folder, replace=True)
-OmegaConf.register_new_resolver("job_name", lambda number: job_name(int(number)), replace=True)
+OmegaConf.register_new_resolver("settings_folder", jobs.settings_folder, replace=True)
+OmegaConf.register_new_resolver("job_name", lambda number: jobs.job_name(int(number)), replace=True)
 
 
 def run(cfg: DictConfig) -> Any:
@@ -74,7 +64,7 @@ def run(cfg: DictConfig) -> Any:
             f"{started} processes were started for a task that one process does. Start it without torchrun or srun."
         )
     _note_place()
-    begin_what_is_left(cfg)
+    jobs.begin_what_is_left(cfg)
     parts = build_parts(cfg)
     check_request(cfg, task, parts)
     if hasattr(task, "planned_fits") and rank_watch.is_first():
@@ -82,7 +72,7 @@ def run(cfg: DictConfig) -> Any:
     parts = replace(parts, make_datamodule=_named_first(parts.make_datamodule, _data_line(cfg, task)))
     trial = _chosen_among(cfg, task, parts)
     before = dict(os.environ)
-    with one_job():
+    with jobs.one_job():
         try:
             result = task.run(parts)
         finally:
@@ -94,7 +84,7 @@ def run(cfg: DictConfig) -> Any:
 
 def _chosen_among(cfg: DictConfig, task: Any, parts: Parts) -> Any:
     """Refuse a run whose card would not tell of the choice that it is part of; return its sweep, if it is a trial."""
-    many = multirun() is not None
+    many = jobs.multirun() is not None
     if not many and cfg.objective is None and cfg.trial_of is None:
         return None
     from lit_dpret.tasks import trial as choice
@@ -105,9 +95,9 @@ def _chosen_among(cfg: DictConfig, task: Any, parts: Parts) -> Any:
     if cfg.objective is not None:
         sweep = None if trial is None else trial.sweep
         if choice.refuse_private_objective(task, parts.make_callbacks(), cfg.objective, sweep):
-            close_sweep()
+            jobs.close_sweep()
     if many or cfg.objective is not None:
-        varied, known = swept() if many else ([], None)
+        varied, known = jobs.swept() if many else ([], None)
         # Where the runs are known, all of them were compared before the first (`tell_cost`).
         choice.refuse_other_choice(task, parts, cfg.objective, varied, releases=None if known is None else ())
     return trial
@@ -154,7 +144,7 @@ def _note_place() -> None:
     """Remember where this command writes; Hydra forgets it before an interruption is reported."""
     _places.clear()
     if HydraConfig.initialized():
-        known = multirun()
+        known = jobs.multirun()
         folder = HydraConfig.get().runtime.output_dir if known is None else known.sweep.dir
         _places.append((f"hydra.{'run' if known is None else 'sweep'}.dir", Path(folder)))
 
@@ -177,12 +167,12 @@ def _together(cfg: DictConfig, *, first: bool) -> tuple[str, Any]:
     """Return what all runs of a multirun cost, for a reader and for their ledgers; the ``first`` prints it."""
     from lit_dpret.tasks.multirun import cost_of_all, siblings_facts, tell_cost
 
-    varied, runs = swept()
+    varied, runs = jobs.swept()
     if not rank_watch.is_first():
         return "", None
     try:
         if runs is None:
-            refuse_other_proposals(cfg)
+            jobs.refuse_other_proposals(cfg)
             return "", siblings_facts(None, varied)
         found = (tell_cost if first else cost_of_all)([composed_run(cfg, run) for run in runs], varied)
     except Exception as error:  # else the first run would pay for what is wrong with another one
@@ -210,7 +200,7 @@ def _one_of_many(cfg: DictConfig) -> Any:
         return told
     except BaseException as error:
         result = error
-        one_by_one = is_basic(known) and str(known.launcher._target_).endswith(".BasicLauncher")
+        one_by_one = jobs.is_basic(known) and str(known.launcher._target_).endswith(".BasicLauncher")
         if not isinstance(error, Exception) or not one_by_one:  # in other processes nobody sees `_failed`
             raise
         _failed.append(error)
@@ -222,7 +212,7 @@ def _one_of_many(cfg: DictConfig) -> Any:
 
 @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_MODULE}", config_name="train")
 def _hydra_main(cfg: DictConfig) -> Any:
-    if multirun() is not None:  # the other jobs run, and one that failed is told of at the end
+    if jobs.multirun() is not None:  # the other jobs run, and one that failed is told of at the end
         return _one_of_many(cfg)
     try:
         return _objective(cfg, run(cfg))

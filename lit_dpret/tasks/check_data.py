@@ -12,18 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.file import refuse_another_claim
+from lit_dpret.datamodules import survey
 from lit_dpret.datamodules.cleaning import check_clean, refused_records, write_clean
 from lit_dpret.datamodules.collection import Collection, TextData
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Problems, RecordFile
 from lit_dpret.datamodules.splitting import SplitBy, checked_fractions, divides_by, split_collection, write_split
-from lit_dpret.datamodules.survey import (
-    count_invisible,
-    count_splits,
-    count_users,
-    find_duplicates,
-    measure_lengths,
-)
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import OutputFile, OutputFolder, write_whole
 from lit_dpret.privacy.budget import LARGE_DELTA, large_delta
@@ -161,15 +155,15 @@ class CheckData(Settings):
         rulers, by = make_rulers(parts, NoPrivacy())
         texts: dict[Any, Any] = {"query": collection.queries.values(), "passage": collection.passages.values()}
         facts["passages"], facts["queries"] = len(collection.passages), len(collection.queries)
-        facts["splits"] = count_splits(collection)
-        facts["duplicates"] = find_duplicates(collection, examples=self.examples)
+        facts["splits"] = survey.count_splits(collection)
+        facts["duplicates"] = survey.find_duplicates(collection, examples=self.examples)
         facts["duplicates"]["queries"]["numbered"] = _numbered(data, facts)
-        facts["invisible"] = {side: count_invisible(texts[side], of_one_line=side == "query") for side in SIDES}
+        facts["invisible"] = {side: survey.count_invisible(texts[side], of_one_line=side == "query") for side in SIDES}
         facts["lengths"] = {"by": by} | {
-            side: measure_lengths(texts[side], count=ruler.count, limit=ruler.limit, at_most=self.max_texts)
+            side: survey.measure_lengths(texts[side], count=ruler.count, limit=ruler.limit, at_most=self.max_texts)
             for side, ruler in rulers.items()
         }
-        facts["users"] = count_users(collection)
+        facts["users"] = survey.count_users(collection)
 
     def _offer_split(self, parts: Parts, data: TextData, collection: Collection, facts: dict[str, Any]) -> None:
         """Split what is unsplit, write it where that is asked for, and say how to train."""
@@ -195,8 +189,9 @@ class CheckData(Settings):
             return
         by = divides_by(collection, self.split_by)
         sizes = {split: len(qrels) for split, qrels in new.qrels.items()}
-        facts["split"] = {"by": by, "seed": self.split_seed, "queries": sizes, "written": None,
-                          "shared_with_train": find_duplicates(new, examples=0)["shared_with_train"]}  # fmt: skip
+        shared = survey.find_duplicates(new, examples=0)["shared_with_train"]
+        facts["split"] = {"by": by, "seed": self.split_seed, "queries": sizes, "written": None}
+        facts["split"]["shared_with_train"] = shared
         if self.write_split is not None:
             read_by = write_split(new, self.write_split, public_passages=_says(data, "has_public_passages"), by=by)
             facts["split"]["written"] = str(self.write_split)
@@ -205,7 +200,7 @@ class CheckData(Settings):
 
 def _units(collection: Collection, facts: Mapping[str, Any]) -> int:
     """Count whom the command protects: users where a cap on their rows is recommended, and train queries otherwise."""
-    users = count_users(collection) if facts["users"] and facts["users"]["recommended_cap"] else None
+    users = survey.count_users(collection) if facts["users"] and facts["users"]["recommended_cap"] else None
     return int(users["users"]) if users else len(collection.qrels.get("train", {}))
 
 

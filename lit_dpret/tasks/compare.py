@@ -15,18 +15,9 @@ from rich.text import Text
 from lit_dpret.cards.blocks import Block, Bullets, Grid, Paragraph, Section, to_markdown
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
+from lit_dpret.retrieval import trec_runs
 from lit_dpret.retrieval.comparison import Comparison, Difference, compare_values
 from lit_dpret.retrieval.metrics import Metric, Values
-from lit_dpret.retrieval.trec_runs import (
-    DEFAULT_METRICS,
-    JUDGEMENTS,
-    RUN,
-    SUMMARY,
-    evaluate,
-    find_runs,
-    read_qrels,
-    read_run,
-)
 from lit_dpret.settings import Count, Settings
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 
@@ -38,7 +29,7 @@ class Compare(Settings):
     run_a: Path
     run_b: Path
     qrels: Path | None = None
-    metrics: Sequence[str] = DEFAULT_METRICS
+    metrics: Sequence[str] = trec_runs.DEFAULT_METRICS
     level: float = 0.95
     resamples: Count = 10_000
     seed: int = 0
@@ -53,7 +44,7 @@ class Compare(Settings):
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``comparison.json`` and ``comparison.md``, and print the table; return the differences."""
-        first, second = find_runs(self.run_a), find_runs(self.run_b)
+        first, second = trec_runs.find_runs(self.run_a), trec_runs.find_runs(self.run_b)
         shared = [name for name in first if name in second]
         if not shared and len(first) == len(second) == 1:  # two files of any name
             shared = [next(iter(first))]
@@ -69,9 +60,10 @@ class Compare(Settings):
         called = {name: _called(name, about) for name, about in measured_on.items()}
         values: tuple[dict[str, dict[str, Values]], ...] = ({}, {})
         for name in shared:
-            qrels = read_qrels(self.qrels or self._beside(first[name], second[name]))
+            qrels = trec_runs.read_qrels(self.qrels or self._beside(first[name], second[name]))
             for found, path in zip(values, (first[name], second[name]), strict=True):
-                found[called[name]] = dict(evaluate(read_run(path), qrels, self.metrics, resamples=1).per_query)
+                run = trec_runs.read_run(path)
+                found[called[name]] = dict(trec_runs.evaluate(run, qrels, self.metrics, resamples=1).per_query)
         comparison = compare_values(
             *values,
             names=(str(self.run_a), str(self.run_b)),
@@ -94,12 +86,12 @@ class Compare(Settings):
         return {f"{cell.data}/{cell.metric}": cell.difference.mean for cell in comparison.cells}
 
     def _beside(self, *runs: Path) -> Path:
-        found = [path.parent / JUDGEMENTS for path in runs if (path.parent / JUDGEMENTS).is_file()]
+        found = [path.parent / trec_runs.JUDGEMENTS for path in runs if (path.parent / trec_runs.JUDGEMENTS).is_file()]
         if not found:
             raise DataError(
-                f"There are no judgements beside {runs[0]} or {runs[1]} ({JUDGEMENTS}). Name them by task.qrels=FILE."
+                f"{runs[0]} and {runs[1]} have no {trec_runs.JUDGEMENTS} beside them. Name one by task.qrels=FILE."
             )
-        if len(found) == 2 and read_qrels(found[0]) != read_qrels(found[1]):
+        if len(found) == 2 and trec_runs.read_qrels(found[0]) != trec_runs.read_qrels(found[1]):
             raise DataError(f"{found[0]} and {found[1]} differ. Name the judgements to compare by in task.qrels=FILE.")
         return found[0]
 
@@ -107,7 +99,7 @@ class Compare(Settings):
 def _measured_on(run: Path) -> dict[str, str]:
     """Return what the evaluation beside a run says of its data; the file's name where there is none."""
     try:
-        facts = json.loads((run.parent / SUMMARY).read_text(encoding="utf-8"))
+        facts = json.loads((run.parent / trec_runs.SUMMARY).read_text(encoding="utf-8"))
         return {name: str(facts[name] or "") for name in ("data", "data_sha256", "whose") if name in facts}
     except (OSError, ValueError, TypeError):
         return {"data": run.stem}
@@ -116,7 +108,7 @@ def _measured_on(run: Path) -> dict[str, str]:
 def _called(name: str, about: Sequence[Mapping[str, str]]) -> str:
     """Return the name of a data set for the table: its subfolder's, or, of single evaluations, the one they state."""
     stated = " / ".join(dict.fromkeys(one["data"] for one in about if "data" in one))
-    return stated or name if name == Path(RUN).stem else name
+    return stated or name if name == Path(trec_runs.RUN).stem else name
 
 
 def _shown(about: Mapping[str, str]) -> str:

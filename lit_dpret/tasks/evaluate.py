@@ -9,15 +9,8 @@ from typing import Any
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.left_out import named
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.retrieval import trec_runs
 from lit_dpret.retrieval.metrics import Metric
-from lit_dpret.retrieval.trec_runs import (
-    DEFAULT_METRICS,
-    SUMMARY,
-    EvaluationResult,
-    check_qrels,
-    evaluate,
-    write_evaluation,
-)
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.ranking import Ranker
 from lit_dpret.tasks.uncovered import Owner, refuse_training_data
@@ -30,7 +23,7 @@ class Evaluate(Ranker):
     encoder: str = "minilm"
     whose: Owner | None = None
     split: str | None = None
-    metrics: Sequence[str] = DEFAULT_METRICS
+    metrics: Sequence[str] = trec_runs.DEFAULT_METRICS
     top_k: int = 100
 
     def __post_init__(self) -> None:
@@ -57,10 +50,10 @@ class Evaluate(Ranker):
             refuse_training_data(data, self.encoder, knob="task.whose")
         queries, qrels = data.evaluation_set(split)
         passages = data.public_passages()
-        check_qrels(qrels, query_ids=queries, passage_ids=passages)
+        trec_runs.check_qrels(qrels, query_ids=queries, passage_ids=passages)
         drops = bool(getattr(data, "drops_self_matches", False))
         ranking = self.rank(queries, passages, k=self.top_k, drop_self_matches=drops)
-        result = evaluate(ranking, qrels, self.metrics)
+        result = trec_runs.evaluate(ranking, qrels, self.metrics)
         told = [] if left_out is None else left_out.lines()
         if idle := [query for query, judged in qrels.items() if not any(grade > 0 for grade in judged.values())]:
             told.append(f"{split}: queries without any relevant passage, which count as 0: {len(idle)} ({named(idle)})")
@@ -70,8 +63,8 @@ class Evaluate(Ranker):
         facts["fingerprints"] = self.fingerprints()
         if self.encoder == "bm25":
             facts["bm25"] = asdict(self._bm25)
-        path = write_evaluation(
-            parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=SUMMARY
+        path = trec_runs.write_evaluation(
+            parts.run_dir, ranking=ranking, qrels=qrels, result=result, facts=facts, name=trec_runs.SUMMARY
         )  # fmt: skip
         passed = "".join(f"  note: {line}\n" for line in told)
         undeclared = "nothing says whose they are (task.whose=public or private)"
@@ -95,7 +88,7 @@ def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(str, parsed)))
 
 
-def _table(name: str, result: EvaluationResult) -> str:
+def _table(name: str, result: trec_runs.EvaluationResult) -> str:
     lines = [f"{name}, {len(result.query_ids)} queries, means with 95% bootstrap intervals"]
     for metric, i in ((Metric.parse(name), i) for name, i in result.intervals.items()):
         lines.append(f"  {metric.shown:14} {i.mean:.4f} [{i.low:.4f}, {i.high:.4f}]   {metric.definition}")
