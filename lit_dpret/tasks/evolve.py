@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -16,30 +17,19 @@ import numpy as np
 from torch import Tensor
 
 from lit_dpret.callbacks import ProgressLine
-from lit_dpret.cards.card import (
-    CARD_NAME,
-    CardFacts,
-    RunFacts,
-    build_card,
-    inherit_card,
-    read_card,
-    subject_of,
-    verify_card,
-    write_card,
-)
-from lit_dpret.cards.provenance import environment_facts
+from lit_dpret.cards.card import CARD_NAME, CardFacts, inherit_card, read_card
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.distributed.job import Job, device_named
 from lit_dpret.encoders import load_towers
-from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import OutputFolder
 from lit_dpret.modules import QueryGenerator
 from lit_dpret.modules.generator_folder import GeneratorModel, load_generator
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, release_histogram, votes_plan
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.judgement import Assumption, leaks
+from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.privacy.ledger.private_run import PrivateRun
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ledger.trained import runs_behind
@@ -60,7 +50,7 @@ from lit_dpret.synthesis.writer import (
     opened,
     write_set,
 )
-from lit_dpret.tasks.histogram import code_of_units, copied_ledger, counting_run, over_rows, queries_of, read_units
+from lit_dpret.tasks import histogram
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.synthesize import SYNTHETIC, SetDrawing, public_sample
 from lit_dpret.texts import queries_of as protected_queries
@@ -122,7 +112,7 @@ class Evolve(SetDrawing):
         check_run_dir(folder, min_free_mb=self.min_free_mb)
         mode = self._mode(parts)
         module = self._module(parts, mode)
-        data, units = read_units(parts, mode)
+        data, units = histogram.read_units(parts, mode)
         asked = self.variation.format(passage="\n", query="\n")
         module.refuse_protected(data, {"task.variation": asked})
         self.refuse_queries(protected_queries(data), folder)
@@ -130,7 +120,7 @@ class Evolve(SetDrawing):
         plan = self._plan(mode, data, len(units))
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
         if parts.resume and (folder / SYNTHETIC / CARD_NAME).is_file():
-            with copied_ledger(parts) as copied:
+            with histogram.copied_ledger(parts) as copied:
                 writer = self._writer(copied, module)
                 self._open(copied, mode, data, plan, module, writer, passages, dataset, finished=True).ledger.close()
             return self._tell(folder)
@@ -140,33 +130,15 @@ class Evolve(SetDrawing):
         run = self._open(parts, mode, data, plan, module, writer, passages, dataset)
         with run.ledger:
             with reserved(run, dataset, plan.release(), steps=plan.steps) as reserve:
-                voters = _Voters(
-                    units,
-                    self.encoder,
-                    self.nearest,
-                    cache_dir=self.cache_dir,
-                    shows_progress=plan.n_public is not None,
-                )
+                voters = _Voters(units, self.encoder, self.nearest, self.cache_dir, plan.n_public is not None)
                 found = self._evolve(run, plan, writer, passages, voters, reserve)
             run.ledger.append("end", reason="finished", steps=plan.steps)
             records = run.ledger.records
-        write_card(
-            build_card(
-                records,
-                subject_of(
-                    "histogram", folder.resolve().name, sorted((folder / GENERATIONS).glob(f"*/{HISTOGRAM_NAME}")),
-                    root=folder,
-                ),
-                RunFacts(
-                    mechanism={"max_votes": self.max_votes},
-                    tuning=self.tuning,
-                    environment=environment_facts(),
-                    output_released=("the noised votes of every generation", "the queries that they selected"),
-                    assumptions=[*leaks(records), *self._trusts, *code_of_units(data)],
-                    pretraining={"model": shown(module.pretrained)},
-                ),
-            ),
-            folder,
+        histogram.write_card_of_counts(
+            records, data, folder, sorted((folder / GENERATIONS).glob(f"*/{HISTOGRAM_NAME}")),
+            trusts=self._trusts, mechanism={"max_votes": self.max_votes}, tuning=self.tuning,
+            output_released=("the noised votes of every generation", "the queries that they selected"),
+            pretraining={"model": shown(module.pretrained)},
         )  # fmt: skip
         self._write(folder, found, passages, writer)
         return self._tell(folder)
@@ -221,15 +193,9 @@ class Evolve(SetDrawing):
             raise DataError("The train split has no unit to vote.")
         public = mode.public_units(units)
         plan = votes_plan(
-            mode.budget(public).of_units(data),
-            releases=self.generations,
-            max_votes=self.max_votes,
-            noise_multiplier=mode.noise_multiplier,
-            accountant=mode.accountant,
-            n_public=public,
-            max_units_per_user=mode.max_units_per_user,
-            noise=mode.noise,
-        )
+            mode.budget(public).of_units(data), releases=self.generations, max_votes=self.max_votes, n_public=public,
+            **picked(mode, "noise_multiplier", "accountant", "max_units_per_user", "noise"),
+        )  # fmt: skip
         if public is not None and plan.noise_std * 20 > public * self.max_votes:
             raise ConfigurationError(
                 f"task.generations={self.generations} within privacy.eps={mode.eps:g} need noise {plan.noise_std:.3g}, "
@@ -271,7 +237,7 @@ class Evolve(SetDrawing):
             before = next(record["mode_facts"] for record in records if record["kind"] == "plan")
             facts |= {f"drawn_{name}": before.get(f"drawn_{name}") for name in _OF_THE_MACHINE}
         most = f"at most {self.max_votes} vote{'' if self.max_votes == 1 else 's'}"
-        return counting_run(
+        return histogram.counting_run(
             parts, mode, plan, data, dataset, mode=EVOLUTION, rows_per_unit=most, mode_facts=facts,
             assumptions=module.assumptions(),
         )  # fmt: skip
@@ -350,7 +316,7 @@ class Evolve(SetDrawing):
             released = [record for (_, each), record in run.releases.items() if each == step]
             if dict(known.bins) == bins and any(record.get("update_hash") == digest for record in released):
                 return counts
-        with over_rows(run):
+        with histogram.over_rows(run):
             noised = release_histogram(
                 run, plan, voters.votes([each.text for each in found]), bins=len(found), max_count=self.max_votes,
                 spec=spec, step=step, grant=lambda: reserve(step),
@@ -405,9 +371,7 @@ class Evolve(SetDrawing):
         )  # fmt: skip
 
     def _tell(self, folder: Path) -> dict[str, float]:
-        card, place = read_card(folder), folder / SYNTHETIC
-        if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
-            raise ResumeError(f"{folder} holds a card that does not agree with what lies there: {problems[0]}")
+        card, place = histogram.finished_card(folder), folder / SYNTHETIC
         last = ReleasedHistogram.read(sorted((folder / GENERATIONS).glob(f"*/{HISTOGRAM_NAME}"))[-1].parent)
         selected = sum(count > self.threshold * last.noise_std for count in last.counts)
         say(
@@ -442,17 +406,19 @@ def run_seed(seed: int, step: int) -> int:
     return int.from_bytes(sha256(f"lit-dpret/evolution\x1f{seed}\x1f{step}".encode()).digest()[:8], "big")
 
 
+@dataclass
 class _Writer:
     """The public model in its folder, and how it is drawn from."""
 
-    def __init__(self, place: Path, generator: GeneratorModel, how: Generation) -> None:
-        self.place, self.how, self._generator = place, how, generator
+    place: Path
+    generator: GeneratorModel
+    how: Generation
 
     def draw(self, folder: Path, texts: Mapping[str, str], label: str) -> list[Candidate]:
         """Return the candidates of these names, each drawn for its text; what lies in ``folder`` is kept."""
         if not texts:
             return []
-        groups = canonical_groups(self._generator.codec, texts, self.how.group_size)
+        groups = canonical_groups(self.generator.codec, texts, self.how.group_size)
         configuration = drawing_facts(self.place, texts, self.how)
 
         def fits() -> None:
@@ -464,40 +430,38 @@ class _Writer:
         ):
             draw_into(
                 store, groups, texts, self.place, self.how, progress=progress,
-                generator=None if self.how.workers else self._generator,
+                generator=None if self.how.workers else self.generator,
             )  # fmt: skip
             drawn = {str(record["passage_id"]): record for record in cast(ShardStore, store).records()}
         return [Candidate.of_record(drawn[name]) for name in texts]
 
 
+@dataclass
 class _Voters:
     """The private queries, embedded once and only if votes are asked for."""
 
-    def __init__(
-        self, units: Any, encoder: str, nearest: int, *, cache_dir: Path | None = None, shows_progress: bool = False
-    ) -> None:
-        self._units, self._encoder, self._nearest = units, encoder, nearest
-        self._cache, self._shows = cache_dir, shows_progress
-        self._known: tuple[Any, list[list[int]], np.ndarray] | None = None
+    units: Any
+    encoder: str
+    nearest: int
+    cache_dir: Path | None = None
+    shows_progress: bool = False
 
     def votes(self, candidates: list[str]) -> Any:
-        tower, owned, queries = self._queries()
+        tower, owned, queries = self._embedded
         found: Tensor = tower.encode(candidates, "query")
-        return votes(owned, queries, found.float().numpy(), self._nearest)
+        return votes(owned, queries, found.float().numpy(), self.nearest)
 
-    def _queries(self) -> tuple[Any, list[list[int]], np.ndarray]:
-        if self._known is None:
-            texts: list[str] = []
-            owned: list[list[int]] = []
-            for rows in queries_of(self._units):
-                worded = [row.query for row in rows if row.query.strip()]  # a blanked unit votes for nobody
-                owned.append(list(range(len(texts), len(texts) + len(worded))))
-                texts += worded
-            tower = load_towers(self._encoder).query_encoder
-            with ProgressLine("embedding the private queries") as progress:
-                # Apart, so that no query decides how another one's embedding is rounded, and with it a vote.
-                found = tower.encode(
-                    texts, "query", apart=True, cache_dir=self._cache, progress=progress if self._shows else None
-                )
-            self._known = tower, owned, found.float().numpy()
-        return self._known
+    @cached_property
+    def _embedded(self) -> tuple[Any, list[list[int]], np.ndarray]:
+        texts: list[str] = []
+        owned: list[list[int]] = []
+        for rows in histogram.queries_of(self.units):
+            worded = [row.query for row in rows if row.query.strip()]  # a blanked unit votes for nobody
+            owned.append(list(range(len(texts), len(texts) + len(worded))))
+            texts += worded
+        tower = load_towers(self.encoder).query_encoder
+        with ProgressLine("embedding the private queries") as progress:
+            told = progress if self.shows_progress else None
+            # Apart, so that no query decides how another one's embedding is rounded, and with it a vote.
+            found = tower.encode(texts, "query", apart=True, cache_dir=self.cache_dir, progress=told)
+        return tower, owned, found.float().numpy()

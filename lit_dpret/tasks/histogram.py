@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -75,25 +75,17 @@ class Histogram(Settings):
             )
         start = self._start(mode)
         data, units = read_units(parts, mode)
-        refuse_quoted(
-            protected_queries(data),
-            {"task.tuning_note": self.tuning_note or ""},
-            {"hydra.run.dir": folder.resolve().name},
-        )
+        noted, named = {"task.tuning_note": self.tuning_note or ""}, {"hydra.run.dir": folder.resolve().name}
+        refuse_quoted(protected_queries(data), noted, named)
         self.bins.fit(data.public_passages())
         public, delta = mode.public_units(len(units)), start.facts["delta"]
         if mode.delta is None and public is not None:
             delta = min(delta, 1 / (2 * public))  # the log may have grown since
         budget = PrivacyBudget(eps=mode.eps, delta=delta, unit=mode.unit, neighbours=mode.neighbours).of_units(data)
         plan = histogram_plan(
-            budget,
-            noise_multiplier=self.noise_multiplier,
-            max_count=self.max_count,
-            accountant=mode.accountant,
-            n_public=public,
-            max_units_per_user=mode.max_units_per_user,
-            noise=mode.noise,
-        )
+            budget, noise_multiplier=self.noise_multiplier, max_count=self.max_count, n_public=public,
+            **picked(mode, "accountant", "max_units_per_user", "noise"),
+        )  # fmt: skip
         start.check_plan(plan)
         dataset = mode.ledger_of_dataset(plan.budget, run_dir=folder)
         if parts.resume and (folder / CARD_NAME).is_file():
@@ -113,23 +105,13 @@ class Histogram(Settings):
             file = histogram.write(folder)
             run.ledger.append("end", reason="finished", steps=1)
             records = run.ledger.records
-        card = build_card(
-            records,
-            subject_of("histogram", folder.resolve().name, [file], root=folder),
-            RunFacts(
-                mechanism={"bins": len(noised), "max_count": self.max_count},
-                tuning={"data": self.tuning_data, "note": self.tuning_note or ""},
-                environment=environment_facts(),
-                output_released=("the noised histogram", "the generator that it was charged together with"),
-                assumptions=[
-                    *leaks(records),
-                    *self.bins.trusts,
-                    *foreign_code(self.bins),
-                    *code_of_units(data),
-                ],
-            ),
-        )
-        write_card(card, folder)
+        write_card_of_counts(
+            records, data, folder, [file],
+            trusts=[*self.bins.trusts, *foreign_code(self.bins)],
+            mechanism={"bins": len(noised), "max_count": self.max_count},
+            tuning={"data": self.tuning_data, "note": self.tuning_note or ""},
+            output_released=("the noised histogram", "the generator that it was charged together with"),
+        )  # fmt: skip
         return self._tell(folder)
 
     def _start(self, mode: GaussianMode) -> Start:
@@ -173,9 +155,7 @@ class Histogram(Settings):
             )  # fmt: skip
 
     def _tell(self, folder: Path) -> dict[str, float]:
-        card, histogram = read_card(folder), ReleasedHistogram.read(folder)
-        if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
-            raise ResumeError(f"{folder} holds a card that does not agree with what lies there: {problems[0]}")
+        card, histogram = finished_card(folder), ReleasedHistogram.read(folder)
         for name, share in zip(histogram.names, histogram.target, strict=True):
             say(f"{name:24s} {share:7.1%}")
         claim, parts = card["claim"], (card["accounting"] or {}).get("init_from") or {}
@@ -205,9 +185,22 @@ def read_units(parts: Parts, mode: Any) -> tuple[Any, Any]:
     return data, units
 
 
-def code_of_units(data: Any) -> list[Assumption]:
-    """Name, for the card, a DataModule from outside this package: what a unit gives at most rests on its units."""
-    return foreign_code(data, "that a unit has all rows of one person or query, and no other's,")
+def write_card_of_counts(
+    records: Any, data: Any, folder: Path, files: list[Path], *, trusts: Iterable[Assumption], **facts: Any
+) -> None:
+    """Write the card of released counts; ``facts`` are those of `RunFacts`."""
+    # What a unit gives at most rests on the units of a DataModule from outside this package.
+    of_units = foreign_code(data, "that a unit has all rows of one person or query, and no other's,")
+    run = RunFacts(environment=environment_facts(), assumptions=[*leaks(records), *trusts, *of_units], **facts)
+    write_card(build_card(records, subject_of("histogram", folder.resolve().name, files, root=folder), run), folder)
+
+
+def finished_card(folder: Path) -> dict[str, Any]:
+    """Return the card of a finished release, which agrees with its ledger and its files."""
+    card = read_card(folder)
+    if problems := verify_card(card, folder / LEDGER_NAME, folder=folder):
+        raise ResumeError(f"{folder} holds a card that does not agree with what lies there: {problems[0]}")
+    return card
 
 
 @contextmanager
