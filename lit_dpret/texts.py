@@ -45,12 +45,9 @@ def words_of(text: str) -> str:
 
 
 def refuse_quoted(
-    queries: Iterable[str],
-    texts: Mapping[str, str],
-    names: Mapping[str, str] = _NO_NAMES,
-    *,
+    queries: Iterable[str], texts: Mapping[str, str], names: Mapping[str, str] = _NO_NAMES, *,
     because: str = _PUBLISHED,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse a protected query in what is published with a run, in the same words; case and punctuation aside.
 
     Args:

@@ -28,13 +28,9 @@ _UPDATE = 2.0
 
 
 def estimate(
-    outline: GeneratorOutline,
-    plan: PrivacyPlan,
-    device: torch.device,
-    *,
-    precision: str = "32-true",
+    outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device, *, precision: str = "32-true",
     secure_rng: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Estimate seconds and bytes of a step and of the run, by formulas."""
     work = work_of(outline)
     half = precision == "bf16-true"
@@ -59,14 +55,9 @@ def estimate(
 
 
 def from_slices(
-    outline: GeneratorOutline,
-    plan: PrivacyPlan,
-    device: torch.device,
-    *,
-    precision: str = "32-true",
-    secure_rng: bool = False,
-    progress: Callable[[str], None] = lambda what: None,
-) -> dict[str, Any]:
+    outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device, *, precision: str = "32-true",
+    secure_rng: bool = False, progress: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:  # fmt: skip
     """Estimate seconds and bytes of a step and of the run, from slices of the model run here."""
     work, rows = work_of(outline), plan.physical_batch_size
     slices = measure_slices(

@@ -42,17 +42,9 @@ def check_devices(device: str, world: int, strategy: str) -> None:
 
 
 def predict(
-    outline: Any,
-    *,
-    batch: float,
-    device: str,
-    world: int,
-    strategy: str,
-    noise: NoiseName = "gaussian",
-    engine: str = "ghost",
-    secure_rng: bool = False,
-    seconds_of_a_normal: float | None = None,
-) -> dict[str, Any]:
+    outline: Any, *, batch: float, device: str, world: int, strategy: str, noise: NoiseName = "gaussian",
+    engine: str = "ghost", secure_rng: bool = False, seconds_of_a_normal: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Predict one step of ``batch`` rows on ``world`` devices, with bfloat16 weights and float32 copies.
 
     Noise is drawn on the processor, at ``seconds_of_a_normal`` (None measures it here), or, with ``secure_rng`` and as

@@ -65,15 +65,9 @@ class Slices:
 
 
 def measure_slices(
-    outline: GeneratorOutline,
-    plan: PrivacyPlan,
-    device: torch.device,
-    *,
-    rows: int,
-    precision: str = "32-true",
-    secure_rng: bool = False,
-    progress: Callable[[str], None] = lambda what: None,
-) -> Slices:
+    outline: GeneratorOutline, plan: PrivacyPlan, device: torch.device, *, rows: int, precision: str = "32-true",
+    secure_rng: bool = False, progress: Callable[[str], None] = lambda what: None,
+) -> Slices:  # fmt: skip
     """Run three slices of the model for a few batches of random rows.
 
     The weights of ``outline`` are not needed. ``progress`` is told which slice runs.

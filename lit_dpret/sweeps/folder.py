@@ -54,13 +54,9 @@ class SweepFolder:
 
     @classmethod
     def plan(
-        cls,
-        folder: Path,
-        file: SweepFile,
-        trials: Sequence[Trial],
-        places: Sequence[Charge | Sequence[Release]],
+        cls, folder: Path, file: SweepFile, trials: Sequence[Trial], places: Sequence[Charge | Sequence[Release]],
         terms: SweepTerms,
-    ) -> SweepFolder:
+    ) -> SweepFolder:  # fmt: skip
         """Record a new sweep: a file's trials, and the planned charge of each private run.
 
         Nothing is reserved yet.

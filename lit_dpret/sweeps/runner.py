@@ -40,13 +40,9 @@ class Outcome:
 
 
 def run_trials(
-    sweep: SweepFolder,
-    file: SweepFile,
-    trials: list[Trial],
-    *,
-    offline: bool,
+    sweep: SweepFolder, file: SweepFile, trials: list[Trial], *, offline: bool,
     progress: Callable[[int, int, str], None] = lambda done, total, extra: None,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Run every trial that is neither finished nor running in another process.
 
     Guarantees:

@@ -240,13 +240,9 @@ class Training:
 
 
 def train(
-    module: Any,
-    datamodule: Any,
-    how: Training,
-    *,
-    canaries: CanarySuite | None = None,
+    module: Any, datamodule: Any, how: Training, *, canaries: CanarySuite | None = None,
     after_setup: Callable[[], None] | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Train ``module`` on ``datamodule``; return the last logged metrics.
 
     ``after_setup`` is called once the data are read, before the module prepares itself for them.

@@ -233,16 +233,10 @@ class Encoding:
 
 
 def encode_folder(
-    encoder: str | Path,
-    texts: Mapping[str, str],
-    out: str | Path,
-    how: Encoding | None = None,
-    *,
-    progress: Progress | None = None,
-    job: Job | None = None,
-    claim: Path | None = None,
+    encoder: str | Path, texts: Mapping[str, str], out: str | Path, how: Encoding | None = None, *,
+    progress: Progress | None = None, job: Job | None = None, claim: Path | None = None,
     about: Mapping[str, str] | None = None,
-) -> IndexFolder:
+) -> IndexFolder:  # fmt: skip
     """Embed texts, by id, into a searchable folder; resume an interrupted call.
 
     Guarantees:
@@ -316,15 +310,9 @@ def encode_folder(
 
 
 def index_folder(
-    source: str | Path,
-    out: str | Path,
-    *,
-    search: str = "exact",
-    private: bool = False,
-    device: str = "cpu",
-    seed: int = 0,
-    tuning_data: str = "unknown",
-) -> IndexFolder:
+    source: str | Path, out: str | Path, *, search: str = "exact", private: bool = False, device: str = "cpu",
+    seed: int = 0, tuning_data: str = "unknown",
+) -> IndexFolder:  # fmt: skip
     """Build a search index over embeddings of `encode_folder`, linked where possible, in a new folder.
 
     ``search`` is ``exact`` or ``faiss:FACTORY``. An index of private queries is refused without ``private``.

@@ -22,26 +22,18 @@ from lit_dpret.settings import Settings, built
 
 
 def rank_embeddings(
-    query_ids: Sequence[str],
-    query_embeddings: Tensor,
-    passage_ids: Sequence[str],
-    passage_embeddings: Tensor,
-    *,
-    k: int = 100,
-    find: Callable[..., TopK] = search,
-) -> Ranking:
+    query_ids: Sequence[str], query_embeddings: Tensor, passage_ids: Sequence[str], passage_embeddings: Tensor, *,
+    k: int = 100, find: Callable[..., TopK] = search,
+) -> Ranking:  # fmt: skip
     """Return the ``k`` nearest passages of every query by dot product, with the search ``find``."""
     top = find(query_embeddings, passage_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids))
     return Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
 
 
 def score_embeddings(
-    query_ids: Sequence[str],
-    query_embeddings: Tensor,
-    passage_ids: Sequence[str],
-    passage_embeddings: Tensor,
+    query_ids: Sequence[str], query_embeddings: Tensor, passage_ids: Sequence[str], passage_embeddings: Tensor,
     qrels: Qrels,
-) -> EvaluationResult:
+) -> EvaluationResult:  # fmt: skip
     """Rank the first 100, and evaluate on the full qrels."""
     return evaluate(rank_embeddings(query_ids, query_embeddings, passage_ids, passage_embeddings), qrels)
 
@@ -55,14 +47,9 @@ def embedded_texts(
 
 
 def rank_stream(
-    query_ids: Sequence[str],
-    query_embeddings: Tensor,
-    passage_ids: Sequence[str],
-    pieces: Iterable[Tensor],
-    *,
-    k: int = 100,
-    device: str | None = None,
-) -> Ranking:
+    query_ids: Sequence[str], query_embeddings: Tensor, passage_ids: Sequence[str], pieces: Iterable[Tensor], *,
+    k: int = 100, device: str | None = None,
+) -> Ranking:  # fmt: skip
     """Return the ``k`` nearest of passages whose embeddings arrive in parts and are not stored."""
     stream = SearchStream(
         query_embeddings, min(k, len(passage_ids)), tie_rank=lexicographic_rank(passage_ids), device=device

@@ -106,13 +106,9 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
 
 
 def refuse_other_choice(
-    task: Any,
-    parts: Parts,
-    objective: str | None,
-    varied: Sequence[str] = (),
-    *,
+    task: Any, parts: Parts, objective: str | None, varied: Sequence[str] = (), *,
     releases: Collection[Any] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse cards with no choice, or another one, in a multirun of private runs without a sweep.
 
     Such runs train on private data (``planned_fits``), release something else of them (``releases_itself``), or derive
