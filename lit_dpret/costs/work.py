@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -61,24 +61,8 @@ class Work:
         return sum(count * p.tokens * (p.inputs + p.outputs) for p, count in self.products.items())
 
 
-class Outline(Protocol):
-    """A generator, with or without its weights, and the lengths of its rows."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def source_length(self) -> int: ...
-
-    @property
-    def max_query_length(self) -> int: ...
-
-
-def work_of(outline: Outline) -> Work:
-    """Count the work of one row at the full lengths."""
+def work_of(outline: Any) -> Work:
+    """Count the work of one row at the full lengths; ``outline`` is a generator with or without its weights."""
     model: Any = outline.model
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:

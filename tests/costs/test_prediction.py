@@ -58,7 +58,7 @@ def test_the_products_of_a_row_are_those_that_a_private_step_makes(width: int, n
     engine.forget()  # torch does not count what is added to a sum in place
     with FlopCounterMode(display=False) as counter:
         engine.add(losses, units, real)
-    half, low, full = products_of(work_of(Outline()), again=False, size=2 if name == "ghost_bf16" else 4, engine=name)  # type: ignore[arg-type]
+    half, low, full = products_of(work_of(Outline()), again=False, size=2 if name == "ghost_bf16" else 4, engine=name)
     assert bool(low) == (name != "ghost")
     assert rows * (half + low + full) == pytest.approx(counter.get_total_flops(), rel=0.1)
 
