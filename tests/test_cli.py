@@ -270,9 +270,7 @@ def test_a_setting_that_a_constructor_chokes_on_is_explained_by_place_and_cause(
     assert line.startswith("callbacks.audit cannot be made: '<' not supported") and "\n" not in line
 
 
-def test_a_program_that_was_told_to_end_does_not_end_as_if_it_had_finished(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminated_run_has_not_finished(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Lightning answers SIGTERM by a SystemExit without a code, which is status 0."""
 
     def ended() -> None:

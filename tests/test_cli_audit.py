@@ -29,9 +29,7 @@ SETTINGS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [LYING, HONEST], ids=["no noise", "honest"])
-def test_a_run_that_claims_eps_2_without_noise_ends_with_an_error_and_a_whole_card(
-    program: str, tmp_path: Path
-) -> None:
+def test_a_run_that_claims_eps_2_without_noise_ends_with_error_and_a_whole_card(program: str, tmp_path: Path) -> None:
     folder = f"datamodule.folder={write_large_log(tmp_path / 'log', vocabulary=WORDS)}"
     done = call(*SETTINGS, folder, folder=tmp_path, program=("-c", program), PYTHONPATH=f"{ROOT / 'tests'}:{ROOT}")
     card = read_card(tmp_path / "run" / "model")

@@ -150,9 +150,7 @@ def wait_until(true: Callable[[], bool], *, seconds: float) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["setup", "step"])
 @pytest.mark.parametrize("victim", ["first", "second"])
-def test_a_killed_process_ends_the_command_within_a_minute_and_it_goes_on(
-    victim: str, moment: str, tmp_path: Path
-) -> None:
+def test_a_killed_process_ends_the_command_in_a_minute_and_goes_on(victim: str, moment: str, tmp_path: Path) -> None:
     given = settings(tmp_path, *TWO, "trainer.max_steps=12", "callbacks.checkpoint.every_n_train_steps=5")
     ledger = tmp_path / "run" / "privacy_ledger.jsonl"
 

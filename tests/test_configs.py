@@ -71,9 +71,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_an_option_composes_its_keys_are_arguments_and_what_is_safe_to_make_is_made(
-    group: str, option: str, tmp_path: Path
-) -> None:
+def test_an_option_composes_of_arguments_and_what_is_safe_is_made(group: str, option: str, tmp_path: Path) -> None:
     # One of the models that have a loss; a task that has filters.
     pairs = {
         "loss": ["model=dual_encoder"], "negatives": ["model=dual_encoder"], "filter": ["task=filter", "task.data=x"],
@@ -153,7 +151,7 @@ def _said(settings: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_experiment_declares_nothing_of_the_users_data_and_names_those_that_its_settings_were_chosen_on(
+def test_an_experiment_names_the_data_of_its_choice_and_declares_nothing_of_the_users(
     path: Path,
 ) -> None:
     said = _said(yaml.safe_load(path.read_text(encoding="utf-8")))

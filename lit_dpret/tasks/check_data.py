@@ -112,9 +112,7 @@ class CheckData(Settings):
         refused = refused_records(problems.found, log.path)
         if refused is None or readable is None:
             other = next(one for one in problems.found if one.record is None or one.record[0] != str(log.path))
-            raise DataError(
-                f"task.write_clean={self.write_clean} was not written: {log.path} has more. {other}"
-            )
+            raise DataError(f"task.write_clean={self.write_clean} was not written: {log.path} has more. {other}")
         facts["left_out"] = write_clean(
             log, Path(str(self.write_clean)), refused=refused, readable=readable, columns=data.pair_columns,
             read=lambda path, complain: parts.make_datamodule(pairs=str(path)).read_collection(complain),

@@ -71,9 +71,7 @@ print(json.dumps([estimate(module.outlined, found, CPU), measure(module, found, 
 @pytest.mark.parametrize(
     ("layers", "width", "rows", "passage", "query"), [(2, 192, 16, 96, 32), (4, 256, 8, 256, 64), (2, 64, 16, 96, 32)]
 )
-def test_the_estimated_memory_is_within_the_stated_factor_of_a_real_step(
-    layers: int, width: int, rows: int, passage: int, query: int
-) -> None:
+def test_estimated_memory_is_within_its_factor(layers: int, width: int, rows: int, passage: int, query: int) -> None:
     """In a process of its own, whose memory nothing else uses. Seconds are compared in benchmarks/plan_cost.py."""
     program = IN_A_PROCESS.format(
         tests=str(ROOT / "tests"), here=str(Path(__file__).parent),
@@ -106,9 +104,7 @@ def test_a_measurement_is_of_the_planned_rows_and_lengths() -> None:
         )
     ),
 ], ids=["plain", "checkpointing", "lora", "prompt", "bfloat16"])  # fmt: skip
-def test_bytes_of_the_phases_add_up_over_layers_to_those_of_the_whole_model(
-    settings: dict[str, Any], half: bool
-) -> None:
+def test_bytes_of_the_phases_add_up_over_layers_to_the_whole_model(settings: dict[str, Any], half: bool) -> None:
     """Bytes are counted, and linear in layers and rows, so that slices tell those of any model and batch."""
     kind = torch.bfloat16 if half else torch.float32
     whole = new_t5(5, 32, passage=20, query=6, **settings)

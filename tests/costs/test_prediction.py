@@ -114,9 +114,7 @@ class Moved(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("noise", ["gaussian", "discrete"])
-def test_the_bytes_of_a_coordinate_of_noise_are_those_that_its_operations_move(
-    noise: NoiseName, set_threads: Callable[[int], None]
-) -> None:
+def test_the_bytes_of_noise_are_what_it_moves(noise: NoiseName, set_threads: Callable[[int], None]) -> None:
     set_threads(1)  # a mode sees the operations of its own thread
     stream, count = KeyedStream(bytes(32), "run", secure_rng=True), 1 << 18
     key: dict[str, Any] = {"attempt": 0, "step": 0, "parameter": "w"}

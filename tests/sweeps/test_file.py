@@ -113,9 +113,7 @@ def test_every_sweep_that_is_shipped_composes_in_every_trial(path: Path) -> None
     assert "trial_of=${envvar:LIT_DPRET_SWEEP}" in file.command
 
 
-def test_a_sweep_that_is_shipped_is_found_by_its_name_from_anywhere_and_a_file_of_that_name_goes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_sweep_is_found_by_name_after_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shipped = SweepFile.read("quickstart")
     assert shipped.fingerprint() == SweepFile.read(ROOT / "configs" / "sweep" / "quickstart.yaml").fingerprint()

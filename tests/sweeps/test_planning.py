@@ -59,9 +59,7 @@ def test_a_limit_at_a_larger_delta_than_the_trials_covers_no_choice_and_the_swee
     assert not (tmp_path / "sweep" / "sweep.json").exists()
 
 
-def test_each_number_that_a_plan_tells_has_the_delta_that_it_holds_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_number_of_a_plan_has_the_delta_it_holds_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin_ledger(tmp_path, 1e-3)
     facts = planned(tmp_path, metric_data="public", settings={"delta": 1e-6}).describe()
     told = capsys.readouterr().out
@@ -85,9 +83,7 @@ def test_the_card_of_a_trial_states_the_limit_where_it_holds_at_the_delta_of_the
 
 
 @pytest.mark.parametrize("scored", ["public", "synthetic"])
-def test_the_best_of_private_trials_costs_what_they_all_cost_whatever_they_are_scored_on(
-    tmp_path: Path, scored: str
-) -> None:
+def test_the_best_of_private_trials_costs_what_all_cost_whatever_scores_them(tmp_path: Path, scored: str) -> None:
     planned(tmp_path, metric_data=scored, metric="val/bleu")
     place = begun(tmp_path)
     card = read_card(place)
@@ -156,9 +152,7 @@ def test_trials_on_one_release_have_its_claim_once_and_a_choice_on_public_data_c
 
 
 @pytest.mark.parametrize("other", [lambda folder: {"make_privacy": NoPrivacy}, lambda f: on_release(f, "other")])
-def test_a_choice_among_several_releases_or_beside_trials_without_privacy_is_not_accounted(
-    tmp_path: Path, other: Any
-) -> None:
+def test_a_choice_among_releases_or_beside_trials_without_privacy_is_not_accounted(tmp_path: Path, other: Any) -> None:
     first = on_release(tmp_path)
     sweep = planned(
         tmp_path, metric_data="public", metric="loss", vary=lambda one: first if one == "x=0" else other(tmp_path)
@@ -187,9 +181,7 @@ def shown_to_all(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("metric_data", ["public", "synthetic", "unknown"])
-def test_trials_that_are_scored_on_private_queries_are_planned_and_joined_as_such_alone(
-    metric_data: str, tmp_path: Path
-) -> None:
+def test_trials_scored_on_private_queries_are_planned_and_joined_as_such(metric_data: str, tmp_path: Path) -> None:
     task = scored(tmp_path)
     for given, knob in (({"task": task}, "task.data"), ({"callbacks": shown_to_all}, "callbacks.evaluation.data")):
         with pytest.raises(ConfigurationError, match=f"{re.escape(knob)}=private.*task.metric_data={metric_data}"):
@@ -223,9 +215,7 @@ def test_a_trial_tells_of_no_other_choice_than_its_sweep(tmp_path: Path) -> None
 UNPROTECTED = "original queries, no privacy"
 
 
-def test_no_choice_among_private_trials_is_made_by_their_row_without_privacy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_private_trial_is_chosen_by_a_row_without_privacy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = tuned_pipeline(tuning_data="unknown")
     monkeypatch.setattr(Pipeline, "planned_fits", Fit(min_free_mb=1).planned_fits)
     with pytest.raises(ConfigurationError, match=rf"metric\.name={UNPROTECTED}"):
@@ -267,9 +257,7 @@ def test_an_objective_is_no_row_without_privacy(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sweeper_is_told_no_score_on_private_queries_undeclared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweeper_is_told_no_undeclared_private_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sacrebleu")
     told: dict[str, float] = {"val/bleu": 8.5}
     monkeypatch.setattr(FitScored, "run", lambda *_: told)
@@ -314,9 +302,7 @@ def test_a_declared_choice_on_private_queries_may_be_told_a_sweeper(tmp_path: Pa
         refuse_private_objective(task, [public], public.public_metrics[0], nothing)
 
 
-def test_the_folder_of_such_a_multirun_is_its_owners_before_a_score_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_such_a_multirun_is_its_owners_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "sweep" / "trials"
     known = SimpleNamespace(mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir=str(folder)))
     monkeypatch.setattr(jobs, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: known))
@@ -394,9 +380,7 @@ def cost(own: Sequence[Release], trials: int, *starts: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counted", [True, False])
-def test_what_a_start_cost_is_planned_where_the_ledger_does_not_count_it_and_told_once(
-    counted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_uncounted_start_is_told_once(counted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parent = made_start(tmp_path, counted=counted)
     before = len(reserved(tmp_path)) if counted else 0
     child: dict[str, Any] = {"start": parent}
@@ -415,7 +399,7 @@ def test_what_a_start_cost_is_planned_where_the_ledger_does_not_count_it_and_tol
 
 
 @pytest.mark.slow
-def test_a_limit_that_just_covers_the_start_once_and_all_trials_is_enough_and_a_smaller_one_is_refused(
+def test_a_limit_that_just_covers_start_and_trials_is_enough_and_a_smaller_one_refused(
     tmp_path: Path,
 ) -> None:
     parent = made_start(tmp_path)
@@ -454,7 +438,7 @@ def test_a_start_stays_counted_when_its_first_trial_fails_and_the_others_are_giv
 
 
 @pytest.mark.slow
-def test_a_run_outside_the_sweep_counts_the_same_start_no_second_time_and_another_start_beside_it(
+def test_a_run_outside_the_sweep_counts_the_same_start_once_and_another_beside_it(
     tmp_path: Path,
 ) -> None:
     parent, other = made_start(tmp_path), made_start(tmp_path, "other")
@@ -493,9 +477,7 @@ def plants_something(folder: Path) -> list[Any]:
         ({"described": '{"model": {"log_private_loss": true}}'}, "log_private_loss=true"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_by_its_name_and_nothing_is_reserved(
-    given: dict[str, Any], setting: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_planned_is_refused_by_name(given: dict[str, Any], setting: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(setting)):
         planned(tmp_path, **given)
     assert not (tmp_path / "data.jsonl").exists() and not (tmp_path / "sweep" / "sweep.json").exists()

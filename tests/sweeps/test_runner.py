@@ -137,9 +137,7 @@ def test_a_trial_that_somebody_else_is_at_is_left_to_them(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("left_out", ["trial_of=", "hydra.run.dir="])
-def test_a_command_that_does_not_tell_its_trials_of_the_sweep_is_refused_before_the_first(
-    left_out: str, tmp_path: Path
-) -> None:
+def test_a_command_that_tells_its_trials_of_no_sweep_is_refused_at_once(left_out: str, tmp_path: Path) -> None:
     _, file = sweep(tmp_path, "ok")
     content = yaml.safe_load(file.path.read_text(encoding="utf-8"))
     content["command"] += [word for word in OF_THIS_SWEEP if not word.startswith(left_out)]

@@ -54,7 +54,7 @@ def written(folder: Path, place: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_sweep_is_refused_without_a_limit_and_ends_with_cards_a_total_and_nothing_private_at_wandb(
+def test_a_sweep_is_refused_without_a_limit_and_tells_wandb_nothing_private(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("wandb")

@@ -98,9 +98,7 @@ def test_a_dual_encoder_without_its_noise_contradicts_its_claim_and_an_honest_on
     assert "AN AUDIT CONTRADICTS THIS CLAIM" in read_card(run / "model")["claim"]["statement"]
 
 
-def test_the_audit_of_an_encoder_writes_ranks_and_says_that_nothing_was_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_audit_of_an_encoder_draws_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = replace(SUITE, count=4, include=0.5)
     run = trained(tmp_path, NoPrivacy, suite=suite, steps=2)
     audited(tmp_path, run)
@@ -125,7 +123,7 @@ def test_other_weights_in_a_runs_place_are_not_audited_and_its_cards_stay(tmp_pa
     assert (read_card(run), read_card(run / "model")) == before
 
 
-def test_a_candidate_is_judged_by_its_own_passage_among_those_of_the_others_and_by_no_other_secret(
+def test_a_candidate_is_judged_by_its_own_passage_among_those_of_the_others(
     tmp_path: Path,
 ) -> None:
     run = trained(tmp_path, NoPrivacy, suite=replace(SUITE, count=4), steps=2)

@@ -66,9 +66,7 @@ def texts_of(folder: Path) -> list[str]:
 # -- what is in it -------------------------------------------------------------------------------
 
 
-def test_good_data_is_reported_and_nothing_of_its_texts_is(
-    tmp_path: Path, harbour: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_good_data_is_told_without_texts(tmp_path: Path, harbour: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert CheckData().run(job(tmp_path, folder=harbour)) == {"problems": 0.0}
     found, page = report(tmp_path), (tmp_path / "run" / PAGE).read_text(encoding="utf-8")
     assert found["problems"]["total"] == 0 and "No problems" in page
@@ -109,9 +107,7 @@ def test_every_text_that_is_no_unicode_is_listed_with_its_line(tmp_path: Path) -
     assert [text.partition(":")[0] for text in shown] == [f"{log} line {number}" for number in (4, 8, 10)]
 
 
-def test_a_stored_corpus_gives_the_same_report_and_without_a_model_lengths_are_in_words(
-    tmp_path: Path, harbour: Path
-) -> None:
+def test_a_stored_corpus_gives_the_same_report_in_words_without_a_model(tmp_path: Path, harbour: Path) -> None:
     CheckData().run(job(tmp_path, folder=harbour))
     held = report(tmp_path)
     assert held["lengths"]["by"].startswith("words") and "model.encoder=nowhere" in held["lengths"]["by"]
@@ -225,9 +221,7 @@ def cut_gzip(folder: Path) -> None:
         (cut_gzip, "unreadable file", "corpus.jsonl.gz is not a readable gzip file"),
     ],
 )
-def test_data_that_cannot_be_read_at_all_is_one_clear_line(
-    tmp_path: Path, harbour: Path, spoil: Spoil, kind: str, told: str
-) -> None:
+def test_unreadable_data_is_one_line(tmp_path: Path, harbour: Path, spoil: Spoil, kind: str, told: str) -> None:
     spoil(harbour)
     with pytest.raises(DataError, match=kind):
         CheckData().run(job(tmp_path, folder=harbour))

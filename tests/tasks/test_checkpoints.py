@@ -131,9 +131,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Photographs, torch.
 
 
 @pytest.mark.parametrize("moment", Photographs.MOMENTS)
-def test_a_run_killed_at_this_moment_ends_as_if_it_had_not_been(
-    moment: str, whole: tuple[Photographs, torch.Tensor, float]
-) -> None:
+def test_a_killed_run_ends_as_if_it_had_not_been(moment: str, whole: tuple[Photographs, torch.Tensor, float]) -> None:
     photographs, expected, cost = whole
     folder = photographs.place(moment)
     if moment == "first record":
@@ -150,9 +148,7 @@ def test_a_run_killed_at_this_moment_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize("replay", ["auto", "never"])
-def test_a_resume_tells_which_steps_are_made_once_more_and_at_what_cost(
-    replay: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_tells_the_cost_of_steps(replay: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     run(folder, noise=2.0, eps=50.0)
     assert "repeated" not in capsys.readouterr().err
@@ -164,9 +160,7 @@ def test_a_resume_tells_which_steps_are_made_once_more_and_at_what_cost(
     assert len(noise_keys(records(folder))) == (12 if replay == "never" else 6), "what was told is what was charged"
 
 
-def test_a_resume_tells_as_free_only_what_its_own_attempt_began(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_tells_as_free_only_what_its_attempt_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     run(folder, noise=2.0, eps=50.0)
     for path in (folder / "checkpoints").glob("*.ckpt"):
@@ -180,9 +174,7 @@ def test_a_resume_tells_as_free_only_what_its_own_attempt_began(
     assert noise_keys(records(folder))[-2:] == [(1, 4), (1, 5)], "the sixth was charged again"
 
 
-def test_a_run_that_names_the_ledger_of_its_data_set_prints_what_all_runs_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_ledger_of_its_data_prints_the_total(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = tmp_path / "all.jsonl"
     for name in ("first", "second"):
         folder = tmp_path / name
@@ -212,9 +204,7 @@ def test_the_empty_ledger_of_a_finished_run_is_refused_by_its_name(tmp_path: Pat
 @pytest.mark.parametrize(
     ("lost", "refused"), [(None, False), ("privacy_card.json", False), ("model/model.safetensors", True)]
 )
-def test_a_finished_run_is_left_as_it_is_unless_its_card_is_lost(
-    lost: str | None, refused: bool, tmp_path: Path
-) -> None:
+def test_a_finished_run_is_left_alone_unless_its_card_is_lost(lost: str | None, refused: bool, tmp_path: Path) -> None:
     """A card that was made from it names its card by the SHA-256."""
     folder = tmp_path / "run"
 

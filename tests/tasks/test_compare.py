@@ -37,9 +37,7 @@ def test_two_run_files_are_compared_and_written_down(tmp_path: Path, capsys: pyt
     assert "MRR@10" in capsys.readouterr().out
 
 
-def test_folders_of_several_data_sets_are_compared_on_those_that_both_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_are_compared_on_the_data_sets_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = system(tmp_path / "a", GOOD, ("scifact", "cqadupstack/unix", "fiqa"))
     b = system(tmp_path / "b", BAD, ("scifact", "cqadupstack/unix", "quora"))
     found = Compare(run_a=a, run_b=b, metrics=["mrr@10"], resamples=100).run(no_parts(tmp_path / "out"))

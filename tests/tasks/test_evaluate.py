@@ -35,9 +35,7 @@ def measured(folder: Path, out: Path, *, data: Mapping[str, Any] | None = None, 
     return found
 
 
-def test_what_does_not_concern_the_split_is_counted_and_named_and_changes_no_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_split_is_named_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clean = measured(collection(tmp_path / "clean", test=TEST + "q4\tp1\t0\n"), tmp_path / "a")
     folder = collection(
         tmp_path / "foreign",

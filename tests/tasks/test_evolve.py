@@ -138,9 +138,7 @@ def with_users(log: Path, per_user: int) -> None:
 
 
 @pytest.mark.parametrize(("per_user", "most"), [(4, 1), (4, 3)])
-def test_a_user_who_is_left_out_takes_no_more_votes_away_than_the_cap(
-    world: Path, tmp_path: Path, per_user: int, most: int
-) -> None:
+def test_a_user_takes_no_more_votes_away_than_the_cap(world: Path, tmp_path: Path, per_user: int, most: int) -> None:
     """On the real path, from the log to the counts: users with copies of one query, one after another without rows."""
     log = tmp_path / "log"
     shutil.copytree(world / "log", log)
@@ -188,9 +186,7 @@ class _Units:
         return self._rows[unit]
 
 
-def test_a_blanked_unit_votes_for_nobody_and_no_query_is_embedded_beside_another(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blanked_unit_has_no_vote_and_queries_embed_apart(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, real = [], TextEncoder.encode
 
     def encode(self: TextEncoder, texts: Any, side: Any, **settings: Any) -> Any:
@@ -251,9 +247,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes_and_spends_nothing_twic
     assert sum(release.count for release in charged_releases(records_of(tmp_path / "run"))) == T
 
 
-def test_votes_that_were_released_are_read_and_not_asked_for_again(
-    world: Path, evolved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_released_votes_are_kept(world: Path, evolved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(evolved, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "synthetic")
     monkeypatch.setattr(_Voters, "votes", _interrupted)
@@ -284,9 +278,7 @@ def test_a_failure_over_private_queries_is_recorded_and_told_on_the_cards_after_
         assert any("after step 1" in banner for banner in read_card(folder)["banners"])
 
 
-def test_votes_that_were_edited_are_not_believed_and_the_released_ones_come_back(
-    world: Path, evolved: Path, tmp_path: Path
-) -> None:
+def test_edited_votes_give_way_to_the_released_ones(world: Path, evolved: Path, tmp_path: Path) -> None:
     shutil.copytree(evolved, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "synthetic")
     file = tmp_path / "run" / "generations" / "01" / "histogram.json"
@@ -340,9 +332,7 @@ def test_a_run_is_not_resumed_with_other_settings(
         evolve(world, tmp_path / "run", change, resume=True)
 
 
-def test_a_generation_that_cannot_be_repeated_is_not_paid_for_out_of_nothing(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generation_is_not_repeated_for_nothing(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after its first intent; with another secret its noise cannot be drawn again, and all is spent."""
     with monkeypatch.context() as patch:
         patch.setattr(PrivacyLedger, "confirm", _interrupted)
@@ -363,9 +353,7 @@ def test_all_generations_are_counted_in_the_ledger_of_the_data_set(world: Path, 
     assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
 
 
-def test_they_are_reserved_there_before_the_first_votes_are_announced(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_reserved_before_the_first_votes(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger: dict[str, Any] = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 40.0}
     with monkeypatch.context() as patch:
         patch.setattr(PrivacyLedger, "announce", _interrupted)
@@ -459,9 +447,7 @@ def counted_beside(world: Path, folder: Path, generator: Path, **changes: Any) -
 
 
 @pytest.mark.parametrize("named", ["", "synthetic"])
-def test_a_histogram_is_charged_together_with_the_votes_and_chooses_among_their_set(
-    world: Path, evolved: Path, tmp_path: Path, named: str
-) -> None:
+def test_a_histogram_is_charged_with_the_votes(world: Path, evolved: Path, tmp_path: Path, named: str) -> None:
     run = shutil.copytree(evolved, tmp_path / "evolved")
     told = counted_beside(world, tmp_path / "histogram", run / named)
     card, votes = read_card(tmp_path / "histogram"), read_card(evolved)
@@ -495,9 +481,7 @@ def test_nothing_is_trained_from_a_run_of_votes(world: Path, evolved: Path) -> N
         read_start(evolved, public=False)
 
 
-def test_a_variation_shows_the_model_the_query_that_it_varies(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variation_shows_the_model_its_query(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, real = [], evolve_task.draw_into
 
     def draw_into(store: Any, groups: Any, texts: dict[str, str], *rest: Any, **settings: Any) -> None:

@@ -110,9 +110,7 @@ def bare_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora": {"r": 2, "target_modules": ["query"]}}], ids=["full", "lora"])
-def test_a_run_in_bfloat16_leaves_and_exports_one_folder_of_its_float32_masters(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_in_bfloat16_leaves_and_exports_its_float32_masters(settings: dict[str, Any], tmp_path: Path) -> None:
     trained(tmp_path, private(tmp_path), precision="bf16-true", **settings)
     Export(checkpoint=tmp_path / "run").run(no_parts(tmp_path / "out"))
     left, exported = (weights_in(tmp_path / name / "model") for name in ("run", "out"))
@@ -127,9 +125,7 @@ def test_a_run_in_bfloat16_leaves_and_exports_one_folder_of_its_float32_masters(
 
 
 @pytest.mark.parametrize("settings", [{}, {"towers": "separate", "lora": {"r": 2, "target_modules": ["query"]}}])
-def test_the_newest_checkpoint_of_a_private_run_becomes_a_folder_with_its_claim(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_newest_checkpoint_of_a_private_run_keeps_its_claim(settings: dict[str, Any], tmp_path: Path) -> None:
     module = trained(tmp_path, private(tmp_path), **settings)
     Export(checkpoint=tmp_path / "run").run(no_parts(tmp_path / "out"))
     towers = load_towers(tmp_path / "out" / "model")
@@ -192,9 +188,7 @@ def test_a_checkpoint_without_the_average_of_its_run_is_not_called_one(tmp_path:
     assert found.startswith("none") and found.endswith(own)
 
 
-def test_a_checkpoint_of_another_run_is_not_written_out_under_the_card_beside_it(
-    private_run: Path, bare_run: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_run_is_not_under_this_card(private_run: Path, bare_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(private_run, tmp_path / "run")
     foreign = run / "checkpoints" / "foreign.ckpt"
     shutil.copy(bare_run / "checkpoints" / "last.ckpt", foreign)
@@ -206,9 +200,7 @@ def test_a_checkpoint_of_another_run_is_not_written_out_under_the_card_beside_it
         Export(checkpoint=run).run(no_parts(tmp_path / "out"))
 
 
-def test_a_card_that_is_missing_or_does_not_agree_with_its_ledger_leaves_no_weights(
-    private_run: Path, tmp_path: Path
-) -> None:
+def test_a_card_that_is_missing_or_against_its_ledger_leaves_no_weights(private_run: Path, tmp_path: Path) -> None:
     run = shutil.copytree(private_run, tmp_path / "run")
     write_card(forge(read_card(run), epsilon=0.01), run)
     with pytest.raises(DataError, match="ledger"):
@@ -245,9 +237,7 @@ def test_scores_of_another_model_are_not_handed_on(bare_run: Path, tmp_path: Pat
     assert not (tmp_path / "none" / "model").exists()
 
 
-def test_a_hub_reads_on_the_model_card_what_is_known_and_the_claim_and_nothing_that_nobody_stated(
-    private_run: Path, tmp_path: Path
-) -> None:
+def test_a_hub_reads_what_is_known_and_the_claim_and_nothing_unstated(private_run: Path, tmp_path: Path) -> None:
     Export(checkpoint=private_run).run(no_parts(tmp_path / "bare"))
     known = ModelCard.load(tmp_path / "bare" / "model" / "README.md").data.to_dict()
     assert not {"base_model", "license", "language", "datasets", "model-index"} & known.keys()
@@ -302,9 +292,7 @@ def test_a_file_that_is_no_checkpoint_and_a_class_of_others_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("facts", [{"split": "train"}, {"whose": "private"}, {"whose": None}])
-def test_scores_of_queries_that_are_not_declared_public_are_not_handed_on(
-    private_run: Path, tmp_path: Path, facts: dict[str, Any]
-) -> None:
+def test_undeclared_scores_are_not_handed_on(private_run: Path, tmp_path: Path, facts: dict[str, Any]) -> None:
     evaluation = evaluation_of(private_run / "model", tmp_path, **facts)
     with pytest.raises(ConfigurationError, match=r"task\.evaluation") as refusal:
         Export(checkpoint=private_run, evaluation=evaluation).run(no_parts(tmp_path / "out"))
@@ -409,9 +397,7 @@ def refused(run: Path, out: Path, knob: str, **settings: Any) -> None:
     assert not (out / "model").exists() and TOKEN not in str(refusal.value)
 
 
-def test_a_private_run_is_pushed_whole_with_its_cards_to_a_repository_that_is_private(
-    hub: Hub, private_run: Path, tmp_path: Path
-) -> None:
+def test_a_private_run_is_pushed_whole_to_a_private_repository(hub: Hub, private_run: Path, tmp_path: Path) -> None:
     pushed(private_run, tmp_path / "out")
     assert hub.private == {"org/model": True}
     folder = tmp_path / "out" / "model"
@@ -443,9 +429,7 @@ def test_what_is_refused_is_refused_before_anything_is_written_or_sent(
     assert not hub.private and not hub.files
 
 
-def test_a_model_without_a_guarantee_is_pushed_where_that_is_asked_for_and_states_no_number(
-    hub: Hub, bare_run: Path, tmp_path: Path
-) -> None:
+def test_a_model_without_guarantee_is_pushed_on_demand_without_one(hub: Hub, bare_run: Path, tmp_path: Path) -> None:
     pushed(bare_run, tmp_path / "out", push_without_guarantee=True, push_private=False)
     assert hub.private == {"org/model": False}
     told = ModelCard(hub.files["README.md"].decode()).data.privacy
@@ -482,9 +466,7 @@ def test_a_set_goes_to_the_hub_with_all_that_its_claim_is_checked_by(hub: Hub, m
         assert hub.files[name] == (made / name).read_bytes()
 
 
-def test_a_set_that_was_changed_is_refused_before_anything_is_written_or_sent(
-    hub: Hub, made: Path, tmp_path: Path
-) -> None:
+def test_a_changed_set_is_refused_before_anything_is_written_or_sent(hub: Hub, made: Path, tmp_path: Path) -> None:
     changed = tmp_path / "runs" / "changed"
     shutil.copytree(made.parent.parent, changed)
     with (changed / "made" / "synthetic" / "queries.jsonl").open("a") as file:
@@ -494,9 +476,7 @@ def test_a_set_that_was_changed_is_refused_before_anything_is_written_or_sent(
     assert not hub.files and not hub.private and not (tmp_path / "out" / "data").exists()
 
 
-def test_only_what_the_card_knows_goes_out_of_the_folder_of_a_set(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_what_the_card_knows_leaves_a_set(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(made.parent.parent, tmp_path / "runs")
     source = tmp_path / "runs" / "made" / "synthetic"
     (source / "notes.txt").write_text("what did ann ask")
@@ -511,9 +491,7 @@ def test_only_what_the_card_knows_goes_out_of_the_folder_of_a_set(
     assert all(name in told for name in ("notes.txt", ".cache/x", "queries.txt"))
 
 
-def test_a_link_in_the_place_of_a_file_of_a_set_is_refused_before_anything_is_written(
-    made: Path, tmp_path: Path
-) -> None:
+def test_a_link_in_place_of_a_file_of_a_set_is_refused_before_anything_is_written(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made.parent.parent, tmp_path / "runs")
     source = tmp_path / "runs" / "made" / "synthetic"
     (source / "README.md").unlink()
@@ -524,9 +502,7 @@ def test_a_link_in_the_place_of_a_file_of_a_set_is_refused_before_anything_is_wr
 
 
 @pytest.mark.parametrize("name", ["data", "model"])
-def test_an_export_goes_into_a_new_folder_so_that_nothing_of_an_earlier_one_goes_with_it(
-    name: str, made: Path, tmp_path: Path
-) -> None:
+def test_an_export_takes_nothing_of_an_earlier_one_with_it(name: str, made: Path, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "stale.jsonl").write_text("what did ann ask")
     settings = {"data": made} if name == "data" else {"checkpoint": made.parent.parent / "generator"}
@@ -537,9 +513,7 @@ def test_an_export_goes_into_a_new_folder_so_that_nothing_of_an_earlier_one_goes
 
 @pytest.mark.parametrize("size", [1500, 12_000])
 @pytest.mark.parametrize("name", ["data", "model"])
-def test_what_a_full_disk_leaves_of_an_export_does_not_block_the_next_one(
-    name: str, size: int, made: Path, private_run: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_blocks_no_next_export(name: str, size: int, made: Path, private_run: Path, tmp_path: Path) -> None:
     task = Export(data=made) if name == "data" else Export(checkpoint=private_run)
     new = tmp_path / "out" / name
     (tmp_path / "out" / f".{new.name}.draft").mkdir(parents=True)
@@ -552,9 +526,7 @@ def test_what_a_full_disk_leaves_of_an_export_does_not_block_the_next_one(
     assert not list(new.rglob("stale*")) and not verify_chain(new).failed
 
 
-def test_a_set_that_would_not_pass_its_checks_where_it_arrives_is_not_sent(
-    hub: Hub, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_fails_is_not_sent(hub: Hub, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_dpret.tasks.export.copy_lineage", lambda card, folder: None)
     with pytest.raises(VerificationError, match=r"self_contained"):
         Export(data=made, push_to_hub="org/queries").run(no_parts(tmp_path / "out"))
@@ -580,9 +552,7 @@ def interrupted_by_a_row(folder: Path, module: Any, data: Any) -> None:
             train(module(), data, Training(callbacks=[*own, *extra], resume=resume, **how))
 
 
-def test_a_card_and_a_ledger_that_tell_of_a_failure_over_private_rows_leave_by_no_export(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_a_card_and_a_ledger_of_a_failure_over_private_rows_leave_by_no_export(hub: Hub, tmp_path: Path) -> None:
     log = PairsDataModule(folder=write_log(tmp_path / "log"), sampling="poisson", expected_batch_size=8)
     mode = partial(DPSGD, eps=50.0, noise_multiplier=4.0, accountant="rdp", secret_file=tmp_path / "secret")
     first = tmp_path / "first"

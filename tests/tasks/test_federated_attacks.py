@@ -151,9 +151,7 @@ def test_a_report_on_private_silos_is_internal(world: Path, tmp_path: Path) -> N
         ({"layers": 3}, r"layers=3: BertModel has 1 to 2 layers"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_trained(
-    world: Path, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_is_refused_first(world: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         task(world, **settings).run(run_of(tmp_path / "run"))
     assert not (tmp_path / "run" / "rounds").exists()

@@ -91,9 +91,7 @@ def test_every_silo_gets_a_verified_set_and_is_told_what_it_spent_and_what_is_le
     assert f"| client0 | {told['client0']['queries']} |" in page and "federated.state=" in page
 
 
-def test_what_is_finished_is_not_made_again_and_other_settings_are_refused(
-    world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_finished_is_kept_and_other_settings_are_refused(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = spent(world)
     shutil.rmtree(world / "generator-client1")  # as if it was killed between two silos
     trained: list[str] = []

@@ -141,9 +141,7 @@ class Oversampled(PairsDataModule):
         return Twice()
 
 
-def test_units_of_a_data_set_of_ones_own_that_share_rows_are_not_counted(
-    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_units_that_share_rows_are_refused(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "PairsDataModule", Oversampled)
     with pytest.raises(DataError) as refused:
         counted(chain, tmp_path / "run")
@@ -151,9 +149,7 @@ def test_units_of_a_data_set_of_ones_own_that_share_rows_are_not_counted(
 
 
 @pytest.mark.parametrize("declared", ["unknown", "none", "private"])
-def test_how_its_settings_were_chosen_is_declared_of_the_histogram_itself(
-    chain: Path, declared: str, tmp_path: Path
-) -> None:
+def test_how_its_settings_were_chosen_is_declared_of_itself(chain: Path, declared: str, tmp_path: Path) -> None:
     counted(chain, tmp_path / "run", {"tuning_data": declared})
     told = read_card(tmp_path / "run")["tuning"]
     assert not told["accounted"] and told["data"] == ("private" if declared == "private" else "unknown"), (
@@ -253,17 +249,13 @@ def test_a_bound_on_the_units_of_a_user_is_held_against_the_log_before_anything_
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
-def test_a_histogram_of_merged_texts_is_not_charged_together_with_a_generator_of_ids(
-    chain: Path, tmp_path: Path
-) -> None:
+def test_a_histogram_of_merged_texts_is_not_charged_with_a_generator_of_ids(chain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=merge, but task\.generator"):
         counted(chain, tmp_path / "run", data={"duplicates": "merge"})
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
-def test_a_second_histogram_whose_card_does_not_compose_the_first_is_refused(
-    chain: Path, histogram: Path, tmp_path: Path
-) -> None:
+def test_a_second_histogram_beside_the_first_is_refused(chain: Path, histogram: Path, tmp_path: Path) -> None:
     """Each composes with the generator alone; what is chosen by both costs more than either card says."""
     counted(chain, tmp_path / "second", {"bins": LengthBins(edges=[2])})
     released = load_released(chain / "made" / "synthetic")
@@ -294,9 +286,7 @@ def own_chain(chain: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("first", ["queries", "histogram"])
-def test_a_generator_that_was_audited_between_histogram_and_queries_is_the_same_generator(
-    first: str, own_chain: Path
-) -> None:
+def test_a_generator_audited_between_histogram_and_queries_is_the_same(first: str, own_chain: Path) -> None:
     made, passages = own_chain / "made" / "synthetic", PairsDataModule(folder=own_chain / "log")
     passages.setup("fit")
     if first == "histogram":
@@ -355,9 +345,7 @@ def test_a_histogram_whose_counts_were_changed_is_refused(chain: Path, histogram
         apply_filters(load_released(chain / "made" / "synthetic"), [HistogramMatch(edited)])
 
 
-def test_it_goes_on_after_an_interruption_and_is_charged_once(
-    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_one_is_charged_once(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> Path:
         raise KeyboardInterrupt
 
@@ -406,9 +394,7 @@ def test_no_noise_is_no_histogram(chain: Path, tmp_path: Path) -> None:
         job.run(parts(tmp_path, NoPrivacy))
 
 
-def test_the_ledger_of_the_data_set_counts_the_histogram_and_its_generator(
-    chain: Path, histogram: Path, tmp_path: Path
-) -> None:
+def test_the_ledger_of_the_data_counts_histogram_and_generator(chain: Path, histogram: Path, tmp_path: Path) -> None:
     claim = read_card(histogram)["claim"]["epsilon"]
     counts = {"dataset_ledger": tmp_path / "total.jsonl", "total_eps": 1.02 * claim}
     counted(chain, tmp_path / "run", mode=counts)
@@ -464,9 +450,7 @@ def test_quotas_follow_the_target_as_far_as_there_are_queries() -> None:
             assert (quota[free] >= np.floor(wanted * target[free])).all()
 
 
-def test_noise_on_a_grid_is_on_the_card_beside_the_floating_point_noise_of_the_generator(
-    chain: Path, tmp_path: Path
-) -> None:
+def test_noise_on_a_grid_is_on_the_card_beside_that_of_the_generator(chain: Path, tmp_path: Path) -> None:
     counted(chain, tmp_path / "run", mode={"noise": "discrete"})
     card = read_card(tmp_path / "run")
     assert card["mechanism"]["noise"] == "discrete" and card["randomness"]["rng"] == "ChaCha20"
@@ -496,9 +480,7 @@ def test_a_failure_over_private_rows_is_recorded_as_such_and_the_card_after_a_re
     assert verify_card(card, path, folder=tmp_path / "run") == []
 
 
-def test_a_budget_or_a_disk_that_is_full_is_no_failure_of_a_row(
-    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_no_failure_of_a_row(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, error in enumerate((BudgetExceededError("over"), OSError(errno.ENOSPC, "full"), KeyboardInterrupt())):
         with monkeypatch.context() as broken:
             broken.setattr(LabelBins, "assign", lambda *_, error=error: (_ for _ in ()).throw(error))

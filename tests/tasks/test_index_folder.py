@@ -59,9 +59,7 @@ def test_a_folder_answers_as_a_search_of_the_same_embeddings(encoder: Path, tmp_
     assert not made.manifest.private and made.manifest.card is None
 
 
-def test_encoding_again_computes_nothing_and_leaves_the_same_bytes(
-    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encoding_again_computes_nothing_new(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
 
@@ -79,9 +77,7 @@ def test_encoding_again_computes_nothing_and_leaves_the_same_bytes(
     assert read() == before
 
 
-def test_a_folder_that_was_begun_with_another_encoder_is_not_gone_on_with(
-    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_another_encoder_is_refused(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(encoding: Any, *arguments: Any, **settings: Any) -> None:
         embed, left = encoding.embed, [2]
 
@@ -236,9 +232,7 @@ def test_an_index_that_cannot_be_kept_is_refused(encoder: Path, tmp_path: Path) 
         index_folder(tmp_path / "embeddings", tmp_path / "embeddings")
 
 
-def test_a_second_index_that_is_refused_or_killed_never_answers_for_the_first(
-    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_index_is_not_the_first(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = {f"b{name}": f"{text} sit" for name, text in PASSAGES.items()}
     for name, texts in (("a", PASSAGES), ("b", others)):
         encode_folder(encoder, texts, tmp_path / name)

@@ -50,9 +50,7 @@ def test_two_ranks_write_the_embeddings_of_one_process(whole: dict[str, bytes], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [1, 3])
-def test_after_kill_9_of_a_rank_another_number_of_ranks_goes_on(
-    whole: dict[str, bytes], folder: Path, again: int
-) -> None:
+def test_after_kill_9_of_a_rank_another_number_goes_on(whole: dict[str, bytes], folder: Path, again: int) -> None:
     statuses, said = job_ranks.run("encode", folder, 2, kill=(1, 1))
     assert statuses == [2, -9] and "Another process of this job ended" in said, said
     assert not (folder / "set" / "index.json").exists()
@@ -62,9 +60,7 @@ def test_after_kill_9_of_a_rank_another_number_of_ranks_goes_on(
 
 
 @pytest.mark.slow
-def test_kill_9_of_the_first_rank_leaves_what_the_other_made_to_the_next_job(
-    whole: dict[str, bytes], folder: Path
-) -> None:
+def test_kill_9_of_the_first_rank_leaves_the_other_s_to_the_next_job(whole: dict[str, bytes], folder: Path) -> None:
     statuses, said = job_ranks.run("encode", folder, 2, kill=(0, 2))
     assert statuses == [-9, 2] and "WorkerError" in said, said
     left = len(list((folder / "set" / "embeddings.bin.parts").glob("*.part")))

@@ -70,9 +70,7 @@ def test_public_texts_are_attacked_in_three_ways(
     assert not list((tmp_path / "run").rglob("decoder*"))
 
 
-def test_a_rotated_encoder_hides_texts_until_some_of_them_are_known(
-    encoders: dict[str, Path], texts: Path, tmp_path: Path
-) -> None:
+def test_a_rotated_encoder_hides_texts_until_some_known(encoders: dict[str, Path], texts: Path, tmp_path: Path) -> None:
     task(encoders["rotated"], texts, attacker_encoder=encoders["plain"]).run(run_of(tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "inversion.json").read_text())["ranking"]
     assert found["direct"]["low"] < found["direct"]["chance"] and found["mapped"]["value"] > 0.9
@@ -95,9 +93,7 @@ def test_there_must_be_enough_texts(encoders: dict[str, Path], texts: Path, tmp_
 
 
 @pytest.mark.parametrize("how", ["key_value", "embedding"])
-def test_a_language_model_of_ones_own_takes_the_place_of_the_new_one(
-    encoders: dict[str, Path], texts: Path, tmp_path: Path, how: str
-) -> None:
+def test_an_own_language_model_is_taken(encoders: dict[str, Path], texts: Path, tmp_path: Path, how: str) -> None:
     model = new_language_model(44, max_tokens=12, places=2, seed=0, n_embd=16, n_layer=2, n_head=2)
     model.save_pretrained(tmp_path / "gpt2")
     words_tokenizer(WORDS[:40]).save_pretrained(tmp_path / "gpt2")

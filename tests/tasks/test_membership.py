@@ -138,18 +138,14 @@ def test_a_private_run_stays_below_its_ceilings(make: Make, private_run: Path, t
     assert any("the claim (zero_out) is about emptying it" in text for text in found["caveats"])
 
 
-def test_a_model_that_leaks_more_than_its_run_claims_makes_the_task_fail(
-    make: Make, private_run: Path, open_run: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_leaks_too_much_fails(make: Make, private_run: Path, open_run: Path, tmp_path: Path) -> None:
     """The open run's model under the private run's name is what a mechanism without noise would be."""
     with pytest.raises(PrivacyViolation, match="contradict the claim"):
         attack(private_run, model=open_run).run(make(tmp_path / "attack", private=True))
     assert any(one["exceeded"] for one in report(tmp_path / "attack")["attacks"])
 
 
-def test_others_from_another_split_come_with_a_caveat_and_never_with_an_alarm(
-    make: Make, private_run: Path, open_run: Path, tmp_path: Path
-) -> None:
+def test_another_split_raises_no_alarm(make: Make, private_run: Path, open_run: Path, tmp_path: Path) -> None:
     attack(private_run, model=open_run, others="dev", queries=60).run(make(tmp_path / "attack", private=True))
     found = report(tmp_path / "attack")
     assert "different splits" in found["caveats"][0] and not found["suspects"]["fair_coins"]
@@ -219,9 +215,7 @@ def test_a_slow_machine_has_fewer_shadow_models_and_each_of_the_target_s_length(
     assert "There are 4 shadow models of task.shadows=8" in " ".join(found["caveats"])
 
 
-def test_a_time_that_is_too_short_for_four_shadow_models_has_none_and_says_so(
-    make: Make, open_run: Path, tmp_path: Path
-) -> None:
+def test_a_time_too_short_for_four_shadow_models_has_none(make: Make, open_run: Path, tmp_path: Path) -> None:
     told = attack(open_run, shadows=4, minutes=1e-4).run(make(tmp_path / "attack", steps=30))
     found = report(tmp_path / "attack")
     assert found["shadows"] is None and "auc/loss" in told and "auc/rmia" not in told
@@ -264,9 +258,7 @@ def test_an_encoder_is_attacked_by_shadow_models(make: Make, encoder_run: Path, 
     assert report(tmp_path / "attack")["target"]["kind"] == "encoder"
 
 
-def test_a_release_is_attacked_by_itself(
-    make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_gives_itself_up(make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A release that repeats all trained queries, and as many held-out ones as phantoms."""
     coins = Coins.read(open_run)
     data = make(tmp_path).make_datamodule()
@@ -313,9 +305,7 @@ def test_shadow_models_are_not_charged_to_the_data_set(make: Make, private_run: 
         attack(private_run, shadows=4).run(ledger)
 
 
-def test_who_is_attacked_does_not_depend_on_the_coins_and_whom_an_attack_cannot_ask_is_left_out(
-    make: Make, tmp_path: Path
-) -> None:
+def test_who_is_attacked_rests_on_no_coin_and_who_cannot_be_asked_is_left_out(make: Make, tmp_path: Path) -> None:
     data = make(tmp_path).make_datamodule()
     data.setup("fit")
     queries = data.collection.queries

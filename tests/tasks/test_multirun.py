@@ -50,9 +50,7 @@ def epsilon_of(runs: Sequence[Parts]) -> float:
     return float(planned_together(plans)["epsilon"])
 
 
-def test_the_cost_of_all_runs_is_told_as_the_composition_of_what_each_releases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cost_of_all_runs_is_of_all_releases_composed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         trial_parts(tmp_path, tmp_path / name, settings={"noise_multiplier": sigma})
         for name, sigma in (("a", 4.0), ("b", 2.0))
@@ -97,9 +95,7 @@ def test_no_run_begins_where_the_data_of_one_of_them_cannot_be_read(tmp_path: Pa
 
 
 @pytest.mark.parametrize("declared", ["none", "public"])
-def test_private_runs_that_differ_in_a_setting_leave_no_card_that_tells_of_no_choice(
-    declared: str, tmp_path: Path
-) -> None:
+def test_private_runs_of_different_settings_leave_no_card_without_the_choice(declared: str, tmp_path: Path) -> None:
     def tell(data: str, varied: Sequence[str], **given: Any) -> None:
         cards = lambda folder: [PrivacyCard(run_dir=folder, tuning_data=data)]  # noqa: E731
         private = trial_parts(tmp_path, tmp_path / "run", callbacks=cards, **given)
@@ -183,9 +179,7 @@ def filtered(data: str) -> Filter:
         (filtered, "task.filters.round_trip.ranker.encoder", "task.filters.round_trip.k"),
     ],
 )
-def test_no_task_that_makes_a_claim_tells_of_no_choice_where_there_is_one(
-    make: Any, varied: str, harmless: str, declared: str, tmp_path: Path
-) -> None:
+def test_no_task_hides_a_choice_there_is(make: Any, varied: str, harmless: str, declared: str, tmp_path: Path) -> None:
     made = trial_parts(tmp_path, tmp_path / "run")
     with pytest.raises(ConfigurationError, match=rf"task\.tuning_data={declared}.*{varied}"):
         tell_cost([composed(made, task=make(declared))] * 2, [varied])
@@ -193,9 +187,7 @@ def test_no_task_that_makes_a_claim_tells_of_no_choice_where_there_is_one(
     tell_cost([composed(made, task=make(declared))] * 2, [harmless])
 
 
-def test_models_of_several_releases_tell_of_the_choice_among_these(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_several_releases_tell_of_that_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def tell(released: Sequence[str], data: str = "none") -> None:
         card = PrivacyCard(run_dir=tmp_path, tuning_data=data)
         made = replace(
@@ -213,9 +205,7 @@ def test_models_of_several_releases_tell_of_the_choice_among_these(
 
 
 @pytest.mark.parametrize("task", [Evaluate(), Fit(min_free_mb=1, membership_coins=True)], ids=["evaluate", "coins"])
-def test_a_cost_that_nobody_knows_beforehand_is_said_and_refuses_nothing(
-    task: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_cost_is_said_not_refused(task: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tell_cost([composed(trial_parts(tmp_path, tmp_path / "run"), task=task)] * 2)
     assert "2 runs" in (told := capsys.readouterr().out) and "not known" in told
 
@@ -328,7 +318,7 @@ def test_an_interrupted_sweep_of_optuna_goes_on_by_its_seed_and_is_refused_witho
 
 
 @pytest.mark.slow
-def test_a_multirun_tells_the_cost_first_then_a_table_and_refuses_a_setting_before_the_first_run(
+def test_a_multirun_tells_cost_then_table_and_refuses_a_setting_before_the_first_run(
     tmp_path: Path,
 ) -> None:
     call = partial(multirun, tmp_path)

@@ -85,9 +85,7 @@ def test_a_log_is_checked_split_and_given_sizes_that_fit_it(
     assert (tmp_path / "run" / "split").stat().st_mode & 0o077 == 0
 
 
-def test_batches_are_a_quarter_of_the_units_that_are_protected(
-    tmp_path: Path, begun: list[tuple[OwnLog, Parts]]
-) -> None:
+def test_batches_are_a_quarter_of_the_protected_units(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
     rows = [{"query": f"q {i}", "passage": f"p {i % 50}", "user_id": f"u{i % 40}"} for i in range(COUNT)]
     own_log().run(log_parts(tmp_path, rows=rows, privacy=partial(DPSGD, eps=3.0, unit="user")))
     [(task, given)] = begun
@@ -130,9 +128,7 @@ def test_a_run_does_not_go_on_with_another_log(tmp_path: Path, begun: list[tuple
     assert len(begun) == 1
 
 
-def test_a_log_with_problems_is_corrected_and_given_again_and_a_folder_of_others_stays(
-    tmp_path: Path, begun: list[tuple[OwnLog, Parts]]
-) -> None:
+def test_a_log_is_corrected_and_a_folder_of_others_stays(tmp_path: Path, begun: list[tuple[OwnLog, Parts]]) -> None:
     with pytest.raises(DataError):
         own_log().run(log_parts(tmp_path, rows=[{"query": "", "passage": "b"}]))
     own_log().run(log_parts(tmp_path))

@@ -36,9 +36,7 @@ def pipeline(**changes: Any) -> Pipeline:
     return Pipeline(**settings | changes)
 
 
-def test_without_privacy_the_same_chain_is_the_upper_bound_and_no_card_claims_anything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_privacy_the_chain_is_a_bound_without_claim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = pipeline().run(parts(tmp_path, make_privacy=NoPrivacy))
     assert "sum of their epsilons" not in " ".join(capsys.readouterr().out.split())
     assert "original queries, direct DP" not in told and 0 <= told["synthetic/nDCG@10"] <= 1
@@ -80,9 +78,7 @@ def claimed(folder: Path) -> float:
     return float(read_card(folder)["claim"]["epsilon"])
 
 
-def test_the_pipeline_ends_with_every_row_its_cards_and_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_pipeline_ends_with_rows_cards_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = pipeline(tuning_data="private", tuning_note="chosen on dev").run(parts(tmp_path))
     assert "sum of their epsilons" in " ".join(capsys.readouterr().out.split()), "the cards do not say so"
     run = tmp_path / "run"

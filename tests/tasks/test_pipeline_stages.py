@@ -82,9 +82,7 @@ def promised(tmp_path: Path, **changes: Any) -> str:
         ("note none", "no privacy guarantee"),
     ],
 )
-def test_the_row_of_an_encoder_promises_what_its_folder_tells_and_no_other_row_takes_a_trained_one(
-    told_by: str, promise: str, tmp_path: Path
-) -> None:
+def test_the_row_of_an_encoder_promises_what_its_folder_tells_alone(told_by: str, promise: str, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     make = partial(retriever, encoder=str(encoder_of_a_run(tmp_path / "encoder", told_by)), **LENGTHS)
     assert promised(tmp_path, retriever=make).startswith(promise)
@@ -160,7 +158,7 @@ def test_a_later_stage_that_is_refused_leaves_the_mark_of_what_was_begun(tmp_pat
     assert (tmp_path / MARK).stat().st_mode & 0o077 == 0, "a hash of private texts can be guessed"
 
 
-def test_a_pipeline_that_is_refused_in_its_first_training_leaves_the_folder_to_the_corrected_one(
+def test_a_pipeline_refused_in_its_first_training_leaves_the_folder_to_the_corrected(
     tmp_path: Path,
 ) -> None:
     def refuse(**_: Any) -> Any:

@@ -39,9 +39,7 @@ def parts(tmp_path: Path, **changes: Any) -> Parts:
     return Parts(**settings | changes)
 
 
-def test_a_plan_is_printed_written_and_drawn_without_reading_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_printed_and_drawn_without_reading_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = Plan(units=UNITS, plot=True).run(parts(tmp_path))
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     assert found == {"noise_multiplier": 2.0, "epsilon": facts["epsilon"]}
@@ -55,9 +53,7 @@ def test_a_plan_is_printed_written_and_drawn_without_reading_data(
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_had_leaves_the_privacy_plan_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_model_leaves_the_privacy_plan_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(privacy: Any) -> Any:
         raise UnsupportedModelError("model.pretrained=nowhere cannot be loaded.")
 
@@ -68,9 +64,7 @@ def test_a_model_that_cannot_be_had_leaves_the_privacy_plan_whole(
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
-def test_a_measurement_stands_beside_the_estimate_and_epochs_for_the_trainers_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_measurement_stands_beside_the_estimate_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = partial(L.Trainer, accelerator="cpu", max_steps=3, max_epochs=-1)
     Plan(units=UNITS, epochs=0.5, plot=False, measure=True).run(parts(tmp_path, make_trainer=trainer))
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
@@ -79,9 +73,7 @@ def test_a_measurement_stands_beside_the_estimate_and_epochs_for_the_trainers_st
     assert "\n| measurement " in capsys.readouterr().out
 
 
-def test_without_matplotlib_a_picture_is_refused_where_asked_for_and_left_out_where_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_a_picture_is_refused_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan_task, figures):
         monkeypatch.setattr(module, "can_draw", lambda: False)
     with pytest.raises(ConfigurationError, match="privacy=none"):
@@ -127,9 +119,7 @@ def test_the_plan_is_that_of_the_fit_of_the_same_words(given: Any, neighbours: s
 
 
 @pytest.mark.slow
-def test_a_plan_of_data_that_are_read_cautions_of_lengths_that_cut_most_texts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_read_data_cautions_of_cut_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = write_log(tmp_path / "log")
     made = parts(
         tmp_path,

@@ -46,9 +46,7 @@ def encoder(tmp_path: Path) -> str:
     return str(tmp_path / "encoder")
 
 
-def test_a_corpus_is_embedded_indexed_and_asked(
-    encoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_corpus_is_indexed_and_asked(encoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert Encode(encoder=encoder).run(parts(run)) == {"texts": 100.0}
     assert Index(embeddings=run / "embeddings").run(parts(run)) == {"texts": 100.0}

@@ -54,9 +54,7 @@ CASES = [(task, base, wrong) for task, (base, refused) in IMPOSSIBLE.items() for
 
 
 @pytest.mark.parametrize(("task", "base", "wrong"), CASES, ids=lambda one: str(one))
-def test_a_setting_that_cannot_be_honoured_is_refused_by_name(
-    task: str, base: dict[str, Any], wrong: dict[str, Any]
-) -> None:
+def test_a_setting_beyond_reach_is_refused_by_name(task: str, base: dict[str, Any], wrong: dict[str, Any]) -> None:
     getattr(tasks, task)(**({"checkpoint": "a"} if task == "Export" else base))  # which could be
     with pytest.raises(ConfigurationError) as refused:
         getattr(tasks, task)(**base | wrong)

@@ -144,9 +144,7 @@ def test_no_text_of_a_query_is_written_or_shown_and_a_missing_card_is_said(
         assert text not in written + capsys.readouterr().out
 
 
-def test_the_ceiling_is_the_value_of_two_samples_of_the_original_queries(
-    made: Path, original: Path, encoder: str, tmp_path: Path
-) -> None:
+def test_the_ceiling_is_of_two_samples_of_originals(made: Path, original: Path, encoder: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"reference": "public", "encoder": encoder, "measures": ["mauve"], "seeds": 2}
     settings["buckets"] = 5
     part = Similarity(synthetic=made, max_texts=20, **settings)
@@ -248,9 +246,7 @@ def test_what_is_declared_synthetic_is_held_against_its_card(carded: Path, made:
         task.run(parts(tmp_path / "run", lambda: SyntheticDataModule(folder=carded)))
 
 
-def test_the_promise_of_a_card_is_not_told_of_other_queries_and_such_a_card_is_not_marked(
-    carded: Path, made: Path, tmp_path: Path
-) -> None:
+def test_the_promise_of_a_card_is_of_no_other_queries_nor_marked(carded: Path, made: Path, tmp_path: Path) -> None:
     queries = carded / "queries.jsonl"
     rows = [json.loads(line) | {"text": SECRET} for line in queries.read_text(encoding="utf-8").splitlines()]
     queries.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -289,9 +285,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_stands_in_the_corpus_is_counted(
-    original: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_corpora_are_counted(original: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = PretrainingOverlap(corpus=corpus, queries="public", sampled=0.5)
     assert task.run(parts(tmp_path / "run", pairs(original))) == {
         "queries": 1 / 40,
@@ -312,9 +306,7 @@ def test_what_stands_in_the_corpus_is_counted(
         assert ORIGINAL["p01"] not in text
 
 
-def test_the_shares_of_private_queries_are_on_the_card_that_is_named(
-    carded: Path, original: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_shares_of_private_queries_are_on_the_card(carded: Path, original: Path, corpus: Path, tmp_path: Path) -> None:
     task = PretrainingOverlap(corpus=corpus, queries="private", card_entry=True, card=carded)
     task.run(parts(tmp_path / "run", pairs(original)))
     assert any("Overlap with a pre-training corpus of carded" in text for text in read_card(carded)["not_covered"])
@@ -322,9 +314,7 @@ def test_the_shares_of_private_queries_are_on_the_card_that_is_named(
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").glob("pre*")} == {0o600}
 
 
-def test_a_card_that_cannot_be_marked_is_refused_before_private_queries_are_looked_at(
-    original: Path, tmp_path: Path
-) -> None:
+def test_a_card_that_cannot_be_marked_is_refused_before_queries_are_read(original: Path, tmp_path: Path) -> None:
     """A slip in the path would else let the numbers out with a card elsewhere that keeps silent about them."""
     (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
     task = PretrainingOverlap(
@@ -336,9 +326,7 @@ def test_a_card_that_cannot_be_marked_is_refused_before_private_queries_are_look
 
 
 @pytest.mark.parametrize("place", ["run/synthetic", "run/stages/synthetic"])
-def test_the_private_log_of_the_training_itself_cannot_be_declared_public(
-    place: str, made: Path, original: Path, tmp_path: Path
-) -> None:
+def test_the_private_log_of_training_is_not_public(place: str, made: Path, original: Path, tmp_path: Path) -> None:
     """The ledger beside the artefact knows its data by a fingerprint that needs the secret of the run."""
     run = tmp_path / "run"
     synthetic = tmp_path / place
