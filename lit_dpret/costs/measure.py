@@ -59,7 +59,9 @@ def measure_step(
 
     The optimizer's states are there before memory is measured, as they are from the second step on.
     """
-    base = resident(device) - (_bytes_of(module) if device.type == "cpu" else 0)
+    base = resident(device)
+    if device.type == "cpu":
+        base -= sum(p.numel() * p.element_size() for p in module.parameters())
     step = TrialStep(module, plan, device, autocast=autocast, secure_rng=secure_rng)
     first = seconds(lambda: step.clip(rows), device)
     step.update()
@@ -234,10 +236,6 @@ def reset_peak(device: torch.device) -> None:
 def peak(device: torch.device) -> int:
     """Return the most bytes in use since `reset_peak`."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else resident(device, "VmHWM")
-
-
-def _bytes_of(module: torch.nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -109,7 +109,9 @@ def slice_of(outline: GeneratorOutline, encoder: int, decoder: int) -> QueryGene
         known = {key: value for key, value in config.items() if key in _SHAPE} | {names[0]: encoder, names[1]: decoder}
     else:
         depth = "num_hidden_layers" if "num_hidden_layers" in config else "n_layer"
-        known = {key: value for key, value in config.items() if not _of_the_whole(key)} | {depth: decoder}
+        known = {
+            key: value for key, value in config.items() if not key.endswith("_token_id") and key not in _OF_THE_WHOLE
+        } | {depth: decoder}
     try:
         return QueryGenerator(
             privacy=DPSGD(eps=1.0),
@@ -137,6 +139,4 @@ _SHAPE = {
 }  # fmt: skip
 
 
-def _of_the_whole(key: str) -> bool:
-    """Return whether a field of a config is about the tokenizer, or lists the layers of the whole model."""
-    return key.endswith("_token_id") or key in ("layer_types", "architectures", "quantization_config")
+_OF_THE_WHOLE = ("layer_types", "architectures", "quantization_config")

@@ -196,18 +196,14 @@ class CheckData(Settings):
             _advise(facts, parts.command, data, new, read_by, unit)
 
 
-def _units(collection: Collection, facts: Mapping[str, Any]) -> int:
-    """Count whom the command protects: users where a cap on their rows is recommended, and train queries otherwise."""
-    users = survey.count_users(collection) if facts["users"] and facts["users"]["recommended_cap"] else None
-    return int(users["users"]) if users else len(collection.qrels.get("train", {}))
-
-
 def _advise(
     facts: dict[str, Any], given: str, data: TextData, collection: Collection, read_by: Mapping[str, str],
     more: Mapping[str, str],
 ) -> None:  # fmt: skip
     """Add the command that trains, with what this log needs, and what is weak about the default promise for it."""
-    units = _units(collection, facts)
+    # Whom it protects: users where a cap on their rows is recommended, and train queries otherwise.
+    users = survey.count_users(collection) if facts["users"] and facts["users"]["recommended_cap"] else None
+    units = int(users["users"]) if users else len(collection.qrels.get("train", {}))
     delta = 1 / (2 * max(1, units))
     facts["command"] = _command(given, read_by, {**_fitting(data, units, facts), **more})
     facts["cautions"] = [large_delta(delta, units)] if delta > LARGE_DELTA else []

@@ -269,9 +269,9 @@ class Evolve(SetDrawing):
             kept = [found[index] for index in best]
             # Nobody votes on the set, so that only what was selected has a say in it.
             fresh = 0 if last else round(self.fresh * (size - len(kept)))
-            numbers = offspring(
-                counts[best] ** self.vote_power, size - len(kept) - fresh, seed=run_seed(writer.how.seed, step)
-            )
+            key = sha256(f"lit-dpret/evolution\x1f{writer.how.seed}\x1f{step}".encode()).digest()[:8]  # public
+            seed = int.from_bytes(key, "big")
+            numbers = offspring(counts[best] ** self.vote_power, size - len(kept) - fresh, seed=seed)
             parents = [parent for parent, number in zip(kept, numbers, strict=True) for _ in range(number)]
             held = [one.passage_id for one in kept]
             parents = [parents[place] for place in at_most([one.passage_id for one in parents], self.per_passage, held)]
@@ -399,11 +399,6 @@ def _check_variation(text: str) -> None:
 def _named(sources: Iterable[str], drawn: Counter[str]) -> list[tuple[str, str]]:
     sources = list(sources)
     return list(zip(numbered(sources, drawn), sources, strict=True))
-
-
-def run_seed(seed: int, step: int) -> int:
-    """Return a public key for the resampling after a generation."""
-    return int.from_bytes(sha256(f"lit-dpret/evolution\x1f{seed}\x1f{step}".encode()).digest()[:8], "big")
 
 
 @dataclass

@@ -35,11 +35,6 @@ def no_outline(**settings: Any) -> Any:
     raise ConfigurationError("The formulas support encoder-decoder models (model=generator) only.")
 
 
-def no_loggers(**settings: Any) -> list[Any]:
-    """Return no logger, for any folder."""
-    return []
-
-
 @dataclass(frozen=True)
 class Parts:
     """Factories for the pieces of a run; nothing is built, read or downloaded before its call."""
@@ -51,7 +46,7 @@ class Parts:
     make_trainer: Callable[..., Any]
     make_outline: Callable[..., Any] = no_outline
     make_callbacks: Callable[[], list[Any]] = list
-    make_loggers: Callable[..., list[Any]] = no_loggers  # a stage names its own folder, ``run_dir``
+    make_loggers: Callable[..., list[Any]] = lambda **_: []  # a stage names its own folder, ``run_dir``
     make_canaries: Callable[[], Any] = lambda: None
     make_federation: Callable[[], Any] = lambda: None
     make_run: Callable[[Sequence[str]], ComposedRun] | None = None
