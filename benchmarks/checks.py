@@ -13,23 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import options, say, write
-
-RUNS = {
-    "generator, steps of 1024 as in the paper, in physical batches of 32": [
-        "model=generator", "datamodule.expected_batch_size=1024",
-    ],
-    "generator, steps of 256 in physical batches of 32": ["model=generator", "datamodule.expected_batch_size=256"],
-    "the same on texts cut to 16 tokens": [
-        "model=generator", "model.max_passage_length=16", "model.max_query_length=16",
-        "datamodule.expected_batch_size=256",
-    ],
-    "the same in one physical batch of 64": [
-        "model=generator", "model.max_passage_length=16", "model.max_query_length=16",
-        "datamodule.expected_batch_size=64", "datamodule.physical_batch_size=128",
-    ],
-    "query head on a frozen encoder, steps of 2048": ["experiment=direct_eps3", "datamodule.max_passages=4000"],
-}  # fmt: skip
+from common import CASES, options, say, write
 
 CHILD = """
 import json, sys, time
@@ -81,12 +65,12 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="number of the run, from 0")
     chosen = parser.parse_args()
     report = {}
-    for number, (name, settings) in enumerate(RUNS.items()):
+    for number, (name, settings) in enumerate(CASES["checks"].items()):
         if chosen.only not in (None, number):
             continue
         with tempfile.TemporaryDirectory() as folder:
             command = [
-                sys.executable, "-c", CHILD, f"{folder}/spent.json", *settings, "privacy.eps=3", "trainer=cpu",
+                sys.executable, "-c", CHILD, f"{folder}/spent.json", *settings.split(), "privacy.eps=3", "trainer=cpu",
                 f"trainer.max_steps={chosen.steps}", f"hydra.run.dir={folder}/run",
                 f"privacy.secret_file={folder}/secret",
             ]  # fmt: skip

@@ -18,7 +18,7 @@ from functools import partial
 from json import dumps
 from typing import Any
 
-from common import GIVEN_BACK, RESULTS, apart, in_turns, machine, median_ratio, options, say, timed, write
+from common import CASES, GIVEN_BACK, RESULTS, apart, in_turns, machine, median_ratio, options, say, timed, write
 
 VARIANTS = ("plain", "ghost", "opacus", "opacus ghost")
 LOW_PRECISION = ("ghost_tf32", "ghost_bf16")
@@ -49,61 +49,10 @@ class Row:
         return self.batch * (self.source + self.target)
 
 
-T5_SHAPES = {
-    "t5-toy": dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=256),
-    "t5-small": dict(d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32128),
-    "t5-base": dict(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, vocab_size=32128),
-    "t5-large": dict(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, vocab_size=32128),
-    "t5-3b": dict(d_model=1024, d_kv=128, d_ff=16384, num_layers=24, num_heads=32, vocab_size=32128),
-}
-BERT_SHAPES = {
-    "bert-toy": dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=256),
-    "minilm": dict(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536, vocab_size=30522
-    ),
-}
-LLAMA_SHAPES = {
-    "llama-toy": dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        vocab_size=256,
-    ),
-    "smollm2": dict(
-        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
-        vocab_size=49152,
-    ),
-}  # fmt: skip
-#: Put behind a model's name: train low-rank adapters of it alone.
-LORA = "+lora"
-
-
-ROWS = {
-    "cpu": [
-        Row("t5-small", 4, 384, 128),
-        Row("t5-small", 8, 128, 24),
-        Row("minilm", 16, 128, 0),
-        Row("t5-base", 2, 384, 128),
-        Row("t5-small", 4, 384, 64),
-        Row("smollm2", 4, 96, 32),
-        Row("smollm2+lora", 4, 96, 32),
-    ],
-    "cuda": [
-        Row("t5-small", 32, 384, 128),
-        Row("t5-base", 8, 128, 24),
-        Row("t5-base", 16, 384, 128),
-        Row("t5-large", 4, 384, 128),
-        Row("t5-large", 16, 384, 128),
-        Row("t5-3b", 4, 384, 128),
-        Row("minilm", 128, 128, 0),
-        Row("smollm2", 32, 96, 32),
-        Row("smollm2+lora", 32, 96, 32),
-    ],
-}
-QUICK = [
-    Row("t5-toy", 3, 32, 8),
-    Row("bert-toy", 3, 16, 0),
-    Row("llama-toy", 3, 32, 8),
-    Row("llama-toy+lora", 3, 32, 8),
-]
+T5_SHAPES, BERT_SHAPES, LLAMA_SHAPES = (CASES[family] for family in ("t5", "bert", "llama"))
+LORA = "+lora"  # behind a model's name
+ROWS = {device: [Row(*row) for row in rows] for device, rows in CASES["rows"].items()}
+QUICK = ROWS["quick"]
 
 
 def build_model(name: str, device: str) -> Any:

@@ -16,7 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 RESULTS = Path(__file__).resolve().parent / "results"
+CASES: dict[str, Any] = yaml.safe_load(RESULTS.with_name("cases.yaml").read_text(encoding="utf-8"))
 #: What is freed goes back to the system at once, so that a peak is what a step needs.
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 T = TypeVar("T")

@@ -13,17 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import GIVEN_BACK, machine, options, ranks, say, write
+from common import CASES, GIVEN_BACK, machine, options, ranks, say, write
 from torch import Tensor, nn
 
 from lit_dpret.costs.measure import peak, reset_peak, resident
 
 HERE = torch.device("cpu")
 WAYS = ("ddp", "fsdp, one piece", "fsdp, by block", "fsdp, by block, bf16")
-SHAPES: dict[str, dict[str, Any]] = {
-    "t5-small": {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
-    "t5-toy": {"vocab_size": 500, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-}
+SHAPES: dict[str, Any] = CASES["t5"]
 
 
 class Model(nn.Module):

@@ -80,15 +80,8 @@ class Trend(NamedTuple):
 
 StudyName = Literal["negatives", "data_ratio", "hubness", "gain", "communication", "clients"]
 STUDIES: tuple[StudyName, ...] = get_args(StudyName)
-LINES: dict[System, str] = {
-    "zero_shot": "no query of any silo: the encoder as it starts",
-    "pseudo_queries": "no query: pseudo-queries of the client's own sentences",
-    "single_bm25": "single client, BM25 negatives",
-    "single_star": "single client, STAR",
-    "stage1": "PDD-AS2, stage 1",
-    "customised": "+ customised",
-    "fed_negative": "+ fed-negative",
-}
+_TOLD = yaml.safe_load(Path(__file__).with_name("studies.yaml").read_text(encoding="utf-8"))
+LINES: dict[System, str] = _TOLD.pop("lines")
 _COMMUNICATION_EPOCHS = 4
 
 
@@ -268,10 +261,9 @@ _TRENDS = {"gain": Trend("clients with fewer queries gain more", LINES["stage1"]
 
 
 def _read() -> dict[str, Study]:
-    told = yaml.safe_load(Path(__file__).with_name("studies.yaml").read_text(encoding="utf-8"))
     found: dict[str, Study] = {}
     for name, (points, contrasts) in _MADE.items():
-        facts: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in told[name].items()}
+        facts: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in _TOLD[name].items()}
         facts["values"] = tuple(map(float, facts["values"]))  # a share of 1 is the same cell as one of 1.0
         facts |= {key: (*WITHOUT_QUERIES, *facts[key]) for key in ("systems", "default")}
         made = _with_rows_without_queries(points)

@@ -23,6 +23,7 @@ from lit_dpret.report.page import Page, Picture, copied_picture
 from lit_dpret.tasks.hard_negatives import case_grid
 from reproduction.federated.study_page import gain_grid, read_study, study_grid
 from reproduction.published import PAPER_002 as PUBLISHED
+from reproduction.published import PAPER_004 as PAPER_004_PRINTS
 from reproduction.report import variant_figures as figures
 from reproduction.report.variant_runs import UNTRAINED, VariantRun, by_variant, read_runs, sizes_of, ties_of
 from reproduction.report.variants import (
@@ -342,11 +343,6 @@ def _axis(width: float, height: float) -> tuple[Any, Any]:
     return figure, axis
 
 
-# What the paper prints in its Table 3 and, as losses, in its appendix C.
-TABLE_3 = {"Without training": 36.3, "CLM without embedding": 25.9, "CLM with sentence embedding": 25.6}
-FIGURE_6 = "with embeddings 3.239 nats, without 3.245"
-
-
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -395,7 +391,7 @@ def _perplexities(results: Path, _: Path) -> list[Block]:
     ours = (probe.get("perplexity_untrained"), probe["perplexity_without"], probe["perplexity"])
     rows = [
         (label, "–" if value is None else f"{value:.2f}", f"{theirs:.1f}")
-        for (label, theirs), value in zip(TABLE_3.items(), ours, strict=True)
+        for (label, theirs), value in zip(PAPER_004_PRINTS["perplexities"].items(), ours, strict=True)
     ]
     rows.append(("Control: CLM with shuffled embeddings", f"{probe['shuffled_perplexity']:.2f}", "–"))
     sure = f"{100 * probe['confidence']:g} %"
@@ -413,7 +409,7 @@ def _losses(results: Path, picture: Path) -> list[Block]:
     curves = _json(results / "inversion.json").get("curves")
     if not curves:
         raise DataError(f"{results / 'inversion.json'} holds no training losses.")
-    said = f"{draw_language_model_losses(curves, picture)} The paper's: {FIGURE_6}."
+    said = f"{draw_language_model_losses(curves, picture)} The paper's: {PAPER_004_PRINTS['figure_6']}."
     return [Picture(picture, said), Paragraph(said, small=True)]
 
 

@@ -18,6 +18,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 from public_t5.sources import Pair, clean, window
 
@@ -27,37 +30,9 @@ TASKS = ("real", "salient", "keywords", "spans")
 MIN_WORDS, MAX_WORDS, GROWTH = 14, 72, 0.4
 
 _WORD = re.compile(r"[a-z][a-z'-]*[a-z]|[a-z]|\d+")
-STOP_WORDS = frozenset(
-    """a about above after again against all also although always am among an and another any anyone anything are as at
-    away b back be became because become been before began behind being below between both but by c called came can
-    cannot come could d did do does doing done down during e each either else enough even ever every everything f far
-    few first for found from further g gave get give given go goes going gone got h had has have having he her here hers
-    herself him himself his how however i if in indeed instead into is it its itself j just k keep know known l last
-    later least less let like long look looked m made make makes making man many may me men might mine more most much
-    must my myself n near neither never new next no nor not nothing now o of off often oh old on once one only onto or
-    other others our ours out over own p perhaps put q quite r rather really s said same saw say says see seem seemed
-    seen several shall she should since so some someone something soon still such t take taken tell than that the their
-    theirs them themselves then there therefore these they thing things think this those though thought three through
-    thus till to together told too took toward two u under until up upon us use used uses using v very w want was way we
-    well went were what when where whether which while who whom whose why will with within without won't would x y yet
-    you your yours yourself z ii iii iv""".split()  # noqa: SIM905
-)
-
-# Written by hand for this project; {a} is the most telling term of the passage, {b} and {c} the next. There is no
-# pattern of one term: those ("how does {a} work?") are so general that they met private questions by chance, and so
-# the whole family was left out.
-PATTERNS = {
-    2: """does {a} {b}?|how does {a} affect {b}?|can {a} be used for {b}?|what is the difference between {a} and {b}?
-    is {a} the same as {b}?|what {a} has {b}?|can you have {a} with {b}?|how do i get {a} for {b}?|is {a} {b}?
-    what happens to {a} with {b}?|how long does {a} {b}?|why does {a} {b}?|who can {b} {a}?|which {a} is {b}?
-    can i get {a} with {b}?|should i {b} my {a}?|what is {a} for {b}?|how much {a} for {b}?|when does {a} {b}?
-    what is the {b} of {a}?|does {a} include {b}?|are {a} and {b} related?|do i need {a} for {b}?|what is a {b} in {a}?
-    how can {a} help with {b}?|how to {b} {a}?|can {b} take {a}?|why do i need {a} if i have {b}?|is {b} part of {a}?
-    will {a} pay for {b}?|where do i {b} {a}?|what {b} does {a} have?""",
-    3: """can {a} {b} for {c}?|how does {a} {b} {c}?|what is the {a} of {b} in {c}?|does {a} {b} with {c}?
-    is {a} or {b} better for {c}?|how do {a} and {b} affect {c}?|what {a} do i need to {b} {c}?|why is {a} {b} {c}?""",
-}
-_PATTERNS = {k: [p.strip() for p in re.split(r"[|\n]", v) if p.strip()] for k, v in PATTERNS.items()}
+_TOLD = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+STOP_WORDS = frozenset(_TOLD["stop_words"].split())
+_PATTERNS: dict[int, list[str]] = _TOLD["patterns"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +86,7 @@ def salient_terms(passage: str, frequencies: Counter[str], total: int, rng: rand
 def salient_question(passage: str, frequencies: Counter[str], total: int, rng: random.Random) -> str | None:
     """A question-shaped sentence about the passage's most telling terms, or None where it has fewer than two."""
     terms = salient_terms(passage, frequencies, total, rng)
-    if len(terms) < min(PATTERNS):
+    if len(terms) < min(_PATTERNS):
         return None
     slots = min(len(terms), rng.choices((2, 3), (0.75, 0.25))[0])
     return rng.choice(_PATTERNS[slots]).format(**dict(zip("abc", terms, strict=False)))
