@@ -20,13 +20,6 @@ from reproduction.published import MAIN, PAPER_000
 
 TABLE = "table_7_canaries"
 _COPIES = (10, 100)
-COLUMNS = {f"{what}_{copies}": f"{shown_as}, {copies} copies" for copies in _COPIES
-           for what, shown_as in (("rank", "rank of 100"), ("leaked", "leaked"))}  # fmt: skip
-_CAPTION = (
-    "Rank of the planted secret among its candidates, with the t-interval over trainings, and the share of secrets "
-    "that stand in a drawn query, with Clopper and Pearson's interval counted by training; three kinds of canaries "
-    "together. A secret that was not planted has a mean rank of 50.5."
-)
 
 
 def tables(
@@ -36,14 +29,11 @@ def tables(
     facts = read(finished) if finished is not None else _run(study, make_canaries, train_queries)
     models = dict.fromkeys((row["model"], row["side"]) for row in facts["rows"])
     rows = [_row(model, side, facts["rows"]) for model, side in models]
-    notes = [
+    told = (
         f"{facts['trainings']} trainings with each budget, {facts['units']} units of which "
-        f"{facts['planted_units']} are canaries: {facts['command']}.",
-        "The two public-only systems of the other tables read no private query, so nothing could be planted "
-        "into them, and they have no row.",
-        "Absence of a leak is no guarantee; what the accounting allows stands in the report of the study.",
-    ]
-    return [PaperTable(TABLE, "Table 7: planted secrets", COLUMNS, rows, _CAPTION, notes)]
+        f"{facts['planted_units']} are canaries: {facts['command']}."
+    )
+    return [PaperTable.of(TABLE, rows, [told])]
 
 
 def check(

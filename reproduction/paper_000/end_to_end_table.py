@@ -28,11 +28,6 @@ from reproduction.report.comparison import LEVEL, p_value
 # Each metric's value for every test question, of one training or of a system that is not trained.
 Run = Mapping[str, Sequence[float]]
 FIRST = next(iter(METRIC_NAMES.values()))
-_CAPTION = (
-    "Where a row has one run, the interval is the 95 % bootstrap interval over the test questions, not covering the "
-    "luck of a run; where it has several, the t-interval over runs. Below, p-values are of single comparisons and not "
-    "adjusted for their number. A row whose note says so was not run yet."
-)
 _TABLES = {ORIGINAL: "table_4", MAIN: "table_3"}
 
 
@@ -91,9 +86,8 @@ class Finished:
                 epsilon=PUBLIC_ONLY,
             ),
         ]  # fmt: skip
-        title, columns = f"All weights trained: {self.regime.label}", {name: name for name in METRIC_NAMES.values()}
-        rows = [*map(self._row, cells), *public]
-        return PaperTable(f"end_to_end_{self.name}", title, columns, rows, _CAPTION, list(self._orders()))
+        rows, regime = [*map(self._row, cells), *public], self.regime.label
+        return PaperTable.of("end_to_end", rows, list(self._orders()), name=f"end_to_end_{self.name}", regime=regime)
 
     def _row(self, cell: Cell) -> PaperRow:
         recipe, runs = self.regime.ways[cell.way], self.runs[cell]

@@ -74,24 +74,17 @@ def tables(study: Trainings, grid: Grid) -> list[PaperTable]:
         )
         for (lr, clip, batch, epochs), (bleu, privacy) in sorted(found.items(), key=lambda item: -item[1][0])
     ]
-    caption = (
-        f"{len(rows)} points, where the paper's grid has 192. Corpus BLEU, as a share, of queries drawn for "
-        f"{grid.max_passages or 'all'} passages of the split {grid.split} against its questions. One run each "
-        "and no interval: a difference between two rows may be luck."
-    )
     theirs = "; ".join(
         f"{name} {', '.join(f'{v:g}' for v in found['searched'])} (best {found['best']:g})"
         for name, found in PAPER_000["table_1"].items()
     )
     notes = [
         f"The paper's grid: {theirs}. It prints no BLEU of the points.",
-        "The validation questions were declared public. With private ones, the choice would be covered by the "
-        "epsilon of all points together and the scored questions by nothing (docs/sweeps.md).",
         f"{study.described(study.main)}; the paper searched with T5-Small. The public-only systems "
         "have none of these settings.",
     ]
-    title = "Table 1: search for the settings of the private generator"
-    return [PaperTable("table_1_grid", title, {"bleu": "BLEU on validation queries"}, rows, caption, notes)]
+    facts: dict[str, Any] = {"points": len(rows), "passages": grid.max_passages or "all", "split": grid.split}
+    return [PaperTable.of("table_1_grid", rows, notes, **facts)]
 
 
 def _point(study: Trainings, grid: Grid, point: tuple[float, float, int, float]) -> tuple[float, str]:

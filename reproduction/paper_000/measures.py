@@ -21,6 +21,7 @@ from reproduction.paper_000.table import (
     PUBLIC_ONLY,
     PaperRow,
     PaperTable,
+    columns_of,
     named,
     row_beside,
     rows_of_the_paper_alone,
@@ -30,12 +31,7 @@ from reproduction.published import MAIN, ORIGINAL, PAPER_000, Point, by_point
 
 # -- table 5: retrievers that learned from the private queries, judged on public sets that they never saw
 
-ZERO_SHOT = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10"}
-_OF_ZERO_SHOT = (
-    "Mean over the queries of each public set with its 95 % bootstrap interval, of one training run. Recall@10 is the "
-    "share of a query's relevant passages among the first 10, as the paper's numbers have it; its text describes the "
-    "share of queries with one of them there. Passages are cut as in training."
-)
+ZERO_SHOT = columns_of("table_5_zero_shot")
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,7 @@ def zero_shot_tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> li
     ]
     absent = [name for name in PAPER_000["sets"] if beir_set(name).name not in measured]
     notes = [f"Not there, and so not measured: {', '.join(absent)}."] if absent else []
-    title = "Table 5: zero-shot evaluation on public sets"
-    return [PaperTable("table_5_zero_shot", title, ZERO_SHOT, rows, _OF_ZERO_SHOT, notes, group="data set")]
+    return [PaperTable.of("table_5_zero_shot", rows, notes)]
 
 
 def check_zero_shot(make_zero_shot: Callable[..., Any]) -> None:
@@ -133,12 +128,7 @@ def _zero_shot_row(name: str, system: _System, found: Any) -> PaperRow:
 
 # -- table 6: how near the synthetic queries are to the original ones, by BLEU and MAUVE
 
-SIMILARITY = {"bleu": "BLEU", "mauve": "MAUVE"}
-_OF_SIMILARITY = (
-    "Corpus BLEU as a share, against all original queries of the same passage; it has no interval. MAUVE by MiniLM "
-    "features of the query, mean over seeds of k-means with one standard deviation on both sides. The features, sizes "
-    "of samples and buckets are not the paper's, so its MAUVE is on another scale."
-)
+SIMILARITY = columns_of("table_6_similarity")
 
 
 def similarity_tables(study: Trainings, make_similarity: Callable[..., Any]) -> list[PaperTable]:
@@ -160,14 +150,7 @@ def similarity_tables(study: Trainings, make_similarity: Callable[..., Any]) -> 
     pseudo = _similarity_of(study, "similarity-pseudo", study.folder(BASELINES) / "pseudo_queries", make_similarity)
     made = RowResult("pseudo-queries of the passages", pseudo, "no private data")
     rows.append(PaperRow(**vars(made), epsilon=PUBLIC_ONLY))
-    notes = [
-        PAPER_000["table_6_footnote"],
-        "The zero-shot encoder writes no queries, so it has no row here.",
-        "These are measures of the original queries: no epsilon covers them. They were declared public.",
-        *sizes_note(study),
-    ]
-    title = "Table 6: similarity of synthetic and original queries"
-    return [PaperTable("table_6_similarity", title, SIMILARITY, rows, _OF_SIMILARITY, notes)]
+    return [PaperTable.of("table_6_similarity", rows, [PAPER_000["table_6_footnote"], *sizes_note(study)])]
 
 
 def _similarity_of(study: Trainings, name: str, folder: Path, make: Callable[..., Any]) -> dict[str, Interval]:
@@ -184,12 +167,6 @@ def _similarity_of(study: Trainings, name: str, folder: Path, make: Callable[...
 
 
 # -- section 5.2.3 (appendix C of 001): how many queries and passages stand in the text the public model read
-
-_OF_OVERLAP = (
-    "Share of texts whose words stand in one document of the corpus in a row; mean over random subsets, as the paper "
-    "has it, and the lowest and highest bound of their 95 % intervals (Clopper and Pearson). The paper looks for MS "
-    "MARCO in C4; ours is the corpus named below, of which a part was read by the public T5 of this package."
-)
 
 
 def overlap_tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[PaperTable]:
@@ -208,15 +185,13 @@ def overlap_tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[P
 
     facts = study.result("overlap", make_overlap, work)
     read = facts["corpus"]
-    columns = {"exact": "found exactly", "ngram": f"{next(iter(facts['found'].values()))['n']} words in a row"}
-    notes = [
+    columns = columns_of("overlap") | {"ngram": f"{next(iter(facts['found'].values()))['n']} words in a row"}
+    corpus_told = (
         f"Corpus: {read['name']}, {read['documents']:,} documents, {read['words']:,} words. A text that was "
-        "not found may stand in what is not in this file: the shares are lower bounds.",
-        "The public-only rows of the other tables have no counterpart here: nothing is trained.",
-        "The paper gives its number for queries as an upper bound (< 1.9 %) and that for passages as ~22 %.",
-    ]
+        "not found may stand in what is not in this file: the shares are lower bounds."
+    )
     rows = [_overlap_row(name, facts["found"]) for name in ("queries", "passages")]
-    return [PaperTable("overlap", "Section 5.2.3: overlap with pre-training text", columns, rows, _OF_OVERLAP, notes)]
+    return [PaperTable.of("overlap", rows, [corpus_told], columns=columns)]
 
 
 def _overlap_row(name: str, found: Any) -> PaperRow:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from reproduction.paper_000.study import Cell, Trainings
-from reproduction.paper_000.table import PUBLIC_ONLY, PaperRow, PaperTable, row_beside, rows_of_the_paper_alone, shown
+from reproduction.paper_000.table import (
+    PUBLIC_ONLY,
+    PaperRow,
+    PaperTable,
+    columns_of,
+    row_beside,
+    rows_of_the_paper_alone,
+    shown,
+)
 from reproduction.published import ORIGINAL, SIZES
 
 
@@ -44,12 +52,7 @@ def _name(row: PaperRow) -> str:
     return row.system if row.epsilon == "public only" else f"{row.system} at ε = {row.epsilon}"
 
 
-COLUMNS = {"nDCG@10": "nDCG@10", "Recall@10": "Recall@10"}
-CAPTION = (
-    "Mean over the test queries with its 95 % bootstrap interval, of one training run each, as in the paper: the "
-    "interval covers the choice of queries and not the luck of a run. The paper's numbers are of MS MARCO, T5 and a "
-    "trained T5-Base retriever: compare orders, not levels."
-)
+COLUMNS = columns_of("table_3_retrieval")
 PUBLIC_NAMES = {
     "bm25": "BM25", "zero_shot": "zero-shot encoder", "pseudo": "retriever from pseudo-queries of the passages",
 }  # fmt: skip
@@ -75,18 +78,10 @@ def tables(study: Trainings) -> list[PaperTable]:
     ]
     alone = rows_of_the_paper_alone("table_3", COLUMNS, [*top, *made])
     orders = [*sizes_note(study), *_told(_orders(study, top[0], made, public))]
-    unlike = (
-        "Ours trains a linear query head of a frozen encoder against the public passages, whose loss is a sum over "
-        "queries; the paper's row is DP-SGD on the in-batch softmax of a whole encoder, batch 32."
-    )
-    above = [unlike, *_told(_above_direct(study, made, direct))]
-    titles = (
-        "Table 3: retrieval from synthetic queries, by epsilon and by model size",
-        "Table 4: retrieval trained directly on the original queries under DP",
-    )
+    above = _told(_above_direct(study, made, direct))
     return [
-        PaperTable("table_3_retrieval", titles[0], COLUMNS, [*top, *made, *alone, *public], CAPTION, orders),
-        PaperTable("table_4_direct", titles[1], COLUMNS, [*top, *direct, *public], CAPTION, above),
+        PaperTable.of("table_3_retrieval", [*top, *made, *alone, *public], orders),
+        PaperTable.of("table_4_direct", [*top, *direct, *public], above),
     ]
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section, to_markdown
 from lit_dpret.files import write_whole
 from lit_dpret.report.figures import can_draw, new_figure, save_png, tidy
@@ -21,6 +23,12 @@ from lit_dpret.report.table import RowResult, Table, ends
 from reproduction.published import Point, by_point
 
 PUBLIC_ONLY = "public only"
+_TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text(encoding="utf-8"))
+
+
+def columns_of(table: str) -> dict[str, str]:
+    """Return the measures of a table of ``tables.yaml``, each with its title."""
+    return dict(_TABLES[table]["columns"])
 
 
 def shown(eps: float | None) -> str:
@@ -73,6 +81,17 @@ class PaperTable:
     caption: str
     notes: Sequence[str] = ()
     group: str = ""
+
+    @classmethod
+    def of(
+        cls, of: str, rows: Sequence[PaperRow], notes: Sequence[str] = (), *, name: str | None = None,
+        columns: Mapping[str, str] | None = None, **facts: object,
+    ) -> PaperTable:  # fmt: skip
+        """Return a table of ``tables.yaml``; ``facts`` fill its title and caption."""
+        told = _TABLES[of]
+        title, caption = (told[words].format(**facts) for words in ("title", "caption"))
+        below = [*notes, *told.get("notes", ())]
+        return cls(name or of, title, columns or columns_of(of), rows, caption, below, told.get("group", ""))
 
     def grid(self) -> Grid:
         """Return the table; each measure in two columns, ours and the paper's."""
