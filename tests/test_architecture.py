@@ -12,81 +12,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lit_dpret.privacy import modes
 
 ROOT = Path(__file__).resolve().parent.parent
 # They import nothing of ours, so every layer may use them.
 EVERYWHERE = {"errors", "lazy", "settings", "texts"}
-ALLOWED: dict[str, set[str]] = {
-    # The ground floor: what is used everywhere above it.
-    "matmul_precision": set(),
-    "evaluation_mode": set(),
-    "memory": set(),
-    "threads": set(),
-    "progress": set(),
-    "files": set(),
-    "assets": set(),
-    "distributed": set(),
-    "privacy": {"files", "distributed", "evaluation_mode", "matmul_precision", "threads"},
-    "retrieval": {"files", "matmul_precision", "threads"},
-    "losses": set(),
-    "audit": set(),
-    "audit.statistics": {"privacy"},
-    # What a ledger lets one say.
-    "cards": {"files", "privacy", "audit.statistics"},
-    # What is trained, on what, and what comes out.
-    "encoders": {"files", "distributed", "evaluation_mode", "assets"},
-    "negatives": {"files", "progress", "privacy", "retrieval", "encoders"},
-    "datamodules": {
-        "files", "privacy.batches", "privacy.budget", "privacy.content", "privacy.sampling", "privacy.user_generators",
-    },
-    "modules": {
-        "files", "evaluation_mode", "distributed", "privacy", "losses", "encoders", "assets", "negatives", "progress",
-        "memory", "matmul_precision",
-    },
-    "costs": {"distributed", "privacy", "modules"},
-    "synthesis": {
-        "files", "distributed", "privacy", "cards", "modules", "matmul_precision", "assets", "retrieval", "encoders",
-        "datamodules", "negatives",
-    },
-    # What attacks finished models: no module, callback or accountant knows of it.
-    "audit.attacks": {"files", "audit.statistics", "encoders", "modules", "synthesis", "evaluation_mode"},
-    "audit.canaries": {
-        "files", "privacy", "retrieval", "audit.statistics", "datamodules", "synthesis", "modules", "encoders",
-    },
-    "audit.testing": {"evaluation_mode", "distributed", "privacy", "modules", "audit.statistics"},
-    "pytest_plugin": {"audit.testing"},
-    # What watches and reports a run.
-    "report": {"files", "retrieval", "privacy", "cards", "synthesis", "audit.statistics"},
-    "sweeps": {"files", "progress", "privacy", "cards", "report"},
-    "callbacks": {
-        "files", "memory", "matmul_precision", "distributed", "privacy", "cards", "progress", "retrieval", "report",
-        "audit.statistics", "audit.canaries", "costs", "sweeps",
-    },
-    "federated": {
-        "files", "privacy", "cards", "retrieval", "encoders", "losses", "negatives", "modules", "datamodules",
-        "callbacks", "progress", "report", "synthesis",
-    },
-    # The roof.
-    "tasks": {
-        "files", "distributed", "privacy", "cards", "retrieval", "report", "callbacks", "datamodules",
-        "synthesis",
-        "modules", "encoders", "assets", "losses", "evaluation_mode", "negatives", "audit", "federated",
-        "progress", "costs", "sweeps",
-    },
-    "config": set(),  # it reads docstrings of whatever a YAML names, by import at run time
-    "cli": {"config", "cards.start", "distributed", "tasks"},
-    "__main__": {"cli", "distributed"},
-    "made_private": {"privacy", "modules", "callbacks"},
-    "__init__": {"audit.testing", "callbacks", "datamodules", "made_private", "modules", "privacy"},  # by their names
-    # It stands beside the product and is not part of the wheel. Nobody may import it.
-    "reproduction": {
-        "files", "progress", "privacy", "cards", "retrieval", "losses", "audit", "encoders", "negatives",
-        "datamodules",
-        "modules", "synthesis", "callbacks", "federated", "report", "tasks", "evaluation_mode", "assets", "costs",
-    },
-}  # fmt: skip
+_ROOMS = yaml.safe_load((ROOT / "tests" / "data" / "rooms.yaml").read_text(encoding="utf-8"))
+ALLOWED = {room: set(imported) for room, imported in _ROOMS.items()}
 
 
 @cache
