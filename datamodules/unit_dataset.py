@@ -89,25 +89,23 @@ class GroupedUnitDataset:
         if unit >= len(self._units):
             return self._planted[unit - len(self._units)]
         data = self._collection
-        merged: frozenset[str] | None = None
-        if self.unit == "query":
-            own = (passage for query in self._queries[unit] for passage in data.positives(self._split, query))
-            merged = frozenset(own)
+
+        def positives(query_id: str, passage_id: str) -> frozenset[str]:
+            if self.unit == "pair":
+                return frozenset((passage_id,))
+            queries = self._queries[unit] if self.unit == "query" else (query_id,)
+            return frozenset(passage for query in queries for passage in data.positives(self._split, query))
+
         return tuple(
             Row(
                 query_id=query_id,
                 query=data.queries[query_id],
                 passage_id=passage_id,
                 passage=data.passages[passage_id],
-                positives=merged if merged is not None else self._row_positives(query_id, passage_id),
+                positives=positives(query_id, passage_id),
             )
             for query_id, passage_id in self._units[unit]
         )
-
-    def _row_positives(self, query_id: str, passage_id: str) -> frozenset[str]:
-        if self.unit == "pair":
-            return frozenset((passage_id,))
-        return frozenset(self._collection.positives(self._split, query_id))
 
     def most_units_of_a_user(self) -> int | None:
         """Return the most units of one user; None without user ids. Private, do not log."""

@@ -142,7 +142,13 @@ class PublicPoolSoftmaxLoss(_RowLoss):
         if mask is not None:
             left_out |= checked_mask(mask, rows, pool, device)
         if positive_index is not None and positive_embeddings is None:
-            target = _checked_index(positive_index, rows, pool, device)
+            known = positive_index.shape == (rows,) and positive_index.dtype == torch.long
+            if not known or not bool(((positive_index >= 0) & (positive_index < pool)).all()):
+                raise ConfigurationError(
+                    f"positive_index ({positive_index.dtype}, shape {tuple(positive_index.shape)}) must name one of "
+                    f"the pool's {pool} passages for each of {rows} rows, as torch.long."
+                )
+            target = positive_index.to(device)
             left_out = left_out.scatter(1, target.unsqueeze(1), False)
         elif positive_embeddings is not None and positive_index is None:
             if positive_embeddings.shape != query_embeddings.shape:
@@ -213,15 +219,6 @@ def _left_out(logits: Tensor, mask: Tensor | None) -> Tensor:
         return logits
     rows, candidates = logits.shape
     return logits.masked_fill(checked_mask(mask, rows, candidates, logits.device), float("-inf"))
-
-
-def _checked_index(index: Tensor, rows: int, pool: int, device: torch.device) -> Tensor:
-    if index.shape != (rows,) or index.dtype != torch.long or not bool(((index >= 0) & (index < pool)).all()):
-        raise ConfigurationError(
-            f"positive_index ({index.dtype}, shape {tuple(index.shape)}) must name one of the pool's {pool} passages "
-            f"for each of {rows} rows, as torch.long."
-        )
-    return index.to(device)
 
 
 class MarginMSELoss(_RowLoss):

@@ -184,20 +184,17 @@ class RowNegatives:
         taken.update(kept)
         short = source.per_query - len(kept)
         if short:
-            self._tell_short()
+            self._short += 1
+            if self._short == 1 and self._guarantee != "dp":
+                rank_zero_warn(
+                    "A source of negatives has too few passages for some query (margins, depth, few words in common, "
+                    "or another source named them): random public passages replace them. This warning appears once."
+                )
             draw = public_coins(source.seed, "fill", source.name, step, seat.text)
             more = uniform_places(draw, texts.groups, short, answers=seat.answers, taken=taken)
             taken.update(more)
             kept += more
         return kept + [NOBODY] * (source.per_query - len(kept))
-
-    def _tell_short(self) -> None:
-        self._short += 1
-        if self._short == 1 and self._guarantee != "dp":
-            rank_zero_warn(
-                "A source of negatives has too few passages for some query (margins, depth, few words in common, or "
-                "another source named them): random public passages replace them. This warning appears once."
-            )
 
     def _known(self) -> TrainTexts:
         if self.texts is None:

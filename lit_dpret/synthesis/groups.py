@@ -14,7 +14,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection, wait
@@ -68,18 +68,13 @@ class Generation:
         return Decoding(**{field.name: getattr(self, field.name) for field in fields(Decoding)})
 
 
-class GroupDrawer:
-    """A loaded generator that draws the queries of groups; a given one is moved and cast."""
-
-    def __init__(self, generator: GeneratorModel, how: Generation, *, place: torch.device | None = None) -> None:
-        self._how, self._generator = how, generator
-        self._generator.model.to(device=place or torch.device(how.device), dtype=PRECISIONS[how.precision])
-
-    def records(self, group: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return the queries of one group, as stored in a shard."""
-        how = self._how
-        drawn = draw_group(self._generator, group, how.queries_per_passage, how.seed, how.decoding())
-        return [query.to_dict() for query in drawn]
+def group_drawer(
+    generator: GeneratorModel, how: Generation, place: torch.device | None = None
+) -> Callable[[Mapping[str, str]], list[dict[str, Any]]]:
+    """Return what draws the queries of a group, as stored in a shard, by a generator that is moved and cast."""
+    generator.model.to(device=place or torch.device(how.device), dtype=PRECISIONS[how.precision])
+    settings = how.queries_per_passage, how.seed, how.decoding()
+    return lambda group: [query.to_dict() for query in draw_group(generator, group, *settings)]
 
 
 @contextmanager
@@ -152,9 +147,9 @@ def draw_groups(
     """
     if workers == 0:
         with fixed_arithmetic(how.threads):
-            drawer = GroupDrawer(generator or load_generator(source), how)
+            draw = group_drawer(generator or load_generator(source), how)
             for index, group in tasks:
-                yield index, drawer.records(group)
+                yield index, draw(group)
         return
     pool: list[_Worker] = []
     try:
@@ -265,9 +260,9 @@ def _work(connection: Connection, source: Path, how: Generation, number: int) ->
     threading.Thread(target=_receive, args=(connection, tasks), daemon=True).start()
     try:
         with fixed_arithmetic(how.threads):
-            drawer = GroupDrawer(load_generator(source), how, place=_place(how.device, number))
+            draw = group_drawer(load_generator(source), how, _place(how.device, number))
             while (task := tasks.get()) is not None:
-                connection.send((task[0], drawer.records(task[1])))
+                connection.send((task[0], draw(task[1])))
     except BrokenPipeError:
         pass
     except LitDpretError as error:

@@ -52,6 +52,11 @@ def unwritable(path: Path, error: OSError) -> StorageError:
     return StorageError(f"{path} cannot be written: {error.strerror or error}. {_ADVICE}")
 
 
+def shard_path(folder: Path, index: int) -> Path:
+    """Return the path of shard ``index`` of a generation in ``folder``."""
+    return folder / SHARDS_NAME / f"{index:06d}.jsonl"
+
+
 class ShardStore:
     """The shards of one generation and their manifest; ``configuration`` is everything that the content depends on.
 
@@ -68,18 +73,16 @@ class ShardStore:
         self._manifest = folder / MANIFEST_NAME
         self._known = self._read_manifest()
         for journal in self._journals():
-            self._adopt_journal(journal)
+            facts = read_facts(journal)
+            if facts and facts[0].get("configuration") == configuration_hash(self._configuration):
+                self.adopt({int(fact["shard"]): str(fact["sha256"]) for fact in facts[1:] if "shard" in fact})
         for leftover in (folder / SHARDS_NAME).glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         self.missing = [index for index in range(count) if not self._is_whole(index)]
 
-    def path(self, index: int) -> Path:
-        """Return the path of shard ``index``."""
-        return self.folder / SHARDS_NAME / f"{index:06d}.jsonl"
-
     def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write one shard and record it in the manifest."""
-        sha256 = write_chunks(self.path(index), (json_line(record) for record in records))
+        sha256 = write_chunks(shard_path(self.folder, index), map(json_line, records))
         self._append({"shard": index, "sha256": sha256})
         self._known[index] = sha256
 
@@ -90,20 +93,13 @@ class ShardStore:
                 self._append({"shard": index, "sha256": sha256})
                 self._known[index] = sha256
 
-    def _adopt_journal(self, journal: Path) -> None:
-        """Vouch for what a rank's journal names, if it was of this very generation."""
-        facts = read_facts(journal)
-        if facts and facts[0].get("configuration") == configuration_hash(self._configuration):
-            self.adopt({int(fact["shard"]): str(fact["sha256"]) for fact in facts[1:] if "shard" in fact})
-
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield all records of all shards in order."""
         for index in range(self.count):
+            path = shard_path(self.folder, index)
             if not self._is_whole(index):
-                raise DataError(
-                    f"{self.path(index)} is missing or damaged. Run the same command again to make it again."
-                )
-            with open(self.path(index), encoding="utf-8", errors="surrogatepass") as file:
+                raise DataError(f"{path} is missing or damaged. Run the same command again to make it again.")
+            with open(path, encoding="utf-8", errors="surrogatepass") as file:
                 for line in file:
                     yield json.loads(line)
 
@@ -126,7 +122,7 @@ class ShardStore:
         if index not in self._known:
             return False
         try:
-            with open(self.path(index), "rb") as file:
+            with open(shard_path(self.folder, index), "rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest() == self._known[index]
         except OSError:
             return False
@@ -193,9 +189,7 @@ class RankShards:
 
     def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write one shard and record it."""
-        sha256 = write_chunks(
-            self.folder / SHARDS_NAME / f"{index:06d}.jsonl", (json_line(record) for record in records)
-        )
+        sha256 = write_chunks(shard_path(self.folder, index), map(json_line, records))
         try:
             if not self.made:  # a journal of an earlier job has been taken in
                 self._journal.unlink(missing_ok=True)

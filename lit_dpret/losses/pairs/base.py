@@ -127,7 +127,11 @@ class PairwiseLoss(ABC):
         ``n_max``, which is public. ``relation=add_or_remove`` is one record more or less, or zeroed out;
         ``replace_one`` another in its place, the size fixed.
         """
-        checked_relation(relation)
+        if relation not in get_args(Relation):
+            raise ConfigurationError(
+                f"relation={relation!r} is not one of {', '.join(get_args(Relation))}: sensitivities of losses over "
+                "pairs are known for these alone. Zeroing out a record is add_or_remove."
+            )
         require_whole("privacy", {"n_max": n_max}, 1)
         return self._supremum(n_max, relation)
 
@@ -166,15 +170,6 @@ class PairwiseLoss(ABC):
 def eye_like(table: Tensor) -> Tensor:
     """Return the identity, of the table's last two axes, type and device."""
     return torch.eye(table.shape[-1], dtype=table.dtype, device=table.device)
-
-
-def checked_relation(relation: Relation) -> None:
-    """Refuse a neighbouring relation without a bound here."""
-    if relation not in get_args(Relation):
-        raise ConfigurationError(
-            f"relation={relation!r} is not one of {', '.join(get_args(Relation))}: sensitivities of losses over pairs "
-            "are known for these alone. Zeroing out a record is add_or_remove."
-        )
 
 
 def checked_positive(name: str, value: float, above: float = 0.0) -> None:

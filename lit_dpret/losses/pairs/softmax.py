@@ -75,16 +75,13 @@ class SoftmaxPairLoss(_TemperedLoss):
 
     def _supremum(self, n: int, relation: Relation) -> float:
         if self.sensitivity_from == "paper":
-            self._check_paper(relation)
+            if relation != "add_or_remove":
+                raise ConfigurationError(
+                    f"The paper states Lemma 4.5 for add_or_remove, not for relation={relation!r}. "
+                    "Choose loss.sensitivity_from=proof."
+                )
             return 2.0 * (1.0 + (n - 2) * largest_share(n, self._inverse_ratio)) / self.temperature
         return softmax_supremum(n, self._inverse_ratio, relation) / self.temperature
-
-    def _check_paper(self, relation: Relation) -> None:
-        if relation != "add_or_remove":
-            raise ConfigurationError(
-                f"The paper states Lemma 4.5 for add_or_remove, not for relation={relation!r}. "
-                "Choose loss.sensitivity_from=proof."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,12 +201,7 @@ def require_public_encoder(encoder: str, is_public: bool, *, knob: str) -> tuple
         )
     if str(encoder) == "minilm" and not folder.is_dir():
         return ()
-    if not is_public:
-        raise ConfigurationError(
-            f"{knob}={encoder} has no privacy card, so it may have been trained on anything. Declare by "
-            f"{knob}_is_public=true that no private data went into it."
-        )
-    return (declared(encoder),)
+    return (declared(encoder, is_public, knob),)
 
 
 def bins_from_spec(spec: Mapping[str, Any], *, encoder: str | None = None, encoder_is_public: bool = False) -> Bins:

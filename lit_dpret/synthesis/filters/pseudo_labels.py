@@ -116,7 +116,9 @@ def label(
     store.seal()
     records = [LabelledNegative(**record) for record in store.records()]
     write_chunks(folder / LABELS, (record.line() for record in records))
-    write_chunks(folder / NEGATIVES, _by_query(released, mined, shown(ranker.encoder)))
+    found = ((query, {shown(ranker.encoder): mined[query.query_id]}) for query in released)
+    lines = (json_line({"qid": query.query_id, "pos": [query.passage_id], "neg": neg}) for query, neg in found)
+    write_chunks(folder / NEGATIVES, lines)
     if claim is not None:
         hashes = {name: file_sha256(folder / name) for name in (LABELS, NEGATIVES)}
         subject = {"artifact_type": "dataset", "name": folder.resolve().name, "sha256": hashes}
@@ -149,11 +151,6 @@ def _labels(
                 query_id=query.query_id, passage_id=query.passage_id, negative_id=negative, margin=float(own - score)
             )
         place += 1 + len(others)
-
-
-def _by_query(released: ReleasedQueries, mined: dict[str, list[str]], name: str) -> Iterator[str]:
-    for query in released:
-        yield json_line({"qid": query.query_id, "pos": [query.passage_id], "neg": {name: mined[query.query_id]}})
 
 
 def _digest(released: ReleasedQueries, mined: dict[str, list[str]]) -> str:

@@ -232,12 +232,7 @@ def require_covered(
             f"{knob}={model} lost its privacy card, and {trace[0]} shows that a run trained it (privacy={trace[1]}). "
             "Use the whole folder that the run wrote, or a public model."
         )
-    if not declared_public:
-        raise ConfigurationError(
-            f"{knob}={model} has no privacy card, so it may have been trained on anything. Declare by "
-            f"{knob}_is_public=true that no private data went into it."
-        )
-    return [declared(model)]
+    return [declared(model, declared_public, knob)]
 
 
 def foreign_code(part: object, what: str = "that it looks at nothing private") -> list[Assumption]:
@@ -249,8 +244,13 @@ def foreign_code(part: object, what: str = "that it looks at nothing private") -
     return [Assumption(text, "unverified")]
 
 
-def declared(model: str | Path) -> Assumption:
-    """Return the assumption that a model without a privacy card is public."""
+def declared(model: str | Path, is_public: bool, knob: str) -> Assumption:
+    """Return the assumption that a model without a privacy card is public; refuse one that was not declared so."""
+    if not is_public:
+        raise ConfigurationError(
+            f"{knob}={model} has no privacy card, so it may have been trained on anything. Declare by "
+            f"{knob}_is_public=true that no private data went into it."
+        )
     return Assumption(
         text=f"No private data went into {shown(model)}, by which queries were embedded, scored or put into bins, as "
         "declared: numbers do not tell where they come from.",
