@@ -196,6 +196,10 @@ class CheckpointGate:
         self._trainer, self._module, self._declare = trainer, module, declare
         self._start = dict(self._fingerprints(start))
 
+    def expect(self, content: Mapping[str, Any]) -> None:
+        """Allow these initial values too."""
+        self._start.update(self._fingerprints(content))
+
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]

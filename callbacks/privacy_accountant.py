@@ -440,6 +440,7 @@ class PrivacyAccountant(Callback):
         if module.privacy.guarantee == "dp":
             declare = self._note_kept if module.log_private_loss else None
             self._checkpoint_gate = CheckpointGate(trainer, module, self._between.put_together(False), declare)
+            self._writes.expect_at_saving(self._checkpoint_gate)
         self._ranks.share(self._reserve)
 
     def refuse_unseen_writes(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,8 @@ class UnseenWrites:
     """Refuse writes by a hook of the module or a callback outside a step, while private rows are accessible.
 
     Between two steps the module looks by itself (`HookWatch`). ``whole`` says that this process holds whole weights
-    under a guarantee; else what is written early is not seen.
+    under a guarantee. Where ranks hold parts of them, what is written early is not seen, and what is saved is compared
+    as rank 0 puts it together.
     """
 
     def __init__(self, trainer: L.Trainer, module: Any, ranks: Ranks, *, whole: bool) -> None:
@@ -53,12 +54,22 @@ class UnseenWrites:
     def refuse_before_saving(self, gate: CheckpointGate | None) -> None:
         """Refuse, before saving weights, all of this, and with ``gate`` other content of a state dict."""
         self.refuse_before_first_batch()  # a run that went on from its very last step has no batch
-        self._ranks.together(lambda: self._look_before_saving(gate))
+        self._ranks.together(self.refuse_after_last_batch)
+        if gate is not None and hasattr(self._module, "save_model"):
+            self._show_saved(gate.check)
 
-    def _look_before_saving(self, gate: CheckpointGate | None) -> None:
-        self.refuse_after_last_batch()
-        if gate is not None and self._whole and hasattr(self._module, "save_model"):
-            gate.check({"state_dict": self._module.state_dict()})
+    def expect_at_saving(self, gate: CheckpointGate) -> None:
+        """Note what is saved with the weights now, where a checkpoint does not hold the same; a collective call."""
+        if not self._whole and hasattr(self._module, "save_model"):
+            self._show_saved(gate.expect)
+
+    def _show_saved(self, look: Callable[[Mapping[str, Any]], None]) -> None:
+        """Call ``look`` with the state dict that ``save_model`` writes, on the ranks that hold all of it."""
+        if self._whole:
+            self._ranks.together(lambda: look({"state_dict": self._module.state_dict()}))
+            return
+        with self._module.assembled():
+            self._ranks.share(lambda: look({"state_dict": self._module.state_dict()}))
 
     def _refuse_early(self) -> None:
         if self._before is None:

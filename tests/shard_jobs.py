@@ -288,6 +288,55 @@ def evaluated(folder: Path, rank: int, world: int) -> dict[str, Any]:
     return {"mrr": float(runner.callback_metrics["val/mrr@10"]), "step": runner.global_step}
 
 
+def kept_private(folder: Path, rank: int, world: int, *, way: str, strategy: str) -> None:
+    """A fit that lays a number of its rows beside its weights in some ``way``, or nothing, and saves them."""
+    import stand_ins
+    import torch
+
+    from lit_dpret.callbacks import PrivacyCard
+    from lit_dpret.modules.module_state import HookWatch
+
+    class Keeping(stand_ins.Regression):
+        last = 0.0
+
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.register_buffer("of_rows", torch.zeros(()))
+            self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+            self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            self.last = 0.5
+            if way == "buffer":
+                self.get_buffer("of_rows").fill_(self.last)
+
+        def get_extra_state(self) -> Any:
+            return {"of_rows": self.last if way == "extra state" else None}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+        def state_dict(self, *given: Any, **named: Any) -> Any:
+            found = super().state_dict(*given, **named)
+            if way == "metadata":
+                found._metadata[""]["of_rows"] = [self.last]
+            return found
+
+    # Which look at some batches only.
+    HookWatch.compare = HookWatch.compare_last = lambda *_, **named: None  # type: ignore[method-assign]
+    chosen: Any = strategy
+    if strategy == "fsdp":
+        chosen = ShardingStrategy()
+    elif strategy.startswith("stage"):
+        from lit_dpret.distributed.zero import ZeroStrategy
+
+        chosen = ZeroStrategy(stage=int(strategy[-1]))
+    stand_ins.fit(
+        folder, Keeping(privacy=stand_ins.dp(folder.parent)), steps=3, save_every=100, strategy=chosen,
+        devices=world, extra=[PrivacyCard(run_dir=folder)],
+    )  # fmt: skip
+
+
 def quiet(folder: Path, rank: int, world: int, *, how: str, sharded: bool) -> dict[str, Any]:
     """A fit in which the privacy mode of the last rank does something else with the noise than it says."""
     import rank_runs

@@ -404,7 +404,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         module: Any = self.lightning_module
         with self._own().assembled(here=self.is_global_zero):
             state = module.state_dict() if self.is_global_zero else {}
-        return {name: value.detach().cpu() for name, value in state.items()}
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._own().optimizer_state()

@@ -41,6 +41,22 @@ def test_shards_make_the_update_and_the_ledger_of_one_process(server: Server, tm
     assert told_by[0].count("privacy/clip_fraction") == 12 and told_by[0] == told_by[1]
 
 
+@pytest.mark.parametrize(
+    ("way", "strategy"), [("buffer", "fsdp"), ("extra state", "fsdp"), ("metadata", "fsdp"), ("buffer", "ddp")]
+)
+def test_weights_with_a_private_number_beside_them_are_not_published(
+    way: str, strategy: str, server: Server, tmp_path: Path
+) -> None:
+    assert server.run("shard_jobs:kept_private", tmp_path / "run", way=way, strategy=strategy, timeout=60) == [2, 2]
+    assert all("of_rows" in told(tmp_path / "run", rank)["text"] for rank in (0, 1))
+    assert not list(tmp_path.rglob("weights.pt"))
+
+
+def test_what_was_beside_the_weights_at_the_start_is_published_with_them(server: Server, tmp_path: Path) -> None:
+    assert server.run("shard_jobs:kept_private", tmp_path / "run", way="none", strategy="fsdp", timeout=60) == [0, 0]
+    assert "frozen.weight" in torch.load(tmp_path / "run" / "model" / "weights.pt", weights_only=True)
+
+
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return float((weights(one) - weights(other)).abs().max())
 

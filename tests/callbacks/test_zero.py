@@ -83,6 +83,17 @@ def compare(zero_server: ZeroServer, runs: Path, stage: str, given: dict[str, An
     assert alone == shared and len(alone) == 5 * ("clip_fraction_budget" in given.get("mode", {}))
 
 
+@pytest.mark.parametrize("stage", ["stage 2", pytest.param("stage 3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["buffer", "extra state", "none"])
+def test_weights_are_published_without_a_private_number_beside_them(
+    way: str, stage: str, zero_server: ZeroServer, tmp_path: Path
+) -> None:
+    ended = zero_server.run("shard_jobs:kept_private", tmp_path / "run", way=way, strategy=stage, timeout=60)
+    assert ended == ([0, 0] if way == "none" else [2, 2])
+    assert all(way == "none" or "of_rows" in told(tmp_path / "run", rank)["text"] for rank in (0, 1))
+    assert bool(list(tmp_path.rglob("weights.pt"))) == (way == "none")
+
+
 FAST = ("stage 2", "stage 3, all in host memory")
 
 
