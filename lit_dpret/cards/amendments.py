@@ -1,23 +1,20 @@
 """Amendments of a finished card: results of audits, and notes on what its claim does not cover.
 
-A result may stand on a card, which is released, only where it is post-processing of what is released anyway: computed
-from the model and from planted or public data. A score against private queries changes nothing about the artefact, but
-no noise covers it, so the card is amended with a note. The SHA-256 of the card before is kept, because cards
-of derived artefacts name that one: taking notes and results off again gives back that file, byte for byte, or the
-notes are not all that was changed.
+A score against private queries changes nothing about the artefact, but no noise covers it, so the card is amended with
+a note. The SHA-256 of the card before is kept, because cards of derived artefacts name that one: taking notes and
+results off again gives back that file, byte for byte, or the notes are not all that was changed.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lit_dpret.cards.file import CARD_NAME, README, card_json, card_sha256, checksum, read_card, write_card
+from lit_dpret.cards.file import CARD_NAME, README, card_sha256, checksum, read_card, text_sha256, write_card
 from lit_dpret.cards.text import statement
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import write_whole
@@ -60,40 +57,28 @@ class AttackResult:
             raise ConfigurationError(f"eps_lower={self.eps_lower} must not be negative.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as JSON values."""
-        facts = asdict(self)
-        return facts | {"ci": None if self.ci is None else list(self.ci)}
+        return asdict(self) | {"ci": None if self.ci is None else list(self.ci)}
 
 
 def add_evidence(folder: str | Path, results: Sequence[AttackResult]) -> Path | None:
     """Add results to the card in ``folder``; return its path, or None if the folder has no card.
 
-    Nothing else of the card changes but the sentence of its statement that says whether attacks were run. A model
-    folder's copy is a card of its own: call this for both.
-
-    Raises:
-        DataError: The card is malformed or was edited by hand.
-        StorageError: It cannot be written.
+    A model folder's copy is a card of its own: call this for both.
     """
+    if not results:
+        path = Path(folder) / CARD_NAME
+        return path if path.is_file() else None
+    return _noted(folder, {"results": [result.to_dict() for result in results]}, _ATTACKED)
+
+
+def _noted(folder: str | Path, content: Mapping[str, Any], caution: str) -> Path | None:
     path = Path(folder) / CARD_NAME
     if not path.is_file():
         return None
-    if not results:
-        return path
-    note = {
-        "day": today(),
-        "sha256_before": card_sha256(path),
-        "results": [result.to_dict() for result in results],
-    }
-    written = write_card(amended(read_card(path), [note]), path.parent)
-    _tell_readers(path.parent, str(note["sha256_before"]), card_sha256(path), _ATTACKED)
-    return written
-
-
-def planted_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the canaries in the training data, from the last plan of a run's ledger; None without canaries."""
-    plans = [record for record in records if record.get("kind") == "plan"]
-    return dict(plans[-1]["planted"]) if plans and plans[-1].get("planted") else None
+    before, card = card_sha256(path), read_card(path)
+    write_card(amended(card, [{"day": today(), "sha256_before": before, **content}]), path.parent)
+    _tell_readers(path.parent, before, card_sha256(path), caution)
+    return path
 
 
 def restated(card: dict[str, Any]) -> dict[str, Any]:
@@ -126,35 +111,19 @@ def amended(card: Mapping[str, Any], notes: Sequence[Mapping[str, Any]]) -> dict
 def note_not_covered(folder: str | Path, what: str, *, computed: str) -> Path | None:
     """Note on the card of ``folder`` that its claim does not cover a value computed from private data.
 
-    The note stands under what is not covered and as a caution beside the claim, and in ``amendments``; everything else
-    is as it was. Equal texts stand once.
+    The note stands under what is not covered and as a caution, equal texts once.
 
     Args:
-        folder: Where the card lies.
+        folder: Where the card lies; without one, there is no claim that could be misread.
         what: What was published, with the artefact it is about, as the subject of a sentence.
         computed: From what, as the end of a sentence.
-
-    Returns:
-        The card, or None where the folder has none: then there is no claim that could be misread.
-
-    Raises:
-        DataError: The card is malformed or was edited by hand.
-        StorageError: It cannot be written.
     """
-    path = Path(folder) / CARD_NAME
-    if not path.is_file():
-        return None
-    before, card = card_sha256(path), read_card(path)
     note = {
-        "day": today(),
-        "sha256_before": before,
         "not_covered": f"{what}, computed from {computed}: whoever is shown these numbers is told more than the claim "
         "covers.",
         "caution": f"{what} was computed from {computed} after this card was made. Those numbers are not covered.",
     }
-    written = write_card(amended(card, [note]), path.parent)
-    _tell_readers(path.parent, before, card_sha256(path), note["caution"])
-    return written
+    return _noted(folder, note, note["caution"])
 
 
 def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
@@ -173,8 +142,7 @@ def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
 def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
     """Copy the notes of the card in ``folder`` to the card that will replace it, as on a resume.
 
-    Results of attacks are kept only on the very same files. The card of another artefact there leaves the new one as
-    it is.
+    Results of attacks are kept only on the very same files.
     """
     path = Path(folder) / CARD_NAME
     if not path.is_file():
@@ -190,11 +158,6 @@ def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
     return amended(card, notes) if same and notes else dict(card)
 
 
-def text_sha256(card: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the file that ``write_card`` writes for a card."""
-    return hashlib.sha256(card_json(card).encode()).hexdigest()
-
-
 def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the card, then its versions before each amendment, the newest first.
 
@@ -207,10 +170,7 @@ def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def names_before_evidence(card: Mapping[str, Any]) -> set[str]:
-    """Return the SHA-256 of a card, and of its version before audit results were added.
-
-    Claim, ledger and files are the same in all of them.
-    """
+    """Return the SHA-256 of a card, and of its versions before audit results were added."""
     found = set()
     for version in versions(card):
         found.add(text_sha256(version))

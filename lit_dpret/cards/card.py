@@ -1,15 +1,8 @@
 """The privacy card: the claim of a run, computed from what the run did.
 
-A card is the document that a privacy officer signs. Its epsilon is recomputed from the ledger,
-never copied from a configuration; it never stands without unit, neighbours and delta; and where a
-step of the argument is missing, the card says *not proved* instead of printing a number.
-
-An artefact made from a private artefact without touching the private data again (a synthetic data
-set, a retriever trained on it) inherits the claim: the same number, the parent's SHA-256, nothing
-better. ``verify_card`` lets anyone with the ledger check the arithmetic.
-
-The fields follow Ponomareva et al., "How to DP-fy ML" (2023), section 5.3, and tier 3 of the
-OpenDP deployments registry.
+Its epsilon is recomputed from the ledger, never copied from a configuration. What is made from a private artefact
+without touching the private data again inherits the claim. The fields follow Ponomareva et al., "How to DP-fy ML"
+(2023), section 5.3, and tier 3 of the OpenDP deployments registry.
 """
 
 from __future__ import annotations
@@ -100,17 +93,10 @@ def build_card(
     """Build the card of an artefact computed from private data.
 
     Guarantees:
-        - ``claim.epsilon`` is the accountant's answer to `claimed_releases` of the records: what the run released and,
-          where it ended early, had planned beside that, and what the model had cost that it started from. No argument
-          can lower it.
-        - It is null, and the card carries a red banner, where any release was made without noise
-          (``guarantee`` is ``none``) or an assumption that the proof needs is false (``not_proved``).
+        - ``claim.epsilon`` is the accountant's answer to `claimed_releases` of the records; no argument can lower it.
+        - It is null under a red banner where any release was made without noise (``guarantee`` is ``none``) or an
+          assumption that the proof needs is false (``not_proved``).
         - An assumption with ``holds`` false always leaves a banner.
-
-    Args:
-        ledger_records: ``PrivacyLedger.records``.
-        subject: From `subject_of`.
-        facts: What the ledger does not hold.
 
     Raises:
         LedgerError: The records contradict each other, or hold no plan record.
@@ -164,8 +150,8 @@ def inherit_card(
     """Build the card of an artefact computed only from another artefact and public data.
 
     Guarantees:
-        - The claim is the parent's: same epsilon, delta, unit and neighbours; never better. A parent
-          without a guarantee, or with an audit that contradicts its claim, passes on that there is none.
+        - The claim is the parent's, never better. A parent without a guarantee, or with an audit that contradicts its
+          claim, passes on that there is none.
         - The parent is named by the SHA-256 of its card, and so are the parent's parents.
 
     Args:
@@ -260,7 +246,6 @@ def inherit_card(
 
 
 def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The blocks on the program that made the card, and on how the card is checked."""
     return {
         "package_versions": package_versions(),
         "environment": dict(environment or environment_facts()),
@@ -334,7 +319,6 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _finished(card: dict[str, Any]) -> dict[str, Any]:
-    """Add what is said about the facts: banners, cautions, statement, checksum."""
     card |= said(card)
     card["claim"]["statement"] = statement(card)
     card["checksum"] = checksum(card)

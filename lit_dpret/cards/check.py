@@ -1,7 +1,7 @@
 """Check a card against its ledger, as any reader can.
 
-`verify_card` checks the claim. `recheck` compares everything that follows from the ledger (ceilings of attacks, groups
-of units, the noise, the assumptions as well): a card on which one of those was made more pleasant is false too.
+`recheck` compares everything that follows from the ledger (ceilings of attacks, groups of units, the noise, the
+assumptions as well): a card on which one of those was made more pleasant is false too.
 Sentences are told apart from facts, because another version writes other ones.
 """
 
@@ -32,10 +32,7 @@ TOLERANCE = 1e-6
 
 
 def verify_card(card: Mapping[str, Any], ledger_path: str | Path, *, folder: str | Path | None = None) -> list[str]:
-    """Return the errors of a card, given its ledger; empty if there are none.
-
-    The chain is verified and epsilon recomputed from it. Records that were cut off the ledger's end, or appended after
-    the card was made, are reported: the card stores the head hash and the number of records.
+    """Return the errors of a card's claim, given its ledger; empty if there are none.
 
     Args:
         card: From `read_card` (or `build_card`); for an inherited card, the ledger is the parent's.
@@ -104,7 +101,6 @@ class _Found:
 def recheck(card: Mapping[str, Any], ledger: PrivacyLedger, *, whole: bool = True) -> Recheck:
     """Compare a card with the recomputed values that its ledger determines.
 
-    An entry that differs from the ledger, is missing, or stands where the ledger knows none is reported by its place.
     Of a derived card, and where not the ``whole`` is asked for, the claim alone is compared.
     """
     stored = card["ledger"]
@@ -145,7 +141,6 @@ def _not_its_chain(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str
 
 
 def _went_on(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str]:
-    """Return how much was announced after the card was made."""
     later = ledger.records[stored["records"] :]
     return [] if not later else [
         f"The ledger went on after the card was made, by {len(later)} records with {len(noise_keys(later))} announced "
@@ -214,14 +209,12 @@ def _of_the_rest(card: Mapping[str, Any], judged: Judged) -> Iterator[_Found]:
 
 
 def _as_json(value: Any) -> Any:
-    """The value as a card gives it back: tuples as lists."""
     return json.loads(json.dumps(value))
 
 
 def _assumed(
     card: Mapping[str, Any], records: Sequence[Mapping[str, Any]], plan: PrivacyPlan | None
 ) -> Iterator[_Found]:
-    """Compare the assumptions with those that the ledger decides."""
     known = [] if plan is None else derived_assumptions(records, plan)
     known += [*start_assumptions(records, card["pretraining"].get("model")), *leaks(records)]
     stated = card["assumptions"]
@@ -235,7 +228,6 @@ def _assumed(
 
 
 def _compared(fresh: Any, stated: Any, place: Place) -> Iterator[_Found]:
-    """Everything on the card that the ledger decides."""
     where, words = ".".join(place), any(name in _SENTENCES for name in place)
     if fresh is None and place[0] == "mechanism":
         return  # which also holds what the ledger does not know

@@ -1,9 +1,7 @@
 """The claim of a card: the number, unit and neighbours, its gaps, and the guarantee for several units.
 
-An epsilon is a statement about two data sets that differ in one unit. Which unit, and how they differ, decides what is
-protected and what is not; both lists are derived from those two words, so that no card can promise more than its
-accountant computed. Beside the claim stands what the same releases promise to k units together: to a user, and to a
-text that was recorded several times.
+Which unit, and how the two data sets of the guarantee differ, decides what is protected and what is not; both lists are
+derived from those two words, so that no card can promise more than its accountant computed.
 """
 
 from __future__ import annotations
@@ -112,10 +110,9 @@ def _named(text: Any, name: str) -> Any:
 def user_level_epsilon(judged: Judged, plan: PrivacyPlan) -> float | None:
     """Return the epsilon of everything that one user contributed; None if it is not declared or not proved.
 
-    With ``unit=user`` it is the claim's own. Otherwise it is that of ``max_units_per_user`` units together, a bound
-    that the run declared before its first step; nothing is concluded from the data. The releases of each run before it
-    are judged by the bound of that run, and none is stated where one of them declared none: one person's units of one
-    run and of another are that person's.
+    With ``unit=user`` it is the claim's own, otherwise that of ``max_units_per_user`` units together. The releases of
+    each run before it are judged by the bound of that run, and none is stated where one of them declared none: one
+    person's units of one run and of another are that person's.
     """
     if plan.budget.unit == "user":
         return judged.verdict.epsilon
@@ -362,7 +359,6 @@ def uncovered(
 
 
 def _copies(groups: Sequence[Mapping[str, Any]], what: str) -> str:
-    """Say how much less several units are protected, as the end of a sentence."""
     if not groups:
         return ""
     if all(group["epsilon"] is None and group["why"] != "infinite" for group in groups):
@@ -398,12 +394,8 @@ class ClaimedCurve:
 def claimed_curve(records: Sequence[Mapping[str, Any]]) -> ClaimedCurve | None:
     """Return the privacy curve of a ledger's own releases, which an audit of that run can contradict.
 
-    The card prints one epsilon at one delta; the releases satisfy a whole curve, and an audit may test every pair of
-    it. A canary planted in this run met none of the releases of a model that the run started from, so those are left
-    out: the curve is never above the claim on the card. None where the releases prove nothing.
-
-    Raises:
-        LedgerError: The records contradict each other.
+    A canary planted in this run met none of the releases of a model that the run started from, so those are left out:
+    the curve is never above the claim on the card. None where the releases prove nothing.
     """
     plan, _ = plan_of(records)
     if plan is None:

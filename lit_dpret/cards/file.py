@@ -1,8 +1,7 @@
 """Card files: written atomically, validated on reading, named by SHA-256, and compared with the files beside them.
 
-A card decides what others believe, so one that cannot be a claim is not read as one: another
-schema, an edited field, an epsilon without its delta, unit and neighbours. Nor is it believed beside other files than
-it lists: an edited query or other weights under a good card would go out with a claim that nobody made for them.
+A card decides what others believe, so one that cannot be a claim is not read as one, nor is it believed beside other
+files than it lists: an edited query under a good card would go out with a claim that nobody made for it.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ ArtifactType = Literal["weights", "dataset", "index", "histogram"]
 def subject_of(
     artifact_type: ArtifactType, name: str, files: Iterable[str | Path] = (), *, root: str | Path | None = None
 ) -> dict[str, Any]:
-    """Describe the artefact of a card: kind, name, and the SHA-256 of each file, named relative to ``root``.
-
-    Raises:
-        DataError: A file cannot be read.
-    """
+    """Describe an artefact: kind, name, and the SHA-256 of each file, named relative to ``root``."""
     require_choice("artifact_type", artifact_type, get_args(ArtifactType))
     digests = {}
     for file in sorted(Path(file) for file in files):
@@ -48,11 +43,7 @@ def subject_of(
 
 
 def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write ``privacy_card.json``, ``.md`` and ``.html``, each atomically; return the path of the JSON.
-
-    Raises:
-        StorageError: The folder cannot be written.
-    """
+    """Write ``privacy_card.json``, ``.md`` and ``.html``, each atomically; return the path of the JSON."""
     path = Path(folder) / CARD_NAME
     texts = {
         path: card_json(card),
@@ -65,8 +56,13 @@ def write_card(card: Mapping[str, Any], folder: str | Path) -> Path:
 
 
 def card_json(card: Mapping[str, Any]) -> str:
-    """Return the content of ``privacy_card.json``; its SHA-256 is the card's name."""
+    """Return the content of ``privacy_card.json``."""
     return json.dumps(card, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def text_sha256(card: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the file that `write_card` writes for a card."""
+    return hashlib.sha256(card_json(card).encode()).hexdigest()
 
 
 def read_card(path: str | Path) -> dict[str, Any]:
@@ -146,11 +142,7 @@ def card_path(path: str | Path) -> Path:
 
 
 def check_dataset_card(path: Path | None) -> None:
-    """Refuse data that its privacy card does not describe, file by file.
-
-    Raises:
-        DataError: The card is missing, is of something else, or lists other contents than the folder has.
-    """
+    """Refuse data that its privacy card does not describe, file by file."""
     if path is None:
         raise DataError(
             "privacy=synthetic trains on data that carries a privacy card, and this folder has none.", trap="T27"
@@ -194,11 +186,7 @@ def card_of_data(data: Any, split: str = "train") -> Path | None:
 
 
 def refuse_another_claim(data: Any, what: str = "a card of this run would state another one alone") -> None:
-    """Refuse data whose queries have a privacy card, for a new claim; ``what`` would come of it.
-
-    Raises:
-        ConfigurationError: They were made from private ones under an epsilon that the new card would not name.
-    """
+    """Refuse data whose queries have a privacy card, for a new claim; ``what`` would come of it."""
     if (path := card_of_data(data)) is not None:
         raise ConfigurationError(
             f"These data carry a privacy card ({path}): they were derived from private ones under their own epsilon, "
@@ -221,13 +209,10 @@ def card_beside(given: str | Path) -> Path | None:
 
 
 def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
-    """Refuse a model or data folder that does not match its card.
+    """Refuse a model or data folder that does not match its card, file by file.
 
-    Every file must be listed with its SHA-256, and every listed file must be there. Aside are hidden files, the ledger,
-    the card itself, and what an export adds to be read by people: its page and the cards behind its own.
-
-    Raises:
-        DataError: A file was changed, added or taken away, or the card lists none.
+    Aside are hidden files, the ledger, the card itself, and what an export adds to be read by people: its page and the
+    cards behind its own.
     """
     if card["subject"]["artifact_type"] == "dataset":
         check_dataset_card(folder / CARD_NAME)

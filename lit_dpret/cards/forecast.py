@@ -1,9 +1,8 @@
 """The final cost of a plan, computed before it starts.
 
-One epsilon hides the assumptions behind it. So a forecast puts the stated one beside what other accountants, relations
-and sampling laws would make of the same noise, beside what is left if the sampling was not what it claimed to be, and
-beside what an attacker could do with it. An epsilon belongs to one law and one relation; read under another, the same
-noise is worth more or less, and under some there is no proved number at all.
+An epsilon belongs to one law and one relation; read under another, the same noise is worth more or less, and under some
+there is no proved number at all. So a forecast puts the stated one beside what other accountants, relations and
+sampling laws would make of the same noise, and beside what an attacker could do with it.
 """
 
 from __future__ import annotations
@@ -115,16 +114,9 @@ class Planned:
 def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     """Return epsilon of the planned noise for every law and relation, each by the tightest accountant.
 
-    Guarantees:
-        - The cell of the planned law and relation is the plan's epsilon by ``pld``, where that judges it.
-        - ``replace_one`` is the library's own pair at the same noise: one unit in, another one out.
-        - ``shuffle`` claims no amplification: every pass counts as a release that saw all units.
-        - A combination that no accountant judges, or for which a coupled loss has another sensitivity, has no
-          number, and says why.
-
-    Returns:
-        ``sampling``, ``law`` as a sentence, ``neighbours``, ``epsilon`` or None, ``accountant`` or None,
-        ``amplified``, and ``why`` where there is no number.
+    ``replace_one`` is the library's own pair at the same noise: one unit in, another one out; ``shuffle`` claims no
+    amplification. A combination that no accountant judges, or for which a coupled loss has another sensitivity, has no
+    number, and says ``why``.
     """
     rows = []
     for law in plan.laws():
@@ -159,13 +151,8 @@ def _cell(plan: Planned, law: SamplingLaw, relation: Neighbours) -> dict[str, An
 def user_levels(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Return epsilon of the planned noise for a person with 1, 2, 5 or 10 units, by law.
 
-    A truncated law whose cap was chosen for one unit may promise nothing to several: a batch that was
-    cut can give all of them away. ``roomy_cap`` is then a cap that cuts so seldom that it does not
-    matter, and its column says what that would promise.
-
-    Returns:
-        ``neighbours``; ``columns`` of laws with ``rows`` of ``units`` and ``epsilon`` or None and ``why``;
-        ``roomy_cap``, or None where the planned law needs none.
+    A truncated law whose cap was chosen for one unit may promise nothing to several: a batch that was cut can give all
+    of them away. ``roomy_cap`` is then a cap that cuts so seldom that it does not matter, with a column of its own.
     """
     laws = plan.laws()
     roomy = _roomy(plan)

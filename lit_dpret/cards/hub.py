@@ -1,19 +1,18 @@
 """The header of a ``README.md`` for a model hub: known facts of a folder, including its claim.
 
-A hub filters and compares by this header, and readers believe it. So a licence or a language stands there only where
-somebody stated it, a base model only where a hub has it under that name, and the claim as the privacy card has it.
+A hub filters and compares by this header, and readers believe it: a base model stands there only where a hub has it
+under that name, and the claim as the privacy card has it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from lit_dpret.cards.file import CARD_NAME, card_json
+from lit_dpret.cards.file import CARD_NAME, text_sha256
 from lit_dpret.cards.text import printed_epsilon
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.budget import show_delta
@@ -38,7 +37,7 @@ def claim_metadata(card: Mapping[str, Any]) -> dict[str, Any]:
     if claim["guarantee"] == "dp":
         found |= {"epsilon": float(printed_epsilon(card)), "delta": float(show_delta(claim["delta"]))}
         found |= {name: claim[name] for name in ("unit", "neighbours")}
-    return found | {"card": CARD_NAME, "card_sha256": hashlib.sha256(card_json(card).encode()).hexdigest()}
+    return found | {"card": CARD_NAME, "card_sha256": text_sha256(card)}
 
 
 def base_model_of(card: Mapping[str, Any]) -> str | None:
@@ -48,11 +47,7 @@ def base_model_of(card: Mapping[str, Any]) -> str | None:
 
 
 def stated_languages(language: str | None) -> list[str]:
-    """Return the language codes of a comma-separated setting.
-
-    Raises:
-        ConfigurationError: One of them is not a code.
-    """
+    """Return the language codes of a comma-separated setting; refuse what is not a code."""
     codes = [] if language is None else [code.strip() for code in language.split(",")]
     for code in codes:
         if not _LANGUAGE.fullmatch(code):
@@ -61,11 +56,7 @@ def stated_languages(language: str | None) -> list[str]:
 
 
 def check_license(license: str | None) -> None:
-    """Refuse a licence that is unknown to the hub.
-
-    Raises:
-        ConfigurationError: It is not written as the hub does.
-    """
+    """Refuse a licence that is not written as the hub does."""
     if license is not None and not _LICENSE.fullmatch(license):
         raise ConfigurationError(
             f"license={license!r} is not a licence as the Hugging Face hub writes it, such as cc-by-4.0 or other."
@@ -73,11 +64,7 @@ def check_license(license: str | None) -> None:
 
 
 def check_repositories(knob: str, names: Sequence[str]) -> None:
-    """Refuse names that cannot be hub repositories, such as local paths.
-
-    Raises:
-        ConfigurationError: One is not of the form owner/name.
-    """
+    """Refuse names that cannot be hub repositories, such as local paths."""
     for name in names:
         if not _REPOSITORY.fullmatch(str(name)):
             raise ConfigurationError(f"{knob}={name} is not a name of the Hugging Face hub: those are owner/name.")

@@ -1,12 +1,8 @@
 """The ratio of noise to batch size over batch sizes and epochs: the benefit of a larger batch.
 
-What an optimizer sees of the noise is its multiplier over the expected batch size, and at a fixed
-epsilon a larger batch makes that ratio smaller. Up to a point: a small batch pays for sampling, because
-the amplification by Poisson sampling is at its best only where the noise is large. The same number of
-steps that each took every unit would need a ratio of sigma_T / n, with sigma_T the noise of T unsampled
-Gaussians, known in closed form. That is the floor of the ratio, and the *knee* is the smallest batch
-that comes within a quarter of it. Before the knee a larger batch is a gain at no cost, since passes over
-the data are the same work at every batch size; beyond it one only trades steps for less noise in each.
+At a fixed epsilon a larger batch makes the ratio smaller, up to a point: amplification by Poisson sampling is at its
+best only where the noise is large. As many steps that each took every unit would need sigma_T / n, with sigma_T the
+noise of T unsampled Gaussians: the floor of the ratio. The *knee* is the smallest batch within a quarter of it.
 """
 
 from __future__ import annotations
@@ -44,11 +40,9 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """The noise multiplier over the expected batch size."""
         return None if self.noise_multiplier is None else self.noise_multiplier / self.batch
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the cell as plain JSON values."""
         over = None if self.ratio is None else self.ratio / self.floor
         return {
             "batch": self.batch,
@@ -72,11 +66,9 @@ def knee_table(
 ) -> dict[str, Any]:
     """Return the noise-to-batch ratio over batch sizes and passes at one budget, with the knee of each column.
 
-    By Poisson sampling and privacy loss distributions, whatever the plan's own law and accountant are.
-
-    Guarantees:
-        - The noise of every cell meets the budget: the discretisation is coarse, but pessimistic.
-        - It is at most `LOOSENESS` above what a calibration would find.
+    By Poisson sampling and privacy loss distributions, whatever the plan's own law and accountant are. The noise of
+    every cell meets the budget and is at most `LOOSENESS` above what a calibration would find: the discretisation is
+    coarse, but pessimistic.
 
     Args:
         n: The number of units, where public, or the constant that stands for it.
@@ -86,10 +78,6 @@ def knee_table(
         batch: The planned batch, which is one of the rows.
         epochs: The planned number of passes, which is one of the columns.
         heartbeat: Called after every cell.
-
-    Returns:
-        ``cells`` of the grid, ``batches`` and ``epochs`` as its axes, and ``knees``: for each number of
-        passes the batch at the knee, or None where no batch of the grid reaches it.
     """
     batches, columns = batch_sizes(n, batch), _columns(epochs)
     table: list[Cell] = []
@@ -194,7 +182,6 @@ def _width(noise: float, rate: float, eps: float) -> float:
 
 
 def _next(good: tuple[float, float] | None, bad: tuple[float, float] | None, eps: float) -> float:
-    """Where to look next: between the two, on logarithms, or further out."""
     if good is None or bad is None:
         noise, value = good or bad or (1.0, eps)
         step = 1.5 if value == math.inf or value <= 0 else min(2.0, max(1.02, abs(value / eps) ** 0.4))

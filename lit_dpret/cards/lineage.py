@@ -1,9 +1,7 @@
 """Find the cards and ledgers that a card names, and compare a derived card with its parent's.
 
-A card holds hashes and no paths, so they are looked for where a run or a pipeline leaves them: beside the card, in the
-folders around it, and where the user says. What is found is what has the SHA-256 that was asked for; where it lay
-proves nothing. Post-processing passes a claim on as it is, never better; a run that started from another run's model
-composes both.
+A card holds hashes and no paths, so they are looked for beside the card, in the folders around it, and where the user
+says. What is found is what has the SHA-256 that was asked for; where it lay proves nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.amendments import text_sha256, versions
+from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.check import TOLERANCE
-from lit_dpret.cards.file import CARD_NAME, card_sha256, read_card
+from lit_dpret.cards.file import CARD_NAME, card_sha256, read_card, text_sha256
 from lit_dpret.cards.text import charges_every_unit
 from lit_dpret.cards.tuning import hides_earlier_tuning
 from lit_dpret.errors import DataError, LitDpretError
@@ -43,14 +41,10 @@ class FoundCard:
 
 
 class Lineage:
-    """The cards and ledgers near some cards.
+    """The cards and ledgers near some cards, and in ``folders``, which are searched first and to any depth.
 
-    Args:
-        folders: Where to look first, to any depth; files are taken as they are.
-        within: A folder outside of which nothing is found but in ``folders``.
-
-    Attributes:
-        damaged: Files that were met on the way and are not cards, or were edited.
+    ``within`` is a folder outside of which nothing else is found. ``damaged`` are files that are not cards, or were
+    edited.
     """
 
     def __init__(self, folders: Iterable[str | Path] = (), *, within: Path | None = None) -> None:
@@ -140,8 +134,7 @@ def _below(folder: Path, name: str, *, depth: int | None) -> Iterator[Path]:
 def copy_lineage(card: Path, folder: Path, near: Path | None = None) -> None:
     """Copy the files needed to verify ``card``: its ancestors' cards, and the ledger of epsilon.
 
-    They go into one numbered folder each, so that they are found again wherever ``folder`` lies beside the card. They
-    are looked for around ``near``, by default the card itself.
+    They go into one numbered folder each, and are looked for around ``near``, by default the card itself.
     """
     lineage = Lineage()
     for number, met in _ancestors(lineage, read_card(card), near or card):
@@ -155,15 +148,8 @@ def copy_lineage(card: Path, folder: Path, near: Path | None = None) -> None:
 def refuse_told_failures(card: Path, what: str, alone: str) -> None:
     """Refuse to hand on a card, or an ancestor's, that says that a failure over private rows interrupted its run.
 
-    Card and ledger tell of that failure, which no noise covers; epsilon is about the weights or files alone.
-
-    Args:
-        card: The card that would be handed on, with those of its ancestors.
-        what: The setting that names the artefact, with its value.
-        alone: What may be handed on without a card.
-
-    Raises:
-        DataError: One of the cards says so; the message names the folder of the earliest.
+    Card and ledger tell of that failure, which no noise covers. ``what`` names the artefact, with its setting;
+    ``alone`` what may be handed on without a card.
     """
     own = FoundCard(card, read_card(card))
     told = [
@@ -180,7 +166,6 @@ def refuse_told_failures(card: Path, what: str, alone: str) -> None:
 
 
 def _ancestors(lineage: Lineage, card: Mapping[str, Any], place: Path) -> Iterator[tuple[int, FoundCard]]:
-    """Yield the cards that a card names, with their places in its list, nearest first; those not found are left out."""
     for number, parent in enumerate(card["parents"], start=1):
         lineage.look_near(place)
         if (met := lineage.card(str(parent["sha256"]))) is not None:
@@ -230,7 +215,6 @@ def passed_on(child: Mapping[str, Any], parent: Mapping[str, Any]) -> set[tuple[
 
 
 def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> list[str]:
-    """Return where a derived card differs from its parent about what was proved."""
     ours, theirs = child["claim"], parent["claim"]
     if ours["guarantee"] != "dp":  # it claims nothing, which is never too much
         return [] if ours["guarantee"] == theirs["guarantee"] or theirs["guarantee"] == "dp" else [
@@ -256,7 +240,6 @@ def _better_than_parent(child: Mapping[str, Any], parent: Mapping[str, Any]) -> 
 
 
 def _other_start(child: Mapping[str, Any], parent: Mapping[str, Any], ledger: Path) -> list[str]:
-    """Compare what a run says that its start had cost with the ledger of that start."""
     stated = ((child["accounting"] or {}).get("init_from") or {}).get("epsilon_of_start")
     if stated is None:
         return []

@@ -1,9 +1,8 @@
 """Facts of a card besides its claim: software, hardware, randomness, start of training, registered protocols.
 
-A model that has seen a query before private training reveals it whatever the noise was, and no claim covers that. So
-a card names the weights that training started from, and how much of public text stood in their pre-training corpus.
-An audit protocol is registered by its hash before the first release: an attack that is chosen after its results are
-known shows what one wants it to show.
+A model that has seen a query before private training reveals it whatever the noise was, so a card names the weights
+that training started from, and how much of public text stood in their pre-training corpus. An audit protocol is
+registered by its hash before the first release: an attack chosen after its results are known proves nothing.
 """
 
 from __future__ import annotations
@@ -106,9 +105,6 @@ def overlap_facts(file: str | Path) -> tuple[dict[str, Any], frozenset[str]]:
 
     Of private queries the share is itself a number computed from them, so a card takes it of public texts alone; the
     hashes of those that were declared public are returned with it.
-
-    Raises:
-        ConfigurationError: It cannot be read, is no such file, or holds shares of private queries.
     """
     path = Path(file).expanduser()
     try:
@@ -134,11 +130,7 @@ _KNOB = "callbacks.card.audit_protocols"
 
 
 def protocol_facts(files: Iterable[str | Path], *, knob: str = _KNOB) -> list[dict[str, str]]:
-    """Return name and SHA-256 of each protocol; ``knob`` is the setting named in a refusal.
-
-    Raises:
-        ConfigurationError: A file cannot be read, or is empty.
-    """
+    """Return name and SHA-256 of each protocol; ``knob`` is the setting named in a refusal."""
     facts = []
     for file in map(Path, files):
         try:
@@ -151,18 +143,13 @@ def protocol_facts(files: Iterable[str | Path], *, knob: str = _KNOB) -> list[di
 
 
 def note_protocols(ledger: PrivacyLedger, files: Sequence[str | Path]) -> None:
-    """Write the hashes of protocols into a ledger, before the record of its first announced step.
-
-    Raises:
-        ConfigurationError: A file cannot be read, or is empty.
-        ResumeError: A step was announced already, and a file was not registered before it.
-    """
+    """Write the hashes of protocols into a ledger, before the record of its first announced step."""
     if new := new_protocols(ledger.records, files):
         ledger.append("event", name=PROTOCOL_EVENT, protocols=new)
 
 
 def new_protocols(records: Sequence[Mapping[str, Any]], files: Sequence[str | Path]) -> list[dict[str, str]]:
-    """Return the facts of the protocols that a ledger does not know yet; raises as `note_protocols` does."""
+    """Return the facts of the protocols that a ledger does not know yet; refuse them after its first step."""
     known = {one["sha256"] for one in registered(records)}
     new = [one for one in protocol_facts(files) if one["sha256"] not in known]
     if new and any(record["kind"] == "intent" for record in records):
@@ -242,7 +229,7 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
 
 
 def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the private run of the start used floating-point noise; the claim covers both."""
+    """Return whether the start used floating-point noise; the claim covers both."""
     start = recorded_start(records)
     return start is not None and not start["public"] and bool(start.get("floating_point", True))
 

@@ -1,7 +1,6 @@
 """Card entries that are recomputed from its ledger: what ran, its cost, and the end of the chain.
 
-Whoever makes a card and whoever checks one compute these facts from the records by the same functions. Nothing here
-reads a configuration.
+Whoever makes a card and whoever checks one compute these facts by the same functions, which read no configuration.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from lit_dpret.cards.amendments import planted_by
 from lit_dpret.cards.claim import group_facts
 from lit_dpret.cards.provenance import randomness_facts, registered, start_accounting, start_text
 from lit_dpret.errors import UnsupportedAccountingError
@@ -37,17 +35,15 @@ PRICED_ALONE = 6
 
 def registered_facts(records: Sequence[Record]) -> dict[str, Any]:
     """Return what was registered before the first step: audit protocols, and planted canaries."""
-    planted = planted_by(records)
-    return {"pre_registered": registered(records), **({} if planted is None else {"planted": planted})}
+    planted = next((r.get("planted") for r in reversed(records) if r.get("kind") == "plan"), None)
+    return {"pre_registered": registered(records), **({"planted": dict(planted)} if planted else {})}
 
 
 def decided_blocks(judged: Judged, model: str | None, accounted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the blocks of a card besides its claim, without entries that a ledger does not contain.
 
-    Args:
-        judged: The ledger.
-        model: What training started from, where that has no card.
-        accounted: An accounting block whose numbers the words shall name; by default the one returned.
+    ``model`` is what training started from, where that has no card; ``accounted`` an accounting block whose numbers the
+    words shall name, by default the one returned.
     """
     accounting: dict[str, Any] | None = None
     if judged.plan is not None:

@@ -1,8 +1,8 @@
 """Card signatures: the only protection against a chain that was rewritten completely.
 
-A card names its files, the head of its ledger and its parents by SHA-256. Whoever can write them all can
-make all of them anew, and they will agree. They cannot make the signature of somebody else's key. It is
-detached (``privacy_card.sig``), by Ed25519 (RFC 8032), over the canonical JSON of the card.
+Whoever can write files, ledger and parents can make all of them anew, and they will agree. They cannot make the
+signature of somebody else's key. It is detached (``privacy_card.sig``), by Ed25519 (RFC 8032), over the canonical JSON
+of the card.
 """
 
 from __future__ import annotations
@@ -37,15 +37,8 @@ class Signed:
 def sign_card(path: str | Path, key_file: str | Path) -> list[Path]:
     """Sign a card and its copies in the run folder and beside the model; return the signatures.
 
-    Args:
-        path: The card, or its folder.
-        key_file: A private Ed25519 key in PEM, as ``openssl genpkey -algorithm ed25519`` writes it; readable by
-            its owner alone, and not in the folder of the card.
-
-    Raises:
-        ConfigurationError: The key cannot be used, or the package ``cryptography`` is missing.
-        DataError: The card is malformed.
-        StorageError: A signature cannot be written.
+    ``key_file`` holds a private Ed25519 key in PEM, as ``openssl genpkey -algorithm ed25519`` writes it; readable by
+    its owner alone, and not in the folder of the card.
     """
     path = card_path(path)
     card, name = read_card(path), card_sha256(path)
@@ -62,12 +55,7 @@ def sign_card(path: str | Path, key_file: str | Path) -> list[Path]:
 
 
 def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
-    """Return the signature in ``path`` if it matches the card, now or before amendments.
-
-    Raises:
-        DataError: It is malformed, or does not fit.
-        ConfigurationError: The package ``cryptography`` is missing.
-    """
+    """Return the signature in ``path`` if it matches the card, now or before amendments; raise otherwise."""
     try:
         facts = read_json(path, SCHEMA)
         raw, signature = bytes.fromhex(facts["public_key"]), bytes.fromhex(facts["signature"])
@@ -88,11 +76,7 @@ def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
 
 
 def public_key_fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of the key in a PEM file with an Ed25519 public key.
-
-    Raises:
-        ConfigurationError: It is none, or the package ``cryptography`` is missing.
-    """
+    """Return the SHA-256 of the key in a PEM file with an Ed25519 public key."""
     library, path = _library(), Path(path).expanduser()
     try:
         key = library.serialization.load_pem_public_key(path.read_bytes())
@@ -130,11 +114,6 @@ def _private_key(path: Path, *, published: Path) -> Any:
 
 
 def _library() -> Any:
-    """Return what is used of the package ``cryptography``.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
     try:
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization

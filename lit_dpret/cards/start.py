@@ -1,10 +1,8 @@
 """Starting from another run's model: its cost is included in the new run's ledger and card.
 
-Weights that were trained on private data carry what they learned into everything that is trained
-from them. A run that starts there (``init_from=RUN``) therefore writes the earlier run's releases
-into its own ledger before its first step, and its card claims the composition of both. Nobody can
-show that two data sets share no person, so the two are always composed, whatever data the earlier
-run used. The earlier card must agree with its ledger and with the model's files, or nothing starts.
+A run that starts there (``init_from=RUN``) writes the earlier run's releases into its own ledger before its first step,
+and its card claims the composition of both. Nobody can show that two data sets share no person, so the two are always
+composed. The earlier card must agree with its ledger and with the model's files, or nothing starts.
 """
 
 from __future__ import annotations
@@ -67,12 +65,7 @@ class Start:
         return EarlierRun.of_start(self.facts)
 
     def uncounted(self, dataset: DatasetLedger | None) -> tuple[EarlierRun, ...]:
-        """Return the run of the start if the data-set ledger does not count it yet.
-
-        Raises:
-            ConfigurationError: The start was counted in another one, whose total would miss the run.
-            LedgerError: It was counted in this one, which is an older copy.
-        """
+        """Return the run of the start if the data-set ledger does not count it yet; refuse any other ledger."""
         if self.facts["public"]:
             return ()
         records = PrivacyLedger.read(self.folder / str(read_card(self.folder)["ledger"]["name"])).records
@@ -121,10 +114,7 @@ class Start:
     def check_plan(self, plan: PrivacyPlan) -> None:
         """Refuse a plan whose claim would have another unit than the start, or another delta.
 
-        Raises:
-            ConfigurationError: Equal texts, or rows of one name, are one unit here and several there. Or delta is above
-                that of the start, as only a mode that makes its plans by itself brings it about, or not below 1/n for
-                its units.
+        Its delta is above that of the start only under a mode that makes its plans by itself.
         """
         if (theirs := self.facts.get("duplicates")) is not None:
             budget, where = plan.budget, f"{self.knob}={self.folder} was trained under"
@@ -145,9 +135,6 @@ def note_start(ledger: PrivacyLedger, start: Start | None) -> None:
 
     On resume it must be the same start; only its folder, further evidence on its card, and a card made again may
     differ.
-
-    Raises:
-        ResumeError: The ledger was begun from another start, or from none.
     """
     before = recorded_start(ledger.records)
     now = None if start is None else dict(start.facts)
@@ -199,10 +186,6 @@ def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
 
     Asked are cards, ledgers and the notes of `save_model`, in and around the folder (`places_of`), and the card above
     that lists its files. Either of them survives where another one was lost.
-
-    Raises:
-        DataError: A card or a note cannot be read.
-        LedgerError: A ledger cannot be read.
     """
     from lit_dpret.privacy.ledger.trained import NOTE_NAME, noted_in  # it needs torch, and verification reads this file
 
@@ -221,24 +204,14 @@ def traces_of_training(model: str | Path) -> Iterator[tuple[Path, str]]:
 
 
 def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Start:
-    """Read the start for ``init_from=run``.
+    """Read the start for ``init_from=run``; ``knob`` is the setting that named it.
 
     Guarantees:
         - A private start is taken only if its card agrees with its ledger, file for file and number for number.
         - A start whose card an audit contradicts has no guarantee to pass on.
-        - Without a card, only a declaration makes a start public; a card, note or ledger that tells of a training under
-          any mode but ``privacy=none`` cannot be declared away. Whether the data of ``privacy=none`` were public is the
-          declaration.
-
-    Args:
-        run: A run folder with ``model/``, card and ledger; or any model folder that is declared public.
-        public: ``init_from_is_public``: nothing private went into it.
-        knob: The setting that named it, for messages.
-
-    Raises:
-        ConfigurationError: There is no such folder, or no card and no declaration, or the declaration is contradicted.
-        DataError: The card does not agree with its ledger or with the model's files, or a note cannot be read.
-        LedgerError: The ledger of a start that is declared public cannot be read.
+        - Without a card, only a declaration (``public``) makes a start public; a card, note or ledger that tells of a
+          training under any mode but ``privacy=none`` cannot be declared away. Whether the data of ``privacy=none``
+          were public is the declaration.
     """
     folder = Path(run).expanduser()
     if not folder.is_dir():

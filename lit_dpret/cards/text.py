@@ -1,8 +1,7 @@
 """The text of a privacy card: the statement, the Markdown and the page.
 
-The texts are made from the card's own fields and nothing else, so that a reader of the JSON and a
-reader of the page are told the same. Numbers of the claim are rounded up. What audits found stands beside the claim,
-never in it.
+The texts are made from the card's own fields and nothing else. Numbers of the claim are rounded up. What audits found
+stands beside the claim, never in it.
 """
 
 from __future__ import annotations
@@ -298,7 +297,6 @@ def _facts_of_the_mode(mechanism: Mapping[str, Any]) -> str:
 
 
 def _counted(mechanism: Mapping[str, Any]) -> str:
-    """Describe the share of clipped gradients, if it was released with each step."""
     counted = mechanism.get("clip_fraction")
     if counted is None:
         return ""
@@ -310,7 +308,6 @@ def _counted(mechanism: Mapping[str, Any]) -> str:
 
 
 def _bounded(card: Card) -> str:
-    """Describe the clipping of a step."""
     mechanism, coupling = card["mechanism"], card["mechanism"].get("coupling")
     if coupling is None:
         return (
@@ -325,7 +322,6 @@ def _bounded(card: Card) -> str:
 
 
 def _grouped(mechanism: Mapping[str, Any]) -> str:
-    """Describe how the clipping bound is shared out over layers, if it is."""
     if mechanism.get("clip_groups", "flat") == "flat":
         return ""
     return ", each layer on its own to this over the square root of the number of layers"

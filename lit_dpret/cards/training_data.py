@@ -21,12 +21,8 @@ def training_behind(folder: Path, data: Any) -> str | None:
 
     It is recognised where the ledger of the training lies with the artefact or beside it, or near it and is the one
     that the artefact's card names, also through other cards, or is that of a silo whose federation saved the artefact;
-    where the secret that keys its fingerprint of the data is in the default place, and the datamodule groups its rows
-    as it did then.
-
-    Args:
-        folder: The folder of the artefact.
-        data: The datamodule, set up.
+    where the secret that keys its fingerprint of the data is in the default place, and ``data``, a datamodule after its
+    set-up, groups its rows as it did then.
     """
     if not hasattr(data, "data_fingerprint"):
         return None

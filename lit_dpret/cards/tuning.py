@@ -64,13 +64,11 @@ def tuning_facts(
 
     Guarantees:
         - A choice on private data is accounted only where the search was declared as `RandomStopping` and its cost is
-          proved; ``epsilon`` is then that of the search with its best run. The epsilon of the claim stays that of the
-          run.
-        - A choice among the trials of a sweep that trained on private data is a choice on private data, whatever the
-          trials were scored on. Where all of them were reserved beforehand it is accounted by their sum: ``epsilon``
-          is the limit of the ledger that holds them. Where a trial had no privacy, where the limit holds at a larger
-          delta than the claim's, where the run claims nothing, or where the trials were scored on synthetic data,
-          whose own epsilon is in no such sum, none is stated.
+          proved; ``epsilon`` is then that of the search with its best run, the claim's stays that of the run.
+        - A choice among the trials of a sweep that trained on private data is one on private data, whatever they were
+          scored on. Where all of them were reserved beforehand, ``epsilon`` is the limit of the ledger that holds them.
+          Where a trial had no privacy, where the limit holds at a larger delta than the claim's, where the run claims
+          nothing, or where the trials were scored on synthetic data (whose epsilon is in no such sum), none is stated.
         - A choice among several runs of one command that nothing was reserved for is not accounted, also where these
           differ in their seed alone: what they cost together is stated as planned.
 
@@ -80,11 +78,6 @@ def tuning_facts(
         sweep: The sweep that the run is a trial of, from its ledger.
         delta: The claim's delta; None where nothing is claimed.
         siblings: The runs of its command, from its ledger.
-
-    Raises:
-        ConfigurationError: ``data`` or ``method`` is not a known word, several trials are declared where nothing was
-            chosen, or the search is declared in part, for data on which a search costs nothing, or together with the
-            number of its runs.
     """
     given = {key: value for key, value in (tuning or {}).items() if value is not None}
     refuse_trials_of_no_choice(given)
@@ -122,9 +115,8 @@ def with_earlier_tuning(
 ) -> dict[str, Any]:
     """Add to a tuning block how the settings of the parent artefact were chosen.
 
-    A choice on private or unstated data behind the model is a choice behind whatever is made from it. What is made
-    from it without private data keeps that epsilon; a claim ``composed`` of both runs has none that is proved, and
-    neither has an artefact of which nothing is ``proved``.
+    What is made from it without private data keeps that epsilon; a claim ``composed`` of both runs has none that is
+    proved, and neither has an artefact of which nothing is ``proved``.
     """
     if earlier is None or not _is_open(earlier):
         return dict(own)
@@ -156,15 +148,11 @@ def hides_earlier_tuning(own: Mapping[str, Any], earlier: Mapping[str, Any], *, 
 
 
 def _is_open(tuning: Mapping[str, Any]) -> bool:
-    """Return whether a choice behind an artefact tells of private data, or may."""
     return tuning["data"] in _OPEN or not tuning["accounted"]
 
 
 def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: SearchCost | None = None) -> dict[str, Any]:
-    """Return the tuning block of a run: its declaration, and its ledger's facts on sweep and start.
-
-    ``cost`` is the result of `search_cost`, for a caller that needs several blocks.
-    """
+    """Return the tuning block of a run: its declaration, and its ledger's facts on sweep and start."""
     start = recorded_start(judged.records) or {}
     delta = None if judged.claimed_plan is None else judged.claimed_plan.budget.delta
     sweep, siblings = sweep_of(judged.records), siblings_of(judged.records)
@@ -173,10 +161,7 @@ def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: Search
 
 
 def possible_tuning(stated: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
-    """Return the possible tuning blocks of a run, given its ledger, for any declaration.
-
-    ``stated`` is the block on its card, for what the run alone declares.
-    """
+    """Return the tuning blocks that a run with this ledger may have, given what it alone declares (``stated``)."""
     declared = {name: stated.get(name) for name in ("n_trials", "method", "mean_runs", "runs_law", "note")}
     cost, found = search_cost(judged), []
     for data in get_args(TuningData) if sweep_of(judged.records) is None else ("unknown",):
@@ -307,7 +292,6 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
 
 
 def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
-    """Say what the runs of one command cost together, of which nobody reserved anything."""
     runs, planned, bare = siblings["runs"], siblings.get("planned"), siblings.get("without_privacy")
     varied = ", ".join(siblings["varied"]) or "nothing"
     text = f"This run is one of {runs or 'several'} that one command started (varied: {varied})"

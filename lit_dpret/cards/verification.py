@@ -1,12 +1,8 @@
 """Verify a privacy card from its files, without the private data.
 
-From the card of an artefact to the run on private data at the other end: every card on the way is the one
-that the next names by SHA-256, says no more than the one before it, and lies beside the files that it
-describes; and the epsilon of the first follows from its ledger. Each check ends as ``ok``, ``failed`` or
-``not_checked``; the last is never counted as the first.
-
-Hashes cannot show a chain that was rewritten from one end to the other. A signature over the last
-card can: it names all others by hash.
+From the card of an artefact to the run on private data at the other end: every card on the way is the one that the next
+names by SHA-256, says no more than the one before it, and lies beside the files that it describes; and the epsilon of
+the first follows from its ledger. Hashes cannot show a chain that was rewritten whole; a signature can.
 """
 
 from __future__ import annotations
@@ -63,12 +59,10 @@ class Verification:
 
     @property
     def failed(self) -> list[CheckResult]:
-        """The checks that failed."""
         return [finding for finding in self.findings if finding.outcome == "failed"]
 
     @property
     def not_checked(self) -> list[CheckResult]:
-        """The checks that could not be made."""
         return [finding for finding in self.findings if finding.outcome == "not_checked"]
 
     def add(self, artefact: str, check: str, problems: Sequence[str], text: str) -> None:
@@ -88,7 +82,6 @@ class Verification:
         self.add(self.findings[0].artefact, "signature", [], f"made now, by the key {key[:16]}, over this card")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         counts = {name: sum(f.outcome == name for f in self.findings) for name in ("ok", "failed", "not_checked")}
         return {
             "schema": SCHEMA, "card": self.path.name, "sha256": self.sha256, "claim": self.claim, "counts": counts,
@@ -118,7 +111,6 @@ class Verification:
         return "\n".join([*([self.claim] if self.claim and not self.failed else []), *lines, f"checks: {counts}"])
 
     def used(self, path: Path) -> None:
-        """Note that a card or ledger was followed, if it is outside the subject's folder."""
         if path not in self.elsewhere and not path.resolve().is_relative_to(self.path.resolve().parent):
             self.elsewhere.append(path)
 
@@ -148,7 +140,6 @@ def verify_chain(
           there has its SHA-256; and each ledger that was found gives the numbers of its card.
         - A parent or a ledger that is not found is a failure, unless it was allowed to be missing; then it
           is among what was not checked.
-        - Nothing is written.
 
     Args:
         path: A card, or the folder that holds it.
@@ -159,10 +150,6 @@ def verify_chain(
         protocols: Files that must have been registered before the first release.
         self_contained: Look for cards and ledgers in the card's folder and ``parents`` alone, as on a machine that got
             nothing else.
-
-    Raises:
-        DataError: One of ``parents`` does not exist.
-        ConfigurationError: The public key or a protocol cannot be read, or a package is missing for the first.
     """
     key = None if public_key is None else public_key_fingerprint(public_key)
     given = protocol_facts(protocols, knob="task.protocols")
@@ -191,7 +178,6 @@ def verify_chain(
 def _follow(
     result: Verification, lineage: Lineage, found: FoundCard, allow_missing_parents: bool, allow_missing_ledger: bool
 ) -> list[FoundCard]:
-    """From a card that can be read to the run at the other end; returns the cards that were met, this one first."""
     named = list(found.card["parents"])
     if found.card["mechanism"].get("kind") == "post_processing" and not named:
         result.pass_over(_name(found), "parents", "it is derived from something, and names no parent.", failed=True)
@@ -311,7 +297,6 @@ def _check_page(result: Verification, found: FoundCard, page: Path) -> bool:
 
 
 def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> Recheck:
-    """The claim and all else that the ledger decides."""
     name, stored = _name(found), found.card["ledger"]
     ledger = lineage.ledger(found.card, found.path)
     if ledger is None:
