@@ -21,7 +21,7 @@ from lit_dpret.callbacks.log_gate import tell
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.callbacks.public_validation import ask_stoppers, stop_by
 from lit_dpret.cards.file import card_of_data, check_dataset_card
-from lit_dpret.cards.training_data import training_behind
+from lit_dpret.cards.lineage import training_behind
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lit_dpret.cards.amendments import restated
 from lit_dpret.cards.check import verify_card
-from lit_dpret.cards.claim import claim_facts, tuning_gaps, uncovered, without_numbers
+from lit_dpret.cards.claim import NOTHING_CLAIMED, claim_facts, tuning_gaps, uncovered, without_numbers
 from lit_dpret.cards.file import (
     CARD_NAME,
     SCHEMA,
     SIGNATURE_NAME,
     card_path,
     card_sha256,
-    checksum,
     read_card,
     subject_of,
     write_card,
@@ -34,7 +34,7 @@ from lit_dpret.cards.provenance import (
     start_parents,
 )
 from lit_dpret.cards.recomputed import decided_blocks, registered_facts
-from lit_dpret.cards.text import SIGNOFF, contradicted, show_epsilon, statement
+from lit_dpret.cards.text import contradicted, show_epsilon
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import file_sha256
@@ -57,9 +57,6 @@ __all__ = [
     "verify_card",
     "write_card",
 ]
-
-
-_NO_CLAIM = "Everything: no guarantee is claimed."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +82,15 @@ class RunFacts(CardFacts):
 
 
 _USUALLY_RELEASED = ("the final weights", "every checkpoint on the way")
+
+# How a card is checked, and what only a signature can show.
+SIGNOFF = {
+    "signature": SIGNATURE_NAME,
+    "text": "Everything on this card that follows from its ledger can be computed anew, and an edit of the card, the "
+    "ledger or a file shows by its SHA-256. A chain that was rewritten whole, ledger, files and all cards, does not "
+    "show: that takes a signature by a key of its maker's, in a file of its own beside this card. Without one, the "
+    "hashes show that the parts fit each other, and not whose they are.",
+}
 
 
 def build_card(
@@ -130,7 +136,7 @@ def build_card(
         "generation": dict(facts.generation or {}),
         "randomness": blocks["randomness"],
         "empirical": {"pre_registered": told.pop("pre_registered"), "results": [], **blocks["empirical"], **told},
-        "not_covered": gaps(claim, (blocks["accounting"] or {}).get("groups", ()), tuned, blocks["randomness"]),
+        "not_covered": uncovered(claim, (blocks["accounting"] or {}).get("groups", ()), tuned, blocks["randomness"]),
         "ledger": blocks["ledger"],
         "parents": start_parents(ledger_records),
         **_made_with(facts.environment),
@@ -215,7 +221,7 @@ def inherit_card(
     left_out = [f"{subject['name']}: {gap}" for gap in tuning_gaps(tuned)]
     left_out += [gap for gap in parent["not_covered"] if gap not in left_out]  # it may have the same name
     if claim["guarantee"] != "dp":
-        left_out = [_NO_CLAIM]
+        left_out = [NOTHING_CLAIMED]
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": today(),
@@ -246,28 +252,8 @@ def inherit_card(
 
 
 def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {
-        "package_versions": package_versions(),
-        "environment": dict(environment or environment_facts()),
-        "signoff": signoff(),
-    }
-
-
-def signoff() -> dict[str, str]:
-    """State how a card is checked, and what only a signature can show."""
-    return {"signature": SIGNATURE_NAME, "text": SIGNOFF}
-
-
-def gaps(
-    claim: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    tuning: Mapping[str, Any],
-    randomness: Mapping[str, Any],
-) -> list[str]:
-    """List what a claim does not cover, derived from the facts of the card."""
-    if claim["guarantee"] != "dp":
-        return [_NO_CLAIM]
-    return uncovered(claim, groups=groups, tuning=tuning, randomness=randomness)
+    environment = dict(environment or environment_facts())
+    return {"package_versions": package_versions(), "environment": environment, "signoff": dict(SIGNOFF)}
 
 
 def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -319,7 +305,4 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _finished(card: dict[str, Any]) -> dict[str, Any]:
-    card |= said(card)
-    card["claim"]["statement"] = statement(card)
-    card["checksum"] = checksum(card)
-    return card
+    return restated(card | said(card))

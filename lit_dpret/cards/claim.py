@@ -291,14 +291,18 @@ def _settings_gaps(tuning: Mapping[str, Any]) -> list[str]:
     return []
 
 
+NOTHING_CLAIMED = "Everything: no guarantee is claimed."
+
+
 def uncovered(
     claim: Mapping[str, Any],
-    *,
     groups: Sequence[Mapping[str, Any]],
     tuning: Mapping[str, Any],
     randomness: Mapping[str, Any],
 ) -> list[str]:
     """List what a reader might assume to be covered but is not, by the card's claim, groups, tuning and randomness."""
+    if claim["guarantee"] != "dp":
+        return [NOTHING_CLAIMED]
     unit, neighbours, most = claim["unit"], claim["neighbours"], claim["max_units_per_user"]
     before = claim.get("max_units_before", [])
     gaps = []

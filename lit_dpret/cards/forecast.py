@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
@@ -57,61 +56,39 @@ LARGE_RATE = 0.5
 _CURVE_POINTS, _STAIRS = 14, 80
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The releases of a plan, under any sampling law."""
-
-    law: SamplingLaw  # the planned law
-    noise_multiplier: float  # of each step
-    steps: int  # how many
-    delta: float  # of every epsilon
-    neighbours: Neighbours  # the planned relation
-    n: int | None  # the number of units, or the constant that stands for it; None where there is none
-    batch: float  # the expected batch size
-    # Whether the noise may be read under a law and a relation: not always, where a loss couples units.
-    holds: Callable[[SamplingLaw, Neighbours], bool] = lambda law, neighbours: True
-
-    @classmethod
-    def of(cls, plan: PrivacyPlan) -> Planned:
-        """Return the releases of a plan; with a coupled loss a batch is counted in units, not by the denominator."""
-        coupling, budget = plan.coupling, plan.budget
-        return cls(
-            law=plan.law,
-            noise_multiplier=plan.noise_multiplier,
-            steps=plan.steps,
-            delta=budget.delta,
-            neighbours=budget.neighbours,
-            n=plan.n_public,
-            batch=plan.denominator if coupling is None else coupling.expected * coupling.sub_batches,
-            holds=plan.holds_under,
-        )
-
-    def releases(self, law: SamplingLaw, steps: int | None = None) -> list[GaussianRelease]:
-        """The planned steps, or the first ``steps`` of them, as if drawn by ``law``."""
-        return [GaussianRelease(noise_multiplier=self.noise_multiplier, law=law, count=steps or self.steps)]
-
-    def laws(self) -> list[SamplingLaw]:
-        """Return the planned law, then the others with the same expected batch size."""
-        law, found = simplest_law(self.law), [self.law]
-        if isinstance(law, FullBatch) or self.n is None:
-            return found + ([Poisson(sample_rate=law.sample_rate)] if isinstance(law, TruncatedPoisson) else [])
-        rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else self.batch / self.n
-        size = max(1, min(self.n, round(rate * self.n)))
-        # Six standard deviations above the mean: cut so seldom that it costs next to nothing.
-        cap = min(self.n, math.ceil(size + 6 * math.sqrt(size)))
-        found += [
-            Poisson(sample_rate=rate),
-            TruncatedPoisson(sample_rate=rate, cap=cap, n=self.n),
-            FixedSize(batch_size=size, n=self.n),
-            Shuffle(batch_size=size, n=self.n),
-        ]
-        first: dict[str, SamplingLaw] = {}
-        for other in found:
-            first.setdefault(other.kind, other)
-        return list(first.values())
+def _batch(plan: PrivacyPlan) -> float:
+    """The expected batch size in units: with a coupled loss, the denominator counts something else."""
+    coupling = plan.coupling
+    return plan.denominator if coupling is None else coupling.expected * coupling.sub_batches
 
 
-def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+def _drawn_by(law: SamplingLaw, plan: PrivacyPlan, steps: int | None = None) -> list[GaussianRelease]:
+    """The planned steps, or the first ``steps`` of them, as if drawn by ``law``."""
+    return [GaussianRelease(noise_multiplier=plan.noise_multiplier, law=law, count=steps or plan.steps)]
+
+
+def _laws(plan: PrivacyPlan) -> list[SamplingLaw]:
+    """The planned law, then the others with the same expected batch size."""
+    law, found, n = simplest_law(plan.law), [plan.law], plan.n_public
+    if isinstance(law, FullBatch) or n is None:
+        return found + ([Poisson(sample_rate=law.sample_rate)] if isinstance(law, TruncatedPoisson) else [])
+    rate = law.sample_rate if isinstance(law, (Poisson, TruncatedPoisson)) else _batch(plan) / n
+    size = max(1, min(n, round(rate * n)))
+    # Six standard deviations above the mean: cut so seldom that it costs next to nothing.
+    cap = min(n, math.ceil(size + 6 * math.sqrt(size)))
+    found += [
+        Poisson(sample_rate=rate),
+        TruncatedPoisson(sample_rate=rate, cap=cap, n=n),
+        FixedSize(batch_size=size, n=n),
+        Shuffle(batch_size=size, n=n),
+    ]
+    first: dict[str, SamplingLaw] = {}
+    for other in found:
+        first.setdefault(other.kind, other)
+    return list(first.values())
+
+
+def epsilon_matrix(plan: PrivacyPlan, heartbeat: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     """Return epsilon of the planned noise for every law and relation, each by the tightest accountant.
 
     ``replace_one`` is the library's own pair at the same noise: one unit in, another one out; ``shuffle`` claims no
@@ -119,7 +96,7 @@ def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) 
     number, and says ``why``.
     """
     rows = []
-    for law in plan.laws():
+    for law in _laws(plan):
         for relation in get_args(Neighbours):
             rows.append(
                 {
@@ -134,7 +111,7 @@ def epsilon_matrix(plan: Planned, heartbeat: Callable[[], None] = lambda: None) 
     return rows
 
 
-def _cell(plan: Planned, law: SamplingLaw, relation: Neighbours) -> dict[str, Any]:
+def _cell(plan: PrivacyPlan, law: SamplingLaw, relation: Neighbours) -> dict[str, Any]:
     accountants: tuple[AccountantName, ...] = ("pld", "rdp", "prv")
     judges = [name for name in accountants if relation in SUPPORTED[name].get(type(simplest_law(law)), ())]
     if not judges:
@@ -142,19 +119,19 @@ def _cell(plan: Planned, law: SamplingLaw, relation: Neighbours) -> dict[str, An
             check_supported(law, "pld", relation)
         except UnsupportedAccountingError as error:
             return {"epsilon": None, "accountant": None, "why": str(error)}
-    if not plan.holds(law, relation):
+    if not plan.holds_under(law, relation):
         return {"epsilon": None, "accountant": None, "why": OTHER_BOUND}
-    value = epsilon(plan.releases(law), delta=plan.delta, neighbours=relation, accountant=judges[0])
+    value = epsilon(_drawn_by(law, plan), delta=plan.budget.delta, neighbours=relation, accountant=judges[0])
     return {"accountant": judges[0], **_number(value)}
 
 
-def user_levels(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def user_levels(plan: PrivacyPlan, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Return epsilon of the planned noise for a person with 1, 2, 5 or 10 units, by law.
 
     A truncated law whose cap was chosen for one unit may promise nothing to several: a batch that was cut can give all
     of them away. ``roomy_cap`` is then a cap that cuts so seldom that it does not matter, with a column of its own.
     """
-    laws = plan.laws()
+    laws = _laws(plan)
     roomy = _roomy(plan)
     if roomy is not None:
         # Cut so seldom, it is Poisson sampling for all that shows.
@@ -174,36 +151,38 @@ def user_levels(plan: Planned, heartbeat: Callable[[], None] = lambda: None) -> 
                 "rows": rows,
             }
         )
-    return {"neighbours": plan.neighbours, "roomy_cap": None if roomy is None else roomy.cap, "columns": columns}
+    return {"neighbours": plan.budget.neighbours, "roomy_cap": None if roomy is None else roomy.cap, "columns": columns}
 
 
-def _level(plan: Planned, law: SamplingLaw, units: int) -> dict[str, Any]:
+def _level(plan: PrivacyPlan, law: SamplingLaw, units: int) -> dict[str, Any]:
     if units == 1:
-        return {key: value for key, value in _cell(plan, law, plan.neighbours).items() if key != "accountant"}
-    if not plan.holds(law, plan.neighbours):
+        return {key: value for key, value in _cell(plan, law, plan.budget.neighbours).items() if key != "accountant"}
+    if not plan.holds_under(law, plan.budget.neighbours):
         return {"epsilon": None, "why": OTHER_BOUND}
     try:
-        value = group_epsilon(plan.releases(law), delta=plan.delta, units=units, neighbours=plan.neighbours)
+        value = group_epsilon(
+            _drawn_by(law, plan), delta=plan.budget.delta, units=units, neighbours=plan.budget.neighbours
+        )
     except UnsupportedAccountingError as error:
         return {"epsilon": None, "why": str(error)}
-    lost = isinstance(law, TruncatedPoisson) and units * truncation_delta(law, plan.steps) >= plan.delta
+    lost = isinstance(law, TruncatedPoisson) and units * truncation_delta(law, plan.steps) >= plan.budget.delta
     return _number(value, "batches that are cut may give that many units away" if lost else "beyond all bounds")
 
 
-def _roomy(plan: Planned) -> TruncatedPoisson | None:
+def _roomy(plan: PrivacyPlan) -> TruncatedPoisson | None:
     """The planned law with a cap that costs the largest group a thousandth of delta; None where it has one."""
     law = simplest_law(plan.law)
-    if not isinstance(law, TruncatedPoisson) or plan.neighbours != "zero_out":
+    if not isinstance(law, TruncatedPoisson) or plan.budget.neighbours != "zero_out":
         return None
     most = max(UNITS)
-    if most * truncation_delta(law, plan.steps) < plan.delta / 10:
+    if most * truncation_delta(law, plan.steps) < plan.budget.delta / 10:
         return None
-    spare = plan.delta / 1000 / most / plan.steps
+    spare = plan.budget.delta / 1000 / most / plan.steps
     cap = min(law.n, int(stats.binom.isf(spare, law.n, law.sample_rate)) + 1)
     return TruncatedPoisson(sample_rate=law.sample_rate, cap=cap, n=law.n)
 
 
-def epsilon_over_steps(plan: Planned) -> list[dict[str, Any]]:
+def epsilon_over_steps(plan: PrivacyPlan) -> list[dict[str, Any]]:
     """Return the growth of epsilon over the steps, for the laws and relations worth plotting.
 
     Drawn, not stated: the distributions of sampled laws are ten times as coarse as those of the claim,
@@ -217,7 +196,7 @@ def epsilon_over_steps(plan: Planned) -> list[dict[str, Any]]:
         amplified = not isinstance(simplest_law(law), (Shuffle, FullBatch))
         shares = np.geomspace(1e-3, 1, _CURVE_POINTS if amplified else _STAIRS)
         steps = sorted({max(1, round(plan.steps * share)) for share in shares})
-        values = [rough_epsilon(plan.releases(law, count), plan.delta, relation) for count in steps]
+        values = [rough_epsilon(_drawn_by(law, plan, count), plan.budget.delta, relation) for count in steps]
         points = [[count, value] for count, value in zip(steps, values, strict=True) if math.isfinite(value)]
         lines.append(
             {
@@ -230,15 +209,15 @@ def epsilon_over_steps(plan: Planned) -> list[dict[str, Any]]:
     return lines
 
 
-def _lines(plan: Planned) -> Iterator[tuple[SamplingLaw, Neighbours]]:
+def _lines(plan: PrivacyPlan) -> Iterator[tuple[SamplingLaw, Neighbours]]:
     """Poisson sampling and shuffled passes under the planned relation, and Poisson sampling under ``replace_one``."""
-    laws = {law.kind: law for law in plan.laws()}
-    relations: Sequence[Neighbours] = tuple(dict.fromkeys((plan.neighbours, "replace_one")))
+    laws = {law.kind: law for law in _laws(plan)}
+    relations: Sequence[Neighbours] = tuple(dict.fromkeys((plan.budget.neighbours, "replace_one")))
     for kind in ("poisson", "shuffle", "full_batch"):
         for relation in relations:
             law = laws.get(kind)
             judged = law is not None and relation in SUPPORTED["pld"].get(type(simplest_law(law)), ())
-            if law is not None and judged and plan.holds(law, relation):
+            if law is not None and judged and plan.holds_under(law, relation):
                 yield law, relation
 
 
@@ -283,7 +262,7 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
         progress(what)
         return lambda: progress(what)
 
-    law, budget, planned = plan.law, plan.budget, Planned.of(plan)
+    law, budget = plan.law, plan.budget
     return {
         **facts,
         "epsilon": plan.epsilon(),
@@ -293,16 +272,16 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
         "cap": law.cap if isinstance(law, TruncatedPoisson) else None,
         "steps": plan.steps,
         "epochs": _epochs(plan),
-        "epsilon_matrix": epsilon_matrix(planned, doing("epsilon under each law and relation")),
-        "user_level": user_levels(planned, doing("epsilon of several units")),
-        "epsilon_over_steps": epsilon_over_steps(planned),
+        "epsilon_matrix": epsilon_matrix(plan, doing("epsilon under each law and relation")),
+        "user_level": user_levels(plan, doing("epsilon of several units")),
+        "epsilon_over_steps": epsilon_over_steps(plan),
         "audit_power": audit_power(budget.eps, budget.delta),
-        "knee": _knee(plan, planned.batch, doing),
+        "knee": _knee(plan, doing),
         "ceilings": _ceilings(plan),
         "epsilon_if_shuffled": _answer(
-            lambda: epsilon_if_shuffled(planned.releases(law), delta=budget.delta, neighbours=budget.neighbours)
+            lambda: epsilon_if_shuffled(_drawn_by(law, plan), delta=budget.delta, neighbours=budget.neighbours)
         ),
-        "epsilon_by": _epsilon_by(plan, planned),
+        "epsilon_by": _epsilon_by(plan),
         "noise_for": [_noise_for(eps, plan, progress) for eps in sorted({*BUDGETS, budget.eps})],
     }
 
@@ -313,7 +292,7 @@ def cautions(plan: PrivacyPlan) -> list[str]:
     found = [large_epsilon(budget.eps)] if budget.eps > LARGE_EPSILON else []
     if budget.delta > LARGE_DELTA:
         text = large_delta(budget.delta, plan.n_public)
-        releases = Planned.of(plan).releases(law)
+        releases = _drawn_by(law, plan)
         same = _answer(
             lambda: epsilon(releases, delta=USUAL_DELTA, neighbours=budget.neighbours, accountant=plan.accountant)
         )
@@ -336,9 +315,9 @@ def _epochs(plan: PrivacyPlan) -> float | None:
     return None if rate is None else plan.steps * rate
 
 
-def _knee(plan: PrivacyPlan, batch: float, doing: Callable[[str], Callable[[], None]]) -> dict[str, Any] | None:
+def _knee(plan: PrivacyPlan, doing: Callable[[str], Callable[[], None]]) -> dict[str, Any] | None:
     """The grid of noise over batch; None where no number of units is public or declared."""
-    rate, epochs, units = _sample_rate(plan.law), _epochs(plan), plan.n_public
+    rate, epochs, units, batch = _sample_rate(plan.law), _epochs(plan), plan.n_public, _batch(plan)
     if units is None and rate is not None and rate < 1:
         # Both are declared constants, and so is their quotient.
         units = max(1, round(batch / rate))
@@ -366,7 +345,7 @@ def _ceilings(plan: PrivacyPlan) -> dict[str, Any] | None:
     return None
 
 
-def _epsilon_by(plan: PrivacyPlan, planned: Planned) -> list[dict[str, Any]]:
+def _epsilon_by(plan: PrivacyPlan) -> list[dict[str, Any]]:
     """Epsilon of the same noise by other ways of counting, the planned one first."""
     law, stated, counted = plan.law, plan.budget.neighbours, plan.accountant
     uncapped = _uncapped(law)
@@ -379,9 +358,9 @@ def _epsilon_by(plan: PrivacyPlan, planned: Planned) -> list[dict[str, Any]]:
         others += [("pld", stated, Shuffle(batch_size=size, n=law.n))]
     rows = []
     for accountant, neighbours, other in dict.fromkeys(others):
-        if planned.holds(other, neighbours):
-            count = partial(epsilon, delta=planned.delta, neighbours=neighbours, accountant=accountant)
-            answer = _answer(partial(count, planned.releases(other)))
+        if plan.holds_under(other, neighbours):
+            count = partial(epsilon, delta=plan.budget.delta, neighbours=neighbours, accountant=accountant)
+            answer = _answer(partial(count, _drawn_by(other, plan)))
         else:
             answer = {"epsilon": None, "why": OTHER_BOUND}
         rows.append({"accountant": accountant, "neighbours": neighbours, "sampling": other.kind, **answer})

@@ -27,13 +27,6 @@ from lit_dpret.cards.blocks import (
 )
 from lit_dpret.privacy.budget import show_delta
 
-SIGNOFF = (
-    "Everything on this card that follows from its ledger can be computed anew, and an edit of the card, the ledger "
-    "or a file shows by its SHA-256. A chain that was rewritten whole, ledger, files and all cards, does not show: "
-    "that takes a signature by a key of its maker's, in a file of its own beside this card. Without one, the hashes "
-    "show that the parts fit each other, and not whose they are."
-)
-
 AUDIT_EVENT = "one_run_audit"
 """The record by which a run's ledger registers its audit before the first release."""
 

@@ -18,8 +18,9 @@ import yaml
 import lit_dpret
 from lit_dpret.audit.statistics.evidence import NO_GUARANTEE
 from lit_dpret.cards.amendments import versions
-from lit_dpret.cards.card import gaps, said, signoff
+from lit_dpret.cards.card import SIGNOFF, said
 from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
+from lit_dpret.cards.claim import uncovered
 from lit_dpret.cards.file import CARD_FILES, CARD_NAME, README, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.cards.hub import claim_metadata
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
@@ -391,7 +392,7 @@ def _wrong_words(found: FoundCard) -> list[str]:
         wrong.append("The statement does not follow from the card's facts.")
     if card["banners"] != said(card)["banners"]:
         wrong.append("The banners do not follow from the card's facts.")
-    if card.get("signoff") != signoff():
+    if card.get("signoff") != SIGNOFF:
         wrong.append("What it says on signing is not what every card says.")
     if missing := [text for key, due in _due(card).items() for text in due if text not in card[key]]:
         wrong.append(f"{len(missing)} sentences on what is not covered are missing, the first: {missing[0]}")
@@ -407,7 +408,7 @@ def _due(card: Mapping[str, Any]) -> dict[str, list[str]]:
     due = {"cautions": said(card)["cautions"], "not_covered": list[str]()}
     if card["mechanism"].get("kind") != "post_processing":
         groups = (card["accounting"] or {}).get("groups", [])
-        due["not_covered"] = gaps(card["claim"], groups, card["tuning"], card["randomness"])
+        due["not_covered"] = uncovered(card["claim"], groups, card["tuning"], card["randomness"])
     return due
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.file import CARD_NAME, check_dataset_card, read_card
+from lit_dpret.cards.lineage import training_behind
 from lit_dpret.cards.start import model_folder
-from lit_dpret.cards.training_data import training_behind
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import INTERNAL, render, write_short
 from lit_dpret.tasks.parts import Parts, say

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lit_dpret.cards.forecast import UNITS, Planned, epsilon_matrix, epsilon_over_steps, user_levels
+from lit_dpret.cards.forecast import UNITS, epsilon_matrix, epsilon_over_steps, user_levels
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.groups import group_epsilon
 from lit_dpret.privacy.accounting.releases import (
@@ -20,10 +20,16 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
+from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.plan import PrivacyPlan
 
 N, DELTA, STEPS, NOISE = 4000, 1e-5, 60, 1.1
 TRUNCATED = TruncatedPoisson(sample_rate=0.02, cap=105, n=N)
-PLAN = Planned(TRUNCATED, NOISE, STEPS, DELTA, "zero_out", N, 80.0)
+BUDGET = PrivacyBudget(eps=3.0, delta=DELTA)
+PLAN = PrivacyPlan(
+    budget=BUDGET, law=TRUNCATED, steps=STEPS, noise_multiplier=NOISE, max_grad_norm=1.0, sensitivity=1.0,
+    denominator=80.0, physical_batch_size=16, n_public=N,
+)  # fmt: skip
 
 
 def of(law: Any, neighbours: Any, accountant: Any = "pld", steps: int = STEPS) -> float:
@@ -92,7 +98,9 @@ def test_the_roomy_cap_keeps_nearly_the_epsilon_of_poisson_sampling(levels: dict
 
 
 def test_where_units_are_private_only_what_needs_no_number_of_them_is_told() -> None:
-    private = replace(PLAN, law=Poisson(sample_rate=0.02), n=None, neighbours="add_or_remove")
+    private = replace(
+        PLAN, law=Poisson(sample_rate=0.02), n_public=None, budget=replace(BUDGET, neighbours="add_or_remove")
+    )
     assert {row["sampling"] for row in epsilon_matrix(private)} == {"poisson"}
     [column] = user_levels(private)["columns"]
     assert all(row["epsilon"] is not None for row in column["rows"])
@@ -101,7 +109,9 @@ def test_where_units_are_private_only_what_needs_no_number_of_them_is_told() -> 
 
 
 def test_under_replace_one_several_sampled_units_are_refused_by_name() -> None:
-    columns = user_levels(replace(PLAN, law=Poisson(sample_rate=0.02), neighbours="replace_one"))["columns"]
+    columns = user_levels(
+        replace(PLAN, law=Poisson(sample_rate=0.02), budget=replace(BUDGET, neighbours="replace_one"))
+    )["columns"]
     found = {column["sampling"]: column["rows"] for column in columns}
     assert found["poisson"][0]["epsilon"] == of(Poisson(sample_rate=0.02), "replace_one")
     assert all(row["epsilon"] is None and "poisson under" in row["why"] for row in found["poisson"][1:])

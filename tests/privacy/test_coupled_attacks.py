@@ -16,7 +16,7 @@ from stand_ins import Numbers, fit
 from torch import Tensor, nn
 
 from lit_dpret.cards.card import build_card, subject_of
-from lit_dpret.cards.forecast import Planned, describe_plan, epsilon_matrix
+from lit_dpret.cards.forecast import describe_plan, epsilon_matrix
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import DeclaredPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -339,8 +339,7 @@ def test_the_bound_that_is_chosen_is_cut_less_often_than_delta_allows(parts: int
 
 
 def cells(plan: Any) -> dict[tuple[str, str], float | None]:
-    planned = Planned.of(plan)
-    return {(row["sampling"], row["neighbours"]): row["epsilon"] for row in epsilon_matrix(planned)}
+    return {(row["sampling"], row["neighbours"]): row["epsilon"] for row in epsilon_matrix(plan)}
 
 
 class Passes(Coins):
