@@ -77,39 +77,37 @@ def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
 
 def public_key_fingerprint(path: str | Path) -> str:
     """Return the SHA-256 of the key in a PEM file with an Ed25519 public key."""
-    library, path = _library(), Path(path).expanduser()
-    try:
-        key = library.serialization.load_pem_public_key(path.read_bytes())
-    except OSError as error:
-        raise ConfigurationError(f"task.public_key={path} cannot be read: {error.strerror}.") from error
-    except (ValueError, library.UnsupportedAlgorithm) as error:
-        raise ConfigurationError(f"task.public_key={path} is not a public key in PEM.") from error
-    if not isinstance(key, library.ed25519.Ed25519PublicKey):
-        raise ConfigurationError(f"task.public_key={path} is not an Ed25519 key; other kinds are not used here.")
-    return _fingerprint(key.public_bytes_raw())
+    return _fingerprint(_key(Path(path).expanduser(), "task.public_key", private=False).public_bytes_raw())
 
 
 def _private_key(path: Path, *, published: Path) -> Any:
-    library = _library()
-    try:
-        mode, data = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"task.sign_with={path} cannot be read: {error.strerror}.") from error
+    key, mode = _key(path, "task.sign_with", private=True), stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         raise ConfigurationError(f"task.sign_with={path} has mode {mode:04o}: others can read it. Run: chmod 600.")
     if path.resolve().is_relative_to(published):
         raise ConfigurationError(f"task.sign_with={path} is in the folder of the card, which will be published.")
+    return key
+
+
+def _key(path: Path, knob: str, *, private: bool) -> Any:
+    """An Ed25519 key from a PEM file, or a refusal that names the setting."""
+    library = _library()
     try:
-        key = library.serialization.load_pem_private_key(data, password=None)
+        data = path.read_bytes()
+        if private:
+            key = library.serialization.load_pem_private_key(data, password=None)
+        else:
+            key = library.serialization.load_pem_public_key(data)
+    except OSError as error:
+        raise ConfigurationError(f"{knob}={path} cannot be read: {error.strerror}.") from error
     except TypeError as error:
-        raise ConfigurationError(f"task.sign_with={path} is encrypted; passwords are not asked for here.") from error
+        raise ConfigurationError(f"{knob}={path} is encrypted; passwords are not asked for here.") from error
     except (ValueError, library.UnsupportedAlgorithm) as error:
-        raise ConfigurationError(
-            f"task.sign_with={path} is not a private key in PEM. Make one: "
-            "openssl genpkey -algorithm ed25519 -out FILE."
-        ) from error
-    if not isinstance(key, library.ed25519.Ed25519PrivateKey):
-        raise ConfigurationError(f"task.sign_with={path} is not an Ed25519 key; other kinds are not used here.")
+        what = "private key in PEM. Make one: openssl genpkey -algorithm ed25519 -out FILE"
+        raise ConfigurationError(f"{knob}={path} is not a {what if private else 'public key in PEM'}.") from error
+    kind = library.ed25519.Ed25519PrivateKey if private else library.ed25519.Ed25519PublicKey
+    if not isinstance(key, kind):
+        raise ConfigurationError(f"{knob}={path} is not an Ed25519 key; other kinds are not used here.")
     return key
 
 
