@@ -208,7 +208,8 @@ def prepared(model: nn.Module) -> Any:
     """In float64, away from what it was initialised to."""
     model.double()
     for p in model.parameters():
-        p.data.add_(torch.randn_like(p) * 0.2)
+        if p.requires_grad:
+            p.data.add_(torch.randn_like(p) * 0.2)
     return model
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from clipping_cases import prepared
 from tiny_models import tiny_bert, tiny_t5
 from torch import Tensor, nn
 
@@ -123,20 +124,12 @@ ENCODERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] =
 }
 
 
-def prepared(module: nn.Module) -> nn.Module:
-    module.double().eval()
-    for p in module.parameters():
-        if p.requires_grad:
-            p.data.add_(torch.randn_like(p) * 0.2)
-    return module
-
-
 def build(name: str, towers: str = "shared", n: int = 5) -> Pairs:
     """``towers``: shared, separate, frozen_passages, or shared_backbone (of two heads; texts alone)."""
     torch.manual_seed(0)
     make, rows = ENCODERS[name]
-    query = prepared(make())
-    passage = query if towers == "shared" else prepared(make())
+    query = prepared(make()).eval()
+    passage = query if towers == "shared" else prepared(make()).eval()
     if towers == "frozen_passages":
         passage.requires_grad_(False)
     if towers == "shared_backbone":

@@ -15,7 +15,6 @@ from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelErro
 from lit_dpret.losses import PairwiseLoss, SigmoidPairLoss, SoftmaxPairLoss
 from lit_dpret.privacy.clipping.pairs import BruteForce
 from lit_dpret.privacy.modes import BatchClip, LogitDP
-from lit_dpret.privacy.modes.per_example_duplicated import duplicated_sensitivity
 
 #: What 0.02 is lowered to in float64, for what rounding may add.
 LOWERED = 0.02 / (1 + 1e-9)
@@ -201,11 +200,6 @@ def test_a_sub_batch_in_which_nothing_can_be_contrasted_is_refused() -> None:
     module = Pairs(privacy=logit_dp())
     with pytest.raises(ConfigurationError, match=r"privacy\.n_max=1.*no gradient"):
         plan_of(module.privacy, module, n_max=1)
-
-
-def test_duplicated_rows_grow_with_the_batch() -> None:
-    assert [duplicated_sensitivity(n, "add_or_remove") for n in (1, 2, 32)] == [1, 3, 63]
-    assert [duplicated_sensitivity(n, "replace_one") for n in (1, 2, 32)] == [2, 4, 64]
 
 
 # -- broken records --------------------------------------------------------------------------

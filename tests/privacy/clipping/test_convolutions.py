@@ -59,14 +59,6 @@ def test_a_convolution_over_three_axes_is_clipped_exactly(geometry: str) -> None
     check_exact(case_of(layer(3, geometry), 3, 4, *SPACE[3]))
 
 
-@pytest.mark.parametrize("trained", ["weight", "bias"])
-def test_a_weight_or_a_bias_can_be_trained_alone(trained: str) -> None:
-    case = case_of(nn.Sequential(layer(2, "all"), nn.GroupNorm(3, 6)), 4, 4, *SPACE[2])
-    for name, p in case.module.named_parameters():
-        p.requires_grad_(name.endswith(trained))
-    check_exact(case)
-
-
 class Shared(nn.Module):
     """One kernel used by three layers, with other strides or with other groups."""
 

@@ -227,21 +227,15 @@ def test_the_width_of_a_layer_is_in_the_bound(dtype: torch.dtype, fixed_shapes: 
 
 def test_a_first_batch_whose_terms_cancel_refuses_no_honest_model() -> None:
     for seed, level in enumerate((1e-3, 1e-4, 1e-5, 1e-6, 0.0)):
-        for positions in (64, 256, 2048):
-            model = nn.Linear(16, 16)
+        for positions in (64, 512, 2048):
+            model, linear = Positions(16, 16, tied=False), nn.Linear(16, 16)
             rows = cancelling(seed, positions=positions, inner=16, out=16, level=level, scale=1.0)
             rows = {name: value.expand(4, *value.shape[1:]).clone() for name, value in rows.items()}
-            case = Case(model, lambda b, model=model: (model(b["x"]) * b["v"]).sum((1, 2)), rows)
+            case = Case(linear, lambda b, linear=linear: (linear(b["x"]) * b["v"]).sum((1, 2)), rows)
             for engine in ("ghost", "vmap"):
-                case.run(make_engine(engine, model, max_grad_norm=1.0))
-
-
-def test_a_norm_whose_terms_cancel_is_not_refused_either() -> None:
-    for level in (1e-3, 1e-5, 0.0):
-        model = Positions(16, 16, tied=False)
-        rows = cancelling(1, positions=512, inner=16, out=16, level=level, scale=1.0)
-        case = Case(model, model.losses, {name: value.expand(4, *value.shape[1:]) for name, value in rows.items()})
-        case.run(make_engine("ghost", model, max_grad_norm=1.0))
+                case.run(make_engine(engine, linear, max_grad_norm=1.0))
+            if positions == 512:
+                Case(model, model.losses, rows).run(make_engine("ghost", model, max_grad_norm=1.0))
 
 
 def test_a_batch_that_decides_nothing_is_not_taken_for_a_check() -> None:

@@ -9,7 +9,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "privacy_ledger.jsonl"
 
 
+@pytest.fixture
+def ledger(path: Path) -> Iterator[PrivacyLedger]:
+    with PrivacyLedger.open(path) as opened:
+        yield opened
+
+
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A sound ledger of ten records."""
@@ -84,27 +90,20 @@ def test_a_reader_sees_exactly_what_append_returned(path: Path) -> None:
     assert [record["seq"] for record in read.records] == [0, 1]
 
 
-def test_a_ledger_goes_on_where_it_stopped(path: Path) -> None:
-    for step in range(3):
-        with PrivacyLedger.open(path) as ledger:
-            take_step(ledger, step)
-    assert noise_keys(PrivacyLedger.read(path).records) == [(0, 0), (0, 1), (0, 2)]
-
-
 @pytest.mark.parametrize("fact", [math.nan, math.inf, {1, 2}, b"bytes", object()])
-def test_a_fact_that_json_cannot_hold_is_refused_and_nothing_is_written(path: Path, fact: object) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        with pytest.raises(LedgerError, match="plain, finite JSON"):
-            ledger.append("event", fact=fact)
-        assert path.read_bytes() == b""
+def test_a_fact_that_json_cannot_hold_is_refused_and_nothing_is_written(
+    ledger: PrivacyLedger, path: Path, fact: object
+) -> None:
+    with pytest.raises(LedgerError, match="plain, finite JSON"):
+        ledger.append("event", fact=fact)
+    assert path.read_bytes() == b""
 
 
-def test_an_unknown_kind_and_a_name_of_the_chain_are_refused(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        with pytest.raises(LedgerError, match=r"'epsilon'.*intent"):
-            ledger.append("epsilon")
-        with pytest.raises(LedgerError, match="'prev'"):
-            ledger.append("event", prev="x")
+def test_an_unknown_kind_and_a_name_of_the_chain_are_refused(ledger: PrivacyLedger) -> None:
+    with pytest.raises(LedgerError, match=r"'epsilon'.*intent"):
+        ledger.append("epsilon")
+    with pytest.raises(LedgerError, match="'prev'"):
+        ledger.append("event", prev="x")
 
 
 def test_every_append_is_on_the_disk_before_it_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,15 +335,16 @@ def test_a_failed_sync_takes_the_record_back(
     assert len(PrivacyLedger.read(path).records) == 2
 
 
-def test_a_ledger_that_cannot_be_put_back_accepts_nothing_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with PrivacyLedger.open(path) as ledger:
+def test_a_ledger_that_cannot_be_put_back_accepts_nothing_more(
+    ledger: PrivacyLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.append("event")
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(StorageError):
         ledger.append("event")
-        monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-        with pytest.raises(StorageError):
-            ledger.append("event")
-        monkeypatch.undo()
-        with pytest.raises(LedgerError, match="not open for writing"):
-            ledger.append("event")
+    monkeypatch.undo()
+    with pytest.raises(LedgerError, match="not open for writing"):
+        ledger.append("event")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -403,25 +403,23 @@ def _outside_replace(path: Path) -> None:
 
 @pytest.mark.parametrize("interfere", [_outside_append, _outside_replace, Path.unlink])
 def test_a_file_touched_by_somebody_else_during_the_run_is_noticed(
-    path: Path, interfere: Callable[[Path], None]
+    ledger: PrivacyLedger, path: Path, interfere: Callable[[Path], None]
 ) -> None:
-    with PrivacyLedger.open(path) as ledger:
+    ledger.append("event")
+    interfere(path)
+    with pytest.raises(LedgerError, match=r"somebody else|removed"):
         ledger.append("event")
-        interfere(path)
-        with pytest.raises(LedgerError, match=r"somebody else|removed"):
-            ledger.append("event")
 
 
 # --- what is charged --------------------------------------------------------------------------
 
 
-def test_a_replay_charges_nothing(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0, update_hash="u")
-        before = charged_releases(ledger.records)
-        ledger.append("replay", attempt=0, step=0)
-        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, update_hash="u")
-        assert charged_releases(ledger.records) == before
+def test_a_replay_charges_nothing(ledger: PrivacyLedger) -> None:
+    take_step(ledger, 0, update_hash="u")
+    before = charged_releases(ledger.records)
+    ledger.append("replay", attempt=0, step=0)
+    ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, update_hash="u")
+    assert charged_releases(ledger.records) == before
 
 
 @pytest.mark.parametrize(
@@ -448,30 +446,27 @@ def test_a_step_is_charged_as_it_was_where_that_is_more_than_was_announced(
     assert found == [bare if charged is None else GaussianRelease(noise_multiplier=charged, law=LAW)]
 
 
-def test_a_replay_that_states_more_noise_takes_nothing_back(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0, noise_std=0.4)
-        ledger.append("replay", attempt=0, step=0)
-        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
-        assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=0.8, law=LAW)]
+def test_a_replay_that_states_more_noise_takes_nothing_back(ledger: PrivacyLedger) -> None:
+    take_step(ledger, 0, noise_std=0.4)
+    ledger.append("replay", attempt=0, step=0)
+    ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
+    assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=0.8, law=LAW)]
 
 
-def test_an_attempt_whose_draws_left_their_law_is_charged_without_amplification(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0)
-        take_step(ledger, 1)
-        ledger.append("event", name="sampling_departure", attempt=0, step=2, law=Poisson(sample_rate=0.5).to_dict())
-        take_step(ledger, 0, attempt=1)
-        assert charged_releases(ledger.records) == [
-            GaussianRelease(noise_multiplier=1.0, law=FullBatch(), count=2),
-            GaussianRelease(noise_multiplier=1.0, law=LAW),
-        ]
+def test_an_attempt_whose_draws_left_their_law_is_charged_without_amplification(ledger: PrivacyLedger) -> None:
+    take_step(ledger, 0)
+    take_step(ledger, 1)
+    ledger.append("event", name="sampling_departure", attempt=0, step=2, law=Poisson(sample_rate=0.5).to_dict())
+    take_step(ledger, 0, attempt=1)
+    assert charged_releases(ledger.records) == [
+        GaussianRelease(noise_multiplier=1.0, law=FullBatch(), count=2),
+        GaussianRelease(noise_multiplier=1.0, law=LAW),
+    ]
 
 
-def test_a_release_without_privacy_stays_one_whatever_is_stated_later(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0, release=NonPrivateRelease(label="train"), noise_std=9.0)
-        assert charged_releases(ledger.records) == [NonPrivateRelease(label="train")]
+def test_a_release_without_privacy_stays_one_whatever_is_stated_later(ledger: PrivacyLedger) -> None:
+    take_step(ledger, 0, release=NonPrivateRelease(label="train"), noise_std=9.0)
+    assert charged_releases(ledger.records) == [NonPrivateRelease(label="train")]
 
 
 def shuffled(steps: list[tuple[int, int]], law: SamplingLaw, path: Path) -> int:
@@ -523,37 +518,33 @@ def test_a_noise_key_is_never_used_twice(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["release", "replay"])
-def test_a_record_of_a_step_that_was_never_announced_is_refused(path: Path, kind: str) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0)
-        with pytest.raises(LedgerError, match=f"{kind} of attempt 0, step 1 without an earlier intent"):
-            ledger.append(kind, attempt=0, step=1, noise_std=0.5, sensitivity=0.5)
+def test_a_record_of_a_step_that_was_never_announced_is_refused(ledger: PrivacyLedger, kind: str) -> None:
+    take_step(ledger, 0)
+    with pytest.raises(LedgerError, match=f"{kind} of attempt 0, step 1 without an earlier intent"):
+        ledger.append(kind, attempt=0, step=1, noise_std=0.5, sensitivity=0.5)
 
 
 @pytest.mark.parametrize("name", ["state_hash", "sum_tag"])
-def test_a_replay_that_differs_from_the_first_execution_is_refused(path: Path, name: str) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict(), **{name: "a"})
-        with pytest.raises(LedgerError, match=f"{name} differs"):
-            ledger.append("replay", attempt=0, step=0, **{name: "b"})
-        ledger.append("replay", attempt=0, step=0, **{name: "a"})
+def test_a_replay_that_differs_from_the_first_execution_is_refused(ledger: PrivacyLedger, name: str) -> None:
+    ledger.append("intent", attempt=0, step=0, release=STEP.to_dict(), **{name: "a"})
+    with pytest.raises(LedgerError, match=f"{name} differs"):
+        ledger.append("replay", attempt=0, step=0, **{name: "b"})
+    ledger.append("replay", attempt=0, step=0, **{name: "a"})
 
 
-def test_a_replay_that_lets_out_another_update_is_refused(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0, update_hash="a", law=LAW.to_dict())
-        ledger.append("replay", attempt=0, step=0)
-        with pytest.raises(LedgerError, match="update_hash differs"):
-            ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, update_hash="b")
-        with pytest.raises(LedgerError, match="another sampling law"):
-            ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, law=FullBatch().to_dict())
+def test_a_replay_that_lets_out_another_update_is_refused(ledger: PrivacyLedger) -> None:
+    take_step(ledger, 0, update_hash="a", law=LAW.to_dict())
+    ledger.append("replay", attempt=0, step=0)
+    with pytest.raises(LedgerError, match="update_hash differs"):
+        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, update_hash="b")
+    with pytest.raises(LedgerError, match="another sampling law"):
+        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, law=FullBatch().to_dict())
 
 
-def test_one_announcement_allows_one_release(path: Path) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        take_step(ledger, 0)
-        with pytest.raises(LedgerError, match="released twice"):
-            ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
+def test_one_announcement_allows_one_release(ledger: PrivacyLedger) -> None:
+    take_step(ledger, 0)
+    with pytest.raises(LedgerError, match="released twice"):
+        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
 
 
 @pytest.mark.parametrize(
@@ -573,8 +564,7 @@ def test_an_intent_that_no_accountant_could_charge_is_refused(path: Path, facts:
 
 
 @pytest.mark.parametrize("facts", [{"noise_std": -1.0, "sensitivity": 1.0}, {"noise_std": "1", "sensitivity": 1.0}])
-def test_a_release_with_an_impossible_size_is_refused(path: Path, facts: dict[str, Any]) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
-        with pytest.raises(LedgerError, match="finite number"):
-            ledger.append("release", attempt=0, step=0, **facts)
+def test_a_release_with_an_impossible_size_is_refused(ledger: PrivacyLedger, facts: dict[str, Any]) -> None:
+    ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+    with pytest.raises(LedgerError, match="finite number"):
+        ledger.append("release", attempt=0, step=0, **facts)
