@@ -1,8 +1,7 @@
 """The public plan of a private run, decided before it starts.
 
-Sampler, clipper, noise and accounting are built from one `PrivacyPlan`, so they cannot disagree. A
-plan holds public values only: under ``add_or_remove``, where the number of units is private, no
-field of it derives from the data, and every constant is declared by the user.
+Sampler, clipper, noise and accounting are built from one `PrivacyPlan`, so they cannot disagree. It holds public values
+only: under ``add_or_remove`` no field derives from the data, and every constant is declared by the user.
 """
 
 from __future__ import annotations

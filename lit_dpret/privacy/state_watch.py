@@ -1,8 +1,6 @@
-"""Check that a forward pass on private rows writes no parameter and no buffer.
+"""Check that a forward pass on private rows writes no parameter and no buffer: no noise would cover it.
 
-Whatever is written there during the pass is published with the model, and no noise covers it: a moving
-average, a codebook, an embedding that renormalises the rows that occurred. Most writes show at
-once, because PyTorch counts them; one through ``.data`` is not counted, so values are compared too.
+Most writes show at once, because PyTorch counts them; one through ``.data`` is not counted, so values are compared too.
 """
 
 from __future__ import annotations

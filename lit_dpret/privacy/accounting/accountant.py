@@ -1,9 +1,7 @@
 """`Accountant`, and searches with it: the noise for a budget, the steps within a budget, a cap of negligible cost.
 
-An `Accountant` is the arithmetic; the callback `PrivacyAccountant` is who feeds it from a ledger. Every answer
-is one of `composition.epsilon`, the function that states the claim, at the same discretisation. One evaluation can take
-seconds, so searches interpolate where they can. They work on integers (a number of steps, an index of a grid of
-decimals), so that an answer is exact and no tolerance has to be explained.
+Every answer is one of `composition.epsilon`, the function that states the claim, at the same discretisation. Searches
+work on integers (a number of steps, an index of a grid of decimals), so that an answer is exact.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Upper bounds on the success of every attack, with any prior knowledge.
 
-An epsilon is hard to picture; the rate at which an attacker can be right is not. An event that has probability f when
-one unit is absent has probability at most min over e of exp(e) f + delta(e) when it is there, with delta(e) the
-accountant's curve. The absent event is a false alarm of a membership test, or a lucky guess at a secret. An attack that
-is measured above its ceiling, with confidence, is a bug in the mechanism.
+An event of probability f when one unit is absent (a false alarm, or a lucky guess at a secret) has at most min over e
+of exp(e) f + delta(e) when it is there, delta(e) being the accountant's curve.
 """
 
 from __future__ import annotations

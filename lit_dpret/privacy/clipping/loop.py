@@ -1,8 +1,4 @@
-"""The reference engine: each unit in a forward and a backward pass of its own, by plain autograd.
-
-Slow, because no two units share a kernel, but it covers every module that autograd covers, and it is what the fast
-engines are compared with.
-"""
+"""The reference engine, slow: each unit in a forward and a backward pass of its own, by plain autograd."""
 
 from __future__ import annotations
 

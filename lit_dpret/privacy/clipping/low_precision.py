@@ -1,9 +1,8 @@
 """Clip by low-precision products: norms from above, and sums whose rounding is inside the bound.
 
 Inputs and output gradients of linear weights are rounded to TF32 or bfloat16 once, before anything is computed of them:
-the unit's gradient *is* that of the rounded values, for norm and sum. Embeddings, convolutions, biases and norms stay
-in float32, and nothing low is written out because it is small: padding decides that, and one unit would change how all
-others are rounded. None of this was measured on a GPU.
+the unit's gradient *is* that of the rounded values. All else stays in float32, and nothing low is written out because
+it is small: padding decides that, and one unit would change how others are rounded. Not measured on a GPU.
 """
 
 from __future__ import annotations

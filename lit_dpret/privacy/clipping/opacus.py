@@ -1,9 +1,7 @@
-"""Opacus' per-row gradients, for models that Opacus handles correctly.
+"""Opacus' per-row gradients, for models that Opacus handles correctly, at units x parameters of memory.
 
-Opacus writes one gradient per row and parameter, which costs units x parameters of memory, and
-covers many layers that the book-keeping engine does not. What it gets wrong (opacus 1.6) is refused:
-by name where the class tells, and otherwise by comparing its gradients with autograd's, as sums in
-every batch and weighted by unit in the first one and where rows are selected in a new way.
+What it gets wrong (opacus 1.6) is refused: by name where the class tells, and otherwise by comparing its gradients with
+autograd's, as sums in every batch and weighted by unit where rows are selected in a new way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The rows of each unit in a physical batch, and iteration over units.
 
-In a batch of *fixed shape* every slot has equally many rows, in order, whether a unit fills it or not:
-then no size of a tensor, and no branch, follows from who was drawn, so a compiler like XLA sees one
-program. Elsewhere the slots that hold no unit are left out, which saves their computation.
+In a batch of *fixed shape* every slot has equally many rows, whether a unit fills it or not: no size of a tensor, and
+no branch, follows from who was drawn, so XLA compiles one program. Elsewhere empty slots are left out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Every release passes the gate: it is checked against the budget, recorded, and only then made.
 
-A training loop asks a `Guard` for a permit before it draws noise, and reports what it did. It does not know how epsilon
-is computed, and the guard does not know what a model is: it sees sums, updates, a sampler and a ledger. There is one
-ledger, so rank 0 holds the `ReleaseGate`, and the `SharedGate` brings its permit or its refusal to every rank before
-any of them draws noise.
+A training loop asks a `Guard` for a permit before it draws noise, and reports what it did. The guard sees sums,
+updates, a sampler and a ledger, no model. Rank 0 holds the `ReleaseGate`; the `SharedGate` brings its answer to every
+rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Measure the noise of every step before the step counts, without trusting the privacy mode.
 
 Update times denominator minus sum, over the planned deviation, is standard normal if the mode does what the plan says.
-Averages of likelihood ratios are martingales, so by Ville's inequality a process raises a false alarm with probability
-`LEVEL` at most over a run of any length; docs/derivations.md has level, power and alternatives. What was measured stays
-inside the job; the verdict is public.
+By Ville's inequality an honest run of any length raises an alarm with probability `LEVEL` at most; docs/derivations.md
+has level, power and alternatives. What was measured stays inside the job; the verdict is public.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The ledger of a run: its releases, recorded before they are made, and their cost.
 
 Before noise is drawn an *intent* is on the disk; after it, a *release* states what was really added. Epsilon is
-computed from these records alone: less noise or another law is charged as done, an unconfirmed step as announced, a
-bit-by-bit repetition not at all. Nothing private enters: no norm, no realised batch size, no secret. Cut records are
+computed from these records alone. Nothing private enters: no norm, no realised batch size, no secret. Cut records are
 seen by ``lit_dpret.cards.card.verify_card``.
 """
 

@@ -1,8 +1,7 @@
 """Track which weights were trained on private data, and in which runs: a card must not take them for fresh ones.
 
-A run leaves its name on modules and parameters (deep copies, pickles), on state dicts, checkpoints and model folders
-(other processes), and as fingerprints of values in this process (`passed`). It is looked for in all that a module
-holds, also beside the module tree: a model that trains on another one's outputs learns what that one learned. Weights
+A run leaves its name on modules and parameters, on state dicts, checkpoints and model folders, and as fingerprints of
+values in this process (`passed`). It is looked for in all that a module holds, also beside the module tree. Weights
 that come another way have no known origin (`set_later`).
 """
 

@@ -2,8 +2,10 @@
 
 The training loop, the accountant, the ledger and the card do not know which mode they drive. Every mode defines:
 
-* ``name``: the mode on the command line, in the ledger and on the card; * ``guarantee``: ``dp``, ``inherited`` or
-``none``; * ``attach``: prepare to train a module, or refuse what cannot be honoured; * ``add``: add one physical batch;
+* ``name``: the mode on the command line, in the ledger and on the card;
+* ``guarantee``: ``dp``, ``inherited`` or ``none``;
+* ``attach``: prepare to train a module, or refuse what cannot be honoured;
+* ``add``: add one physical batch;
 * ``privatize``: return the update, with what was done to it.
 
 Everything else has a default here. An undeclared capability (an attribute of `PrivacyMode`, such as ``strategies``) is

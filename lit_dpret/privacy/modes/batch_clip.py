@@ -1,8 +1,7 @@
-r"""Naive-DP: clip the gradient of a whole sub-batch.
+"""Naive-DP: clip the gradient of a whole sub-batch (Kong, Munoz Medina and Ribero, 2310.03104, section 5).
 
-The baseline of Kong, Munoz Medina and Ribero (2310.03104), section 5: whatever the loss is, its
-gradient over a sub-batch is scaled down to norm C. The other units remain when one is taken out, so the
-clipped gradient can turn from one point of the ball to the opposite one: it moves by 2C, not by C.
+The other units remain when one is taken out, so the clipped gradient can turn from one point of the ball to the
+opposite one: it moves by 2C, not by C.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-r"""Base of the modes for coupled losses: sub-batches, and their own sensitivity.
+"""Base of the modes for coupled losses, where every unit of a sub-batch can move the terms of all others.
 
-A coupled loss lets every unit of a sub-batch move the terms of all others. The modes here clip
-something smaller than that whole and know how far one unit can still move the sum; what they clip
-and how far it reaches is written into the plan (`Coupling`), so that ledger and card can say it.
+They clip something smaller than that whole and know how far one unit can still move the sum, which is written into the
+plan (`Coupling`), so that ledger and card can say it.
 """
 
 from __future__ import annotations

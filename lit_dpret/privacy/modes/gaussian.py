@@ -1,8 +1,7 @@
-r"""Base of every mode with Gaussian noise: the budget, the plan, and noise added once per step.
+"""Base of every mode with Gaussian noise: the budget, the plan, and noise added once per step.
 
-The modes differ in what they add up and in how far one unit can move it. Whatever that is, the sum
-of a logical step gets noise of standard deviation ``noise_multiplier * sensitivity`` in every
-coordinate, once, and is divided by a public constant.
+The modes differ in what they add up and in how far one unit can move it: the sum of a logical step gets noise of
+``noise_multiplier * sensitivity`` in every coordinate, once, and is divided by a public constant.
 """
 
 from __future__ import annotations

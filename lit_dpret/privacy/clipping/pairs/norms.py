@@ -1,9 +1,7 @@
 r"""The norm of every pair's similarity gradient, or a bound on it that is a function of the pair alone.
 
-:math:`S_{ij} = \langle e_i, f_j \rangle` has the gradient :math:`g_{ij}`. Clipping each :math:`g_{ij}` to B
-(Logit-DP: Kong, Munoz Medina and Ribero 2025, Algorithm 1) takes their norms, n squared numbers, and not
-the gradients, n squared times all parameters. Any :math:`N_{ij} \ge |g_{ij}|` keeps the guarantee, provided
-that it depends on records i and j and on nothing else of the batch.
+:math:`S_{ij} = \langle e_i, f_j \rangle` has the gradient :math:`g_{ij}`. Clipping each to B (Logit-DP: Kong, Munoz
+Medina and Ribero 2025, Algorithm 1) takes their norms alone, and any :math:`N_{ij} \ge |g_{ij}|` keeps the guarantee.
 """
 
 from __future__ import annotations
