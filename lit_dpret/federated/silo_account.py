@@ -60,14 +60,14 @@ class SiloAccount:
     ) -> SiloAccount:
         privacy, near = settings.privacy, [state]
         if privacy.eps is None:
-            synthetic = read_synthetic(folder, budget=None, ledger=None, near=near) if settings.generated else None
+            synthetic = read_synthetic(folder, None, near=near) if settings.generated else None
             return cls(name, settings, None, 0, state, synthetic)
         data, budget = units_and_budget(folder, privacy)
         ledger = SiloLedger(
             ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file
         )
         ledger.require_whole(state)
-        synthetic = read_synthetic(folder, budget=budget, ledger=ledger, near=near) if settings.generated else None
+        synthetic = read_synthetic(folder, ledger, near=near) if settings.generated else None
         account = cls(name, settings, ledger, data.n_units, state, synthetic)
         if settings.train_on == "queries":
             fits, kept = account._fits(), state / _NOISE

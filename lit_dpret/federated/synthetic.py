@@ -180,24 +180,17 @@ def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) ->
     )
 
 
-def read_synthetic(
-    silo: str | Path,
-    *,
-    budget: PrivacyBudget | None,
-    ledger: SiloLedger | None,
-    near: Sequence[str | Path] = (),
-) -> SyntheticSet:
+def read_synthetic(silo: str | Path, ledger: SiloLedger | None, *, near: Sequence[str | Path] = ()) -> SyntheticSet:
     """Read the synthetic queries of a silo, and verify their claim.
 
-    Their generator's card and ledger are looked for in the folders ``near`` as well. Budget and ledger are None where
-    the federation promises nothing.
+    Their generator's card and ledger are looked for in the folders ``near`` as well. ``ledger`` is the silo's, None
+    where the federation promises nothing.
 
     Guarantees, after it returns:
         - The files are those that the card describes, the card follows from the generator's ledger by an unbroken
           chain, and no audit contradicts it.
         - No query was written for a sentence of the collection that is not declared public.
-        - With a budget: unit and neighbours are those of the budget, and the generator's run is charged to ``ledger``
-          once.
+        - Unit and neighbours are those of the ledger's budget, and the generator's run is charged to it once.
     """
     folder = Path(silo) / SYNTHETIC
     path = folder / CARD_NAME
@@ -215,19 +208,16 @@ def read_synthetic(
             "it (federated.state, or --state of lit-dpret silo)."
         )
     card = read_card(path)
-    _require_claim(card, budget, folder)
+    _require_claim(card, None if ledger is None else ledger.budget, folder)
     texts = _texts(Path(silo), folder)
-    releases = [] if budget is None or ledger is None else _charged(card, path, ledger, near, folder)
+    releases = [] if ledger is None else _charged(card, path, ledger, near, folder)
     return SyntheticSet(folder, texts, privacy_line(card), releases)
 
 
 def check_generated(silo: str | Path, state: str | Path, settings: PddAs2) -> SyntheticSet:
     """Read the synthetic queries of a silo as its rounds will, with the ledger in its state folder ``state``."""
-    privacy = settings.privacy
-    if privacy.eps is None:
-        return read_synthetic(silo, budget=None, ledger=None, near=[state])
-    ledger = open_ledger(silo, state, privacy)
-    return read_synthetic(silo, budget=ledger.budget, ledger=ledger, near=[state])
+    ledger = None if settings.privacy.eps is None else open_ledger(silo, state, settings.privacy)
+    return read_synthetic(silo, ledger, near=[state])
 
 
 def open_ledger(silo: str | Path, state: str | Path, privacy: FederatedPrivacy) -> SiloLedger:

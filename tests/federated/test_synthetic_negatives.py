@@ -106,7 +106,7 @@ def ledger_of(root: Path, **changes: Any) -> SiloLedger:
 
 def read(root: Path, **changes: Any) -> Any:
     ledger = ledger_of(root, **changes)
-    return read_synthetic(silo(root), budget=ledger.budget, ledger=ledger, near=[root / "state" / "client0"])
+    return read_synthetic(silo(root), ledger, near=[root / "state" / "client0"])
 
 
 # -- the whole path ---------------------------------------------------------------------------
@@ -338,9 +338,9 @@ def test_a_set_under_another_guarantee_is_refused(world: Path) -> None:
     with pytest.raises(PrivateDataError, match=r"neighbours=zero_out, and .*neighbours=replace_one"):
         read(world, neighbours="replace_one")
     ledger = ledger_of(world)
-    merged = replace(ledger.budget, duplicates="merge")
+    ledger.budget = replace(ledger.budget, duplicates="merge")
     with pytest.raises(PrivateDataError, match=r"datamodule\.duplicates=merge"):
-        read_synthetic(silo(world), budget=merged, ledger=ledger, near=[world / "state" / "client0"])
+        read_synthetic(silo(world), ledger, near=[world / "state" / "client0"])
 
 
 def test_without_a_budget_the_card_is_verified_all_the_same(world: Path) -> None:

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -51,8 +52,7 @@ _COPIED = (
     "a canary would be trained on it even if its owner's record is removed, in copies that the claim does not count. "
     "Remove it from the file, or take public queries."
 )
-_PSEUDO_PASSAGES = 2000
-_VOCABULARY_PASSAGES = 2000
+_MOST_PASSAGES = 2000  # that queries or words are made from
 
 
 class Sources(Protocol):
@@ -67,9 +67,29 @@ class _Material:
     """The public texts that canaries are made from, and the seed that chooses among them."""
 
     passages: Mapping[str, str]
-    ids: Sequence[str]
-    words: Sequence[str]
     seed: int
+
+    def coins(self, purpose: str) -> np.random.Generator:
+        """Return a stream for each purpose; the label keeps it apart from every other seed of the project."""
+        digest = hashlib.blake2b(f"lit-dpret/canaries\x1f{self.seed}\x1f{purpose}".encode(), digest_size=16).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+    @cached_property
+    def ids(self) -> list[str]:
+        return sorted(self.passages)
+
+    def some(self, purpose: str) -> dict[str, str]:
+        """Draw passages."""
+        drawn = self.coins(purpose).permutation(len(self.ids))[:_MOST_PASSAGES]
+        return {pid: self.passages[pid] for pid in (self.ids[int(place)] for place in drawn)}
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Different words of some passages: drawn uniformly from, they are rare ones that make no sense together."""
+        words = {word for text in self.some("vocabulary").values() for word in text.lower().split() if word.isalpha()}
+        if len(words) < 2:
+            raise DataError("The public passages have too few words to make an echo canary from.")
+        return sorted(words)
 
 
 @dataclass(frozen=True)
@@ -184,22 +204,17 @@ class CanarySuite:
             released: Whether the model is kept. One that nobody gets may be trained on dev or test queries.
             knobs: The settings that errors name.
         """
-        seed = secrets.randbits(63) if self.seed is None else self.seed
-        passages = data.public_passages()
-        ids = sorted(passages)
+        material = _Material(data.public_passages(), secrets.randbits(63) if self.seed is None else self.seed)
         if released:
             self.refuse_splits(knobs)
-        found = _queries(self.queries, data, passages, ids, seed, released=released, knobs=knobs)
-        known = self._cut(found)
+        known = self._cut(_queries(self.queries, data, material, released=released, knobs=knobs))
         planned = [(*each, number) for each in self._combinations() for number in range(self.count)]
         if len(known) < len(planned):
             raise DataError(
                 f"{knobs.queries}={self.queries} gives {len(known)} queries for {len(planned)} canaries. Lower "
                 f"{knobs.count}, or take another source."
             )
-        words = _vocabulary(passages, ids, seed) if "echo" in self.kinds else []
-        material = _Material(passages, ids, words, seed)
-        order = iter(_coins(seed, "queries").permutation(len(known)))
+        order = iter(material.coins("queries").permutation(len(known)))
         canaries: list[Canary] = []
         for kind, side, copies, number in planned:
             for place in order:
@@ -224,8 +239,8 @@ class CanarySuite:
         """Make one canary with a known query; its secret and its coin do not depend on which query it is."""
         (kind, side, copies), (query, own) = combination, known
         name = f"{kind}-{side}-{copies}-{number}"
-        coins = _coins(material.seed, name)
-        candidates = self._candidates(kind, coins, material.words)
+        coins = material.coins(name)
+        candidates = self._candidates(kind, coins, material)
         passage_id, passage = self._passage(kind, side, name, own, material, coins)
         short = query.split()[: max(1, self.query_words // 2) if kind == "echo" else None]
         return Canary(
@@ -257,7 +272,7 @@ class CanarySuite:
             found.setdefault(" ".join(query.split()[: self.query_words]), own)
         return list(found.items())
 
-    def _candidates(self, kind: Kind, coins: np.random.Generator, words: Sequence[str]) -> tuple[str, ...]:
+    def _candidates(self, kind: Kind, coins: np.random.Generator, material: _Material) -> tuple[str, ...]:
         """Different secrets of the kind's alphabet, each uniform."""
         found: dict[str, None] = {}
         if kind == "new_token":
@@ -265,6 +280,7 @@ class CanarySuite:
                 found[f"<extra_id_{pair // self.new_tokens}><extra_id_{pair % self.new_tokens}>"] = None
         while len(found) < self.candidates:
             if kind == "echo":
+                words = material.words
                 found[" ".join(words[place] for place in coins.integers(len(words), size=self.suffix_words))] = None
             else:
                 found[_number(coins)] = None
@@ -301,27 +317,10 @@ def _number(coins: np.random.Generator) -> str:
     return f"{int(coins.integers(10**10)):010d}"
 
 
-def _coins(seed: int, purpose: str) -> np.random.Generator:
-    """Return a stream of its own for each purpose; the label keeps it apart from every other seed of the project."""
-    digest = hashlib.blake2b(f"lit-dpret/canaries\x1f{seed}\x1f{purpose}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-
-
-def _queries(
-    source: str,
-    data: Sources,
-    passages: Mapping[str, str],
-    ids: Sequence[str],
-    seed: int,
-    *,
-    released: bool,
-    knobs: Knobs,
-) -> list[tuple[str, str]]:
+def _queries(source: str, data: Sources, material: _Material, *, released: bool, knobs: Knobs) -> list[tuple[str, str]]:
     """Return queries with the id of the passage that belongs to each."""
     if source == PSEUDO:
-        some = _coins(seed, "passages").permutation(len(ids))[:_PSEUDO_PASSAGES]
-        made = pseudo_queries({ids[int(place)]: passages[ids[int(place)]] for place in some})
-        return [(one.text, one.passage_id) for one in made if one.text]
+        return [(one.text, one.passage_id) for one in pseudo_queries(material.some("passages")) if one.text]
     if source in EVALUATION_SPLITS:
         queries, qrels = data.evaluation_set(source)
         best = {query: max(judged, key=lambda passage: judged[passage]) for query, judged in qrels.items() if judged}
@@ -337,8 +336,8 @@ def _queries(
         protected, {f"{knobs.queries}={source}, {place}": text for place, text in texts.items()}, because=_COPIED
     )
     lines = list(dict.fromkeys(collapse_whitespace(text) for text in texts.values()))
-    owners = _coins(seed, "owners").integers(len(ids), size=len(lines))
-    return [(line, ids[int(owner)]) for line, owner in zip(lines, owners, strict=True) if line]
+    owners = material.coins("owners").integers(len(material.ids), size=len(lines))
+    return [(line, material.ids[int(owner)]) for line, owner in zip(lines, owners, strict=True) if line]
 
 
 def _read_queries(path: Path, knob: str) -> dict[str, str]:
@@ -365,15 +364,6 @@ def _read_queries(path: Path, knob: str) -> dict[str, str]:
                 kind="unreadable file",
             )
     return {f"line {number}": line for number, line in enumerate(lines, start=1)}
-
-
-def _vocabulary(passages: Mapping[str, str], ids: Sequence[str], seed: int) -> list[str]:
-    """Different words of some public passages: drawn uniformly from, they are rare ones that make no sense together."""
-    some = _coins(seed, "vocabulary").permutation(len(ids))[:_VOCABULARY_PASSAGES]
-    words = {word for place in some for word in passages[ids[int(place)]].lower().split() if word.isalpha()}
-    if len(words) < 2:
-        raise DataError("The public passages have too few words to make an echo canary from.")
-    return sorted(words)
 
 
 # -- planting ------------------------------------------------------------------------------------
