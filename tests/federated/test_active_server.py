@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from dataclasses import dataclass, field
 
-from masked_silos import MASKED, NAMES, START, Drifts, Masked, credentials
+from messages import MASKED, NAMES, START, Drifts, Masked, credentials
 
 from lit_dpret.errors import DataError
 from lit_dpret.federated.flower.payloads import bytes_of, bytes_record, tensors_record

@@ -59,10 +59,10 @@ def test_by_messages_the_same_weights_and_measures_come_out_as_in_one_process(
     assert all(result.sent[phase] > 0 for phase in ("stage 1", "requests", "responses", "pools"))
     assert (tmp_path / "flower" / "server" / "federation.json").is_file()
     # Stage 1 sends the weights in every round; after it they are sent to each silo once, with the first measures.
-    traffic, weights = run.grid.traffic, sum(value.numel() * 4 for value in run.server.start.values())
-    assert traffic["train.stage1"].down > 2 * 3 * weights and traffic["evaluate.retrieval"].down > 3 * weights
+    down, weights = run.grid.down, sum(value.numel() * 4 for value in run.server.start.values())
+    assert down["train.stage1"] > 2 * 3 * weights and down["evaluate.retrieval"] > 3 * weights
     for kind in ("query.fedneg_request", "query.fedneg_serve", "train.personalise"):
-        assert traffic[kind].down < 3 * weights, kind
+        assert down[kind] < 3 * weights, kind
 
 
 def test_a_silo_that_fails_in_a_round_is_named_the_round_goes_on_and_it_comes_back(tmp_path: Path) -> None:

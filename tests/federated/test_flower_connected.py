@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 import torch
-from in_process_grid import SUPERLINK_NODE_ID, InProcessGrid, acting_as
+from messages import InProcessGrid, acting_as
 
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import fingerprint
@@ -46,14 +46,14 @@ def federation(*names: Any, examples: Any = 5) -> tuple[InProcessGrid, Connected
 
 
 def present(roster: ConnectedSilos) -> list[str]:
-    with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
+    with acting_as():
         return roster.present("now")
 
 
 def test_an_answer_is_taken_for_that_of_the_node_which_was_asked() -> None:
     _, roster = federation("a", "b", "c")
     assert present(roster) == ["a", "b", "c"] and roster.examples == {"a": 5, "b": 5, "c": 5}
-    with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
+    with acting_as():
         found = roster.exchange("query.ping", {name: envelope() for name in ("a", "b", "c")}, "now")
     assert {name: content["head"]["node"] for name, content in found.items()} == {"a": 2, "b": 3}
     assert len(roster.faults) == 1 and "client 'c' sent nonsense: " in roster.faults[0]
@@ -63,11 +63,11 @@ def test_nobody_takes_the_name_of_a_silo_that_is_there_and_a_new_node_may_of_one
     grid, roster = federation("a", "a", "b")
     assert present(roster) == ["a", "b"]
     assert roster.faults == ["now: node 3 says that it is 'a', who is there already."]
-    grid.leave(2)
+    grid.away.add(2)
     assert present(roster) == ["a", "b"] and len(roster.faults) == 1  # restarted under another number
-    grid.leave(4)
+    grid.away.add(4)
     assert present(roster) == ["a"] and roster.faults[1:] == ["now: client 'b' is not there."]
-    grid.come_back(4)
+    grid.away.remove(4)
     assert present(roster) == ["a", "b"]
 
 
@@ -75,7 +75,7 @@ def test_a_silo_that_failed_is_sent_again_what_it_was_sent_before() -> None:
     _, roster = federation("a", "b")
     present(roster)
     assert roster.lacks("a", "weights") and not roster.lacks("a", "weights") and roster.lacks("a", "others")
-    with acting_as(run_id=1, node_id=SUPERLINK_NODE_ID):
+    with acting_as():
         roster.exchange("query.unheard_of", {"a": envelope()}, "now")
     assert "client 'a' failed" in roster.faults[0] and roster.lacks("a", "others")
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
-from masked_silos import MASKED, NAMES, START, Drifts, Masked, credentials, drifted
+from messages import MASKED, NAMES, START, Drifts, Masked, credentials, drifted
 
 from lit_dpret.errors import DataError
 from lit_dpret.federated.aggregation import Weights, client_weights, weighted_mean

@@ -15,8 +15,7 @@ from tiny_silos import SMALL, federation
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
-from masked_silos import MASKED, NAMES, START, Drifts, Masked, drifted
-from messages import Run, only_stage1
+from messages import MASKED, NAMES, START, Drifts, Masked, Run, drifted, only_stage1
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.federated import aggregation, secure_mean, silo_sum

@@ -34,7 +34,7 @@ class Asking:
 
     def __init__(self, root: Path, settings: PddAs2, *, run_id: int = 1) -> None:
         self.run = Run(root, settings, share=True)
-        self.run.grid._run_id = run_id
+        self.run.grid.run_id = run_id
         self.start: Weights = self.run.server.start
 
     def ask(self, kind: str, weights: Weights, *, records: dict[str, Any] | None = None, **facts: Any) -> Any:

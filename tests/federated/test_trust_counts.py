@@ -12,8 +12,7 @@ from tiny_silos import PRIVATE, SMALL, declare_public
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
-from masked_silos import WritesDown
-from messages import Run
+from messages import Run, WritesDown
 
 from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.federated.flower.library import RecordDict
