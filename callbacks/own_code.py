@@ -299,6 +299,10 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     return not unnamed
 
 
+#: About how many units `SameRows` compares.
+_COMPARED = 16
+
+
 def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
     """Refuse a data set whose rows of a unit follow from which unit was asked for before it."""
     asked = [unit for unit in range(min(sampler.units, UNNAMED)) if len(answer_of(_ask(dataset, unit))[1])][:4]
@@ -319,6 +323,43 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
             )
         if found[2] != found[3]:
             _refuse_other_rows()
+
+
+class SameRows:
+    """Compare some units of the training data set with what they were when the run began.
+
+    A callback may change a data set while the run goes on, as one that repeats the rows with the largest losses: then
+    what one unit holds follows from others, and one row may stand in many units.
+    """
+
+    def __init__(self, dataset: Any, sampler: PrivateBatchSampler) -> None:
+        step = max(1, sampler.units // _COMPARED)
+        self._dataset, self._units = dataset, range(0, sampler.units, step)
+        self._begun = self._contents()
+
+    def compare(self) -> None:
+        """Refuse a data set in which one of these units has other rows now, with the same random numbers."""
+        now = self._contents()
+        for unit, before, after in zip(self._units, self._begun, now, strict=True):
+            if None not in (before, after) and before != after:
+                raise DataError(
+                    f"The training data set gives unit {unit} other rows than when the run began: something changed it "
+                    "meanwhile, such as a callback, by what other units hold as far as anybody knows, and no clipping "
+                    "bounds that. Leave the data set as it is during a run, and augment rows in dataset[draw] or "
+                    "collate_rows.",
+                    trap="T38",
+                )
+
+    def _contents(self) -> list[bytes | None]:
+        return [self._of_unit(unit) for unit in self._units]
+
+    def _of_unit(self, unit: int) -> bytes | None:
+        try:
+            return _content(_ask(self._dataset, unit)[1])
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # it ends the run where the unit is drawn, by what is known of such ends
+            return None
 
 
 def _refuse_other_rows() -> NoReturn:

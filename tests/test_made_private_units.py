@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from lightning.pytorch.callbacks import Callback
 from own_modules import Classifier, card_in, data, fit, made, rows
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
@@ -163,6 +164,29 @@ def test_a_data_set_that_remembers_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError):
         fit(tmp_path, made(), data(Remembering()))
+
+
+class Mined(Dataset[Any]):
+    """Gives rows by an order that a callback changes."""
+
+    def __init__(self) -> None:
+        self.rows, self.order = rows(), list(range(60))
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        return self.rows[self.order[row]]
+
+
+@pytest.mark.parametrize("when", ["on_train_batch_end", "on_train_epoch_end"])
+def test_a_data_set_that_is_changed_while_the_run_goes_on_is_refused(when: str, tmp_path: Path) -> None:
+    """As by mining hard examples: half of the units become the row with the largest loss."""
+    mined, callback = Mined(), Callback()
+    setattr(callback, when, lambda *_: mined.order.__setitem__(slice(0, 30), [7] * 30))
+    with pytest.raises(DataError, match="other rows than when the run began") as refused:
+        fit(tmp_path, made(noise_multiplier=4.0), data(mined), callbacks=[callback], max_steps=12)
+    assert refused.value.trap == "T38" and card_in(tmp_path)["claim"]["guarantee"] != "dp"
 
 
 class Words(Dataset[Any]):

@@ -7,6 +7,7 @@ engine misses a dependence without a gradient, so the loss is computed again wit
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.coupling_passes import Passes, Rows, refuse_memory, refuse_own_coins, same_features
 from lit_dpret.modules.module_state import KeptState, Looks
-from lit_dpret.privacy.batches import ALONE, UnitBatch, take_rows
+from lit_dpret.privacy.batches import ALONE, UnitBatch, map_rows, take_rows
+from lit_dpret.privacy.user_code import is_library
 
 
 class CouplingCheck:
@@ -44,6 +46,8 @@ class CouplingCheck:
 
     def __init__(self) -> None:
         self._before: KeptState | None = None
+        self._earlier: KeptState | None = None
+        self._collated_rows: Any = None
         self._collated: tuple[list[Any], list[Any]] | None = None
         self._differentiates = False
         self._modes: list[bool] | None = None
@@ -54,9 +58,13 @@ class CouplingCheck:
         """Restart the count of batches; single-unit batches are counted separately."""
         self._looks = {True: Looks(), False: Looks()}
         self._single: Any = None
+        self._earlier = None
 
     def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
-        """Decide whether to check a batch; if so, store the state of ``module`` before it. ``seed`` is the batch's."""
+        """Decide whether to check a batch; if so, store the state of ``module`` before it. ``seed`` is the batch's.
+
+        A ``before_batch`` of the user's own comes later, and belongs to what is compared (`prepares_itself`).
+        """
         modes = _modes(module)
         if modes != self._modes:  # a loss may couple rows in one mode alone
             single = self._single
@@ -69,10 +77,14 @@ class CouplingCheck:
         self._as_collated = collated and not (due or alone or batch.step == self._collated_step)
         self._collated_step = batch.step if self._as_collated else self._collated_step
         self._before = KeptState(module) if due or self._as_collated else None
+        compared = prepares_itself(module) and (alone or self._before is not None)
+        self._collated_rows = map_rows(torch.clone, batch.rows) if compared else None
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Check the physical batch that the module just contributed, if `prepare` chose it."""
-        alone = _of_one_unit(batch)
+        alone, own = _of_one_unit(batch), self._collated_rows
+        self._collated_rows = None
+        batch = batch if own is None else replace(batch, rows=own)
         previous = None
         if alone:
             previous, self._single = self._single, take_rows(batch.rows, slice(None))
@@ -84,7 +96,8 @@ class CouplingCheck:
             if not self._as_collated:
                 looks.again()
             return
-        compare = partial(self._compare, rows, previous, looks.made, module=module, before=before, seed=seed)
+        compare = partial(self._compare, rows, previous, looks.made, module=module, before=before, seed=seed,
+                          batch=None if own is None else batch)  # fmt: skip
         try:
             compare()
         except RuntimeError as error:
@@ -126,6 +139,10 @@ class CouplingCheck:
                     passes.compare_sizes(part)
                     if not module.privacy.units_apart:
                         passes.compare_rounding(rows)
+            if not self._as_collated:
+                if self._earlier is not None and not is_lazy(module.device):
+                    passes.compare_earlier(rows, self._earlier, module._public())
+                self._earlier = given["before"]
             if metrics := [part for part in module.modules() if isinstance(part, Metric)]:
                 passes.compare_metrics(rows, metrics)
 
@@ -144,6 +161,12 @@ class CouplingCheck:
                 refuse_memory(module)
             if not alone.draws_beside_torch:  # other coins cannot be held; those rows meet in no call of collate_rows
                 self._collated = rows, others
+
+
+def prepares_itself(module: Any) -> bool:
+    """Return whether ``before_batch`` is code of the user's own."""
+    method = module.before_batch
+    return not is_library(getattr(method, "__func__", method).__module__)
 
 
 def _of_one_unit(batch: UnitBatch) -> bool:

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.module_state import KeptState
-from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
+from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, map_rows, take_rows
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.collation import leaves
 from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
@@ -140,8 +140,13 @@ class _Collated(NamedTuple):
 class Passes:
     """Runs the loss repeatedly from the same state, and restores that state at the end."""
 
-    def __init__(self, module: Any, before: KeptState, seed: int, *, differentiates: bool = False) -> None:
+    def __init__(
+        self, module: Any, before: KeptState, seed: int, *, differentiates: bool = False,
+        batch: UnitBatch | None = None,
+    ) -> None:  # fmt: skip
         self.module, self._kept_state, self._seed = module, before, seed
+        #: Given where ``before_batch`` is the user's own code, and belongs to every pass.
+        self._prepared_like = batch
         self._differentiates = differentiates
         self._parameters = trainable(module)
 
@@ -177,7 +182,7 @@ class Passes:
         losses = self._afresh(features, gradients=gradients)
         gradient = self._gradient(losses, rows.kept) if gradients else {}
         losses = losses.detach()[rows.kept]
-        return _Seen(losses, gradient, self._losses(rows.alone(), fixed_coins=True) if later else losses[:0])
+        return _Seen(losses, gradient, self._later(rows.alone()) if later else losses[:0])
 
     def compare_sizes(self, rows: Rows) -> None:
         """Compare the losses of the kept rows with and without the others, and what either batch leaves for later."""
@@ -187,7 +192,7 @@ class Passes:
             drawn.append(python_and_numpy_now())
             if batch is not features:
                 once = self._kept_state.numbers()
-                after.append(self._losses(rows.alone(), fixed_coins=True))
+                after.append(self._later(rows.alone()))
                 counted.append((once, self._kept_state.numbers()))
         if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
             self._refuse_other_coins()
@@ -213,10 +218,10 @@ class Passes:
         if gap > ROUNDING * max(together, alone, least):  # not where one of them is NaN
             raise UnsupportedModelError(
                 f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: the gradient of a "
-                "row's loss consists of rounding errors, so it is another one when other rows are in the batch, and "
-                "clipping each example bounds nothing. Scale the numbers in the rows to about 1 (from 1e4 on they "
-                "saturate an attention), compute in float64 (trainer.precision=64-true), or choose "
-                "privacy.engine=loop, which computes each unit by itself.",
+                "row's loss is different when other rows are in the batch, so clipping each example bounds nothing. "
+                "Make each row's loss from that row alone. Where it is, the gradient consists of rounding: scale the "
+                "numbers in the rows to about 1 (from 1e4 on they saturate an attention), compute in float64 "
+                "(trainer.precision=64-true), or choose privacy.engine=loop, which computes each unit by itself.",
                 trap="T11",
             )
 
@@ -237,10 +242,31 @@ class Passes:
         other = rows.with_other_company(from_kept=True) if other is None else other
         for before in (rows.as_they_are(), other):
             self._afresh(before)
-            found.append(self._losses(rows.as_they_are()))
+            found.append(self._later(rows.as_they_are(), fixed_coins=False))
         if _differ(found[0], found[1]):
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
+
+    def compare_earlier(self, rows: Rows, earlier: KeptState, public: frozenset[str]) -> None:
+        """Compare the losses of the batch with those that it has with the tensors that were kept before other batches.
+
+        What is made anew in every batch, or for each row alone, makes no difference.
+        """
+        now = self._afresh(rows.as_they_are())
+        if not (names := self._kept_state.reset_to_tensors_of(earlier, public)):
+            return
+        try:
+            before = self._losses(rows.as_they_are())
+        except Exception:  # other values of the module may say that these tensors are there
+            return
+        if _differ(now, before):
+            raise UnsupportedModelError(
+                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: the loss of the rows "
+                f"hangs on what earlier batches left in {', '.join(sorted(set(names)))}, so one unit affects steps "
+                "that it is not part of, which no noise covers. Keep nothing of private rows between batches. If no "
+                "private row is behind it but through trained weights, list its name in public_metrics.",
+                trap="T11",
+            )
 
     def compare_alone(self, rows: Rows, *, of_pairs: bool) -> None:
         """Compare the losses of the kept rows, or their embeddings, with those of the same rows collated alone."""
@@ -259,7 +285,7 @@ class Passes:
         seed_everywhere(self._seed)
         wide = torch.autocast(self.module.device.type, enabled=False)
         with torch.no_grad(), wide, _FixedCoins():  # type: ignore[no-untyped-call]
-            sides = self.module.pair_batch(features).sides
+            sides = self.module.pair_batch(self._prepared(features)).sides
             return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
 
     def collated(self, rows: list[Any], before: list[Any]) -> _Collated:
@@ -287,7 +313,8 @@ class Passes:
             found, drawn = [], []
             for features, at in ((alone, first), (self.collated(together, []).features, 0)):
                 batch, places = self._batch_like(rows.batch, features, at)
-                self.module.before_batch(batch)
+                if self._prepared_like is None:
+                    self.module.before_batch(batch)
                 found.append(self._afresh(batch.rows, fixed_coins=True)[places[first - at :][: len(own)]])
                 drawn.append(python_and_numpy_now())
             if drawn[0] != drawn[1]:
@@ -303,7 +330,8 @@ class Passes:
         mask = torch.zeros_like(rows.batch.mask).index_fill_(0, slots, True)
         features = take_rows(rows.batch.alone, slice(None))
         alone = replace(rows.batch, rows=features, data_rows=kept, mask=mask, alone=None)
-        self.module.before_batch(alone)
+        if self._prepared_like is None:
+            self.module.before_batch(alone)
         found = [self._afresh(features, fixed_coins=True)[kept] for features in (rows.as_they_are(), alone.rows)]
         if _differ(found[0], found[1]):
             self._refuse(rows)
@@ -334,13 +362,41 @@ class Passes:
         self._kept_state.reset()
         return self._losses(features, **how)
 
+    def _later(self, features: Any, *, fixed_coins: bool = True) -> Tensor:
+        """Return the losses of a batch of the next step: some keep what they make for all batches of one."""
+        trainer = self.module._trainer
+        if trainer is None:
+            return self._losses(features, fixed_coins=fixed_coins)
+        done = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        done.completed += 1
+        try:
+            return self._losses(features, fixed_coins=fixed_coins)
+        finally:
+            done.completed -= 1
+
+    def _prepared(self, features: Any) -> Any:
+        """Return the rows after ``before_batch``, where that belongs to a pass."""
+        batch = self._prepared_like
+        if batch is None:
+            return features
+        own, count = map_rows(torch.clone, features), len(leaves(features)[0])
+        if count == len(batch.unit_ids):
+            batch = replace(batch, rows=own, alone=None)
+        else:
+            ids = torch.arange(count, device=batch.unit_ids.device)
+            real = torch.ones_like(ids, dtype=torch.bool)
+            data_rows = None if batch.data_rows is None else real
+            batch = replace(batch, rows=own, alone=None, unit_ids=ids, mask=real, data_rows=data_rows)
+        self.module.before_batch(batch)
+        return batch.rows
+
     def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
         seed_everywhere(self._seed)
         wide = torch.autocast(self.module.device.type, enabled=False)
         coins: Any = _FixedCoins() if fixed_coins else nullcontext()  # type: ignore[no-untyped-call]
         with torch.set_grad_enabled(gradients or self._differentiates), coins, wide:
-            losses: Tensor = self.module.per_row_loss(features)
+            losses: Tensor = self.module.per_row_loss(self._prepared(features))
         return losses if gradients else losses.detach()
 
     def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:

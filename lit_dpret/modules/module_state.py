@@ -12,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -27,44 +28,74 @@ from lit_dpret.privacy.batches import UnitBatch, digests_of
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import checksums
-from lit_dpret.privacy.user_code import ReadByLoss
+from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of
 
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26
 
+#: What `PrivateModule._leave_run` sets.
+OF_A_RUN = frozenset({
+    "_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum", "_losses",
+})  # fmt: skip
 OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
 class KeptState:
-    """The plain attributes of a module's parts, so that every pass starts from the same state.
+    """The plain values that a module keeps, so that every pass starts from the same state.
 
-    While passes run, copies stand in the place of the originals. Objects of other kinds, closures and globals stay as
-    the passes leave them: where a loss hangs on these, two passes in a row show it.
+    They stand in attributes of its parts, and where the code of its loss may bind names (`ReadByLoss`): in attributes
+    of objects and classes, closures and globals. Values are put back where they stood, so that whoever else holds a
+    list or a tensor sees the same. What no code names stays as the passes leave it: where a loss hangs on it, two
+    passes in a row show it.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = list(module.modules())
-        held = [_data_of(part) for part in self._parts]
+        read = _code_of_loss(module)
+        for _ in read.tensors():
+            pass
+        parts = list(module.modules())
+        ours = {id(part) for part in parts}
+        self._memory = {_memory_of(each) for each in (*module.parameters(), *module.buffers())}
+        self._spaces = [*map(Space, parts), *(space for space in read.spaces if id(space.owner) not in ours)]
+        self._caches = read.caches
+        held = [_data_of(space) for space in self._spaces]
         kept = [t for values in held for t in _tensors_of(list(values.values())) if not _is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
-        self._first = [{name: _copied(value) for name, value in values.items()} for values in held]
-        self._now = held
+        self._first = self._now = [_saved_values(values) for values in held]
 
     def begin(self) -> None:
-        self._now = [_data_of(part) for part in self._parts]
+        self._now = [_saved_values(_data_of(space)) for space in self._spaces]
 
     def reset(self) -> None:
-        self._install([{name: _copied(value) for name, value in values.items()} for values in self._first])
+        self._install(self._first)
+
+    def reset_to_tensors_of(self, earlier: KeptState, public: frozenset[str]) -> list[str]:
+        """Let a pass find the initial state with the tensors of an ``earlier`` one, and return their names.
+
+        Those of ``public`` names stay.
+        """
+        self.reset()
+        before = {id(space.owner): values for space, values in zip(earlier._spaces, earlier._first, strict=True)}
+        found = []
+        for space in self._spaces:
+            values = before.get(id(space.owner), {})
+            held = {n: list(_tensors_of(v)) for n, v in _data_of(space).items() if n not in public | OF_A_RUN}
+            # A view of a weight holds earlier values of that weight, and no more.
+            names = [n for n, v in held.items() if v and not any(_memory_of(t) in self._memory for t in v)]
+            space.write({n: values[n]() for n in names if n in values}, [n for n in names if n not in values])
+            found += names
+        return found
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers and tensors that the parts hold now in attributes, by part and name, as copies."""
-        held = (
-            (f"{at}.{name}", value) for at, part in enumerate(self._parts) for name, value in _data_of(part).items()
-        )
+        """Return the numbers and tensors that are held now, by place and name, as copies."""
+        held = ((f"{at}.{n}", v) for at, space in enumerate(self._spaces) for n, v in _data_of(space).items())
         kinds = (int, float, np.generic, np.ndarray, Tensor)
-        return {name: _copied(value) for name, value in held if isinstance(value, kinds)}
+        return {
+            name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+            for name, value in held if isinstance(value, kinds)
+        }  # fmt: skip
 
     def put_back(self) -> None:
         self._install(self._now)
@@ -73,22 +104,31 @@ class KeptState:
         if any(tensor._version != version for tensor, version in self._large):
             refuse()
 
-    def _install(self, states: Sequence[dict[str, Any]]) -> None:
-        for part, values in zip(self._parts, states, strict=True):
-            data = _data_of(part)
-            for name in data.keys() - values.keys():
-                del part.__dict__[name]
+    def _install(self, states: Sequence[dict[str, Callable[[], Any]]]) -> None:
+        for space, values in zip(self._spaces, states, strict=True):
+            held, data = space.read(), _data_of(space)
             # What has become an object of another kind since, as a cache that was None, stays.
-            part.__dict__.update({n: v for n, v in values.items() if n not in vars(part) or n in data})
+            fitting = {name: give() for name, give in values.items() if name not in held or name in data}
+            changed = {name: value for name, value in fitting.items() if name not in held or held[name] is not value}
+            space.write(changed, data.keys() - values.keys())
+        for cache in self._caches:
+            cache.cache_clear()
 
 
-def _data_of(part: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a part of a module that hold plain data: no parameter, no buffer, no object."""
-    return {name: value for name, value in vars(part).items() if name not in OWN_TO_MODULES and _is_data(value)}
+def _code_of_loss(module: Any) -> ReadByLoss:
+    trainer = getattr(module, "_trainer", None)
+    return ReadByLoss(module, [] if trainer is None else list(trainer.callbacks))
+
+
+def _data_of(space: Space) -> dict[str, Any]:
+    """Return the names that hold plain data: no parameter, no buffer, no object."""
+    own = OWN_TO_MODULES if isinstance(space.owner, nn.Module) else ()
+    values = space.read().items()
+    return {name: value for name, value in values if name not in own and name[:2] != "__" and _is_data(value)}
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether a value can be copied and put back: plain values, tensors, generators, and lists of them."""
+    """Return whether a value can be put back: plain values, tensors, generators, and lists of them."""
     if isinstance(value, _SCALARS):  # most are, and classes of torch answer slowly
         return True
     if isinstance(value, nn.Parameter):
@@ -98,6 +138,14 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_data(v) for v in value.values())
     return isinstance(value, (list, tuple, set, deque)) and all(_is_data(v) for v in value)
+
+
+def _memory_of(tensor: Tensor) -> object:
+    """Return where the values of a tensor lie; the tensor itself where it gives no address (XLA, sparse, freed)."""
+    try:
+        return id(tensor) if is_lazy(tensor.device) else (tensor.device, tensor.untyped_storage().data_ptr())
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def _is_copied(tensor: Tensor) -> bool:
@@ -114,24 +162,55 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
             yield from _tensors_of(each)
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, _SCALARS):
-        return value
+def _saved_values(values: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    return {name: _saved(value) for name, value in values.items()}
+
+
+def _saved(value: Any) -> Callable[[], Any]:
+    """Return a function that returns ``value`` with the content that it has now."""
+    if isinstance(value, (dict, list, deque, set, tuple)):
+        return partial(_refilled, value, _contents(value))
     if isinstance(value, Tensor):
-        return value.detach().clone() if _is_copied(value) else value
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.nbytes <= COPIED else value
-    if isinstance(value, dict):
-        found = copy.copy(value)  # keeps the class, and what it makes of missing keys
-        found.update({key: _copied(each) for key, each in value.items()})
-        return found
-    if isinstance(value, deque):
-        return deque((_copied(each) for each in value), value.maxlen)
-    if isinstance(value, (list, set)) or type(value) is tuple:
-        return type(value)(_copied(each) for each in value)
-    return copy.deepcopy(value) if isinstance(value, GENERATORS) else value
+        # One that is expanded or made for inference is written by nobody.
+        if not _is_copied(value) or value.is_inference() or 0 in value.stride():
+            return partial(_same, value)
+        return partial(_same, value, value.detach().copy_, value.detach().clone())
+    if isinstance(value, np.ndarray) and value.flags.writeable and value.nbytes <= COPIED:
+        return partial(_same, value, partial(np.copyto, value), value.copy())
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        return partial(_same, value, value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return partial(_same, value, partial(setattr, value.bit_generator, "state"), value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return partial(_same, value, value.setstate, value.getstate())
+    return partial(_same, value)
+
+
+def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any = None) -> Any:
+    if write is not None:
+        write(content)
+    return value
+
+
+def _contents(value: Any) -> list[Any]:
+    """Return what a container holds, each thing behind a function of `_saved`, or as it is where all are scalars."""
+    held = list(value.values()) if isinstance(value, dict) else list(value)
+    plain = all(isinstance(each, _SCALARS) for each in held)
+    kept = held if plain else [_saved(each) for each in held]
+    return [plain, list(value) if isinstance(value, dict) else None, kept]
+
+
+def _refilled(value: Any, contents: list[Any]) -> Any:
+    plain, keys, kept = contents
+    held = kept if plain else [give() for give in kept]
+    if isinstance(value, tuple):
+        return value
+    value.clear()
+    if keys is not None:
+        value.update(zip(keys, held, strict=True))
+    else:
+        (value.update if isinstance(value, set) else value.extend)(held)
+    return value
 
 
 class Looks:
@@ -187,9 +266,9 @@ class HookWatch:
 
     def begin(self) -> None:
         """Restart the count at the first batch."""
-        self._looks = Looks()
+        self._looks, self._updates = Looks(), Looks()
         self._seen: dict[str, int] | None = None
-        self._begun = self._looks_now = False
+        self._begun = False
 
     def note_first(self, module: Any) -> None:
         """Store the state of ``module`` before the hooks of its first batch; later calls do nothing."""
@@ -203,7 +282,6 @@ class HookWatch:
     def compare(self, module: Any, batch: UnitBatch, public: Collection[str]) -> None:
         """Refuse, before ``batch`` starts, what was written since the stored state; names in ``public`` pass."""
         seen, self._seen = self._seen, None
-        self._looks_now = seen is not None
         if seen is not None:
             _refuse_changed_rows(module, batch)
             _refuse_writes(module, seen, _values(module), public, "between two batches")
@@ -220,9 +298,9 @@ class HookWatch:
             _refuse_writes(module, seen, now, public, "after the last batch")
 
     @contextmanager
-    def optimizing(self, module: Any, optimizer: Any, public: Collection[str]) -> Iterator[None]:
-        """Watch the optimizer's update, during which hooks may write nothing else."""
-        if not self._looks_now:
+    def optimizing(self, module: Any, optimizer: Any, public: Collection[str], coin: int) -> Iterator[None]:
+        """Watch some updates of the optimizer, the first one too, during which hooks may write nothing else."""
+        if not self._updates.due(coin):
             yield
             return
         before = _values(module, trained=False, optimizer=optimizer)
@@ -263,18 +341,16 @@ def _refuse_writes(
 def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict[str, int]:
     """Return a checksum by name of everything that is watched, the gradients of an ``optimizer`` included."""
     held = dict(_held(module, trained))
-    held |= dict(_read_by_loss(module))
+    held |= dict(_code_of_loss(module).tensors())
+    if not trained:  # views of them are trained as well
+        views = {_memory_of(one) for one in trainable(module).values()}
+        held = {name: one for name, one in held.items() if _memory_of(one) not in views}
     if optimizer is None and not module.in_shards:
         held |= dict(_state(module))
     elif not module.in_shards:
         slots = ((name, gradient_slot(optimizer, p)) for name, p in trainable(module).items())
         held |= {f"{name}.grad": slot.grad for name, slot in slots if slot.grad is not None}
     return dict(zip(held, checksums(held.values()), strict=True))
-
-
-def _read_by_loss(module: Any) -> Iterator[tuple[str, Tensor]]:
-    callbacks = [] if module._trainer is None else list(module.trainer.callbacks)
-    return ReadByLoss(module, callbacks).tensors()
 
 
 def _state(module: Any) -> Iterator[tuple[str, Tensor]]:
@@ -310,7 +386,8 @@ def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
         if id(value) in seen:
             return
         seen.add(id(value))
-        inside = value if isinstance(value, Mapping) else vars(value) if _is_foreign(value) else dict(enumerate(value))
+        whole = attributes_of(value) if _is_foreign(value) else dict(enumerate(value))
+        inside = value if isinstance(value, Mapping) else whole
         for name, each in islice(inside.items(), _ENTRIES):
             yield from _within(f"{path}.{name}", each, seen)
 
@@ -319,4 +396,5 @@ def _is_foreign(value: Any) -> bool:
     """Return whether a value is a plain object of the user's own."""
     if isinstance(value, (nn.Module, PrivacyMode, type)):
         return False
-    return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in _KNOWN
+    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+    return has_attributes and type(value).__module__.split(".")[0] not in _KNOWN

@@ -13,7 +13,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,8 +38,8 @@ from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.matmul_precision import whole_convolutions
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
-from lit_dpret.modules.coupling_check import CouplingCheck
-from lit_dpret.modules.module_state import HookWatch
+from lit_dpret.modules.coupling_check import CouplingCheck, prepares_itself
+from lit_dpret.modules.module_state import OF_A_RUN, HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import Drops, PhysicalBatches, memory_advice
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows
@@ -74,9 +74,6 @@ _ARGUMENTS = {
 }
 #: What `PrivateModule.save_model` writes.
 WEIGHTS = "weights.pt"
-# What `PrivateModule._leave_run` sets.
-_OF_A_RUN = ("_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum",
-             "_losses")  # fmt: skip
 
 
 def save_weights(state: dict[str, Any], folder: str | Path) -> Path:
@@ -178,7 +175,7 @@ class PrivateModule(Checkpointed):
     def __getstate__(self) -> dict[str, Any]:
         """Exclude a run's guard, secret and private sums from a copy, such as a running average."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
-        return {name: value for name, value in state.items() if name not in _OF_A_RUN}
+        return {name: value for name, value in state.items() if name not in OF_A_RUN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -287,6 +284,11 @@ class PrivateModule(Checkpointed):
         """Start watching hooks, before those of the first batch run."""
         if self.privacy.guarantee == "dp" and not self.log_private_loss:
             self._hooks.note_first(self)
+
+    def _watched_update(self, optimizer: Any, coin: int) -> AbstractContextManager[None]:
+        if self.privacy.guarantee != "dp" or self.log_private_loss:
+            return nullcontext()
+        return self._hooks.optimizing(self, optimizer, self._public() | ALWAYS, coin)
 
     def look_at_last_hooks(self, *, trained: bool) -> None:
         """Refuse what a hook wrote after the last batch, before it is saved."""
@@ -460,9 +462,12 @@ class PrivateModule(Checkpointed):
         sync_device(self.device)
 
     def _contribute_rows(self, batch: UnitBatch, seed: int) -> None:
-        self.before_batch(batch)
+        if not prepares_itself(self):
+            self.before_batch(batch)
         if self.privacy.guarantee == "dp":
             self._couplings.prepare(self, batch, seed)
+        if prepares_itself(self):
+            self.before_batch(batch)
         with _wide_defaults(), whole_convolutions():
             self.privacy.contribute(self, batch)
             if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing was let out yet
@@ -486,7 +491,7 @@ class PrivateModule(Checkpointed):
         guard.record(permit, update)  # it lets go of the sums, and measures what becomes of them
         optimizer: Any = self.optimizers()
         self._handover.give(update.gradients, optimizer)
-        with self._hooks.optimizing(self, optimizer, self._public() | ALWAYS):
+        with self._watched_update(optimizer, guard.stream.model_seed(attempt, step, 0)):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._move_schedules(step + 1)

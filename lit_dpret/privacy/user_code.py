@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property, lru_cache, partial
 from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lit_dpret.privacy.batches import UnitBatch
 
 #: What this package stands on: its code is not the user's.
 LIBRARIES = frozenset({
@@ -32,6 +35,7 @@ _REACHED = 5_000
 #: Of a longer list, that many entries are looked at.
 _ENTRIES = 1_000
 _OF_MODULES = frozenset(vars(nn.Module()))
+_CachedFunction: Any = type(lru_cache(lambda: None))
 
 
 def is_library(module: str | None) -> bool:
@@ -61,6 +65,57 @@ def reads_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
         yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
 
 
+class Space:
+    """Names of an object, a class or a function that its code may bind anew: attributes, globals, a closure."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self._cells: dict[str, CellType] = {}
+        self._named: set[str] = set()
+        if isinstance(owner, FunctionType):
+            self._cells = dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=False))
+            self._named = {name for code in codes_of(owner) for name in code.co_names} - self._cells.keys()
+
+    def read(self) -> dict[str, Any]:
+        """Return the values that the names have now."""
+        if isinstance(self.owner, FunctionType):
+            space = self.owner.__globals__
+            found = {name: space[name] for name in self._named if name in space}
+            for name, cell in self._cells.items():
+                with suppress(ValueError):  # not filled yet
+                    found[name] = cell.cell_contents
+            return found
+        return attributes_of(self.owner)
+
+    def write(self, values: Mapping[str, Any], removed: Iterable[str]) -> None:
+        """Bind names to ``values``, and unbind others."""
+        if isinstance(self.owner, FunctionType):
+            for name, value in values.items():
+                if name in self._cells:
+                    self._cells[name].cell_contents = value
+                else:
+                    self.owner.__globals__[name] = value
+            for name in removed:
+                self.owner.__globals__.pop(name, None)
+            return
+        kind: Any = type if isinstance(self.owner, type) else object  # no setter of the owner's, nor of nn.Module
+        for name, value in values.items():
+            kind.__setattr__(self.owner, name, value)
+        for name in removed:
+            kind.__delattr__(self.owner, name)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object or class itself, those in slots included."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in () if isinstance(value, type) else type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
 class ReadByLoss:
     """Find the tensors and arrays that the code of a loss reads outside the parts of its module.
 
@@ -74,6 +129,9 @@ class ReadByLoss:
 
     def __init__(self, module: nn.Module, callbacks: list[Any]) -> None:
         self._roots, self._callbacks = module, callbacks
+        #: Filled by `tensors`: what the code may write, and the caches of functions (``functools.lru_cache``).
+        self.spaces: list[Space] = []
+        self.caches: list[Any] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is there now, under names that are the same as long as the same objects are reached."""
@@ -81,6 +139,7 @@ class ReadByLoss:
         self._seen = {id(each) for each in own} | {id(p) for p in self._roots.parameters()}
         self._seen |= {id(buffer) for buffer in self._roots.buffers()}
         most = len(self._seen) + _REACHED
+        self.spaces, self.caches, self._owners = [], [], set[int]()
         self._names, self._unnamed = set[str](), dict[str, list[tuple[str, Any]]]()
         self._waiting = deque[tuple[str, Any]]()
         used: dict[str, int] = {}
@@ -115,13 +174,21 @@ class ReadByLoss:
     def _offer_all(self, path: str, owner: Any, *, tensors: bool = True) -> None:
         """Offer the attributes of an object and of the user's classes that it is of; ``tensors`` may be looked at."""
         kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
-        held = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
-        for space in (held, *(vars(kind) for kind in kinds if not is_library(kind.__module__))):
+        own = [kind for kind in kinds if not is_library(kind.__module__)]
+        held = {} if isinstance(owner, type) else attributes_of(owner)
+        for each in (*own, *(() if isinstance(owner, type) else (owner,))):
+            self._note(each)
+        for space in (held, *map(vars, own)):
             for name, value in space.items():
                 known = isinstance(owner, nn.Module) and name in _OF_MODULES
                 known |= space is held and not tensors and isinstance(value, (Tensor, np.ndarray))
                 if isinstance(name, str) and not known:
                     self._offer(path, name, value)
+
+    def _note(self, owner: Any) -> None:
+        if id(owner) not in self._owners:
+            self._owners.add(id(owner))
+            self.spaces.append(Space(owner))
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a value, and let what it holds wait to be looked at."""
@@ -150,7 +217,11 @@ class ReadByLoss:
             waiting.append((path, value.fget if isinstance(value, property) else value.func))
         elif isinstance(value, FunctionType):
             if not is_library(value.__module__):
+                self._note(value)
                 self._read(value)
+        elif isinstance(value, _CachedFunction):
+            self.caches.append(value)
+            waiting.append((path, value.__wrapped__))
         elif isinstance(value, ModuleType):
             if not is_library(value.__name__):
                 for name, each in list(vars(value).items()):
@@ -160,6 +231,9 @@ class ReadByLoss:
             for part in value.modules():
                 self._seen.add(id(part))
                 self._offer_all(path, part)
+        elif isinstance(value, (SimpleNamespace, UnitBatch)):  # one that somebody kept
+            self._note(value)
+            waiting += ((f"{path}.{name}", each) for name, each in vars(value).items())
         elif not is_library((value if isinstance(value, type) else type(value)).__module__):
             self._offer_all(path, value)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.coupling_passes import Passes
 from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
-from lit_dpret.privacy.batches import copied_rows
+from lit_dpret.privacy.batches import UnitBatch, copied_rows
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 
 Patch = pytest.MonkeyPatch
@@ -168,8 +170,87 @@ class AugmentedAndCentred(Plain):
         return found | {"inputs": inputs - inputs.mean(0)}
 
 
+class PreparedFromTheBatch(Plain):
+    """Takes the statistic of the batch in the hook that prepares further inputs of the loss."""
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        self.centre = batch.rows["target"].mean()
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"] - self.centre)
+
+
+class PreparedRows(Plain):
+    """Writes the statistic into the rows, after these were collated and before anybody compares them."""
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        batch.rows["target"] -= batch.rows["target"].mean()
+
+
+class Step:
+    """Keeps what is made once for each step, for all of its physical batches; in an object, as such code does."""
+
+    __slots__ = ("made", "queue", "step")
+
+    def __init__(self) -> None:
+        self.step, self.made, self.queue = -1, torch.zeros(()), [0.0]
+
+    def mean(self, step: int, target: Tensor) -> Tensor:
+        if step != self.step:
+            self.step, self.made = step, target.detach().mean()
+        return self.made
+
+    def earlier(self, step: int, target: Tensor) -> float:
+        """Return the number of the step before, as MoCo's queue has its keys."""
+        if step != self.step:
+            self.step = step
+            self.queue.append(float(target.detach().sum()))
+        return self.queue[-2]
+
+
+class CentredOncePerStep(Plain):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.kept = Step()
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"] - self.kept.mean(self.trainer.global_step, rows["target"]))
+
+
+class CentredOncePerStepInAClosure(Plain):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        kept = Step()
+        self.centre = lambda target: target - kept.mean(self.trainer.global_step, target)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], self.centre(rows["target"]))
+
+
+class FittedOnceInAnObject(CentredOncePerStep):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"] - self.kept.mean(self.trainer.current_epoch, rows["target"]))
+
+
+class CentredByACache(Plain):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.mean_of = lru_cache(maxsize=1)(lambda step: self.now.mean())
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        self.now = rows["target"].detach()
+        return self.losses(rows["inputs"], rows["target"] - self.mean_of(self.trainer.current_epoch))
+
+
+class QueueOncePerStep(CentredOncePerStep):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        earlier = self.kept.earlier(self.trainer.global_step, rows["target"])
+        return self.losses(rows["inputs"], rows["target"] - earlier)
+
+
 COUPLED = (
-    Mixup, CentredTargets, SignOfTheBatch, WeaklyCoupled, DividedByTheNumberOfRows,
+    PreparedFromTheBatch, PreparedRows, CentredOncePerStep, CentredOncePerStepInAClosure, FittedOnceInAnObject,
+    CentredByACache, QueueOncePerStep, Mixup, CentredTargets, SignOfTheBatch, WeaklyCoupled, DividedByTheNumberOfRows,
     CollatedInCompany, AugmentedAndCentred, ByPlace, FittedOnTheFirstBatch, GradientAlone,
     Remembering, RememberingInAQueue, RememberingInAClosure, RememberingInAGlobal, RememberingInPlace,
 )  # fmt: skip
@@ -189,6 +270,31 @@ def test_a_loss_that_couples_rows_is_refused_before_anything_is_released(module:
         train(tmp_path, module)
     assert refusal.value.trap == "T11"
     assert '"intent"' not in (tmp_path / "run" / "privacy_ledger.jsonl").read_text()
+
+
+class QueueByACounter(CentredOncePerStep):
+    """Pushes once for each batch that a hook counts, so that no pass of a check pushes anything."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kept.counted = batch_idx
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        kept = self.kept
+        if kept.counted != kept.step:
+            kept.step, kept.earlier, kept.made = kept.counted, kept.made, rows["target"].detach().sum()
+        return self.losses(rows["inputs"], rows["target"] - kept.earlier)
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.kept: Any = SimpleNamespace(counted=-1, step=-1, made=torch.zeros(()), earlier=torch.zeros(()))
+
+
+def test_what_earlier_batches_left_is_found_where_no_pass_writes_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = QueueByACounter(privacy=dp(tmp_path, noise_seed=SEED, noise_multiplier=4.0))
+    with pytest.raises(UnsupportedModelError, match="earlier batches left in earlier") as refusal:
+        fit(tmp_path / "run", module, steps=12)
+    assert refusal.value.trap == "T11"
 
 
 class CountsWhatCameBefore(Plain):
@@ -304,6 +410,28 @@ class LastLoss(Plain):
         return found
 
 
+class Caching(Plain):
+    """Keeps in an object what follows from a row alone, what follows from the steps, and private numbers unread."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.state = SimpleNamespace(of_row={}, temperature=1.0, calls=0, ready=None, last=None)
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        self.state.calls += 1
+        batch.rows["doubled"] = 2 * batch.rows["target"]
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        state = self.state
+        if state.ready is None:
+            state.ready = torch.ones(2)
+        state.temperature *= 0.9
+        state.last = rows["target"].detach()
+        known = [state.of_row.setdefault(float(x[0]), x[0].detach().sin()) for x in rows["inputs"]]
+        target = rows["doubled"] - torch.stack(known) * state.ready[0]
+        return self.losses(rows["inputs"], target) / state.temperature
+
+
 class NoNumberInSomeRecords(Plain):
     """A feature of every third record is NaN, that of the first one too: it adds nothing, and ends no run."""
 
@@ -319,7 +447,7 @@ class NoNumberAndCoins(NoNumberInSomeRecords):
         return found | {"target": found["target"] + 0.01 * torch.randn_like(found["target"])}
 
 
-@pytest.mark.parametrize("module", [Plain, Augmented, LastLoss, NoNumberInSomeRecords, NoNumberAndCoins])
+@pytest.mark.parametrize("module", [Plain, Augmented, LastLoss, Caching, NoNumberInSomeRecords, NoNumberAndCoins])
 @pytest.mark.parametrize("rows", ["one", "all"])
 def test_an_honest_module_trains(module: type[Any], rows: str, tmp_path: Path) -> None:
     train(tmp_path, module, data=Numbers(rows_per_unit=rows))

@@ -161,6 +161,62 @@ def test_without_a_guarantee_nothing_is_refused(module: Any, tmp_path: Path) -> 
     fit(tmp_path / "run", module(privacy=NoPrivacy()))
 
 
+class KeepsTheBatch(Callback):
+    """Keeps Lightning's batch, of which the loss reads a statistic."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.batch = batch
+
+
+class CentredByTheBatch(Regression):
+    batch: Any = None
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return (self.net(rows["inputs"]).squeeze(-1) - rows["target"] + self.batch.rows["target"].mean()).square()
+
+
+def test_a_batch_that_a_hook_keeps_is_seen(tmp_path: Path) -> None:
+    module = CentredByTheBatch(privacy=dp(tmp_path, noise_seed=1))
+    with pytest.raises(UnsupportedModelError, match="batch") as refusal:
+        fit(tmp_path / "run", module, extra=[KeepsTheBatch()])
+    assert refusal.value.trap == "T11"
+    assert '"intent"' not in (tmp_path / "run" / "privacy_ledger.jsonl").read_text()
+
+
+class WritesWhileItSteps(Callback):
+    """Keeps the mean of each step's rows, of as many physical batches as it has."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.mean = mean_of(batch)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.centre.copy_(self.mean)
+
+
+class TimesThree(Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(3)
+
+
+@pytest.mark.parametrize("callback", [WritesWhileItSteps, TimesThree])
+@pytest.mark.parametrize("units", [2, 16], ids=["several parts", "one part"])
+def test_the_first_update_is_watched_however_many_batches_its_step_has(
+    callback: Any, units: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook_watch.HookWatch, "compare", lambda *_: None)  # which may see it in the next batch
+    data = Numbers(sampling="full_batch", physical_batch_size=units)
+    with pytest.raises(UnsupportedModelError, match="while the optimizer stepped") as refusal:
+        fit(
+            tmp_path / "run",
+            Centred(privacy=dp(tmp_path, noise_seed=1, noise_multiplier=8.0)),
+            data,
+            extra=[callback()],
+            steps=1,
+        )
+    assert refusal.value.trap == "T11"
+
+
 class StepsOnceMore(Regression):
     """Makes an update of its own after the granted one, by an optimizer that Lightning does not know."""
 
