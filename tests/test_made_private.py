@@ -369,13 +369,6 @@ def test_a_contrastive_loss_is_private_with_negatives_of_the_row_and_refused_wit
     assert '"intent"' not in (tmp_path / "batch" / "privacy_ledger.jsonl").read_text()
 
 
-def test_callbacks_that_the_trainer_has_are_not_added_again(tmp_path: Path) -> None:
-    own = [PrivacyAccountant(eps_log_points=1), PrivacyCard(run_dir=tmp_path / "cards")]
-    trainer = fit(tmp_path / "run", made(), callbacks=list(own), enable_checkpointing=False)
-    assert [c for c in trainer.callbacks if isinstance(c, (PrivacyAccountant, PrivacyCard))] == own  # type: ignore[attr-defined]
-    assert card_in(tmp_path / "cards")["claim"]["epsilon"] > 0
-
-
 # -- what is refused -------------------------------------------------------------------------------------------
 
 

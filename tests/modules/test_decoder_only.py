@@ -358,15 +358,15 @@ def test_settings_that_do_not_fit_are_refused_by_name(settings: dict[str, Any], 
         decoder_only(**settings)
 
 
-def test_a_model_that_looks_ahead_is_refused() -> None:
-    config = {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    with pytest.raises(UnsupportedModelError, match="bert"):
-        generator(config=config, prompt="{passage} ")
-
-
-def test_a_model_without_keys_and_values_is_refused() -> None:
-    config = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    with pytest.raises(UnsupportedModelError, match="mamba"):
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},  # it looks ahead
+        {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},  # without keys and values
+    ],
+)
+def test_a_model_that_cannot_write_from_a_cache_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=config["model_type"]):
         generator(config=config, prompt="{passage} Ask: ")
 
 

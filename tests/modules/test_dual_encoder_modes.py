@@ -178,16 +178,14 @@ def test_a_row_never_counts_a_further_positive_as_a_negative() -> None:
     assert float(module.per_row_loss(batch.rows)) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_loss_that_compares_passages_with_queries_is_refused_against_public_passages() -> None:
-    with pytest.raises(ConfigurationError, match="couple them"):
-        dual(PublicPassages(**NOISE), loss=SymmetricSoftmaxPairLoss(temperature=1.0))
-
-
-def test_a_frozen_passage_tower_needs_towers_of_its_own() -> None:
-    with pytest.raises(ConfigurationError, match=r"model\.towers=separate"):
-        dual(NoPrivacy(), passage_tower="frozen")
-
-
-def test_settings_of_adapters_that_make_none_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"peft\.LoraConfig"):
-        dual(NoPrivacy(), lora={"rank": 2})
+@pytest.mark.parametrize(
+    ("privacy", "settings", "message"),
+    [
+        (PublicPassages(**NOISE), {"loss": SymmetricSoftmaxPairLoss(temperature=1.0)}, "couple them"),
+        (NoPrivacy(), {"passage_tower": "frozen"}, r"model\.towers=separate"),
+        (NoPrivacy(), {"lora": {"rank": 2}}, r"peft\.LoraConfig"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(privacy: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        dual(privacy, **settings)

@@ -170,11 +170,6 @@ def test_dynamic_finds_as_many_as_it_was_asked_for_behind_the_answers_and_their_
     assert not [each for each in recwarn if "random public passages" in str(each.message)]
 
 
-def test_dynamic_is_refused_where_passages_are_trained() -> None:
-    with pytest.raises(ConfigurationError, match=r"model\.passage_tower=frozen"):
-        dual(negatives=[DynamicNegatives()])
-
-
 @pytest.mark.parametrize("kinds", [[InBatchNegatives], [InBatchNegatives, BM25Negatives], [DynamicNegatives]])
 def test_frozen_passages_that_are_looked_up_give_the_same_loss_and_gradient(kinds: list[Any], tmp_path: Path) -> None:
     found = []
@@ -213,16 +208,20 @@ def test_in_batch_by_name_is_the_modes_own_where_it_takes_the_batch_apart(name: 
     assert torch.equal(*sums)
 
 
-def test_passages_that_are_trained_are_not_looked_up(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"Set model\.passage_tower=frozen"):
-        dual(negatives=[InBatchNegatives()], passage_cache_dir=tmp_path)
-
-
-def test_a_loss_of_the_table_of_similarities_takes_no_further_negatives() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"no place for model\.negatives=in_batch,bm25\. Set model\.loss to null"
-    ):
-        dual(loss=SigmoidPairLoss(temperature=1.0), negatives=[InBatchNegatives(), BM25Negatives()])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"negatives": [DynamicNegatives()]}, r"model\.passage_tower=frozen"),
+        ({"negatives": [InBatchNegatives()], "passage_cache_dir": Path("cache")}, r"Set model\.passage_tower=frozen"),
+        (
+            {"negatives": [InBatchNegatives(), BM25Negatives()], "loss": SigmoidPairLoss(temperature=1.0)},
+            r"no place for model\.negatives=in_batch,bm25\. Set model\.loss to null",
+        ),
+    ],
+)
+def test_sources_that_do_not_go_with_the_passages_or_the_loss_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        dual(**settings)
 
 
 def test_a_frozen_dual_encoder_says_whom_sources_are_for() -> None:

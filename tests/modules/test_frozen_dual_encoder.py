@@ -378,21 +378,6 @@ def test_auto_takes_the_closed_form_and_it_gives_the_sum_of_the_exact_norms(head
     torch.testing.assert_close(sums["auto"], sums["brute_force"], rtol=1e-9, atol=1e-13)
 
 
-def test_negatives_from_the_batch_are_refused_against_public_passages() -> None:
-    with pytest.raises(ConfigurationError, match=r"model\.negatives=batch cannot go with privacy=public_passages"):
-        of_mode(PublicPassages(**NOISE), negatives="batch")
-
-
-def test_a_loss_of_pairs_is_refused_against_a_pool() -> None:
-    with pytest.raises(ConfigurationError, match=r"model\.loss=SigmoidPairLoss"):
-        of_mode(PublicPassages(**NOISE), loss=SigmoidPairLoss(temperature=1.0))
-
-
-def test_passages_without_a_gradient_cannot_be_asked_for_one() -> None:
-    with pytest.raises(ConfigurationError, match=r"privacy\.passage_gradient=own"):
-        of_mode(PublicPassages(passage_gradient="own", **NOISE))
-
-
 @pytest.mark.parametrize("mode", [NoPrivacy(), SyntheticData()], ids=lambda mode: mode.name)
 def test_without_a_mechanism_of_its_own_it_can_be_trained_either_way(mode: PrivacyMode) -> None:
     assert of_mode(mode, negatives="batch").coupled_loss
@@ -474,3 +459,16 @@ def test_a_size_that_no_embedding_has_is_refused(dim: int) -> None:
     settings: dict[str, Any] = {"encoder": tower(), "head_dim": dim}
     with pytest.raises(ConfigurationError, match=f"model.head_dim={dim} is not between 1 and"):
         frozen(**settings)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "settings", "message"),
+    [
+        ("none", {"negatives": "batch"}, r"model\.negatives=batch cannot go with privacy=public_passages"),
+        ("none", {"loss": SigmoidPairLoss(temperature=1.0)}, r"model\.loss=SigmoidPairLoss"),
+        ("own", {}, r"privacy\.passage_gradient=own"),
+    ],
+)
+def test_what_cannot_go_with_public_passages_is_refused(gradient: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        of_mode(PublicPassages(passage_gradient=gradient, **NOISE), **settings)
