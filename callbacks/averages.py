@@ -40,9 +40,6 @@ def exponential_average(
         update_every_n_steps: Steps from one update to the next.
         update_starting_at_step: The first step that is averaged; null for all of them.
         use_buffers: Average the buffers too.
-
-    Raises:
-        ConfigurationError: The decay is no such number, or a number of steps is none.
     """
     _refuse_decay("callbacks.averaging.decay", decay)
     _refuse_steps("callbacks.averaging", every=update_every_n_steps, first=update_starting_at_step)

@@ -149,8 +149,7 @@ def count_by_steps(checkpoint: dict[str, Any], steps_done: int, sampler: Private
     """Set the loops' counters in ``checkpoint`` as this fit would have after ``steps_done`` steps.
 
     Lightning ends an epoch at a number of batches, and the sampler at a number of steps: where they disagree, an epoch
-    is trained twice or ends inside a step. Lightning completes the counters as in ``on_train_batch_end`` of the last
-    step.
+    is trained twice or ends inside a step.
     """
     if steps_done == 0:
         return

@@ -40,10 +40,7 @@ _STATES = 2
 
 
 def fit_physical_batch(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun, ranks: Ranks) -> PlannedRun:
-    """Return the planned run with the largest physical batches that fit; unchanged for a given number.
-
-    Every rank tries on its own device, and all take the smallest answer.
-    """
+    """Return the planned run with the largest physical batches that fit on every rank; unchanged for a given number."""
     if not getattr(data, "finds_physical_batch_size", False):
         return planned
     own = ranks.together(lambda: _find(trainer, module, data, planned))

@@ -160,11 +160,7 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
 
 
 def fingerprint_of_files(module: Any, key: bytes) -> str | None:
-    """Return a keyed fingerprint of the files that the module reads besides its DataModule.
-
-    Labels and hard negatives were made of private queries, so to a claim another file is another data set, and a
-    resume with one is refused like a resume with another log.
-    """
+    """Return a keyed fingerprint of the files that the module reads besides its DataModule: they are data too."""
     files: dict[str, Path] = module.files_read() if hasattr(module, "files_read") else {}
     if not files:
         return None

@@ -69,10 +69,7 @@ class _CountsSteps:
 
 
 def count_steps(trainer: L.Trainer, steps_per_epoch: int) -> None:
-    """Let the progress bar of the Trainer, if there is one, count logical steps of a pass and no physical batches.
-
-    Its own class cannot be told what to count, so that it becomes one of a subclass of the same name.
-    """
+    """Let the progress bar count logical steps of a pass; it becomes one of a subclass, since it cannot be told to."""
     bar: Any = trainer.progress_bar_callback
     if bar is None:
         return

@@ -62,10 +62,7 @@ def _own_checkpoint(trainer: Any, run: PrivateRun, run_dir: Path | None) -> str 
 
 
 def tell_repeated(run: PrivateRun, first: int) -> None:
-    """Report which steps, from ``first`` on, a resume repeats, and whether they are charged again.
-
-    Epsilon alone would alarm.
-    """
+    """Report which steps, from ``first`` on, a resume repeats, and whether they are charged again."""
     begun = run.intents
     free = (run.attempt, first) in begun  # as far as this attempt came; another had other keys
     last = max((step for attempt, step in begun if not free or attempt == run.attempt), default=-1) + 1

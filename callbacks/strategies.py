@@ -170,10 +170,7 @@ def refuse_second_masters(trainer: L.Trainer) -> None:
 
 
 def keep_the_sampler(trainer: L.Trainer) -> None:
-    """Tell a Trainer that its training batches are already distributed over the ranks.
-
-    Without this, ``Trainer(strategy="ddp")`` would try to put a `DistributedSampler` in their place, and fail.
-    """
+    """Tell a Trainer that its batches are distributed already, so that it puts no `DistributedSampler`."""
     connector: Any = getattr(trainer, "_accelerator_connector", None)
     if hasattr(connector, "use_distributed_sampler"):
         connector.use_distributed_sampler = False

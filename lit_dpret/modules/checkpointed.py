@@ -45,11 +45,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
     """
 
     def keep_settings(self, settings: Mapping[str, Any]) -> None:
-        """Store a constructor's plain arguments in every checkpoint, for ``load_from_checkpoint``.
-
-        ``settings`` is ``dict(locals())``, taken as the constructor's first act; what is no plain value has to be given
-        again.
-        """
+        """Store the plain ones of a constructor's ``locals()`` in every checkpoint, for ``load_from_checkpoint``."""
         kept = {name: plain_value(v) for name, v in settings.items() if name not in _NOT_KEPT and is_plain(v)}
         self.save_hyperparameters(kept, logger=False)
 

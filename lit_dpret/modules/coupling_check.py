@@ -147,10 +147,7 @@ class CouplingCheck:
                 passes.compare_metrics(rows, metrics)
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
-        """Compare ``collate_rows`` of some rows before and after a call with other rows.
-
-        Both are kept for the first look, which compares the losses of rows that were collated together.
-        """
+        """Compare ``collate_rows`` of rows before and after others; the first look compares their losses."""
         self._collated = None
         with Passes(module, KeptState(module), seed=0) as passes:
             alone, again, after = (passes.collated(rows, before) for before in ([], [], others))

@@ -213,13 +213,7 @@ class FrozenDualEncoder(PairModule):
     def prepare_texts(
         self, passages: Mapping[str, str], queries: Mapping[str, str] | None = None, *, progress: Progress | None = None
     ) -> None:
-        """Encode texts by id, or load them from the cache.
-
-        Args:
-            passages: All passages that may be candidates; under ``privacy=dp_sgd``, public ones.
-            queries: The queries to train on. Others are encoded when they first occur.
-            progress: Called with (texts done, texts in all) after every batch, for each side.
-        """
+        """Encode texts by id, or load them from the cache; candidate passages are public under ``dp_sgd``."""
         if not passages:
             raise DataError("There are no passages to encode.")
         self.passage_embeddings = self._frozen.learn(passages.values(), "passage", progress).to(self.device)
@@ -402,10 +396,7 @@ def _refuse_passage_gradient(privacy: PrivacyMode) -> None:
 
 
 def principal_directions(embeddings: Tensor, count: int) -> Tensor:
-    """Return the orthonormal directions of largest mean square of embeddings, as columns, ``(dim, count)``.
-
-    The mean is not taken away: it is a direction like the others.
-    """
+    """Return the orthonormal directions of largest mean square, the mean among them, as columns, ``(dim, count)``."""
     wide = embeddings.detach().double()
     _, directions = torch.linalg.eigh(wide.T @ wide)
     chosen: Tensor = directions.flip(1)[:, :count]

@@ -261,11 +261,7 @@ def save_generator(folder: str | Path, model: PreTrainedModel, codec: TextCodec)
 
 
 def load_generator(folder: str | Path) -> GeneratorModel:
-    """Read what ``save_generator`` wrote; weights in float32, dropout off.
-
-    Raises:
-        UnsupportedModelError: The folder is not a generator of this package.
-    """
+    """Read what ``save_generator`` wrote; weights in float32, dropout off."""
     folder = Path(folder)
     contract = read_contract(folder)
     model = load_language_model(folder)

@@ -53,11 +53,7 @@ def load_tokenizer(source: str | Path | PreTrainedTokenizerBase) -> PreTrainedTo
 
 
 def load_language_model(source: str | Path, *, dropout: float | None = None) -> PreTrainedModel:
-    """Return the model of a hub name, folder, ``public_t5`` or ``smollm2``, in float32.
-
-    Returns:
-        An encoder-decoder model, or a decoder-only one, as its config says.
-    """
+    """Return the model of a hub name, folder, ``public_t5`` or ``smollm2``, in float32."""
     place = _place(source)
     try:
         config = AutoConfig.from_pretrained(place, local_files_only=_is_local(place))
@@ -115,12 +111,7 @@ def config_of_new(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase 
 
 
 def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any]] | None = None) -> PretrainedConfig:
-    """Return the config of a model by hub name, folder, ``public_t5`` or ``smollm2``, without its weights.
-
-    Args:
-        source: As for `load_language_model`.
-        known: Fields of configs by hub name, taken where the hub's own is not in the cache.
-    """
+    """Return the config of what `load_language_model` would load; from ``known`` where the cache has none."""
     shapes = known or {}
     if str(source) in shapes and (str(source) == SMOLLM2 or not _is_cached(_place(source))):
         facts = dict(shapes[str(source)])
@@ -136,10 +127,7 @@ def config_of_stored(source: str | Path, *, known: Mapping[str, Mapping[str, Any
 def build_language_model(
     config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float | None = None
 ) -> PreTrainedModel:
-    """Return a new model from the fields of its Hugging Face config (``model_type`` defaults to ``t5``).
-
-    Special token ids and ``vocab_size`` come from the tokenizer where they are not given.
-    """
+    """Return a new model of `config_of_new`."""
     full = config_of_new(config, tokenizer)
     try:
         if dropout is not None:

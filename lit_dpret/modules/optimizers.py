@@ -218,18 +218,10 @@ class OptimizerSpec:
         return self.name in self.needs_noise
 
     def build(self, parameters: Iterable[nn.Parameter], *, steps: int, noise_std: float = 0.0) -> Any:
-        """Return the optimizer, or the pair (optimizer, scheduler) that Lightning understands.
+        """Return the optimizer of the parameters that are trained, or the pair (optimizer, scheduler) of Lightning.
 
-        Parameters in half precision are optimized as float32 copies (`lit_dpret.distributed.handover`).
-
-        Args:
-            parameters: The parameters; those without ``requires_grad`` are left out.
-            steps: Planned logical steps; 0 where unknown.
-            noise_std: Standard deviation of the noise in each coordinate of the gradients that the
-                optimizer will see, ``PrivacyMode.gradient_noise_std``; used by ``adam_bc`` alone.
-
-        Raises:
-            ConfigurationError: Nothing is trainable, a schedule lacks its end, or ``adam_bc`` gets no noise.
+        Those in half precision are optimized as float32 copies (`lit_dpret.distributed.handover`). ``steps`` are the
+        planned ones, 0 where unknown; ``noise_std`` is ``PrivacyMode.gradient_noise_std``, for ``adam_bc`` alone.
         """
         chosen = [parameter for parameter in parameters if parameter.requires_grad]
         if not chosen:

@@ -117,11 +117,7 @@ class GeneratorOutline:
     ) -> GeneratorOutline:
         """Return the outline of a `QueryGenerator` with these arguments, without loading any weight.
 
-        A published T5 that is in no cache is planned from its known shape, without asking the hub.
-
-        Raises:
-            UnsupportedModelError: The hub name or folder is not known.
-            ConfigurationError: The settings describe no model.
+        A published model that is in no cache is planned from its known shape, without asking the hub.
         """
         refuse_two_choices({"trainable_patterns": trainable_patterns, "lora": lora, "prompt_tuning": prompt_tuning})
         if pretrained is None and config is None:

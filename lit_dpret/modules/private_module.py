@@ -572,18 +572,9 @@ class PrivateModule(Checkpointed):
         return None
 
     def canary_scores(self, rows: Sequence[Row]) -> Tensor:
-        """Return how well the model knows each row, higher for trained rows; here minus the loss.
+        """Return how well the model knows each row, higher for trained ones, float64 on the CPU; here minus the loss.
 
-        It belongs to an audit of planted rows. Of private rows the scores are as private as the rows.
-
-        Guarantees:
-            - Deterministic for a model: no dropout, nothing drawn, and the module comes back in its mode.
-
-        Args:
-            rows: At least one; a row's score depends on itself and, in a module that contrasts pairs, on the others.
-
-        Returns:
-            float64 on the CPU, ``(rows,)``.
+        It is deterministic, and leaves the module in its mode. Of private rows the scores are as private as the rows.
         """
         with evaluation_mode(self), torch.no_grad():
             found = [-self.per_row_loss(features) for features in self.features_in_turn(rows)]

@@ -287,15 +287,9 @@ class QueryGenerator(PrivateModule):
         return whole_prompt(known, text, self.examples, chat=chat)
 
     def refuse_protected(self, data: Any, published: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Refuse a query of ``data`` in the prompt or its examples, or in other texts that are published.
+        """Refuse a query of ``data`` in the prompt, its examples or other ``published`` texts, which are by setting.
 
-        Args:
-            data: The DataModule of the run.
-            published: Those other texts, by the settings that hold them.
-
-        Raises:
-            ConfigurationError: A query of any split is such a text or one of an example, or stands in the text or the
-                prompt with four words or more; case and punctuation aside.
+        It is refused where it is such a text, or stands in one with four words or more; case and punctuation aside.
         """
         collection = getattr(data, "collection", None)
         if self.privacy.guarantee != "dp" or collection is None:

@@ -58,11 +58,7 @@ class TokenScorer:
     def load(
         cls, source: str | Path, *, prompt: str = "", contract: GeneratorContract | None = None, device: str = "cpu"
     ) -> TokenScorer:
-        """Load the generator of a folder, with its own contract; or another model, with ``contract`` or ``prompt``.
-
-        Raises:
-            UnsupportedModelError: There is no such model.
-        """
+        """Load the generator of a folder, with its own contract; or another model, with ``contract`` or ``prompt``."""
         if is_generator(source):
             generator = load_generator(source)
             return cls(generator.model.to(torch.device(device)), generator.codec)
@@ -96,10 +92,6 @@ class TokenScorer:
             moments: Also the mean and the deviation under the model's own next-token distribution.
             batch_size: Pairs per forward pass.
             progress: Called with (pairs done, pairs in all).
-
-        Raises:
-            DataError: Not as many passages as queries, or none.
-            UnsupportedModelError: The model gives NaN.
         """
         if len(queries) != len(passages) or not queries:
             raise DataError(f"{len(queries)} queries and {len(passages)} passages: there must be as many, and some.")
