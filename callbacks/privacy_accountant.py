@@ -43,8 +43,7 @@ from lit_dpret.callbacks.refusals import (
 )
 from lit_dpret.callbacks.resuming import refuse_checkpoint_of_other_run, refuse_other_positions, tell_repeated
 from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, refuse_own_optimizers, strategy_name
-from lit_dpret.callbacks.unseen_writes import UnseenWrites
-from lit_dpret.callbacks.updates import UpdateCounter
+from lit_dpret.callbacks.unseen_writes import UnseenWrites, UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, told
