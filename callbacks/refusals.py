@@ -83,17 +83,8 @@ class Candidate:
         own = self.module.configure_callbacks()
         return [*self.trainer.callbacks, *(own if isinstance(own, (list, tuple)) else [own])]  # type: ignore[attr-defined]
 
-    @property
-    def public_metrics(self) -> set[str]:
-        """The logged names that may choose a checkpoint without privacy cost."""
-        return self._metrics(False)
-
-    @property
-    def metrics_of_other_claims(self) -> set[str]:
-        """The logged names on synthetic queries, whose own epsilon is in no claim of this run."""
-        return self._metrics(True)
-
-    def _metrics(self, of_other_claims: bool) -> set[str]:
+    def metrics(self, *, of_other_claims: bool) -> set[str]:
+        """Return the declared names: those that cost nothing, or those whose own epsilon is in no claim of this run."""
         found = [one for one in self.callbacks if self._spends_another_claim(one) == of_other_claims]
         return {name for callback in found for name in getattr(callback, "public_metrics", ())}
 
@@ -278,7 +269,7 @@ def _shows_nothing_beside_a_total(run: Candidate) -> None:
 
 
 def _chooses_by_public_metrics(run: Candidate) -> None:
-    known = run.public_metrics | run.metrics_of_other_claims | _DECIDED_BEFORE
+    known = run.metrics(of_other_claims=False) | run.metrics(of_other_claims=True) | _DECIDED_BEFORE
     if run.module.privacy.guarantee == "inherited":  # what is computed on the rows of training is within the claim
         known |= {"train/loss", *getattr(run.module, "public_metrics", ())}
     for callback in run.choosing:
@@ -293,22 +284,13 @@ def _chooses_by_public_metrics(run: Candidate) -> None:
 
 
 def _chooses_by_no_other_claim(run: Candidate) -> None:
+    spending = run.metrics(of_other_claims=True)
     for callback in run.choosing:
-        if callback.monitor in run.metrics_of_other_claims:
+        if callback.monitor in spending:
             raise ConfigurationError(
                 f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by synthetic queries, which have "
                 "their own epsilon: the chosen model has spent both, and its card would state only one. Keep the "
                 "last checkpoint, or monitor a metric of public queries (callbacks.evaluation.data=public).",
-                trap="T25",
-            )
-
-
-def _tunes_nothing(run: Candidate) -> None:
-    for callback in run.callbacks:
-        if isinstance(callback, (LearningRateFinder, BatchSizeFinder)):
-            raise ConfigurationError(
-                f"{type(callback).__name__} trains on private data to choose a setting: that is a release nobody "
-                "counts. Remove it, and fix the setting beforehand.",
                 trap="T25",
             )
 
@@ -449,19 +431,10 @@ def _tells_no_times(run: Candidate) -> None:
             trap="T35",
         )
     for callback in run.callbacks:
-        name = type(callback).__name__
-        if isinstance(callback, _TIMED):
-            knob = "trainer.max_time" if isinstance(callback, Timer) else f"callbacks: {name}"
-            raise ConfigurationError(
-                f"{knob} writes down, or ends the run by, times, memory or losses of private steps, which depend on "
-                "the data in them. Remove it, and fix the length by trainer.max_steps; callbacks=with_throughput "
-                "shows the speed on the terminal only.",
-                trap="T35",
-            )
         if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
             raise ConfigurationError(
-                f"{name}(train_time_interval=...) saves by the clock, and the choice of saved steps reveals the "
-                "duration of private steps. Set every_n_train_steps.",
+                f"{type(callback).__name__}(train_time_interval=...) saves by the clock, and the choice of saved steps "
+                "reveals the duration of private steps. Set every_n_train_steps.",
                 trap="T35",
             )
     for logger in run.trainer.loggers:
@@ -490,7 +463,6 @@ def _no_accumulation(run: Candidate) -> None:
 
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
-_TIMED = (Timer, DeviceStatsMonitor, ThroughputMonitor, SpikeDetection)
 
 
 def _ends_for_no_private_row(run: Candidate) -> None:
@@ -503,16 +475,33 @@ def _ends_for_no_private_row(run: Candidate) -> None:
         )
 
 
-def _keeps_its_parameters(run: Candidate) -> None:
-    """Refuse callbacks that freeze, unfreeze or prune: what is clipped and noised is fixed before the first step."""
+_TIMES = (
+    "{} writes down, or ends the run by, times, memory or losses of private steps, which depend on the data in them. "
+    "Remove it, and fix the length by trainer.max_steps; callbacks=with_throughput shows the speed on the terminal."
+)
+#: Callbacks of Lightning's that no run under a guarantee has: the kinds, the trap, and why.
+_REFUSED_CALLBACKS: tuple[tuple[tuple[type, ...], str, str], ...] = (
+    (
+        (LearningRateFinder, BatchSizeFinder), "T25",
+        "{} trains on private data to choose a setting: that is a release nobody counts. Remove it, and fix the "
+        "setting beforehand.",
+    ),
+    (
+        (BaseFinetuning, ModelPruning), "T14",
+        "{} changes which parameters are trained during the run, and what is clipped and noised is fixed before the "
+        "first step. Freeze parameters in the constructor of the module, and train in two runs with init_from if more "
+        "of them are to be trained later.",
+    ),
+    ((Timer,), "T35", _TIMES.replace("{}", "trainer.max_time")),
+    ((DeviceStatsMonitor, ThroughputMonitor, SpikeDetection), "T35", _TIMES),
+)  # fmt: skip
+
+
+def _has_no_refused_callback(run: Candidate) -> None:
     for callback in run.callbacks:
-        if isinstance(callback, (BaseFinetuning, ModelPruning)):
-            raise ConfigurationError(
-                f"{type(callback).__name__} changes which parameters are trained during the run, and what is clipped "
-                "and noised is fixed before the first step. Freeze parameters in the constructor of the module, and "
-                "train in two runs with init_from if more of them are to be trained later.",
-                trap="T14",
-            )
+        for kinds, trap, why in _REFUSED_CALLBACKS:
+            if isinstance(callback, kinds):
+                raise ConfigurationError(why.format(f"callbacks: {type(callback).__name__}"), trap=trap)
 
 
 _SHAPE: tuple[Check, ...] = (_is_private_module, _is_built, _is_not_compiled, _states_a_law)
@@ -533,8 +522,8 @@ _ANY_CLAIM: tuple[Check, ...] = (
 _INHERITED: tuple[Check, ...] = (_carries_a_card, _chooses_by_public_metrics, _validates_nothing)
 _DP: tuple[Check, ...] = (
     lambda run: refuse_another_claim(run.data),
-    _shows_nothing_beside_a_total, _chooses_by_public_metrics, _tunes_nothing, _validates_nothing, _tells_no_times,
-    _ends_for_no_private_row, _keeps_its_parameters, _whole_batches, _known_precision, _no_accumulation,
+    _shows_nothing_beside_a_total, _chooses_by_public_metrics, _has_no_refused_callback, _validates_nothing,
+    _tells_no_times, _ends_for_no_private_row, _whole_batches, _known_precision, _no_accumulation,
     _starts_from_numbers,
     lambda run: refuse_changing_rows(run.trainer, run.module),
     lambda run: refuse_changed_batches(run.module, run.data),
