@@ -49,12 +49,9 @@ def zero_fit(folder: Path, rank: int, world: int, *, zero: dict[str, Any] | None
     make = rank_runs.make_module
 
     def make_module(kind: str, *args: Any, **settings: Any) -> tuple[Any, Any]:
-        made, source = make("t5" if kind == "lora" else kind, *args, **settings)
         if kind == "lora":
-            from peft import LoraConfig, get_peft_model
-
-            made.model = get_peft_model(made.model, LoraConfig(r=2, target_modules=["q", "v"], lora_dropout=0.0))
-        return made, source
+            kind, settings = "t5", {**settings, "lora": {"r": 2, "target_modules": ["q", "v"], "lora_dropout": 0.0}}
+        return make(kind, *args, **settings)
 
     rank_runs.make_module = make_module
     pair_stand_ins.Pairs = Pairs  # type: ignore[misc]
