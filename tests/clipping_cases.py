@@ -195,6 +195,12 @@ def add(clipping: ClippedSum, losses: Callable[..., Tensor], units: int) -> Clip
     return clipping.add(losses, torch.arange(units), torch.ones(units, dtype=torch.bool))
 
 
+def alone(clipping: ClippedSum, losses: Callable[[], Tensor]) -> float:
+    """What the only unit adds, which one row is."""
+    add(clipping, lambda *_: losses(), 1)
+    return float(norm_of(clipping.take()))
+
+
 # --- models -----------------------------------------------------------------------------------------------------
 
 

@@ -338,10 +338,6 @@ def test_the_bound_that_is_chosen_is_cut_less_often_than_delta_allows(parts: int
 # -- the same noise under other laws and relations -------------------------------------------
 
 
-def cells(plan: Any) -> dict[tuple[str, str], float | None]:
-    return {(row["sampling"], row["neighbours"]): row["epsilon"] for row in epsilon_matrix(plan)}
-
-
 class Passes(Coins):
     sampling = "shuffle"
 
@@ -353,26 +349,28 @@ def planned(request: Any, mode: Any, **settings: Any) -> Any:
 NOISY: dict[str, Any] = {"delta": 1e-4, "noise_multiplier": 50.0}
 
 
-def test_half_a_replacement_is_not_read_as_what_taking_a_record_out_does() -> None:
-    """Shuffled, replacing one is worth 2C and half of it the sensitivity; taking one out is worth 2C as well."""
-    plan = planned(Passes, batch_clip(neighbours="replace_one", **NOISY))
-    found = cells(plan)
-    assert found["shuffle", "replace_one"] is not None
-    assert {key for key, value in found.items() if value is not None} == {("shuffle", "replace_one")}
-
-
-def test_noise_for_an_emptied_record_is_not_read_as_noise_for_a_removed_one() -> None:
-    """Taking a record out may let another one in, which moves a sum of pairs further."""
-    found = cells(planned(Coins, logit_dp(**NOISY)))
-    assert found["poisson", "zero_out"] is not None and found["poisson", "replace_one"] is not None
-    assert found["poisson", "add_or_remove"] is None
-
-
-def test_noise_for_shuffled_sub_batches_is_not_read_as_noise_for_drawn_ones() -> None:
-    """Batches by coins are larger now and then, and the sensitivity is that of the largest."""
-    found = cells(planned(Passes, duplicated(**NOISY)))
-    assert found["shuffle", "zero_out"] is not None and found["shuffle", "replace_one"] is not None
-    assert found["poisson", "zero_out"] is None and found["truncated_poisson", "zero_out"] is None
+@pytest.mark.parametrize(
+    ("request_of", "make", "known", "unknown"),
+    [
+        # Shuffled, replacing one is worth 2C and half of it the sensitivity; taking one out is worth 2C as well.
+        (Passes, lambda: batch_clip(neighbours="replace_one", **NOISY), "shuffle replace_one", None),
+        # Taking a record out may let another one in, which moves a sum of pairs further.
+        (Coins, lambda: logit_dp(**NOISY), "poisson zero_out, poisson replace_one", "poisson add_or_remove"),
+        # Batches by coins are larger now and then, and the sensitivity is that of the largest.
+        (Passes, lambda: duplicated(**NOISY), "shuffle zero_out, shuffle replace_one",
+         "poisson zero_out, truncated_poisson zero_out"),
+    ],
+    ids=["half a replacement", "an emptied record", "shuffled sub-batches"],
+)  # fmt: skip
+def test_noise_for_one_change_is_not_read_as_noise_for_a_larger_one(
+    request_of: Any, make: Any, known: str, unknown: str | None
+) -> None:
+    rows = {
+        f"{row['sampling']} {row['neighbours']}": row["epsilon"] for row in epsilon_matrix(planned(request_of, make()))
+    }
+    told = {key for key, value in rows.items() if value is not None}
+    assert set(known.split(", ")) <= told and not told & set((unknown or "").split(", "))
+    assert unknown is not None or told == {known}
 
 
 def test_task_plan_names_no_number_where_a_coupled_loss_has_another_sensitivity() -> None:

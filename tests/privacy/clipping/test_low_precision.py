@@ -15,7 +15,7 @@ from clipping_cases import (
     COVERED,
     Case,
     Scaled,
-    add,
+    alone,
     bert,
     case_of,
     causal,
@@ -65,12 +65,6 @@ def rows_of(seed: int, *, units: int, positions: int, inner: int, out: int, leve
     return {"x": around(inner, plain), "v": scale * around(out, turned), "u": scale * around(out, turned)}
 
 
-def contribution(clipping: Any, losses: Any) -> float:
-    """That of the only unit."""
-    add(clipping, losses, 1)
-    return float(norm_of(clipping.take()))
-
-
 SIZES = {"pairs": {"positions": 48, "inner": 96, "out": 80}, "written": {"positions": 700, "inner": 48, "out": 60}}
 
 
@@ -86,7 +80,7 @@ def test_no_contribution_that_a_search_finds_is_above_the_bound(engine: str, siz
         for step in range(20):
             tried = level * 2.0 ** (float(torch.randn(())) if step % 2 else -0.5)
             rows = rows_of(100 * seed + step, units=1, level=tried, scale=10.0 ** (step % 5 * 3 - 3), **SIZES[sizes])
-            share = contribution(clipping, functools.partial(model.losses, rows))
+            share = alone(clipping, functools.partial(model.losses, rows))
             if share > best:
                 level, best = tried, share
         most = max(most, best)
@@ -130,7 +124,7 @@ def test_a_unit_that_the_bound_says_nothing_of_is_computed_in_float64(engine: st
                 found: Tensor = (model(rows["x"]) * rows["v"]).sum((1, 2))
                 return found
 
-            shares.append(contribution(make_engine(engine, model, max_grad_norm=bound), losses) / bound)
+            shares.append(alone(make_engine(engine, model, max_grad_norm=bound), losses) / bound)
     assert max(shares) <= 1.0
     assert min(shares) > 0.5, "it is not thrown away either"
 

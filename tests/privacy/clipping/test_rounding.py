@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from clipping_cases import Case
+from clipping_cases import Case, alone
 from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
@@ -45,12 +45,6 @@ def cancelling(seed: int, *, positions: int, inner: int, out: int, level: float,
     turned[::2] = -1
     ids = torch.randint(0, max(1, min(out, int(out * level))), (1, positions), generator=draw)
     return {"x": around(inner, plain), "v": scale * around(out, turned), "u": scale * around(inner, turned), "ids": ids}
-
-
-def alone(clipping: Any, losses: Any) -> float:
-    """The contribution of the only unit."""
-    clipping.add(lambda *_: losses(), torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool))
-    return math.sqrt(sum(float(total.double().square().sum()) for total in clipping.take().values()))
 
 
 def without_bounds(patch: Patch) -> None:
