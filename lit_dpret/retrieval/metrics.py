@@ -8,7 +8,7 @@ Recall@10 is a hit rate in the synthetic-query paper (Carranza et al., section 6
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -28,17 +28,6 @@ Values = NDArray[np.float64]
 MetricKind = Literal["ndcg", "recall", "success", "mrr", "map", "precision"]
 
 _ALIASES = {"hit": "success", "p": "precision"}
-_SHOWN = {
-    "ndcg": "nDCG", "recall": "Recall", "success": "Success", "mrr": "MRR", "map": "MAP", "precision": "Precision",
-}  # fmt: skip
-_DEFINITIONS = {
-    "ndcg": "discounted gain (grade / log2(rank + 1)) of the first {k} over that of the best possible {k}",
-    "recall": "share of all relevant passages that are among the first {k}",
-    "success": "share of queries with a relevant passage among the first {k}; what the papers describe as recall",
-    "mrr": "one over the rank of the first relevant passage, 0 when it comes after rank {k}",
-    "map": "precision at the rank of each relevant passage among the first {k}, summed, over all relevant passages",
-    "precision": "share of relevant passages among the first {k}, divided by {k} also where fewer were returned",
-}
 
 
 @dataclass(frozen=True)
@@ -64,23 +53,19 @@ class Metric:
     @property
     def shown(self) -> str:
         """The name for tables: ``nDCG@10``."""
-        return f"{_SHOWN[self.kind]}@{self.cutoff}"
+        return f"{_MEASURES[self.kind][0]}@{self.cutoff}"
 
     @property
     def definition(self) -> str:
         """The definition in one phrase; tables with the number should print it."""
-        return _DEFINITIONS[self.kind].format(k=self.cutoff)
+        return _MEASURES[self.kind][2].format(k=self.cutoff)
 
     def __str__(self) -> str:
         return f"{self.kind}@{self.cutoff}"
 
     def __call__(self, gains: Gains, ideal: Gains) -> Values:
         """Return the value of every query; see the function of the same name."""
-        measures = {
-            "ndcg": ndcg, "recall": recall, "success": success, "mrr": mrr, "map": average_precision,
-            "precision": precision,
-        }  # fmt: skip
-        return measures[self.kind](gains, ideal, self.cutoff)
+        return _MEASURES[self.kind][1](gains, ideal, self.cutoff)
 
 
 # Every measure takes the same three arguments and returns one value per query, shape ``(queries,)``, in [0, 1]:
@@ -90,29 +75,19 @@ class Metric:
 
 
 def ndcg(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Return the normalised discounted cumulative gain over the first ``k`` ranks; 0 where nothing is relevant.
-
-    The gain of a passage is its grade (linear), its discount the binary logarithm of its rank
-    plus one, and the norm is the best that the judgements allow: trec_eval's ``ndcg_cut``.
-    """
+    """Return the normalised discounted cumulative gain with linear gains: trec_eval's ``ndcg_cut``."""
     best = _discounted(ideal, k)
     value: Values = np.divide(_discounted(gains, k), best, out=np.zeros(len(best)), where=best > 0)
     return value
 
 
 def recall(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Return the share of a query's relevant passages among the first ``k``: trec_eval's ``recall_k``.
-
-    The denominator is the number of all relevant passages, also when that exceeds ``k``; 0 where there is none.
-    """
+    """Return the share of all relevant passages, also of more than ``k``: trec_eval's ``recall_k``."""
     return _over_relevant((gains[:, :k] > 0).sum(axis=1).astype(np.float64), ideal)
 
 
 def mrr(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Return one over the rank of the first relevant passage, 0 when it comes after rank ``k``.
-
-    trec_eval's ``recip_rank`` of the run cut at ``k``; trec_eval itself has no cut. ``ideal`` is not used.
-    """
+    """Return trec_eval's ``recip_rank`` of the run cut at ``k``; trec_eval itself has no cut."""
     hit = gains[:, :k] > 0
     if not hit.shape[1]:
         return np.zeros(len(gains))
@@ -125,23 +100,38 @@ def success(gains: Gains, ideal: Gains, k: int) -> Values:
 
 
 def average_precision(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Return the precision at the rank of each relevant passage among the first ``k``, over all relevant ones.
-
-    trec_eval's ``map_cut_k``; a relevant passage that was not found, or after rank ``k``, adds 0. Its
-    mean over queries is MAP.
-    """
+    """Return trec_eval's ``map_cut_k``; its mean over queries is MAP."""
     hit = gains[:, :k] > 0
     at_rank = hit.cumsum(axis=1) / np.arange(1, hit.shape[1] + 1)
     return _over_relevant(np.where(hit, at_rank, 0.0).sum(axis=1), ideal)
 
 
 def precision(gains: Gains, ideal: Gains, k: int) -> Values:
-    """Return the share of relevant passages among the first ``k``: trec_eval's ``P_k``.
-
-    The denominator is ``k``, also where fewer passages were returned.
-    """
+    """Return the share of relevant passages, of ``k`` also where fewer were returned: trec_eval's ``P_k``."""
     share: Values = (gains[:, :k] > 0).sum(axis=1) / float(k)
     return share
+
+
+#: How tables write each kind, its function, and its definition in one phrase.
+_MEASURES: dict[MetricKind, tuple[str, Callable[[Gains, Gains, int], Values], str]] = {
+    "ndcg": (
+        "nDCG", ndcg, "discounted gain (grade / log2(rank + 1)) of the first {k} over that of the best possible {k}",
+    ),
+    "recall": ("Recall", recall, "share of all relevant passages that are among the first {k}"),
+    "success": (
+        "Success", success,
+        "share of queries with a relevant passage among the first {k}; what the papers describe as recall",
+    ),
+    "mrr": ("MRR", mrr, "one over the rank of the first relevant passage, 0 when it comes after rank {k}"),
+    "map": (
+        "MAP", average_precision,
+        "precision at the rank of each relevant passage among the first {k}, summed, over all relevant passages",
+    ),
+    "precision": (
+        "Precision", precision,
+        "share of relevant passages among the first {k}, divided by {k} also where fewer were returned",
+    ),
+}  # fmt: skip
 
 
 def _over_relevant(total: Values, ideal: Gains) -> Values:

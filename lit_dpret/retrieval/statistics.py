@@ -137,7 +137,7 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
     from scipy import stats  # takes a second, which most who import this module need not pay
 
     _check_level(level)
-    runs = _runs("values", values)
+    runs = _vector("values", values, least=1, per="run")
     mean = float(runs.mean())
     if len(runs) == 1:
         return Interval(mean, math.nan, math.nan)
@@ -155,7 +155,7 @@ def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) ->
     from scipy import stats
 
     _check_level(level)
-    first, second = _runs("a", a), _runs("b", b)
+    first, second = (_vector(name, runs, least=1, per="run") for name, runs in (("a", a), ("b", b)))
     if len(first) == len(second) == 1:
         raise DataError("Two single numbers cannot be compared over training runs: give at least two runs of one side.")
     difference = float(first.mean() - second.mean())
@@ -174,17 +174,10 @@ def _check_level(level: float) -> None:
         raise ConfigurationError(f"level={level} must lie strictly between 0 and 1.")
 
 
-def _runs(name: str, values: Sequence[float]) -> NDArray[np.float64]:
-    runs = np.asarray(values, dtype=np.float64)
-    if runs.ndim != 1 or not len(runs) or not np.isfinite(runs).all():
-        raise DataError(f"{name} must be at least one finite number, one per training run; got {list(values)}.")
-    return runs
-
-
-def _vector(name: str, values: ArrayLike) -> NDArray[np.float64]:
+def _vector(name: str, values: ArrayLike, *, least: int = 0, per: str = "query") -> NDArray[np.float64]:
     data = np.asarray(values, dtype=np.float64)
-    if data.ndim != 1 or not np.isfinite(data).all():
-        raise DataError(f"{name} must be one finite number per query, not of shape {data.shape} or with NaN.")
+    if data.ndim != 1 or len(data) < least or not np.isfinite(data).all():
+        raise DataError(f"{name} must be one finite number per {per}, not of shape {data.shape} or with NaN.")
     return data
 
 
