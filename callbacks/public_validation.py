@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lit_dpret.callbacks.averages import averaged
 from lit_dpret.callbacks.log_gate import tell
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
+from lit_dpret.callbacks.same_rows import count_equal_rows
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT
@@ -37,7 +38,8 @@ class PublicValidation(Callback):
 
     Guarantees:
         - What is logged has a name in ``metrics``, which declares it to be of public rows; the card says so.
-        - Data of the training are refused, also other rows of the same data set.
+        - Rows of the training data set are refused, also held-out ones and those that another object gives, as far as
+          their content is found (`count_equal_rows`); what was not compared, the card names.
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
         - Once before the first step all of it is tried, and the result is discarded.
         - An `EarlyStopping` that monitors one of the metrics is asked after each validation.
@@ -47,14 +49,20 @@ class PublicValidation(Callback):
         metrics: The names that the module logs by ``self.log`` or ``self.log_dict``: numbers, which are averaged over
             rows, or metrics and collections of torchmetrics.
         every_n_steps: Validate after every so many logical steps, and after the last one.
+        equal_rows: How many of the rows may hold what a row of the training holds, as public short texts do by
+            coincidence; the card says so.
 
     Raises:
         ConfigurationError: A setting is out of range, or the module logs other names.
     """
 
-    def __init__(self, dataloader: Iterable[Any], *, metrics: Sequence[str], every_n_steps: int = 100) -> None:
+    def __init__(
+        self, dataloader: Iterable[Any], *, metrics: Sequence[str], every_n_steps: int = 100, equal_rows: int = 0
+    ) -> None:
         require_whole("PublicValidation", {"every_n_steps": every_n_steps}, 1)
-        self.dataloader, self.every_n_steps = dataloader, every_n_steps
+        require_whole("PublicValidation", {"equal_rows": equal_rows}, 0)
+        self.dataloader, self.every_n_steps, self.equal_rows = dataloader, every_n_steps, equal_rows
+        self._compared = False
         self.public_metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
         if not self.public_metrics:
             raise ConfigurationError("PublicValidation needs metrics: the names that validation_step logs.")
@@ -75,6 +83,18 @@ class PublicValidation(Callback):
                 trap="T25",
             )
 
+    def refuse_protected(self, module: Any, data: Any) -> None:
+        """Refuse rows that hold what rows of the training hold, whichever object gives them."""
+        found, self._compared = count_equal_rows(self.dataloader, data)
+        if found > self.equal_rows:
+            raise ConfigurationError(
+                f"PublicValidation reads {found} rows that hold what rows of the training data set hold: these are "
+                "private, also those that are held out, and a metric of them is an uncounted release. Give it public "
+                "rows, or validate after the run. If they are public and equal by coincidence, as short texts can "
+                f"be, declare it: PublicValidation(..., equal_rows={found}), which the card states.",
+                trap="T25",
+            )
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._measure(trainer, pl_module)
         stop_by(trainer, self.public_metrics)
@@ -82,7 +102,10 @@ class PublicValidation(Callback):
 
     def _declare(self, trainer: L.Trainer) -> None:
         if (ledger := ledger_of(trainer)) is not None:
-            ledger.append("event", name=DECLARED_EVENT, data="public", split="validation", of="rows")
+            known = f"up to {self.equal_rows} of which may equal rows of the training" if self.equal_rows else ""
+            known = known if self._compared else "not compared with those of the training"
+            of = f"rows ({known})" if known else "rows"
+            ledger.append("event", name=DECLARED_EVENT, data="public", split="validation", of=of)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,3 +47,73 @@ def content_of(value: Any) -> bytes:
             if not fast:
                 raise
     return written.getvalue()
+
+
+def digest_of_row(row: Any) -> bytes | None:
+    """Return a digest of what a row holds, whatever containers and kind of array hold it; None where it is unknown.
+
+    Single numbers, such as labels, take part only where the row holds nothing else.
+    """
+    try:
+        leaves = [*_leaves(row)]
+        parts = [content_of(_as_array(leaf)) for leaf in leaves if not is_number(leaf)]
+        parts = parts or [content_of(_as_number(leaf)) for leaf in leaves]
+    except Exception:  # of an object that cannot be pickled
+        return None
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big") + part)
+    return found.digest() if parts else None
+
+
+def rows_of_batch(batch: Any) -> list[Any] | None:
+    """Return the rows of a batch as `default_collate` makes it, numbers of the whole batch left out; None of another.
+
+    Each row is a tuple with a value of each column.
+    """
+    columns: list[Any] = []
+    for leaf in _leaves(batch, lists=False):
+        if isinstance(leaf, (list, tuple)) or (isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim):
+            columns.append(leaf)
+        elif not is_number(leaf):
+            return None
+    if not columns or len({len(column) for column in columns}) > 1:
+        return None
+    return [*zip(*columns, strict=True)]
+
+
+def _leaves(value: Any, *, lists: bool = True) -> Iterator[Any]:
+    """The values in dicts, lists and tuples; without ``lists``, a list of texts or numbers, a column, is one."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _leaves(value[key], lists=lists)
+    elif isinstance(value, (list, tuple)) and (
+        lists or not all(isinstance(v, (str, bytes, int, float)) for v in value)
+    ):
+        for each in value:
+            yield from _leaves(each, lists=lists)
+    else:
+        yield value
+
+
+def is_number(leaf: Any) -> bool:
+    """Return whether a value is one number, or none, in whatever form: a label, or a number of a row."""
+    if isinstance(leaf, (Tensor, np.ndarray)):
+        return (leaf.numel() if isinstance(leaf, Tensor) else leaf.size) == 1
+    return leaf is None or isinstance(leaf, (bool, int, float, complex, np.generic))
+
+
+def _as_number(leaf: Any) -> Any:
+    return leaf.item() if hasattr(leaf, "item") else leaf
+
+
+def _as_array(leaf: Any) -> Any:
+    """Return a tensor as the array that it may be in another data set."""
+    if (
+        not isinstance(leaf, Tensor)
+        or leaf.layout != torch.strided
+        or leaf.is_quantized
+        or leaf.dtype == torch.bfloat16
+    ):
+        return leaf
+    return leaf.detach().cpu().resolve_conj().resolve_neg().numpy()

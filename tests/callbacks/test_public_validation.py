@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
@@ -128,7 +128,95 @@ def test_what_cannot_be_public_or_is_not_said_is_refused_before_the_first_releas
     assert not ledger.exists() or '"intent"' not in ledger.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("settings", [{"every_n_steps": 0}, {"metrics": ()}])
+class Changed(Dataset[Any]):
+    """The rows of another data set, by way of a transform, as the usual ones of training and validation."""
+
+    def __init__(self, rows: Any, scale: float = 1.0) -> None:
+        self.rows, self.scale = rows, scale
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.rows[index]
+        return x * self.scale, y
+
+
+class Images(Dataset[Any]):
+    """Columns in attributes, as data sets of torchvision have them, and coins."""
+
+    def __init__(self, data: Any, targets: Any) -> None:
+        self.data, self.targets = data.numpy(), targets.tolist()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.from_numpy(self.data[index]) + torch.rand(1), self.targets[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([OWN[3], OWN[4]])
+
+
+X, Y = OWN.tensors
+PUBLIC = TensorDataset(X[:8] + 9.0, Y[:8])
+READS: dict[str, tuple[Any, Any]] = {
+    "another object": (OWN, TensorDataset(X.clone(), Y)),
+    "other labels": (OWN, TensorDataset(X.clone(), 2 - Y)),
+    "batches": (OWN, [OWN[:8], OWN[8:16]]),
+    "rows of a list": (OWN, [*OWN]),
+    "stream": (OWN, Stream()),
+    "concatenated": (OWN, ConcatDataset([PUBLIC, Subset(TensorDataset(X.clone(), Y), [5])])),
+    "held out behind a transform": (Changed(Subset(OWN, range(40)), 0.5), Changed(Subset(OWN, range(40, 60)), 2.0)),
+    "read again behind a transform": (Changed(OWN, 0.5), Changed(TensorDataset(X.clone(), Y), 2.0)),
+    "columns": (Images(X, Y), Images(X.clone(), Y)),
+    "held out of columns": (Subset(Images(X, Y), range(40)), Subset(Images(X.clone(), Y), range(40, 60))),
+}
+
+
+@pytest.mark.parametrize(("trained", "read"), READS.values(), ids=READS)
+def test_rows_of_the_training_are_refused_whatever_object_gives_them(trained: Any, read: Any, tmp_path: Path) -> None:
+    loader = read if isinstance(read, list) and len(read) == 2 else DataLoader(read, 8)
+    callback = PublicValidation(loader, metrics=NAMES)
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigurationError, match="PublicValidation") as refused:
+        fit(tmp_path, made(Measured()), data(trained), callbacks=[callback])
+    assert refused.value.trap == "T25" and torch.equal(before, torch.get_rng_state())
+    assert not (tmp_path / "privacy_ledger.jsonl").exists()
+
+
+class Packed:
+    """A batch of which nobody knows the rows."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Any:
+        return iter(self.parts)
+
+
+APART = Subset(ConcatDataset([OWN, PUBLIC]), range(60, 68))
+MIXED = ConcatDataset([PUBLIC, TensorDataset(X[:2].clone(), Y[:2])])
+SAID: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "compared": (DataLoader(APART, 8), {}, "validation rows that"),
+    "some are equal": (DataLoader(MIXED, 8), {"equal_rows": 2}, "up to 2 of which"),
+    "not compared": ([Packed(X[:8] + 9.0, Y[:8])], {}, "not compared"),
+}
+
+
+@pytest.mark.parametrize(("loader", "settings", "said"), SAID.values(), ids=SAID)
+def test_the_card_says_what_is_declared_of_other_rows(
+    loader: Any, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    callback = PublicValidation(loader, metrics=NAMES, **settings)
+    fit(tmp_path, made(Measured()), data(Subset(OWN, range(40))), callbacks=[callback], max_steps=1)
+    (text,) = [each["text"] for each in card_in(tmp_path)["assumptions"] if "validation rows" in each["text"]]
+    assert said in text
+
+
+@pytest.mark.parametrize("settings", [{"every_n_steps": 0}, {"metrics": ()}, {"equal_rows": -1}])
 def test_a_setting_out_of_range_is_named(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(settings))):
         validation(**settings)
