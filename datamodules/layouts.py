@@ -141,19 +141,13 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
     return Passages(cached_store(f"{file.path.name.split('.')[0]}-{key}", build, how.cache_dir))
 
 
-def read_queries(
-    path: str | Path,
-    *,
-    knob: str = "datamodule.queries",
-    header: Sequence[str] | None = None,
-    complain: Complain = refuse,
-) -> Queries:
+def read_queries(path: str | Path, *, header: Sequence[str] | None = None, complain: Complain = refuse) -> Queries:
     """Read all queries of a file; the module's table lists its columns.
 
     ``header`` names the columns of a TSV file without a header line. A record that ``complain`` does not raise is
     left out.
     """
-    file = RecordFile(path, knob=knob, header=header, complain=complain)
+    file = RecordFile(path, knob="datamodule.queries", header=header, complain=complain)
     found = Queries()
 
     def new_id(number: int, record: Mapping[str, Any]) -> str:

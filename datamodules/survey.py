@@ -75,13 +75,13 @@ def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at
     return {**facts, "limit": limit, "share_cut": cut}
 
 
-def count_users(collection: Collection, split: str = "train") -> dict[str, Any] | None:
-    """Count the rows of each user in a split, and the rows kept under caps; None without user ids.
+def count_users(collection: Collection) -> dict[str, Any] | None:
+    """Count the rows of each train user, and the rows kept under caps; None without user ids.
 
     No cap is recommended where none keeps `ENOUGH`, nor where a query has no user, which ``unit=user`` refuses.
     A row is a query with one positive passage, which is what `max_rows_per_unit` counts under ``unit=user``.
     """
-    qrels = collection.qrels.get(split, {})
+    qrels = collection.qrels.get("train", {})
     rows: Counter[str] = Counter()
     for query_id, judged in qrels.items():
         if query_id in collection.users:
@@ -100,7 +100,7 @@ def count_users(collection: Collection, split: str = "train") -> dict[str, Any] 
         for cap in CAPS
     ]
     return {
-        "split": split,
+        "split": "train",
         "users": len(rows),
         "rows": total,
         "queries_without_user": without,

@@ -145,7 +145,7 @@ def seed_interval(values: Sequence[float], *, level: float = 0.95) -> Interval:
     return Interval(mean, mean - reach, mean + reach)
 
 
-def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) -> SeedTest:
+def seed_test(a: Sequence[float], b: Sequence[float]) -> SeedTest:
     """Run Welch's t-test between the runs of two settings; a one-sample test if one side is a single number.
 
     Guarantees:
@@ -154,7 +154,6 @@ def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) ->
     """
     from scipy import stats
 
-    _check_level(level)
     first, second = (_vector(name, runs, least=1, per="run") for name, runs in (("a", a), ("b", b)))
     if len(first) == len(second) == 1:
         raise DataError("Two single numbers cannot be compared over training runs: give at least two runs of one side.")
@@ -165,7 +164,7 @@ def seed_test(a: Sequence[float], b: Sequence[float], *, level: float = 0.95) ->
         found = stats.ttest_1samp(first - second, 0.0)
     else:
         found = stats.ttest_ind(first, second, equal_var=False)
-    bounds = found.confidence_interval(level)
+    bounds = found.confidence_interval(0.95)
     return SeedTest(difference, float(bounds.low), float(bounds.high), float(found.pvalue))
 
 
