@@ -151,9 +151,7 @@ def _said(settings: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_experiment_names_the_data_of_its_choice_and_declares_nothing_of_the_users(
-    path: Path,
-) -> None:
+def test_an_experiment_names_the_data_of_its_choice_and_declares_nothing_of_the_users(path: Path) -> None:
     said = _said(yaml.safe_load(path.read_text(encoding="utf-8")))
     # That nothing private was looked at is a user's word.
     assert said.get("tuning_data", "unknown") in ("unknown", "private")

@@ -54,9 +54,7 @@ def test_a_choice_among_private_trials_is_accounted_by_the_limit_of_their_ledger
     assert "epsilon of all trials together covers" in text and "nothing covers those that were scored" in text
 
 
-def test_the_best_of_private_trainings_has_the_epsilon_of_all_whatever_they_were_scored_on(
-    tmp_path: Path,
-) -> None:
+def test_the_best_of_private_trainings_has_the_epsilon_of_all_whatever_they_were_scored_on(tmp_path: Path) -> None:
     # One Gaussian step each, scored by a public number that rises with one unit's coordinate: the best of ten is ten
     # looks at that unit, and claims of one training do not hold for it.
     quiet = tuning_facts(
@@ -83,9 +81,7 @@ def test_the_epsilon_of_synthetic_queries_is_in_no_sum_of_the_trials_that_they_s
     assert alone["accounted"] is False and "NOT ACCOUNTED" in alone["text"]
 
 
-def test_the_limit_of_a_ledger_is_stated_at_its_delta_or_more_and_on_no_card_without_a_claim(
-    tmp_path: Path,
-) -> None:
+def test_the_limit_of_a_ledger_is_stated_at_its_delta_or_more_and_on_no_card_without_a_claim(tmp_path: Path) -> None:
     told = sweep(tmp_path, bare=0).describe()
     for delta in (1e-9, None):
         found = tuning_facts(None, None, told, delta)

@@ -399,9 +399,7 @@ def test_an_uncounted_start_is_told_once(counted: bool, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_limit_that_just_covers_start_and_trials_is_enough_and_a_smaller_one_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_limit_that_just_covers_start_and_trials_is_enough_and_a_smaller_one_refused(tmp_path: Path) -> None:
     parent = made_start(tmp_path)
     (tmp_path / "scratch").mkdir()
     needed = cost(planned(tmp_path / "scratch", trials=1).places[0].own, 2, parent)
@@ -438,9 +436,7 @@ def test_a_start_stays_counted_when_its_first_trial_fails_and_the_others_are_giv
 
 
 @pytest.mark.slow
-def test_a_run_outside_the_sweep_counts_the_same_start_once_and_another_beside_it(
-    tmp_path: Path,
-) -> None:
+def test_a_run_outside_the_sweep_counts_the_same_start_once_and_another_beside_it(tmp_path: Path) -> None:
     parent, other = made_start(tmp_path), made_start(tmp_path, "other")
     sweep = planned(tmp_path, trials=1, start=parent)
     begun(tmp_path, start=parent)

@@ -54,9 +54,7 @@ def written(folder: Path, place: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_sweep_is_refused_without_a_limit_and_tells_wandb_nothing_private(
-    tmp_path: Path,
-) -> None:
+def test_a_sweep_is_refused_without_a_limit_and_tells_wandb_nothing_private(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     file, ledger = written(tmp_path, planted(tmp_path)), tmp_path / "data.jsonl"
     settings = ["sweep", str(file), f"hydra.run.dir={tmp_path / 's'}", f"task.dataset_ledger={ledger}"]

@@ -256,9 +256,7 @@ def test_released_votes_are_kept(world: Path, evolved: Path, tmp_path: Path, mon
     assert bytes_of(tmp_path / "run") == before
 
 
-def test_a_failure_over_private_queries_is_recorded_and_told_on_the_cards_after_a_resume(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_over_queries_is_on_the_card(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     votes = _Voters.votes
 
@@ -373,9 +371,7 @@ def test_they_are_reserved_before_the_first_votes(world: Path, tmp_path: Path, m
         ({"unit": "pair"}, {"max_votes": 2, "nearest": 2}),
     ],
 )
-def test_every_unit_and_relation_has_a_card_that_is_verified(
-    world: Path, tmp_path: Path, mode: dict[str, Any], task: dict[str, Any]
-) -> None:
+def test_each_unit_has_a_verified_card(world: Path, tmp_path: Path, mode: dict[str, Any], task: dict[str, Any]) -> None:
     shutil.copytree(world / "log", tmp_path / "log")
     with_users(tmp_path / "log", 2)
     evolve(world, tmp_path / "run", task, mode={"eps": 60.0, **mode}, data={"folder": tmp_path / "log"})
@@ -418,9 +414,7 @@ def test_no_passage_has_more_candidates_than_it_may_and_others_get_the_places(wo
 
 
 @pytest.mark.parametrize("fresh", [0.0, 0.5])
-def test_a_list_of_fewer_passages_than_the_population_leaves_it_smaller(
-    world: Path, tmp_path: Path, fresh: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_few_passages_limit_it(world: Path, tmp_path: Path, fresh: float, capsys: pytest.CaptureFixture[str]) -> None:
     evolve(world, tmp_path / "run", {"per_passage": 2, "max_passages": 3, "fresh": fresh, "variation": "{passage}"})
     assert sorted(Counter(drawn_in(tmp_path / "run", 1)).values()) == [2, 2, 2]
     for generation in (1, 2):
@@ -498,9 +492,7 @@ def test_a_variation_shows_the_model_its_query(world: Path, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("bound", "duplicates", "taken"), [(1, "keep", False), (4, "keep", True), (4, "merge", False)])
-def test_a_declared_bound_on_the_units_of_a_user_is_held_against_the_log(
-    world: Path, tmp_path: Path, bound: int, duplicates: str, taken: bool
-) -> None:
+def test_a_bound_is_held_against_the_log(world: Path, tmp_path: Path, bound: int, duplicates: str, taken: bool) -> None:
     shutil.copytree(world / "log", tmp_path / "log")
     with_users(tmp_path / "log", 4)
     changes: dict[str, Any] = {

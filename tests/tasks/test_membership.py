@@ -195,9 +195,7 @@ def with_callback(settings: dict[str, Any], callback: Callback) -> dict[str, Any
     }
 
 
-def test_a_slow_machine_has_fewer_shadow_models_and_each_of_the_target_s_length(
-    make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_machine_has_fewer(make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
 
     def fitted(self: Shadows, *args: Any, **settings: Any) -> Path:
@@ -222,9 +220,7 @@ def test_a_time_too_short_for_four_shadow_models_has_none(make: Make, open_run: 
     assert "no shadow models, and the strongest attacks are missing" in " ".join(found["caveats"])
 
 
-def test_a_wrong_release_is_told_before_the_target_is_looked_at(
-    make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_release_is_told(make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Attacker, "signals", lambda *_, **__: pytest.fail("the target was scored"))
     with pytest.raises(LitDpretError, match="nowhere"):
         attack(open_run, release=tmp_path / "nowhere").run(make(tmp_path / "attack"))
@@ -237,9 +233,7 @@ def encoder_run(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_encoder_made_from_a_generators_queries_is_held_against_the_generators_coins(
-    make: Make, private_run: Path, encoder_run: Path, tmp_path: Path
-) -> None:
+def test_an_encoder_is_held_against_the_coins(make: Make, private_run: Path, encoder_run: Path, tmp_path: Path) -> None:
     """The auxiliary-model audit: attack what was trained on the release, by the coins of the run behind it."""
     task = partial(attack, private_run, model=encoder_run, pool=60)
     with pytest.raises(ConfigurationError, match="of another kind"):

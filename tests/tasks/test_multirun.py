@@ -318,9 +318,7 @@ def test_an_interrupted_sweep_of_optuna_goes_on_by_its_seed_and_is_refused_witho
 
 
 @pytest.mark.slow
-def test_a_multirun_tells_cost_then_table_and_refuses_a_setting_before_the_first_run(
-    tmp_path: Path,
-) -> None:
+def test_a_multirun_tells_cost_then_table_and_refuses_a_setting_before_the_first_run(tmp_path: Path) -> None:
     call = partial(multirun, tmp_path)
     for bad, named in (("privacy.eps=3,-1", "privacy.eps=-1"), ("trainer=cpu,gpu", "trainer cannot be made")):
         refused = call(bad, f"hydra.sweep.dir={tmp_path / 'refused'}")

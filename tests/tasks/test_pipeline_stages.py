@@ -158,9 +158,7 @@ def test_a_later_stage_that_is_refused_leaves_the_mark_of_what_was_begun(tmp_pat
     assert (tmp_path / MARK).stat().st_mode & 0o077 == 0, "a hash of private texts can be guessed"
 
 
-def test_a_pipeline_refused_in_its_first_training_leaves_the_folder_to_the_corrected(
-    tmp_path: Path,
-) -> None:
+def test_a_pipeline_refused_in_its_first_training_leaves_the_folder_to_the_corrected(tmp_path: Path) -> None:
     def refuse(**_: Any) -> Any:
         raise Refusal
 

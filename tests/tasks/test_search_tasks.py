@@ -68,9 +68,7 @@ def test_a_search_that_keeps_no_embeddings_gives_the_numbers_of_one_that_does(en
     assert streamed["ndcg@10"] > 0.5
 
 
-def test_a_stored_corpus_is_encoded_and_searched_like_one_in_memory_and_is_never_a_list(
-    encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stored_corpus_is_encoded_and_no_list(encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_store(tmp_path / "store", PASSAGES.items(), print)
     store = PassageStore(tmp_path / "store")
     made = []
