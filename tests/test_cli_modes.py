@@ -21,10 +21,7 @@ BOUND, N_MAX = 0.1, 19  # of configs/privacy, and above
 MODES: dict[str, tuple[list[str], float]] = {
     "batch_clip": ([*COUPLED], 2 * BOUND),
     "per_example_duplicated": ([*COUPLED], BOUND * duplicated_sensitivity(N_MAX, "add_or_remove")),
-    "logit_dp": (
-        [*COUPLED],
-        BOUND * SoftmaxPairLoss(temperature=1.0).sensitivity(N_MAX, relation="add_or_remove"),
-    ),
+    "logit_dp": ([*COUPLED], BOUND * SoftmaxPairLoss(temperature=1.0).sensitivity(N_MAX, relation="add_or_remove")),
     "logit_dp sigmoid": (
         [*COUPLED, "loss=sigmoid"],
         BOUND * SigmoidPairLoss(temperature=1.0, n0=4.0).sensitivity(N_MAX, relation="add_or_remove"),

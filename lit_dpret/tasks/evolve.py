@@ -42,14 +42,7 @@ from lit_dpret.synthesis.filters.bins import require_public_encoder
 from lit_dpret.synthesis.filters.released import shown
 from lit_dpret.synthesis.groups import Generation, canonical_groups
 from lit_dpret.synthesis.shards import ShardStore
-from lit_dpret.synthesis.writer import (
-    check_disk,
-    draw_into,
-    drawing_facts,
-    list_assumption,
-    opened,
-    write_set,
-)
+from lit_dpret.synthesis.writer import check_disk, draw_into, drawing_facts, list_assumption, opened, write_set
 from lit_dpret.tasks import histogram
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.synthesize import SYNTHETIC, SetDrawing, public_sample
@@ -331,10 +324,7 @@ class Evolve(SetDrawing):
         place, order = folder / SYNTHETIC, {name: number for number, name in enumerate(passages)}
         queries = sorted(found, key=lambda each: (order[each.passage_id], each.draw))
         configuration = drawing_facts(writer.place, passages, writer.how) | {
-            "evolution": {
-                **picked(self, "generations", *_COMPARED, "max_votes"),
-                "encoder": shown(self.encoder),
-            }
+            "evolution": {**picked(self, "generations", *_COMPARED, "max_votes"), "encoder": shown(self.encoder)}
         }
 
         def card_of(hashes: Mapping[str, str], environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,9 +341,7 @@ class Evolve(SetDrawing):
                         "filters": [],
                         "seeds": [writer.how.seed],
                     },
-                    assumptions=[
-                        Assumption(list_assumption(read_card(folder)["claim"]["neighbours"]), "unverified"),
-                    ],
+                    assumptions=[Assumption(list_assumption(read_card(folder)["claim"]["neighbours"]), "unverified")],
                 ),
                 description="candidates selected by the noised votes, and new ones drawn for the same passages",
                 parent_ledger=folder / LEDGER_NAME,

@@ -283,10 +283,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def test_corpora_are_counted(original: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = PretrainingOverlap(corpus=corpus, queries="public", sampled=0.5)
-    assert task.run(parts(tmp_path / "run", pairs(original))) == {
-        "queries": 1 / 40,
-        "passages": 1 / 40,
-    }
+    assert task.run(parts(tmp_path / "run", pairs(original))) == {"queries": 1 / 40, "passages": 1 / 40}
     found = facts(tmp_path / "run", "pretraining_overlap")
     assert found["corpus"]["documents"] == 2 and found["not_covered"] is None
     assert found["found"]["queries"]["ngram"]["total"] == 0  # none has 13 words
