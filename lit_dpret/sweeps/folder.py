@@ -167,14 +167,10 @@ class SweepFolder:
             "id": self.id,
             "trials": len(facts["trials"]),
             "private_runs": len(facts["places"]),
-            "without_privacy": facts["without_privacy"],
             "releases": facts.get("releases"),
             "varied": sorted(name for name, values in self.parameters.items() if len(values) > 1),
             "metric": facts["metric"].get("name"),
-            "metric_data": facts["metric_data"],
-            "planned": facts["planned"],
-            "total_eps": facts["total_eps"],
-            "ledger_delta": facts["ledger_delta"],
+            **{key: facts[key] for key in ("without_privacy", "metric_data", "planned", "total_eps", "ledger_delta")},
         }
 
 

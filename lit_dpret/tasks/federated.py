@@ -35,6 +35,7 @@ from lit_dpret.federated.transport import ELSEWHERE
 from lit_dpret.federated.trust import sights
 from lit_dpret.files import json_sha256
 from lit_dpret.report.federated_report import FederatedFacts, FederatedRow, write_federated_report
+from lit_dpret.settings import picked
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.stages import Stages
 
@@ -130,10 +131,7 @@ class Federated:
             split=self.split,
             model=plan.model.describe(),
             trust=[(one.what, one.server, one.silos, one.protection) for one in sights(settings)],
-            eps=plan.privacy.eps,
-            unit=plan.privacy.unit,
-            delta=plan.privacy.delta,
-            neighbours=plan.privacy.neighbours,
+            **picked(plan.privacy, "eps", "unit", "delta", "neighbours"),
             together=together,
             passages=runner.spent(ledger=PASSAGE_LEDGER) if plan.privacy.eps is not None else {},
             command=parts.command_again(*_HOW_NOT_WHAT),

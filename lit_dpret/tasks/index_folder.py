@@ -260,20 +260,16 @@ def encode_folder(
     asked_by = towers.query_encoder.fingerprint()
     towers = cut(towers, **{f"{side}_max_length": how.max_length})
     tower = towers.query_encoder if side == "query" else towers.passage_encoder
+    made_by = {
+        "folder": told_from(folder, encoder),
+        "dtype": how.dtype,
+        "fingerprints": {"query": asked_by} | ({"passage": tower.fingerprint()} if side == "passage" else {}),
+        "contract": asdict(tower.contract),
+    }
     manifest = Manifest(
-        side=side,
-        count=len(texts),
-        dim=tower.dim,
-        storage=how.storage,
-        encoder={
-            "folder": told_from(folder, encoder),
-            "dtype": how.dtype,
-            "fingerprints": {"query": asked_by} | ({"passage": tower.fingerprint()} if side == "passage" else {}),
-            "contract": asdict(tower.contract),
-        },
-        private=private,
+        side=side, count=len(texts), dim=tower.dim, storage=how.storage, encoder=made_by, private=private,
         about=about or {},
-    )
+    )  # fmt: skip
     key = content_hash(["texts", how.storage], {}, (part for pair in texts.items() for part in pair))
     claimed = parent is not None and not private
     begun = {"encoder": tower.fingerprint(), "side": side, "texts": key, "private": private, "claimed": claimed}

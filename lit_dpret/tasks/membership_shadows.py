@@ -295,16 +295,9 @@ class Shadows:
             made: L.Trainer = self.parts.make_trainer(max_steps=steps, enable_checkpointing=False, **settings)
             return made
 
-        train(
-            module,
-            data,
-            Training(
-                run_dir=folder,
-                make_trainer=make_trainer,
-                callbacks=[PrivacyAccountant(run_dir=folder), StepProgress(label), watch],
-            ),
-            after_setup=partial(data.train_on, chosen),
-        )
+        callbacks = [PrivacyAccountant(run_dir=folder), StepProgress(label), watch]
+        how = Training(run_dir=folder, make_trainer=make_trainer, callbacks=callbacks)
+        train(module, data, how, after_setup=partial(data.train_on, chosen))
         if len(watch.seconds) < steps:  # stopped by a callback, or by a Trainer that takes an interruption for an end
             raise ResumeError(
                 f"A shadow model was trained for {len(watch.seconds)} of {steps} steps. resume=true trains it again."

@@ -249,12 +249,6 @@ def test_a_bound_on_the_units_of_a_user_is_held_against_the_log_before_anything_
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
-def test_a_histogram_of_merged_texts_is_not_charged_with_a_generator_of_ids(chain: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=merge, but task\.generator"):
-        counted(chain, tmp_path / "run", data={"duplicates": "merge"})
-    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
-
-
 def test_a_second_histogram_beside_the_first_is_refused(chain: Path, histogram: Path, tmp_path: Path) -> None:
     """Each composes with the generator alone; what is chosen by both costs more than either card says."""
     counted(chain, tmp_path / "second", {"bins": LengthBins(edges=[2])})
@@ -372,6 +366,7 @@ def test_an_interrupted_one_is_charged_once(chain: Path, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
+        ({"data": {"duplicates": "merge"}}, ConfigurationError, r"datamodule\.duplicates=merge, but task\.generator"),
         ({"mode": {"unit": "pair"}}, ConfigurationError, r"privacy\.unit=pair, but task\.generator"),
         ({"mode": {"neighbours": "replace_one"}}, ConfigurationError, r"privacy\.neighbours=replace_one"),
         ({"mode": {"delta": 1e-3}}, ConfigurationError, r"privacy\.delta=0\.001"),
@@ -384,7 +379,7 @@ def test_what_makes_no_one_claim_is_refused_before_anything_is_counted(
     chain: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        counted(chain, tmp_path / "run", changes.get("task"), mode=changes.get("mode", {}))
+        counted(chain, tmp_path / "run", **changes)
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 

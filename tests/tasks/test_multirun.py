@@ -60,13 +60,8 @@ def test_the_cost_of_all_runs_is_of_all_releases_composed(tmp_path: Path, capsys
     told = capsys.readouterr().out
     each = [epsilon_of([one]) for one in runs]
     assert max(each) < epsilon_of(runs) < sum(each)
-    for said in (
-        "3 runs",
-        "2 private",
-        "1 runs without",
-        f"epsilon {epsilon_of(runs):.4g} at delta",
-        "query (zero_out)",
-    ):
+    epsilon = f"epsilon {epsilon_of(runs):.4g} at delta"
+    for said in ("3 runs", "2 private", "1 runs without", epsilon, "query (zero_out)"):
         assert said in told
     assert not any((tmp_path / name).exists() for name in "abc"), "nothing began"
 
@@ -78,20 +73,14 @@ def test_epsilons_of_different_units_are_not_added_up(tmp_path: Path, capsys: py
     assert "pair (zero_out" in told and "query (zero_out" in told and "ogether epsilon" not in told
 
 
-def test_no_run_begins_where_one_of_them_cannot_be_made(tmp_path: Path) -> None:
-    good, bad = (trial_parts(tmp_path, tmp_path / "run", settings={"eps": eps}) for eps in (8.0, -1.0))
-    with pytest.raises(ConfigurationError, match=r"privacy\.eps"):
-        tell_cost([composed(good, "good"), composed(bad, "bad")])
-
-
-def test_no_run_begins_where_the_data_of_one_of_them_cannot_be_read(tmp_path: Path) -> None:
+def test_no_run_begins_where_one_of_them_or_its_data_cannot_be_made(tmp_path: Path) -> None:
     def unreadable(**settings: Any) -> Any:
         raise DataError("nope.jsonl does not exist; check datamodule.pairs.")
 
-    good = trial_parts(tmp_path, tmp_path / "run")
-    bad = replace(good, make_datamodule=unreadable)
-    with pytest.raises(DataError, match=r"datamodule\.pairs"):
-        tell_cost([composed(good, "good"), composed(bad, "bad")])
+    good, bad = (trial_parts(tmp_path, tmp_path / "run", settings={"eps": eps}) for eps in (8.0, -1.0))
+    for other, named in ((bad, r"privacy\.eps"), (replace(good, make_datamodule=unreadable), r"datamodule\.pairs")):
+        with pytest.raises((ConfigurationError, DataError), match=named):
+            tell_cost([composed(good, "good"), composed(other, "bad")])
 
 
 @pytest.mark.parametrize("declared", ["none", "public"])
