@@ -202,5 +202,5 @@ def test_a_data_set_that_has_room_for_one_training_is_not_charged_for_the_first_
 
 
 def test_a_pipeline_with_another_promise_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="privacy=synthetic leaves it nothing to promise"):
+    with pytest.raises(ConfigurationError, match="privacy=synthetic"):
         pipeline().run(parts(tmp_path, make_privacy=SyntheticData))
