@@ -28,13 +28,9 @@ from lit_dpret.tasks.resumed_settings import keep_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
-    "trainer.max_steps=2",
-    "datamodule=pairs",
-    "datamodule.expected_batch_size=8",
-    "datamodule.physical_batch_size=8",
-    "model.max_passage_length=16",
-    "model.max_query_length=8",
-]
+    "trainer.max_steps=2", "datamodule=pairs", "datamodule.expected_batch_size=8", "datamodule.physical_batch_size=8",
+    "model.max_passage_length=16", "model.max_query_length=8",
+]  # fmt: skip
 
 
 def write_log(folder: Path, lines: int = 40) -> Path:
@@ -82,15 +78,9 @@ def test_verify_exits_with_0_only_if_nothing_failed(tmp_path: Path) -> None:
 
 
 QUESTIONS = [
-    "can i cancel, and when?",
-    "what's covered?",
-    "'tis [a] test",
-    'a "{b}" (c) $d',
-    "x=1?",
-    "${seed}",
-    "a\\",
+    "can i cancel, and when?", "what's covered?", "'tis [a] test", 'a "{b}" (c) $d', "x=1?", "${seed}", "a\\",
     "a\\'b\\\\'",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("question", [*QUESTIONS, "plain", "12"])

@@ -35,15 +35,13 @@ SAFE = {
 }
 
 NEEDED = {
-    "datamodule.synthetic": ["datamodule.folder=x"],
+    **{
+        f"datamodule.{name}": ["datamodule.folder=x"]
+        for name in ("synthetic", "msmarco", "squad", "cifar10", "cifar100", "vision_folder")
+    },
     "datamodule.pairs": ["datamodule.pairs=x.jsonl"],
     "datamodule.beir": ["datamodule.name=scifact", "datamodule.root=x"],
-    "datamodule.msmarco": ["datamodule.folder=x"],
     "datamodule.hf": ["datamodule.path=x"],
-    "datamodule.squad": ["datamodule.folder=x"],
-    "datamodule.cifar10": ["datamodule.folder=x"],
-    "datamodule.cifar100": ["datamodule.folder=x"],
-    "datamodule.vision_folder": ["datamodule.folder=x"],
     "task.synthesize": ["task.generator=x"],
     "task.histogram": ["task.generator=x"],
     "task.export": ["task.checkpoint=x"],

@@ -50,21 +50,15 @@ def trained(tmp_path: Path, privacy: Any, *, suite: CanarySuite = SUITE, steps: 
     run = tmp_path / "trained"
     write_large_log(tmp_path / "log", queries=8, passages=60, vocabulary=WORDS)
     made = parts(tmp_path, privacy, run_dir=run)
-    Fit(min_free_mb=1).run(
-        replace(
-            made,
-            make_datamodule=lambda: PairsDataModule(
-                folder=tmp_path / "log",
-                sampling="poisson",
-                expected_batch_size=40 if steps > 2 else 6,
-                physical_batch_size=100,
-            ),
-            make_module=partial(dual, **module),
-            make_trainer=partial(made.make_trainer, max_steps=steps),
-            make_callbacks=lambda: stage_callbacks(run, resume=False, label="run"),
-            make_canaries=lambda: suite,
-        )
-    )
+    batches = {"sampling": "poisson", "expected_batch_size": 40 if steps > 2 else 6, "physical_batch_size": 100}
+    how: dict[str, Any] = {
+        "make_datamodule": partial(PairsDataModule, folder=tmp_path / "log", **batches),
+        "make_module": partial(dual, **module),
+        "make_trainer": partial(made.make_trainer, max_steps=steps),
+        "make_callbacks": lambda: stage_callbacks(run, resume=False, label="run"),
+        "make_canaries": lambda: suite,
+    }
+    Fit(min_free_mb=1).run(replace(made, **how))
     return run
 
 
