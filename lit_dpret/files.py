@@ -145,13 +145,7 @@ def read_facts(path: Path) -> list[dict[str, Any]]:
 def new_folder(folder: Path, *, knob: str) -> Iterator[Path]:
     """Yield a draft folder, renamed to ``folder`` if nothing fails; only its owner can read it.
 
-    Args:
-        folder: Must not exist.
-        knob: The setting that names it, for messages.
-
-    Raises:
-        ConfigurationError: The folder exists.
-        StorageError: It cannot be written; nothing is left of the draft.
+    A folder that exists is refused by ``knob``; of a draft that cannot be written nothing is left.
     """
     if folder.exists():
         raise ConfigurationError(f"{knob}={folder} exists, and nothing is overwritten. Name a new folder.")

@@ -20,17 +20,9 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
 
 def optional(module: str, user: str, install: str, *, package: str = "", instead: str = "") -> Any:
-    """Import a module of an optional package.
+    """Import a module of an optional package that ``user`` needs, as the setting that asks for it; refuse without it.
 
-    Args:
-        module: Its name.
-        user: What needs it, as the setting that asks for it.
-        install: What pip is given.
-        package: The name of the package, where the module has another one.
-        instead: A sentence that says how to do without.
-
-    Raises:
-        ConfigurationError: It is not installed.
+    The refusal names ``package``, where the module has another name, what pip is given, and what to do ``instead``.
     """
     try:
         return import_module(module)

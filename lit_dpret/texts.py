@@ -56,10 +56,7 @@ def refuse_quoted(
             words or more.
         names: Short ones, as of folders: words of short queries occur there by chance, so that one is refused that
             equals it with three words or more, or stands in it with four.
-        because: The reason, and what to do, for the message.
-
-    Raises:
-        ConfigurationError: One does. The message names the setting, and never the query.
+        because: The reason, and what to do, for the message, which names the setting, and never the query.
     """
     spoken = {knob: words_of(text).split() for knob, text in (*texts.items(), *names.items())}
     equal = {" ".join(words) for knob, words in spoken.items() if knob in texts or len(words) >= _LONG - 1}
