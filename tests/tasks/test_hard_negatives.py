@@ -70,5 +70,5 @@ def test_private_questions_go_to_a_file_of_their_owner(made: Path, tmp_path: Pat
 
 
 def test_more_questions_than_there_are_is_refused_before_anything_is_encoded(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="has 1 train questions"):
+    with pytest.raises(ConfigurationError, match=r"task\.questions=2"):
         task(made, questions=2, encoder=tmp_path / "none").run(parts(tmp_path, run_dir=tmp_path / "run"))
