@@ -223,7 +223,7 @@ def _start(cfg: DictConfig) -> dict[str, str]:
             raise ConfigurationError("init_from_is_public=true says something about init_from, which is null.")
         return {}
     if not Path(cfg.init_from).expanduser().is_dir():
-        raise ConfigurationError(f"init_from={cfg.init_from} is no folder. Set model.pretrained for a hub's model.")
+        raise ConfigurationError(f"init_from={cfg.init_from} is not a folder. Set model.pretrained for a hub's model.")
     key = next((key for key in ("pretrained", "encoder") if key in cfg.model), None)
     if key is None:
         raise ConfigurationError(f"init_from={cfg.init_from}: {cfg.model._target_} has no pretrained or encoder.")
