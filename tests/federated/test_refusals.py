@@ -25,10 +25,6 @@ def changed(run: PddAs2, **parts: Any) -> PddAs2:
 MASKED: dict[str, Any] = {"secure_sum": True, "stage1": {"weighting": "uniform"}}
 
 
-def test_the_papers_settings_and_the_private_ones_pass() -> None:
-    assert PddAs2().check() == PddAs2() and SMALL.check() is SMALL and PRIVATE.check() is PRIVATE
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -47,7 +43,8 @@ def test_a_budget_refuses(change: dict[str, Any], message: str) -> None:
     changed(changed(PRIVATE, **change), privacy={"eps": None}).check()  # nothing is promised, nothing refused
 
 
-def test_a_budget_takes_capped_weights_under_masks_and_no_request_at_all() -> None:
+def test_the_papers_settings_pass_and_a_budget_takes_capped_weights_under_masks_and_no_request_at_all() -> None:
+    assert PddAs2().check() == PddAs2() and SMALL.check() is SMALL and PRIVATE.check() is PRIVATE
     changed(PRIVATE, stage1={"weighting": "capped", "n_hat": 9}, secure_sum=True).check()
     changed(PRIVATE, stage2={"request": "none"}).check()
     changed(PRIVATE, stage2={"negatives": "dynamic", "request": "exact", "response": "raw"}).check()

@@ -283,9 +283,6 @@ def test_weights_are_counts_or_equal_or_capped() -> None:
     assert client_weights(counts, "examples") == {"a": 10.0, "b": 1000.0}
     assert client_weights(counts, "uniform") == {"a": 1.0, "b": 1.0}
     assert client_weights(counts, "capped", n_hat=100) == {"a": 0.1, "b": 1.0}
-
-
-def test_a_client_without_train_queries_is_refused() -> None:
     with pytest.raises(DataError, match="'a'"):
         client_weights({"a": 0}, "examples")
 

@@ -32,16 +32,7 @@ def test_a_perfect_attack_exceeds_every_ceiling_but_certainty() -> None:
     scores = CanaryScores(np.arange(2000) + 5000.0, np.arange(2000))
     assert len(exceeded(scores, chance, error=0.01)) == len(RATES) + 1
     assert exceeded(scores, certainty, error=0.01) == ()
-
-
-def test_an_attack_of_a_few_texts_exceeds_nothing() -> None:
-    assert exceeded(CanaryScores([1.0], [0.0]), chance, error=0.05) == ()
-
-
-def test_what_is_above_a_ceiling_says_so_in_numbers() -> None:
-    found = exceeded(CanaryScores(np.arange(2000) + 5000.0, np.arange(2000)), chance, error=0.01)
-    assert str(found[0]).startswith("the true positive rate at a false positive rate of at most 0.1")
-    assert "above the ceiling 0.1" in str(found[0])
+    assert exceeded(CanaryScores([1.0], [0.0]), chance, error=0.05) == ()  # of a few texts
 
 
 def test_the_higher_half_is_guessed_without_knowing_a_member() -> None:
