@@ -1,12 +1,9 @@
 """Checkpoints of a private run: taken between two logical steps, without values that no noise covers.
 
-A logical step is several batches to Lightning. In the middle of one, nothing of the step has reached the parameters,
-the optimizer or the ledger yet; only Lightning's counters have moved. So a checkpoint that is asked for there becomes
-the one from before the step, and a run that goes on from it makes the whole step. How many batches a step has may
-change from one process to the next (``datamodule.physical_batch_size``), so a run that goes on counts by steps.
-
-Noise covers the trained parameters, and what optimizers, schedules, loops and averages make of them. Everything else
-that a module, a callback or a DataModule puts into a checkpoint passes as it was before the first private batch.
+In the middle of a logical step only Lightning's counters have moved. So a checkpoint that is asked for there becomes
+the one from before the step, and a run that goes on counts by steps, whatever its physical batches are. Noise covers
+the trained parameters, and what optimizers, schedules, loops and averages make of them. Everything else passes as it
+was before the first private batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The accountant: calibrate the noise, grant and record every release before it is made, and stop within the budget.
 
-The order is what makes the number honest. Before a logical step may draw noise, the gate checks that
-the budget covers it and appends an *intent* to a ledger on disk; after the step it appends what was
-really done. A run that is killed in between has paid for the step. Epsilon is always computed from
-that ledger, never from the configuration.
+Before a logical step may draw noise, the gate checks that the budget covers it and appends an *intent* to a ledger on
+disk; after the step it appends what was really done. A run that is killed in between has paid for the step. Epsilon is
+always computed from that ledger, never from the configuration.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-r"""Parameters sharded over the ranks by FSDP2: gathered while gradients are clipped, sharded otherwise.
+"""Parameters sharded over the ranks by FSDP2: gathered while gradients are clipped, sharded otherwise.
 
-Under ``trainer=fsdp`` each rank keeps a part of every parameter (``torch.distributed.fsdp.fully_shard``), and with it
-a part of the optimizer's state, the fp32 master weights and the noise. Clipping wants whole layers: a unit's norm is
-of its gradient in all of them. So the parameters are gathered before the first physical batch of a logical step, and
-given up again after the last one; nothing that FSDP does by itself in a backward pass takes part:
-
-* the clipped sums are added up over the ranks in float32 or wider, and each rank gets its shard of the total;
-* each rank adds the noise of its shard, which is drawn by flat index and is what one process would add there;
-* the optimizer steps on shards.
+Clipping wants whole layers: a unit's norm is of its gradient in all of them. So the parameters are gathered before the
+first physical batch of a logical step, and given up after the last one. The clipped sums are then added up in float32
+or wider, and each rank noises its shard by flat index, as one process would, and steps on it; what FSDP does by itself
+in a backward pass takes no part.
 """
 
 from __future__ import annotations

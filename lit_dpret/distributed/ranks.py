@@ -1,9 +1,8 @@
 """The processes of one job: sums, decisions of rank 0, and joint failure.
 
 A run on several processes (*ranks*) is still one run: one draw per logical step, one sum, one noise, one ledger.
-Rank 0 holds what there is only one of (ledger, card, checkpoints) and the others follow it. Two things pass between
-them: sums, before the noise, and what rank 0 found or refused. What is passed is private, and so is the network
-that it passes through.
+Rank 0 holds what there is only one of (ledger, card, checkpoints). Between the ranks pass sums, before the noise, and
+what rank 0 found or refused: they are private, and so is the network.
 """
 
 from __future__ import annotations

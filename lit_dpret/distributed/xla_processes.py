@@ -1,9 +1,8 @@
 """XLA devices in several processes, one device each, connected through their hosts.
 
-Lightning's own `XLAStrategy` forks its processes, and what a callback learns there (epsilon above all) is lost with
-them. Here the processes are started from outside, as torchrun does, each sees one device of its own, and what they
-share passes through the hosts by gloo: the clipped sums once per logical step, and what rank 0 decides. No gradient
-is reduced by anybody else. That a sum goes over the host costs a transfer of the model's size per logical step.
+Lightning's `XLAStrategy` forks, and what a callback learns there (epsilon above all) is lost. Here the processes are
+started from outside, as torchrun does, and what they share passes through the hosts by gloo: the clipped sums once per
+logical step, a transfer of the model's size, and what rank 0 decides. No gradient is reduced by anybody else.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
-r"""DeepSpeed's ZeRO receives finished gradients: what it shards is already noised.
+"""DeepSpeed's ZeRO receives finished gradients: what it shards is already noised.
 
-ZeRO gives each rank a part of the master weights, of the optimizer's state and of the gradients (stages 1 and 2), and
-of the parameters themselves (stage 3), and averages gradients over the ranks while it runs a backward pass. A private
-step runs no backward pass of its own. So nothing is left to DeepSpeed that a claim rests on:
-
-* the clipping engine gets its gradients from PyTorch, inside the forward pass of DeepSpeed's engine;
-* the clipped sums are added up in float32 or wider, in one message that gives each rank the coordinates whose master
-  weights it keeps (`ShardLayout`), whatever DeepSpeed was told about communication;
-* each rank adds the noise of its coordinates, which is the noise that one process would add there;
-* the result is laid where ZeRO's optimizer would have put an averaged gradient, and its ``step`` does the rest.
-
-The update is that of one process. Shares of the noise, one for each rank, added before DeepSpeed's own reduction, are
-not offered: each share would be rounded to the parameters' type before it is added, and a sum of numbers that were
-rounded apart is not post-processing of the noised sum.
+The clipping engine gets its gradients inside the forward pass of DeepSpeed's engine. The clipped sums are added up in
+float32 or wider (`ShardLayout`), each rank adds the noise of the coordinates whose master weights it keeps, and the
+result is laid where ZeRO's ``step`` looks for an averaged gradient. A share of the noise from each rank, before
+DeepSpeed's own reduction, is not offered: rounded apart, the sum would be no post-processing of the noised sum.
 """
 
 from __future__ import annotations

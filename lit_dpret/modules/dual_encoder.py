@@ -1,10 +1,9 @@
 """`DualEncoder`: transformers that embed queries and passages in one space, trained end to end.
 
-Where a query's negatives come from is the privacy mode's to say, because that decides what can be
-promised. With ``none``, ``synthetic``, ``batch_clip`` and ``logit_dp`` they are the passages of the other
-rows of its (sub-)batch; with ``per_example_duplicated`` copies of them; with ``public_passages`` a public
-pool. Clipping each query's gradient of a loss with in-batch negatives bounds nothing, since what one
-query contributes depends on who else was drawn: ``dp_sgd`` is refused.
+Where a query's negatives come from is the privacy mode's to say: the other rows of its (sub-)batch (``none``,
+``synthetic``, ``batch_clip``, ``logit_dp``), copies of them (``per_example_duplicated``), or a public pool
+(``public_passages``). With in-batch negatives a query's gradient depends on who else was drawn, so that clipping it
+bounds nothing: ``dp_sgd`` is refused.
 """
 
 from __future__ import annotations

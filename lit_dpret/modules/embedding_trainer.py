@@ -1,9 +1,8 @@
-r"""Train one embedding net: on two views of each image, or on pairs of texts.
+"""Train one embedding net: on two views of each image, or on pairs of texts.
 
-The class of paper 002 (Kong, Munoz Medina and Ribero, 2310.03104, section 5.1): a record is a pair of
-inputs, and its loss compares their embeddings with those of the other records. Where a text encoder
-stands in for the net, the same class trains sentence embeddings. What can be promised about such a loss is
-the privacy mode's to say: ``none``, ``batch_clip``, ``per_example_duplicated`` or ``logit_dp``.
+The class of paper 002 (Kong, Munoz Medina and Ribero, 2310.03104, section 5.1): a record is a pair of inputs, whose
+loss compares their embeddings with those of the other records. What can be promised about such a loss is the privacy
+mode's to say: ``none``, ``batch_clip``, ``per_example_duplicated`` or ``logit_dp``.
 """
 
 from __future__ import annotations

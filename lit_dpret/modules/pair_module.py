@@ -1,9 +1,8 @@
 """Modules that contrast pairs: two sides, one embedding each, and a matrix of similarities.
 
-Everything that a privacy mode asks of such a module follows from three things that a subclass says:
-how rows become features of two sides, how features become embeddings, and which loss is made of the
-table of similarities. From these come the losses of the rows with the batch for candidates, with copies
-of the batch, and the pairs whose similarities are clipped one by one.
+A subclass says how rows become features of two sides, how features become embeddings, and which loss is made of the
+table of similarities. From these come the losses of the rows with the batch for candidates, with copies of the batch,
+and the pairs whose similarities are clipped one by one.
 """
 
 from __future__ import annotations

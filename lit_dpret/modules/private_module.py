@@ -1,10 +1,8 @@
-r"""The training loop that all model families share.
+"""The training loop that all model families share.
 
 A subclass says what one row's loss is. This class turns physical batches into logical steps, asks for permission
-before each release, lets the privacy mode clip and noise, and steps the optimizer, under a plain ``Trainer``.
-
-Optimization is manual: it keeps gradient clipping, accumulation and averaging of the Trainer out of the way, and a
-step that is refused leaves the optimizer untouched.
+before each release, lets the privacy mode clip and noise, and steps the optimizer, under a plain ``Trainer``, by
+manual optimization: a step that is refused leaves the optimizer untouched.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """`QueryGenerator`: a language model that learns to write the query answered by a passage.
 
-Fine-tuning a language model on (passage, query) pairs under DP-SGD gives a model that may write as many
-queries as one likes: they are post-processing (papers: "query-level privacy for deep retrieval",
-section 4). That holds only if the loss is a sum over units, so the loss of a row is normalised by the
-row's *own* number of target tokens. Hugging Face's built-in loss divides by the token count of the
-whole batch: one long query would then change the weight of all the others, and clipping each example
-would bound nothing.
+Fine-tuned under DP-SGD it may write as many queries as one likes: they are post-processing (papers: "query-level
+privacy for deep retrieval", section 4). That holds only if the loss is a sum over units, so a row's loss is divided by
+its *own* number of target tokens. Hugging Face's loss divides by that of the whole batch: one long query would change
+the weight of all the others, and clipping each example would bound nothing.
 """
 
 from __future__ import annotations
