@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,16 +36,6 @@ from lit_dpret.retrieval.search import TopK, lexicographic_rank, search
 from lit_dpret.settings import require_choice, require_whole
 
 Refresh = Literal["never", "epoch"]
-
-
-class Margins(TypedDict, total=False):
-    """The arguments of `MarginFilter`."""
-
-    absolute_margin: float | None
-    relative_margin: float | None
-    max_score: float | None
-    min_score: float | None
-    range_min: int
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -246,9 +236,7 @@ class DynamicNegatives(MinedSource):
 
     name: ClassVar[str] = "dynamic"
 
-    def __init__(
-        self, *, per_query: int | None = None, depth: int = 50, seed: int = 0, **margins: Unpack[Margins]
-    ) -> None:
+    def __init__(self, *, per_query: int | None = None, depth: int = 50, seed: int = 0, **margins: Any) -> None:
         super().__init__(per_query=depth if per_query is None else per_query, depth=depth, seed=seed, **margins)
         self.index: Tensor | None = None
 
