@@ -150,7 +150,8 @@ def test_what_was_derived_before_finds_an_amended_card_and_not_one_that_was_edit
     write_card(inherit_card(parent, CHILD, description="sampling"), child)
     for amend in (evidence, note, evidence):
         amend(parent)
-    assert verify_chain(child, parents=[parent]).failed == []
+    found = verify_chain(child, parents=[parent])
+    assert found.failed == [] and any("and was amended since" in finding.text for finding in found.findings)
     assert len(read_card(parent)["empirical"]["results"]) == 2
     card = read_card(parent)
     card["claim"]["epsilon"] = 0.1

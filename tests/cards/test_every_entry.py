@@ -34,22 +34,21 @@ Place = tuple[str | int, ...]
 SAMPLE = 9
 
 
-def private(root: Path) -> Path:
-    run = Run(root / "run", make_plan()).train(3)
+def written(run: Run) -> Path:
     write_card(run.card(), run.folder)
     return run.folder
+
+
+def private(root: Path) -> Path:
+    return written(Run(root / "run", make_plan()).train(3))
 
 
 def without_privacy(root: Path) -> Path:
-    run = Run(root / "run", None, mode="none").train(3)
-    write_card(run.card(), run.folder)
-    return run.folder
+    return written(Run(root / "run", None, mode="none").train(3))
 
 
 def from_another(root: Path) -> Path:
-    run = started(root)
-    write_card(run.card(), run.folder)
-    return run.folder
+    return written(started(root))
 
 
 def derived(root: Path) -> Path:
@@ -147,15 +146,6 @@ def named(result: Verification, place: Place) -> bool:
     return any(".".join(names[: length + 1]) in told for length in range(len(names)))
 
 
-def said_nothing(card: dict[str, Any], place: Place) -> bool:
-    """Whether ``card`` had nothing at ``place`` that could be left out."""
-    return dict(blocks(card)).get(place) in (None, "", [], {})
-
-
-def contains(card: dict[str, Any], place: Place) -> bool:
-    return place in dict(blocks(card))
-
-
 def hole(place: Place, new: Any, honest: Any) -> Place:
     """The place that an edit is about: the entry that was added or left out, where it was of a whole block."""
     if isinstance(new, dict) and isinstance(honest, dict):
@@ -183,10 +173,12 @@ def test_no_edit_of_a_card_passes_in_silence(
     for number, (place, new, card) in enumerate(edits(honest)):
         if number % every:
             continue
-        about = hole(place, new, dict(blocks(honest))[place])
+        stated = dict(blocks(honest))
+        about = hole(place, new, stated[place])
         forge(card, place, folder)
-        left_out = isinstance(new, dict | list) and not contains(card, about)
-        if (left_out and said_nothing(honest, about)) or card == honest | {"checksum": card["checksum"]}:
+        left_out = isinstance(new, dict | list) and about not in dict(blocks(card))
+        said_nothing = stated.get(about) in (None, "", [], {})
+        if (left_out and said_nothing) or card == honest | {"checksum": card["checksum"]}:
             continue
         result = verify_chain(folder)
         # An entry that nothing decides may be left out: then the card says nothing of it.

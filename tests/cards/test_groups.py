@@ -27,6 +27,7 @@ from lit_dpret.privacy.accounting.releases import (
 from lit_dpret.privacy.budget import Neighbours
 from lit_dpret.privacy.modes import DPSGD
 
+PASSES = Shuffle(batch_size=100, n=1000)
 RELEASES = [GaussianRelease(noise_multiplier=NOISE, law=LAW, count=10)]
 
 
@@ -48,12 +49,8 @@ def test_a_declared_bound_puts_the_user_level_epsilon_on_the_card(tmp_path: Path
     assert any("more than 3 queries" in gap and "declared, not counted" in gap for gap in card["not_covered"])
     (said,) = [a for a in card["assumptions"] if "more than 3 units" in a["text"]]
     assert said["holds"] == "unverified"
-
-
-def test_one_unit_for_each_user_is_the_claim_itself(tmp_path: Path) -> None:
-    claim = trained(tmp_path, max_units_per_user=1).card()["claim"]
-    assert claim["user_level_epsilon"] == claim["epsilon"]
-    assert "up to 1 query, a bound" in claim["statement"]
+    claim = trained(tmp_path / "one", max_units_per_user=1).card()["claim"]
+    assert claim["user_level_epsilon"] == claim["epsilon"] and "up to 1 query, a bound" in claim["statement"]
 
 
 def test_every_card_says_what_copies_of_a_text_cost(tmp_path: Path) -> None:
@@ -123,17 +120,18 @@ def test_where_no_bound_is_known_the_card_names_law_and_relation_instead(
     assert "not proved: datamodule.sampling=" in card_markdown(card).replace("\\", "")
 
 
-def test_a_law_that_is_charged_for_every_step_is_charged_so_for_several_units_too(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", make_plan(max_units_per_user=5)).train(law=FixedSize(batch_size=50, n=1000).to_dict())
-    card = run.card()
-    assert card["accounting"]["basis"] == "no_amplification"
-    five = GaussianRelease(noise_multiplier=NOISE / 5, law=FullBatch(), count=10)
-    assert card["claim"]["user_level_epsilon"] == pytest.approx(epsilon([five], delta=DELTA, neighbours="zero_out"))
-
-
-def test_a_shuffled_epoch_shows_all_units_of_a_user_at_once(tmp_path: Path) -> None:
-    card = trained(tmp_path, Shuffle(batch_size=100, n=1000), max_units_per_user=5).card()
-    five = GaussianRelease(noise_multiplier=NOISE / 5, law=FullBatch())
+@pytest.mark.parametrize(
+    ("planned", "ran", "charged"),
+    [
+        (LAW, FixedSize(batch_size=50, n=1000), 10),
+        (Shuffle(batch_size=100, n=1000), Shuffle(batch_size=100, n=1000), 1),
+    ],
+)
+def test_what_is_charged_without_amplification_is_charged_so_for_several_units_too(
+    planned: SamplingLaw, ran: SamplingLaw, charged: int, tmp_path: Path
+) -> None:
+    card = Run(tmp_path / "run", make_plan(planned, max_units_per_user=5)).train(law=ran.to_dict()).card()
+    five = GaussianRelease(noise_multiplier=NOISE / 5, law=FullBatch(), count=charged)
     assert card["claim"]["user_level_epsilon"] == pytest.approx(epsilon([five], delta=DELTA, neighbours="zero_out"))
 
 
@@ -169,8 +167,5 @@ def test_a_bound_that_is_no_number_of_units_is_refused(bound: Any) -> None:
         DPSGD(eps=3.0, max_units_per_user=bound)
     with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user"):
         make_plan(max_units_per_user=bound)
-
-
-def test_a_bound_on_the_units_of_a_user_who_is_one_unit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"privacy\.max_units_per_user=3 .*privacy\.unit=user"):
         DPSGD(eps=3.0, unit="user", max_units_per_user=3)

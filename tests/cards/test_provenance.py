@@ -1,4 +1,4 @@
-"""Facts of a card besides its claim: the machine, what pre-training held of the data, and registered protocols."""
+"""Facts of a card besides its claim: the machine, its paths, what pre-training held of the data, and protocols."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from card_chain import Chain
 from cards import Run, make_plan
 from jsonschema import Draft202012Validator
 from memoriser import Memoriser, large_log
@@ -36,6 +37,9 @@ from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.files import file_sha256
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
+from lit_dpret.tasks.index_folder import IndexFolder, told_from
+
+OWNER = "home-of-the-owner"
 
 
 @pytest.fixture
@@ -67,20 +71,13 @@ def test_a_checkout_is_named_by_its_commit_and_says_whether_files_differ_from_it
     git(repository, "add", ".")
     git(repository, "commit", "-qm", "all")
     commit = git(repository, "rev-parse", "HEAD").strip()
+    os.utime(repository / "other.py", (10**9, 10**9))  # so that git would note the new time in its index
+    before = (index := repository / ".git" / "index").read_bytes()
     assert code_commit() == commit
+    assert index.read_bytes() == before, "a run that is killed, or whose disk is full, would leave its lock there"
     (repository / "other.py").write_text("changed = True\n", encoding="utf-8")
     code_commit.cache_clear()
     assert code_commit() == f"{commit}+changes"
-
-
-def test_the_index_of_the_checkout_is_not_written_to(repository: Path) -> None:
-    """A run that is killed, or whose disk is full, would leave its lock there."""
-    git(repository, "add", ".")
-    git(repository, "commit", "-qm", "all")
-    index = repository / ".git" / "index"
-    os.utime(repository / "other.py", (10**9, 10**9))  # so that git would note the new time
-    before = index.read_bytes()
-    assert code_commit() == git(repository, "rev-parse", "HEAD").strip() and index.read_bytes() == before
 
 
 def test_the_facts_name_kinds_and_no_host() -> None:
@@ -242,13 +239,33 @@ def test_protocols_that_cannot_be_registered_are_refused_before_the_run(tmp_path
         verify_chain(tmp_path, protocols=[tmp_path / "none.md"])
     card = PrivacyCard(run_dir=tmp_path, audit_protocols=[protocol(tmp_path)])
     with pytest.raises(ConfigurationError, match="this run makes no release of its own"):
-        card.setup(Runner(), retriever(privacy=SyntheticData()), "fit")  # type: ignore[arg-type]
+        card.setup(SimpleNamespace(callbacks=[]), retriever(privacy=SyntheticData()), "fit")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="needs the PrivacyAccountant callback before it"):
-        card.setup(Runner(PrivacyAccountant()), Regression(privacy=NoPrivacy()), "fit")  # type: ignore[arg-type]
+        accounted = SimpleNamespace(callbacks=[PrivacyAccountant()])
+        card.setup(accounted, Regression(privacy=NoPrivacy()), "fit")  # type: ignore[arg-type]
 
 
-class Runner:
-    """A Trainer as far as the card asks for one before training."""
+def test_no_card_ledger_set_model_or_index_tells_where_it_was_made(made: Chain) -> None:
+    files = [path for path in made.root.rglob("*") if path.is_file()]
+    # Lightning keeps the place of each checkpoint inside it; they are for going on, and a model folder is handed on.
+    telling = [path.name for path in files if OWNER.encode() in path.read_bytes() and path.suffix != ".ckpt"]
+    assert len(files) > 30 and not telling
 
-    def __init__(self, *callbacks: Any) -> None:
-        self.callbacks = list(callbacks)
+
+def test_an_index_finds_its_encoder_where_it_was_left(made: Chain, tmp_path: Path) -> None:
+    assert IndexFolder(made.index).encoder_folder == str((made.encoder / "model").resolve())
+    assert IndexFolder(made.index).query_encoder().dim == IndexFolder(made.index).manifest.dim
+    assert told_from(tmp_path, "org/name") == "org/name"
+    assert told_from("/somewhere/else", tmp_path) == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "told"), [("org/name", "org/name"), (None, "unstated"), (f"/{OWNER}/models/small", "small")]
+)
+def test_a_card_names_a_model_by_its_hub_or_by_its_folder_alone(pretrained: Any, told: str, tmp_path: Path) -> None:
+    module = Regression(privacy=dp(tmp_path))
+    module.pretrained = pretrained
+    fit(tmp_path / "run", module, extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    card = read_card(tmp_path / "run")
+    assert card["pretraining"]["model"] == told
+    assert OWNER not in (tmp_path / "run" / "privacy_card.json").read_text()

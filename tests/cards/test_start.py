@@ -18,7 +18,6 @@ from scipy import stats
 from lit_dpret.cards.card import (
     Assumption,
     CardFacts,
-    build_card,
     card_sha256,
     inherit_card,
     read_card,
@@ -96,6 +95,7 @@ def test_the_claim_is_the_composition_of_both_runs_and_the_card_says_which_is_wh
     assert parts["epsilon_of_start"] == pytest.approx(cost(10))
     assert card["parents"] == [{"name": "parent", "sha256": card_sha256(parent), "schema": read_card(parent)["schema"]}]
     assert card["mechanism"]["steps_done"] == 5, "what was done is what this run did"
+    assert str(tmp_path) not in (tmp_path / "child" / LEDGER_NAME).read_text(encoding="utf-8")
     text = card_markdown(card)
     assert "about both trainings together" in text and "of its own budget of 50" in text
     assert verify_card(read_card(tmp_path / "child"), tmp_path / "child" / "privacy_ledger.jsonl") == []
@@ -215,19 +215,14 @@ def test_a_run_without_privacy_from_a_private_one_is_no_public_start(parent: Pat
         (tmp_path / "child" / CARD_NAME).unlink(missing_ok=True)
 
 
-def test_a_model_that_was_noted_without_privacy_may_be_declared_public(tmp_path: Path) -> None:
-    finished(begun(tmp_path / "base", mode="none"), 3)
-    model = tmp_path / "base" / "model"
-    note(model, "none")
-    shutil.copy2(tmp_path / "base" / CARD_NAME, model)
-    for start in (tmp_path / "base", model):
-        assert read_start(start, public=True).facts["public"]
-
-
-def test_a_run_without_privacy_on_declared_public_data_is_a_public_start(tmp_path: Path) -> None:
+def test_a_run_without_privacy_on_declared_public_data_is_a_public_start_also_by_its_note(tmp_path: Path) -> None:
     finished(begun(tmp_path / "base", mode="none"), 3)
     with pytest.raises(ConfigurationError, match="carries no privacy guarantee"):
         begun(tmp_path / "refused", tmp_path / "base")
+    model = tmp_path / "base" / "model"
+    note(model, "none")
+    shutil.copy2(tmp_path / "base" / CARD_NAME, model)
+    assert read_start(model, public=True).facts["public"]
     card = finished(begun(tmp_path / "child", tmp_path / "base", public=True), 5)
     assert card["claim"]["epsilon"] == pytest.approx(cost(5)) and card["parents"][0]["name"] == "base"
 
@@ -317,11 +312,3 @@ def test_what_is_made_from_the_model_inherits_both_and_shows_no_number_where_not
     parts = doubted["accounting"]["init_from"]
     assert (parts["epsilon_of_this_run"], parts["epsilon_of_start"]) == (None, None)
     assert "start" not in doubted["pretraining"] and doubted["claim"]["epsilon"] is None
-
-
-def test_the_ledger_holds_no_path(parent: Path, tmp_path: Path) -> None:
-    run = begun(tmp_path / "child", parent)
-    assert str(tmp_path) not in run.path.read_text(encoding="utf-8")
-    assert build_card(
-        ledger_records=run.ledger.records, subject={"artifact_type": "weights", "name": "x", "sha256": {}}
-    )

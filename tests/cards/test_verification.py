@@ -14,7 +14,7 @@ from cards import Run, make_plan, rewrite_chain, started
 from tiny_tasks import no_parts
 
 from lit_dpret.cards import verification
-from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, text_sha256, versions
+from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered
 from lit_dpret.cards.card import build_card, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.hub import claim_metadata, front_matter
@@ -64,6 +64,8 @@ def test_a_good_chain_is_accepted_from_each_link(link: str, made: Chain) -> None
     assert {("QueryGenerator", "ledger"), ("QueryGenerator", "numbers")} <= set(confirmed)
     assert sum(check == "parent" for _, check in confirmed) == len(names) - 1
     assert result.claim.startswith("epsilon = ")
+    if (copy := getattr(made, link) / "model").is_dir():
+        assert not verify_chain(copy).failed, "the card in the model folder is as good as that of the run"
 
 
 def test_a_card_names_a_gap_of_several_artefacts_once_and_the_start_of_each_training(made: Chain) -> None:
@@ -75,11 +77,6 @@ def test_a_card_names_a_gap_of_several_artefacts_once_and_the_start_of_each_trai
     encoder = read_card(made.encoder)
     assert encoder["mechanism"]["started_from"] != encoder["pretraining"]["model"] == "random weights"
     assert 'Training of "FrozenDualEncoder"' in encoder["claim"]["statement"]
-
-
-def test_the_card_in_the_model_folder_is_as_good_as_that_of_the_run(made: Chain) -> None:
-    for folder in (made.encoder / "model", made.generator / "model"):
-        assert not verify_chain(folder).failed
 
 
 def test_files_that_no_card_lists_are_named_and_not_called_checked(chain: Chain) -> None:
@@ -103,15 +100,12 @@ def test_a_changed_ledger_line_is_rejected_by_its_number(chain: Chain) -> None:
         assert f"line {place + 1}: the content does not match its hash" in text
 
 
-def test_a_ledger_with_another_noise_and_hashes_put_right_is_not_the_one_of_the_card(chain: Chain) -> None:
-    rewrite_chain(chain.generator / LEDGER, less_noise)
-    text = rejected(verify_chain(chain.index), artefact="QueryGenerator", check="ledger")
-    assert "another ledger" in text
-
-
-def test_a_card_that_was_put_on_a_ledger_with_less_noise_claims_too_little(chain: Chain) -> None:
+def test_a_ledger_with_less_noise_and_hashes_put_right_is_not_that_of_the_card_or_shows_that_it_claims_too_little(
+    chain: Chain,
+) -> None:
     path = chain.generator / LEDGER
     rewrite_chain(path, less_noise)
+    assert "another ledger" in rejected(verify_chain(chain.index), artefact="QueryGenerator", check="ledger")
     head = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["hash"]
     edit(chain.generator / "privacy_card.json", lambda card: card["ledger"].update(head=head))
     result = verify_chain(chain.generator)
@@ -189,13 +183,9 @@ def test_a_missing_ledger_is_rejected_unless_that_is_allowed(
     assert not verify_chain(folder, parents=[chain.generator]).failed
 
 
-def test_a_card_that_was_edited_by_hand_is_rejected(chain: Chain) -> None:
-    edit(chain.index / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01), forge=False)
-    assert "It was edited" in rejected(verify_chain(chain.index), artefact="privacy_card.json", check="card")
-
-
-def test_a_parent_that_was_edited_by_hand_is_not_the_one_that_was_named(chain: Chain) -> None:
+def test_a_card_or_a_parent_that_was_edited_by_hand_is_rejected(chain: Chain) -> None:
     edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01), forge=False)
+    assert "It was edited" in rejected(verify_chain(chain.synthetic), artefact="privacy_card.json", check="card")
     text = rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
     assert "1 cards were met that are damaged or were edited" in text and "synthetic/privacy_card.json" in text
     edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01))
@@ -222,24 +212,6 @@ def test_a_derived_card_that_says_more_than_its_parent_is_rejected(
     edit(chain.encoder / "privacy_card.json", change)
     found = [f.text for f in verify_chain(chain.encoder).failed if f.check == "parent"]
     assert len(found) == 1 and found[0].startswith(complaint)
-
-
-@pytest.mark.parametrize(
-    ("change", "where"),
-    [
-        (lambda card: card["mechanism"].update(noise_multiplier=40.0), "mechanism.noise_multiplier"),
-        (lambda card: card["empirical"]["ceilings"]["tpr_at_fpr"].update({"0.01": 0.01}), "tpr_at_fpr.0.01"),
-        (lambda card: card["accounting"]["groups"][0].update(epsilon=0.01), "accounting.groups.0.epsilon"),
-        (lambda card: card["claim"]["curve"].pop(), "claim.curve has"),
-        (lambda card: card["claim"].update(user_level_epsilon=0.05), "claim.user_level_epsilon"),
-    ],
-)
-def test_each_number_of_a_card_that_its_ledger_does_not_give_is_rejected(
-    change: Callable[[dict[str, Any]], None], where: str, chain: Chain
-) -> None:
-    edit(chain.generator / "privacy_card.json", change)
-    found = [f.text for f in verify_chain(chain.generator).failed if f.check in ("numbers", "ledger")]
-    assert len(found) == 1 and where in found[0]
 
 
 def at_commit(folder: Path, commit: str | None) -> None:
@@ -302,16 +274,6 @@ def test_a_card_that_lacks_what_every_card_has_is_rejected_and_not_stumbled_over
 # -- cards that were amended -------------------------------------------------------------------
 
 
-def test_a_parent_that_was_amended_is_still_the_one_that_was_named(chain: Chain) -> None:
-    before = text_sha256(read_card(chain.synthetic))
-    for what in ("BLEU", "BLEU", "the share of copied queries"):
-        note_not_covered(chain.synthetic, f"{what} of synthetic", computed="the private queries")
-    assert before in [text_sha256(card) for card in versions(read_card(chain.synthetic))]
-    result = verify_chain(chain.encoder)
-    assert not result.failed
-    assert "and was amended since" in next(f.text for f in result.findings if f.artefact == "synthetic")
-
-
 def contradict(chain: Chain) -> None:
     """What an audit of the generator writes when it found more than the claim allows."""
     found = AttackResult(
@@ -347,12 +309,6 @@ def test_a_card_that_lost_the_result_of_an_audit_that_its_ledger_registered_is_r
     assert len(text) == 1 and "registered" in text[0]
     add_evidence(tmp_path, [AttackResult(attack="one-run audit", n=9, metric=BOUND, estimate=0.1, eps_lower=0.1)])
     assert not verify_chain(tmp_path).failed
-
-
-def test_an_amendment_does_not_hide_another_change(chain: Chain) -> None:
-    note_not_covered(chain.synthetic, "BLEU of synthetic", computed="the private queries")
-    edit(chain.synthetic / "privacy_card.json", lambda card: card["claim"].update(epsilon=0.01))
-    rejected(verify_chain(chain.encoder), artefact="synthetic", check="card")
 
 
 # -- runs that started from another run's model ------------------------------------------------
