@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lit_dpret.cards.file import CARD_NAME, README, card_sha256, checksum, read_card, text_sha256, write_card
 from lit_dpret.cards.text import statement
@@ -49,12 +49,8 @@ class AttackResult:
         numbers = [self.estimate, *(self.ci or ()), self.eps_lower, self.delta, self.confidence, self.ceiling]
         if any(number is not None and not math.isfinite(number) for number in numbers):
             raise ConfigurationError(f"A result of {self.attack!r} holds a number that is not finite: {numbers}.")
-        if self.about not in get_args(About):
-            raise ConfigurationError(f"about={self.about!r} is not one of {', '.join(get_args(About))}.")
         if self.n < 1 or self.copies < 1:
             raise ConfigurationError(f"A result of {self.attack!r} needs n={self.n} and copies={self.copies} from 1.")
-        if self.eps_lower is not None and self.eps_lower < 0:
-            raise ConfigurationError(f"eps_lower={self.eps_lower} must not be negative.")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ci": None if self.ci is None else list(self.ci)}

@@ -274,6 +274,13 @@ def _siblings_gaps(siblings: Mapping[str, Any] | None) -> list[str]:
     return [f"A choice among the {number} runs that one command started, by whatever score: with it, epsilon {known}."]
 
 
+_UNACCOUNTED = {
+    "private": "The choice of hyper-parameters, which was made on private data and is not accounted.",
+    "synthetic": "The epsilon of the synthetic data that hyper-parameters were chosen on.",
+    "unknown": "The choice of hyper-parameters: on which data it was made was not stated.",
+}
+
+
 def _settings_gaps(tuning: Mapping[str, Any]) -> list[str]:
     if tuning["data"] == "private" and tuning["accounted"]:
         public = (tuning.get("sweep") or {}).get("metric_data") in ("public", "none")
@@ -282,13 +289,7 @@ def _settings_gaps(tuning: Mapping[str, Any]) -> list[str]:
             "The choice of hyper-parameters, in the epsilon of the claim: with it, epsilon is "
             f"{show_epsilon(tuning['epsilon'])}{scored}."
         ]
-    if tuning["data"] == "private":
-        return ["The choice of hyper-parameters, which was made on private data and is not accounted."]
-    if tuning["data"] == "synthetic":
-        return ["The epsilon of the synthetic data that hyper-parameters were chosen on."]
-    if tuning["data"] == "unknown":
-        return ["The choice of hyper-parameters: on which data it was made was not stated."]
-    return []
+    return [_UNACCOUNTED[tuning["data"]]] if tuning["data"] in _UNACCOUNTED else []
 
 
 NOTHING_CLAIMED = "Everything: no guarantee is claimed."
@@ -422,12 +423,11 @@ def planned_curve(plan: PrivacyPlan) -> ClaimedCurve | None:
 
 
 def _curve(epsilon: float, charged: Sequence[Release], plan: PrivacyPlan, accountant: AccountantName) -> ClaimedCurve:
-    stated = (epsilon, plan.budget.delta)
+    delta, neighbours = plan.budget.delta, plan.budget.neighbours
     grid = [float(eps) for eps in np.linspace(0.0, 2.0 * epsilon + 4.0, _PAIRS)]
-    neighbours = plan.budget.neighbours
     try:
         deltas = delta_at(grid, charged, neighbours=neighbours, accountant=accountant)
     except UnsupportedAccountingError:  # an accountant that bounds epsilon only
         deltas = []
-    pairs = [(eps, delta) for eps, delta in zip(grid, deltas, strict=False) if _LEAST_DELTA <= delta < 1]
-    return ClaimedCurve(eps=stated[0], delta=stated[1], neighbours=neighbours, pairs=(stated, *pairs))
+    pairs = [(eps, found) for eps, found in zip(grid, deltas, strict=False) if _LEAST_DELTA <= found < 1]
+    return ClaimedCurve(eps=epsilon, delta=delta, neighbours=neighbours, pairs=((epsilon, delta), *pairs))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dp_accounting.gaussian_mechanism import get_sigma_gaussian
@@ -26,32 +25,6 @@ LOOSENESS = 0.03
 
 _MOST_BATCHES = 9
 _CLOSE = 0.985
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One batch size and number of passes."""
-
-    batch: int  # units in a batch, on average
-    epochs: float  # passes over the data, as the number of steps makes them
-    steps: int  # logical steps; 0 where no whole number of them makes about so many passes
-    noise_multiplier: float | None  # enough for the budget; None where there are no such steps, or no such noise
-    floor: float  # the ratio that as many steps would need if each of them took every unit
-
-    @property
-    def ratio(self) -> float | None:
-        return None if self.noise_multiplier is None else self.noise_multiplier / self.batch
-
-    def to_dict(self) -> dict[str, Any]:
-        over = None if self.ratio is None else self.ratio / self.floor
-        return {
-            "batch": self.batch,
-            "epochs": self.epochs,
-            "steps": self.steps,
-            "noise_multiplier": self.noise_multiplier,
-            "noise_to_batch": self.ratio,
-            "over_floor": over,
-        }
 
 
 def knee_table(
@@ -80,27 +53,26 @@ def knee_table(
         heartbeat: Called after every cell.
     """
     batches, columns = batch_sizes(n, batch), _columns(epochs)
-    table: list[Cell] = []
+    table: list[dict[str, Any]] = []
     knees: list[dict[str, Any]] = []
     for passes in columns:
         noises: list[float] = []
         found: int | None = None
         for size in reversed(batches):
             cell = _cell(n, size, passes, eps, delta, neighbours, _aim(noises))
-            noises += [] if cell.noise_multiplier is None else [cell.noise_multiplier]
+            noises += [] if cell["noise_multiplier"] is None else [cell["noise_multiplier"]]
             table.append(cell)
             heartbeat()
-            if cell.ratio is not None and cell.ratio <= KNEE_FACTOR * cell.floor:
+            if cell["over_floor"] is not None and cell["over_floor"] <= KNEE_FACTOR:
                 found = size
         knees.append({"epochs": passes, "batch": found})
-    cells = sorted(table, key=lambda cell: (cell.batch, cell.epochs))
     return {
         "eps": eps,
         "factor": KNEE_FACTOR,
         "sampling": "poisson",
         "batches": batches,
         "epochs": columns,
-        "cells": [cell.to_dict() for cell in cells],
+        "cells": sorted(table, key=lambda cell: (cell["batch"], cell["epochs"])),
         "knees": knees,
     }
 
@@ -131,15 +103,24 @@ def _aim(noises: Sequence[float]) -> float | None:
 
 def _cell(
     n: int, batch: int, epochs: float, eps: float, delta: float, neighbours: Neighbours, start: float | None
-) -> Cell:
+) -> dict[str, Any]:
+    """One batch size and number of passes, with a noise that is enough for the budget.
+
+    Without noise where no whole number of steps makes about so many passes, or where there is no such noise.
+    """
     steps = max(1, round(epochs * n / batch))
+    cell: dict[str, Any] = {"batch": batch, "epochs": epochs, "steps": 0}
+    cell |= dict.fromkeys(("noise_multiplier", "noise_to_batch", "over_floor"))
     if not 0.75 < steps * batch / n / epochs < 1.34:
-        return Cell(batch, epochs, 0, None, math.inf)
+        return cell
+    cell |= {"epochs": steps * batch / n, "steps": steps}
     floor = _floor(eps, delta, neighbours, steps) / n
     noise = least_noise(
         rate=min(1.0, batch / n), steps=steps, eps=eps, delta=delta, neighbours=neighbours, start=start or floor * batch
     )
-    return Cell(batch, steps * batch / n, steps, noise, floor)
+    if noise is not None:
+        cell |= {"noise_multiplier": noise, "noise_to_batch": noise / batch, "over_floor": noise / batch / floor}
+    return cell
 
 
 def _floor(eps: float, delta: float, neighbours: Neighbours, steps: int) -> float:

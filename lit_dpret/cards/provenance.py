@@ -213,8 +213,8 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
         if _is_of(records, EVOLUTION):
             text = f"No private data went into {_named(model)}, which wrote the candidates, as declared."
             return [Assumption(text, "unverified")]
-        return [] if _is_histogram(records) else [declared_start(model)]
-    what = "that this histogram is charged with" if _is_histogram(records) else "that training started from"
+        return [] if _is_of(records, HISTOGRAM) else [declared_start(model)]
+    what = "that this histogram is charged with" if _is_of(records, HISTOGRAM) else "that training started from"
     if start["public"]:
         text = f"The model {what} ({start['name']}) was made from public data alone, as declared."
         return [Assumption(text, "unverified")]
@@ -228,22 +228,18 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
     ]  # fmt: skip
 
 
-def start_in_floating_point(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the start used floating-point noise; the claim covers both."""
-    start = recorded_start(records)
-    return start is not None and not start["public"] and bool(start.get("floating_point", True))
-
-
 def randomness_facts(judged: Judged) -> dict[str, Any]:
     """Read the noise generation from the ledger: generator, published seed, floating point."""
     plan, last = judged.plan, plan_of(judged.records)[1]
-    secure = bool(last.get("secure_rng", False))
+    secure, start = bool(last.get("secure_rng", False)), recorded_start(judged.records)
+    # The claim covers the start's noise as well.
+    rounded = start is not None and not start["public"] and bool(start.get("floating_point", True))
     return {
         "rng": "ChaCha20" if secure else "Philox (NumPy), keyed; not cryptographic",
         "secure": secure,
         "secret": "never stored with the run",
         "seeded": last.get("noise_seed") is not None,
-        "floating_point": plan is None or plan.noise != "discrete" or start_in_floating_point(judged.records),
+        "floating_point": plan is None or plan.noise != "discrete" or rounded,
     }
 
 
@@ -268,7 +264,7 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
     records = judged.records
     start = recorded_start(records)
     if start is None:
-        if _is_histogram(records):
+        if _is_of(records, HISTOGRAM):
             return {}
         if _is_of(records, EVOLUTION):
             text = f"The candidates were written by {_named(model)}: that no private data went into it is assumed."
@@ -281,7 +277,7 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
         return {"start": text + _READ.get(str(model), "")}
     if start["public"]:
         return {"start": f"Training on the private data started from {start['name']}, which was declared to be public."}
-    counted = _is_histogram(records)
+    counted = _is_of(records, HISTOGRAM)
     text = "This histogram is charged together with" if counted else "Training on the private data started from"
     votes = start.get("mode") == EVOLUTION
     did = "released votes of" if votes else "was trained on"
@@ -298,11 +294,6 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
             f"{show_delta(plan.budget.delta)}"
         )
     return {"start": f"{text}."}
-
-
-def _is_histogram(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the run counted, and trained nothing."""
-    return _is_of(records, HISTOGRAM)
 
 
 def _is_of(records: Sequence[Mapping[str, Any]], mode: str) -> bool:

@@ -13,7 +13,6 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from lit_dpret.cards.amendments import versions
@@ -61,15 +60,15 @@ def check_signature(card: Mapping[str, Any], path: Path) -> Signed:
         raw, signature = bytes.fromhex(facts["public_key"]), bytes.fromhex(facts["signature"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path.name} is not a signature of a card ({error!r}).") from error
-    library = _library()
+    ed25519, _, exceptions = _library()
     try:
-        key = library.ed25519.Ed25519PublicKey.from_public_bytes(raw)
+        key = ed25519.Ed25519PublicKey.from_public_bytes(raw)
     except ValueError as error:
         raise DataError(f"{path.name} holds no Ed25519 public key.") from error
     for later, version in enumerate(versions(card)):
         try:
             key.verify(signature, _message(version))
-        except library.InvalidSignature:
+        except exceptions.InvalidSignature:
             continue
         return Signed(_fingerprint(raw), later)
     raise DataError(f"{path.name} does not fit the card: the card was changed after it was signed.")
@@ -91,21 +90,21 @@ def _private_key(path: Path, *, published: Path) -> Any:
 
 def _key(path: Path, knob: str, *, private: bool) -> Any:
     """An Ed25519 key from a PEM file, or a refusal that names the setting."""
-    library = _library()
+    ed25519, serialization, exceptions = _library()
     try:
         data = path.read_bytes()
         if private:
-            key = library.serialization.load_pem_private_key(data, password=None)
+            key = serialization.load_pem_private_key(data, password=None)
         else:
-            key = library.serialization.load_pem_public_key(data)
+            key = serialization.load_pem_public_key(data)
     except OSError as error:
         raise ConfigurationError(f"{knob}={path} cannot be read: {error.strerror}.") from error
     except TypeError as error:
         raise ConfigurationError(f"{knob}={path} is encrypted; passwords are not asked for here.") from error
-    except (ValueError, library.UnsupportedAlgorithm) as error:
+    except (ValueError, exceptions.UnsupportedAlgorithm) as error:
         what = "private key in PEM. Make one: openssl genpkey -algorithm ed25519 -out FILE"
         raise ConfigurationError(f"{knob}={path} is not a {what if private else 'public key in PEM'}.") from error
-    kind = library.ed25519.Ed25519PrivateKey if private else library.ed25519.Ed25519PublicKey
+    kind = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
     if not isinstance(key, kind):
         raise ConfigurationError(f"{knob}={path} is not an Ed25519 key; other kinds are not used here.")
     return key
@@ -113,17 +112,14 @@ def _key(path: Path, knob: str, *, private: bool) -> Any:
 
 def _library() -> Any:
     try:
-        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography import exceptions
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise ConfigurationError(
             "A signature needs the package cryptography: pip install 'lit-dpret[sign]'."
         ) from error
-    return SimpleNamespace(
-        ed25519=ed25519, serialization=serialization, InvalidSignature=InvalidSignature,
-        UnsupportedAlgorithm=UnsupportedAlgorithm,
-    )  # fmt: skip
+    return ed25519, serialization, exceptions
 
 
 def _message(card: Mapping[str, Any]) -> bytes:
