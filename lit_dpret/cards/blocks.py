@@ -170,25 +170,20 @@ class Grid:
 
 @dataclass(frozen=True)
 class Checks:
-    """Statements, each True, False or not verified."""
+    """Statements, each True, False or ``unverified``."""
 
-    rows: Sequence[tuple[object, str]]
+    rows: Sequence[tuple[bool | str, str]]
 
     def html(self) -> str:
-        rows = "".join(
-            f'<tr><td class="mark {_mark(holds)[0]}">{_mark(holds)[1]}</td><td>{esc(text)}</td></tr>'
-            for holds, text in self.rows
-        )
+        cells = [(*_MARKS[holds], esc(text)) for holds, text in self.rows]
+        rows = "".join(f'<tr><td class="mark {kind}">{mark}</td><td>{text}</td></tr>' for kind, mark, text in cells)
         return f"<table><tbody>{rows}</tbody></table>"
 
     def markdown(self) -> str:
-        return "\n".join(f"- **{_mark(holds)[1]}:** {md(text)}" for holds, text in self.rows)
+        return "\n".join(f"- **{_MARKS[holds][1]}:** {md(text)}" for holds, text in self.rows)
 
 
-def _mark(holds: object) -> tuple[str, str]:
-    if holds is True:
-        return "yes", "✓ holds"
-    return ("no", "✗ does not hold") if holds is False else ("open", "? not verified")
+_MARKS = {True: ("yes", "✓ holds"), False: ("no", "✗ does not hold"), "unverified": ("open", "? not verified")}
 
 
 @dataclass(frozen=True)

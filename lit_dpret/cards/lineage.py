@@ -39,6 +39,10 @@ class FoundCard:
     card: dict[str, Any]
     named: dict[str, Any] | None = None
 
+    @property
+    def name(self) -> str:
+        return str(self.card["subject"]["name"])
+
 
 class Lineage:
     """The cards and ledgers near some cards, and in ``folders``, which are searched first and to any depth.

@@ -303,21 +303,17 @@ def _counted(mechanism: Mapping[str, Any]) -> str:
 def _bounded(card: Card) -> str:
     mechanism, coupling = card["mechanism"], card["mechanism"].get("coupling")
     if coupling is None:
+        layers = ", each layer on its own to this over the square root of the number of layers"
         return (
             f"In each step the gradient of one {_unit(card['claim'])} was clipped to L2 norm "
-            f"{_n(mechanism['max_grad_norm'])} ({mechanism['clip']}{_grouped(mechanism)})"
+            f"{_n(mechanism['max_grad_norm'])} "
+            f"({mechanism['clip']}{'' if mechanism.get('clip_groups', 'flat') == 'flat' else layers})"
         )
     return (
         f"The loss compares the {card['claim']['unit_plural']} of a batch with each other. In each step "
         f"{coupling['text']}, so that one {_unit(card['claim'])} moves the sum by at most "
         f"{_n(mechanism['sensitivity'])}"
     )
-
-
-def _grouped(mechanism: Mapping[str, Any]) -> str:
-    if mechanism.get("clip_groups", "flat") == "flat":
-        return ""
-    return ", each layer on its own to this over the square root of the number of layers"
 
 
 def _claim_sentence(card: Card) -> str:
@@ -375,24 +371,19 @@ def claim_blocks(card: Card) -> list[Block]:
 
 def card_markdown(card: Card) -> str:
     """Return the card as Markdown."""
-    return to_markdown(*_frame(card), claim_blocks(card), _sections(card), _footer(card))
+    return to_markdown(*_page(card))
 
 
 def card_html(card: Card) -> str:
     """Return the card as one self-contained HTML page."""
-    return to_html(*_frame(card), claim_blocks(card), _sections(card), _footer(card))
+    return to_html(*_page(card))
 
 
-def _frame(card: Card) -> tuple[str, str]:
+def _page(card: Card) -> tuple[str, str, list[Block], list[Section], str]:
     subject = card["subject"]
-    return (
-        f"Privacy card: {subject['name']}",
-        f"{subject['artifact_type']}, made {card['created']}",
-    )
-
-
-def _footer(card: Card) -> str:
-    return f"{card['schema']}. The machine-readable card and the ledger are the authority; this page repeats them."
+    title, subtitle = f"Privacy card: {subject['name']}", f"{subject['artifact_type']}, made {card['created']}"
+    footer = f"{card['schema']}. The machine-readable card and the ledger are the authority; this page repeats them."
+    return title, subtitle, claim_blocks(card), _sections(card), footer
 
 
 def _sections(card: Card) -> list[Section]:
@@ -496,11 +487,8 @@ def _group(group: Mapping[str, Any]) -> str:
     if group["epsilon"] is not None:
         return show_epsilon(group["epsilon"])
     wider = group.get("wider")
-    return (
-        f"{group['why']}; {show_epsilon(wider['epsilon'])} with datamodule.cap={wider['cap']}"
-        if wider
-        else str(group["why"])
-    )
+    more = f"; {show_epsilon(wider['epsilon'])} with datamodule.cap={wider['cap']}" if wider else ""
+    return f"{group['why']}{more}"
 
 
 def total_of_runs(total: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from lit_dpret.cards.file import CARD_FILES, CARD_NAME, README, SIGNATURE_NAME, 
 from lit_dpret.cards.hub import claim_metadata
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
 from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
-from lit_dpret.cards.signature import Signed, check_signature, public_key_fingerprint
+from lit_dpret.cards.signature import check_signature, public_key_fingerprint
 from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import audit_problems, card_html, card_markdown, privacy_line, statement
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, first_line, in_words
@@ -162,7 +162,7 @@ def verify_chain(
         result.pass_over(result.path.name, "card", str(error), failed=True)
         return result
     result.sha256, result.claim = card_sha256(result.path), privacy_line(found.card)
-    result.add(_name(found), "card", [], "unedited, by its checksum")
+    result.add(found.name, "card", [], "unedited, by its checksum")
     try:
         met = _follow(result, lineage, found, allow_missing_parents, allow_missing_ledger)
         _check_protocols(result, found, given)
@@ -171,7 +171,7 @@ def verify_chain(
         why = in_words(error) if isinstance(error, KeyError) else first_line(error)
         problem = f"a field is missing or malformed ({why})."
         result.pass_over(
-            _name(found), "card", f"it, or one that it was derived from, cannot be read: {problem}", failed=True
+            found.name, "card", f"it, or one that it was derived from, cannot be read: {problem}", failed=True
         )
     return result
 
@@ -181,7 +181,7 @@ def _follow(
 ) -> list[FoundCard]:
     named = list(found.card["parents"])
     if found.card["mechanism"].get("kind") == "post_processing" and not named:
-        result.pass_over(_name(found), "parents", "it is derived from something, and names no parent.", failed=True)
+        result.pass_over(found.name, "parents", "it is derived from something, and names no parent.", failed=True)
         return [found]
     decided = _examine(result, lineage, found, must_have_files=True, allow_missing_ledger=allow_missing_ledger)
     child: FoundCard | None = found
@@ -194,13 +194,13 @@ def _follow(
             continue
         result.used(met.path)
         later = "" if met.named is None else ", and was amended since"
-        own = {"name": _name(met), "sha256": parent["sha256"], "schema": met.card["schema"]}
-        problems = [] if parent == own else [f"{_name(found)} names it as {dict(parent)}, and it is {own}."]
-        result.add(_name(met), "card", problems, f"the one that was named, by its SHA-256{later}")
+        own = {"name": met.name, "sha256": parent["sha256"], "schema": met.card["schema"]}
+        problems = [] if parent == own else [f"{found.name} names it as {dict(parent)}, and it is {own}."]
+        result.add(met.name, "card", problems, f"the one that was named, by its SHA-256{later}")
         if child is not None:
             ledger = lineage.ledger(met.card, met.path)
             problems = link_problems(child.card, met.named or met.card, named[place + 1 :], ledger)
-            result.add(_name(child), "parent", problems, f"claims no more than {_name(met)}")
+            result.add(child.name, "parent", problems, f"claims no more than {met.name}")
             if child.card["mechanism"].get("kind") == "post_processing":
                 decided |= passed_on(child.card, met.named or met.card)
             _tell_undecided(result, child, decided)
@@ -215,7 +215,7 @@ def _follow(
 def _tell_undecided(result: Verification, found: FoundCard, decided: frozenset[Place]) -> None:
     """Name the entries of a card that no check compared with anything."""
     if places := _undecided(found.card, decided | {("schema",), ("checksum",)}, ()):
-        result.pass_over(_name(found), "entries", f"{_UNDECIDED}{', '.join(places)}")
+        result.pass_over(found.name, "entries", f"{_UNDECIDED}{', '.join(places)}")
 
 
 def _undecided(value: Any, decided: frozenset[Place], place: Place) -> list[str]:
@@ -249,11 +249,11 @@ def _examine(
 
 
 def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, required: bool) -> None:
-    digests, name = found.card["subject"]["sha256"], _name(found)
+    digests, name = found.card["subject"]["sha256"], found.name
     if not digests:
         result.pass_over(name, "files", "the card lists none, as that of an unfinished run does.")
         return
-    folders = [found.path.parent, found.path.parent / MODEL_FOLDER]
+    folders = (found.path.parent, found.path.parent / MODEL_FOLDER)
     folder = max(folders, key=lambda place: sum((place / file).is_file() for file in digests))
     if not required and not any((folder / file).is_file() for file in digests):
         result.pass_over(name, "files", "none of them lies beside the card; the artefact that was made from them does.")
@@ -264,13 +264,9 @@ def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, re
     if (ledger := lineage.ledger(found.card, found.path)) is not None:  # that of a parent is checked with the parent
         checked.append(ledger)
     known = {file.resolve() for file in checked}
-    others = [
-        file.relative_to(folder).as_posix()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and file.name not in CARD_FILES and file.resolve() not in known
-    ]
-    others = [name for name in others if name not in digests]
-    if others:
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in CARD_FILES]
+    paths = [file.relative_to(folder).as_posix() for file in files if file.resolve() not in known]
+    if others := [path for path in paths if path not in digests]:
         shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
         result.pass_over(name, "other files", f"not on the card, so nothing is known of them: {shown}")
 
@@ -286,19 +282,19 @@ def _check_page(result: Verification, found: FoundCard, page: Path) -> bool:
     try:  # a line of dashes and blanks, at which some readers end the header, is not YAML within it and fails
         stated = dict(yaml.safe_load(_HEADER.match(text)[1])).get("privacy")  # type: ignore[index]
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        result.pass_over(_name(found), README, f"its header cannot be read: {first_line(error)}", failed=True)
+        result.pass_over(found.name, README, f"its header cannot be read: {first_line(error)}", failed=True)
         return True
     if stated is None:
         return False
     known = claim_metadata(found.card)  # as amended: the page of an earlier version lacks the cautions since
     problems = [] if stated == known else [f"its header states {stated}, and the card {known}."]
     told = "the claim in its header is that of the card; its other words are free"
-    result.add(_name(found), README, problems, told)
+    result.add(found.name, README, problems, told)
     return True
 
 
 def _check_ledger(result: Verification, lineage: Lineage, found: FoundCard, *, allow_missing: bool) -> Recheck:
-    name, stored = _name(found), found.card["ledger"]
+    name, stored = found.name, found.card["ledger"]
     ledger = lineage.ledger(found.card, found.path)
     if ledger is None:
         why = (
@@ -330,12 +326,12 @@ def _check_audits(result: Verification, lineage: Lineage, found: FoundCard) -> N
     problems, results = audit_problems(found.card, records), found.card["empirical"].get("results")
     if problems or results:
         text = f"{len(results or ())} results of attacks, none of which contradicts the claim; {NO_GUARANTEE}"
-        result.add(_name(found), "audit", problems, text)
+        result.add(found.name, "audit", problems, text)
 
 
 def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = ()) -> set[Place]:
     """The sentences, and the pages beside the card, say what the facts say; returns the entries that were compared."""
-    card, name = found.card, _name(found)
+    card, name = found.card, found.name
     harmless = card["claim"]["guarantee"] == "dp" and all(a["holds"] is not False for a in card["assumptions"])
     banners, uncovered, _ = (card[each] for each in ("banners", "not_covered", "cautions"))  # which no version left out
     if not uncovered or not (harmless or banners):
@@ -355,7 +351,7 @@ def _check_words(result: Verification, found: FoundCard, more: Sequence[str] = (
 
 def _check_copy(result: Verification, lineage: Lineage, found: FoundCard) -> None:
     """The copy of the card that a run leaves in its model folder: what the card says, and results that came later."""
-    name, folder = _name(found), found.path.parent / MODEL_FOLDER
+    name, folder = found.name, found.path.parent / MODEL_FOLDER
     copy = FoundCard(folder / CARD_NAME, found.card)
     if not any(folder.glob("privacy_card.*")):
         return
@@ -413,7 +409,7 @@ def _due(card: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _check_protocols(result: Verification, found: FoundCard, given: Sequence[Mapping[str, str]]) -> None:
-    name, registered = _name(found), found.card["empirical"].get("pre_registered", [])
+    name, registered = found.name, found.card["empirical"].get("pre_registered", [])
     known = {one["sha256"] for one in registered}
     for one in given:
         missing = [] if one["sha256"] in known else [f"{one['name']} was not registered, or not with this content."]
@@ -436,18 +432,26 @@ def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str
             signed = check_signature(found.card, path)
         except (DataError, ConfigurationError) as error:
             missing_library = isinstance(error, ConfigurationError)
-            result.pass_over(_name(found), "signature", str(error), failed=not missing_library)
+            result.pass_over(found.name, "signature", str(error), failed=not missing_library)
             continue
         if key is not None and signed.key != key:
             why = f"by the key {signed.key[:16]}, which is not that of task.public_key ({key[:16]})."
-            result.pass_over(_name(found), "signature", why, failed=found is chain[0])
+            result.pass_over(found.name, "signature", why, failed=found is chain[0])
             continue
         fitting.append(found)
-        _tell_signature(result, _name(found), signed, known=key is not None)
+        text = f"by the key {signed.key[:16]}, over this card"
+        if key is not None:
+            result.add(found.name, "signature", [], text)
+        else:
+            why = f"{text}; whose key that is cannot be said here. Give task.public_key=FILE, from a source you trust."
+            result.pass_over(found.name, "signature", why)
+        if signed.later:
+            why = f"{signed.later} notes were added to the card after it was signed."
+            result.pass_over(found.name, "signature", why)
     if chain[0].path.with_name(SIGNATURE_NAME).is_file():
         return
     if fitting:
-        why = f"it is not signed itself; {_name(fitting[0])} is, and so is what that was derived from."
+        why = f"it is not signed itself; {fitting[0].name} is, and so is what that was derived from."
     elif key is not None:
         why = "there is none by the key of task.public_key."
     else:
@@ -455,28 +459,13 @@ def _check_signatures(result: Verification, chain: Sequence[FoundCard], key: str
             f"there is none ({SIGNATURE_NAME}), so that a chain which was rewritten whole, ledger, files and cards, "
             "would pass too. task.sign_with=KEYFILE signs a card."
         )
-    result.pass_over(_name(chain[0]), "signature", why, failed=key is not None and not fitting)
-
-
-def _tell_signature(result: Verification, name: str, signed: Signed, *, known: bool) -> None:
-    text = f"by the key {signed.key[:16]}, over this card"
-    if known:
-        result.add(name, "signature", [], text)
-    else:
-        why = f"{text}; whose key that is cannot be said here. Give task.public_key=FILE, from a source you trust."
-        result.pass_over(name, "signature", why)
-    if signed.later:
-        result.pass_over(name, "signature", f"{signed.later} notes were added to the card after it was signed.")
+    result.pass_over(chain[0].name, "signature", why, failed=key is not None and not fitting)
 
 
 def _made_by_this_program(card: Mapping[str, Any]) -> bool:
     """Whether this very version would have written the same words; not known of a checkout with changes."""
     version, commit = card["package_versions"].get("lit-dpret"), (card.get("environment") or {}).get("code_commit")
     return version == lit_dpret.__version__ and commit == code_commit() and not str(commit).endswith(CHANGED)
-
-
-def _name(found: FoundCard) -> str:
-    return str(found.card["subject"]["name"])
 
 
 def _not_found(parent: Mapping[str, Any], lineage: Lineage) -> str:
