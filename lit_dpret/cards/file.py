@@ -114,6 +114,9 @@ def malformed(card: Any) -> str | None:
             return f"it carries an epsilon although its guarantee is {claim['guarantee']!r}."
         if not isinstance(ledger["records"], int) or not isinstance(ledger["head"], str):
             return "its ledger block is malformed."
+        # By type: 0 equals False wherever cards are compared, and would take the banner off the page.
+        if any(type(one["holds"]) is not bool and one["holds"] != "unverified" for one in card["assumptions"]):
+            return "whether one of its assumptions holds is neither a truth value nor 'unverified'."
         for name in ("sha256", "name"):
             card["subject"][name]
     except DataError as error:

@@ -176,7 +176,7 @@ def test_planted_canaries_stand_on_the_card_and_cannot_be_taken_off_it(tmp_path:
 
 @pytest.mark.parametrize(
     "change",
-    [{"eps_lower": float("inf")}, {"eps_lower": -1.0}, {"n": 0}, {"about": "my model"}, {"ci": (0.1, float("nan"))}],
+    [{"eps_lower": float("inf")}, {"n": 0}, {"copies": 0}, {"ci": (0.1, float("nan"))}],
 )
 def test_a_result_that_says_nothing_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):

@@ -18,6 +18,7 @@ from lit_dpret.cards.card import (
     card_sha256,
     inherit_card,
     read_card,
+    said,
     subject_of,
     verify_card,
     write_card,
@@ -360,6 +361,16 @@ def test_a_claim_that_is_none_is_not_read_as_one(run: Run, claim: dict[str, Any]
     path.write_text(json.dumps(forge(run.card(), **claim)))
     with pytest.raises(DataError, match=reason):
         read_card(path)
+
+
+def test_a_false_assumption_is_not_made_harmless_by_a_zero_that_equals_it(run: Run) -> None:
+    card = run.card(assumptions=[Assumption("The coins were fair.", "refuted", "charged")])
+    card["assumptions"][-1]["holds"] = 0
+    card["banners"] = said(card)["banners"]
+    assert card["banners"] == []
+    (run.folder / "privacy_card.json").write_text(json.dumps(forge(card)))
+    with pytest.raises(DataError, match="assumptions"):
+        read_card(run.folder)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "lit-dpret/privacy-card/9"}', "\x00"])
