@@ -27,12 +27,7 @@ from lit_dpret.cards.file import (
     subject_of,
     write_card,
 )
-from lit_dpret.cards.provenance import (
-    environment_facts,
-    package_versions,
-    start_assumptions,
-    start_parents,
-)
+from lit_dpret.cards.provenance import environment_facts, package_versions, start_assumptions, start_parents
 from lit_dpret.cards.recomputed import decided_blocks, registered_facts
 from lit_dpret.cards.text import contradicted, show_epsilon
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning

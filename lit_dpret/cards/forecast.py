@@ -198,14 +198,7 @@ def epsilon_over_steps(plan: PrivacyPlan) -> list[dict[str, Any]]:
         steps = sorted({max(1, round(plan.steps * share)) for share in shares})
         values = [rough_epsilon(_drawn_by(law, plan, count), plan.budget.delta, relation) for count in steps]
         points = [[count, value] for count, value in zip(steps, values, strict=True) if math.isfinite(value)]
-        lines.append(
-            {
-                "sampling": law.kind,
-                "neighbours": relation,
-                "amplified": amplified,
-                "points": points,
-            }
-        )
+        lines.append({"sampling": law.kind, "neighbours": relation, "amplified": amplified, "points": points})
     return lines
 
 
@@ -250,10 +243,7 @@ def describe_plan(plan: PrivacyPlan, progress: Callable[[str], None] = lambda wh
             ),
             "more_noise": 1 / math.sqrt(1 - share) - 1,  # on the gradient
         }
-    noise = {
-        "noise_multiplier": plan.noise_multiplier,
-        "noise_to_batch": plan.noise_multiplier / plan.denominator,
-    }
+    noise = {"noise_multiplier": plan.noise_multiplier, "noise_to_batch": plan.noise_multiplier / plan.denominator}
     if not plan.proved:
         counts = {"expected_batch_size": plan.denominator, "steps": plan.steps, "epochs": None, "epsilon": None}
         return {**facts, **noise, **counts}

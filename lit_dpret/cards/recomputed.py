@@ -161,8 +161,7 @@ def accounting_facts(judged: Judged, plan: PrivacyPlan) -> dict[str, Any]:
             for r in releases
         ],
         "epsilon_if_shuffled": answer(
-            "epsilon_if_shuffled",
-            lambda: comparisons.epsilon_if_shuffled(releases, delta=delta, neighbours=neighbours),
+            "epsilon_if_shuffled", lambda: comparisons.epsilon_if_shuffled(releases, delta=delta, neighbours=neighbours)
         ),
         "epsilon_rdp": answer("epsilon_rdp", lambda: epsilon_by("rdp", releases, plan)),
         "epsilon_replace_one": answer("epsilon_replace_one", lambda: _replace_one_epsilon(releases, plan)),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
@@ -19,7 +18,6 @@ from lit_dpret.privacy.ledger.siblings import siblings_of
 from lit_dpret.settings import require_choice
 
 TuningData = Literal["none", "public", "synthetic", "private", "unknown"]
-SearchCost: TypeAlias = Callable[[RandomStopping], tuple[float | None, str | None]]
 
 _TUNING = {
     "none": "Hyper-parameters were fixed before the private data were used, as declared.",
@@ -55,7 +53,7 @@ _COVERED = {"private": " The records on which the trials were scored are not cov
 
 def tuning_facts(
     tuning: Mapping[str, Any] | None,
-    cost: SearchCost | None = None,
+    judged: Judged | None = None,
     sweep: Mapping[str, Any] | None = None,
     delta: float | None = None,
     siblings: Mapping[str, Any] | None = None,
@@ -74,7 +72,7 @@ def tuning_facts(
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
-        cost: What a search costs, from `search_cost`; None where the artefact has no releases of its own.
+        judged: What a declared search is priced by; None where the artefact has no releases of its own.
         sweep: The sweep that the run is a trial of, from its ledger.
         delta: The claim's delta; None where nothing is claimed.
         siblings: The runs of its command, from its ledger.
@@ -89,7 +87,9 @@ def tuning_facts(
     if chosen["n_trials"]:
         text += f" Number of trials: {chosen['n_trials']}."
     if (stopping := declared_search(chosen)) is not None:
-        value, why = (None, "this artefact makes no releases of its own") if cost is None else cost(stopping)
+        value, why = (
+            _cost_of(stopping, judged) if judged is not None else (None, "this artefact makes no releases of its own")
+        )
         if siblings is not None:
             value, why = None, "its proof needs a secret number of runs, and their command tells it"
         accounted = value is not None
@@ -151,23 +151,23 @@ def _is_open(tuning: Mapping[str, Any]) -> bool:
     return tuning["data"] in _OPEN or not tuning["accounted"]
 
 
-def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged, cost: SearchCost | None = None) -> dict[str, Any]:
+def tuning_of_run(tuning: Mapping[str, Any] | None, judged: Judged) -> dict[str, Any]:
     """Return the tuning block of a run: its declaration, and its ledger's facts on sweep and start."""
     start = recorded_start(judged.records) or {}
     delta = None if judged.claimed_plan is None else judged.claimed_plan.budget.delta
     sweep, siblings = sweep_of(judged.records), siblings_of(judged.records)
-    own = tuning_facts(tuning, cost or search_cost(judged), sweep, delta, siblings)
+    own = tuning_facts(tuning, judged, sweep, delta, siblings)
     return with_earlier_tuning(own, start.get("tuning"), str(start.get("name")), composed=True)
 
 
 def possible_tuning(stated: Mapping[str, Any], judged: Judged) -> list[dict[str, Any]]:
     """Return the tuning blocks that a run with this ledger may have, given what it alone declares (``stated``)."""
     declared = {name: stated.get(name) for name in ("n_trials", "method", "mean_runs", "runs_law", "note")}
-    cost, found = search_cost(judged), []
+    found = []
     for data in get_args(TuningData) if sweep_of(judged.records) is None else ("unknown",):
         for trials in {declared["n_trials"], None}:
             with suppress(ConfigurationError):
-                found.append(tuning_of_run({**declared, "n_trials": trials, "data": data}, judged, cost))
+                found.append(tuning_of_run({**declared, "n_trials": trials, "data": data}, judged))
     return found
 
 
@@ -217,21 +217,16 @@ def refuse_told_as_none(data: str | None, chooser: str, among: str, *, knob: str
         )
 
 
-def search_cost(judged: Judged) -> SearchCost:
-    """Return a function for the cost of a search among runs with these releases: its epsilon, or None and why."""
-
-    @cache
-    def cost(stopping: RandomStopping) -> tuple[float | None, str | None]:
-        if (plan := judged.claimed_plan) is None:
-            return None, "not computed, for there is no guarantee"
-        budget = plan.budget
-        try:
-            value = selection_epsilon(judged.charged, stopping, delta=budget.delta, neighbours=budget.neighbours)
-        except UnsupportedAccountingError as error:
-            return None, f"not proved ({error.sentence.rstrip('.')})"
-        return (value, None) if math.isfinite(value) else (None, "infinite")
-
-    return cost
+def _cost_of(stopping: RandomStopping, judged: Judged) -> tuple[float | None, str | None]:
+    """The epsilon of a search among runs with these releases, or None and why."""
+    if (plan := judged.claimed_plan) is None:
+        return None, "not computed, for there is no guarantee"
+    budget = plan.budget
+    try:
+        value = selection_epsilon(judged.charged, stopping, delta=budget.delta, neighbours=budget.neighbours)
+    except UnsupportedAccountingError as error:
+        return None, f"not proved ({error.sentence.rstrip('.')})"
+    return (value, None) if math.isfinite(value) else (None, "infinite")
 
 
 def declared_search(chosen: Mapping[str, Any]) -> RandomStopping | None:

@@ -229,12 +229,7 @@ def _undecided(value: Any, decided: frozenset[Place], place: Place) -> list[str]
 
 
 def _examine(
-    result: Verification,
-    lineage: Lineage,
-    found: FoundCard,
-    *,
-    must_have_files: bool,
-    allow_missing_ledger: bool,
+    result: Verification, lineage: Lineage, found: FoundCard, *, must_have_files: bool, allow_missing_ledger: bool
 ) -> frozenset[Place]:
     """Check one card: its files, its ledger, its words; return the entries that were compared."""
     lineage.look_near(found.path)
