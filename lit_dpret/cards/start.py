@@ -217,23 +217,26 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if not folder.is_dir():
         raise ConfigurationError(f"{knob}={run} is not a folder. Give the folder of a run, or a model folder.")
     name = folder.resolve().name
+    facts: dict[str, Any] = {"name": name, "card_sha256": None, "public": public, "guarantee": None,
+                             "releases": [], "parents": [], "runs": []}  # fmt: skip
     if public:
         _refuse_what_was_private(folder, knob, run)
+        # This program may have trained a model that is declared public.
+        if (ledger := folder / LEDGER_NAME).is_file():
+            facts["runs"] = [ledger_identity(PrivacyLedger.read(ledger).records)]
     if not (folder / CARD_NAME).is_file():
         if not public:
             raise ConfigurationError(
                 f"{knob}={run} has no {CARD_NAME}: the private data behind its weights are unknown. If it was trained "
                 "on public data alone, set init_from_is_public=true."
             )
-        return Start(folder, {"name": name, "card_sha256": None, "public": True, "guarantee": None,
-                              "releases": [], "parents": [], "runs": _runs_of(folder / LEDGER_NAME)}, knob)  # fmt: skip
+        return Start(folder, facts, knob)
     card = read_card(folder)
     claim, sha256 = card["claim"], card_sha256(folder)
     parents = [{"name": card["subject"]["name"], "sha256": sha256, "schema": card["schema"]}, *card["parents"]]
-    facts: dict[str, Any] = {"name": name, "card_sha256": sha256, "public": public, "guarantee": claim["guarantee"],
-                             "releases": [], "parents": parents, "runs": []}  # fmt: skip
+    facts |= {"card_sha256": sha256, "guarantee": claim["guarantee"], "parents": parents}
     if public:
-        return Start(folder, facts | {"runs": _runs_of(folder / LEDGER_NAME)}, knob)
+        return Start(folder, facts, knob)
     if card["mechanism"]["kind"] == "post_processing":
         raise ConfigurationError(
             f"{knob}={run} carries the claim of {card['parents'][0]['name']!r}, whose releases are in another ledger. "
@@ -304,8 +307,3 @@ def _last_noise(records: Sequence[Mapping[str, Any]]) -> str | None:
     A finished run that is resumed at its end releases nothing, and keeps it.
     """
     return next((str(record["hash"]) for record in reversed(records) if record["kind"] in NOISE_KINDS), None)
-
-
-def _runs_of(ledger: Path) -> list[str]:
-    """The run of a ledger, where there is one: this program may have trained a model that is declared public."""
-    return [ledger_identity(PrivacyLedger.read(ledger).records)] if ledger.is_file() else []
