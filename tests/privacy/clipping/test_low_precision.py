@@ -178,7 +178,7 @@ def test_batches_of_fixed_shape_are_refused(engine: Any) -> None:
     [*((name, "flat") for name in sorted(COVERED)), ("t5_v1.0_tied", "per_layer"), ("conv_net", "per_layer")],
 )
 def test_under_bf16_autocast_every_contribution_is_within_the_bound(name: str, clip_groups: str) -> None:
-    check_low_precision(COVERED[name](3), clip_groups=clip_groups)
+    check_low_precision(COVERED[name](3), clip_groups=clip_groups, norm_within=0.2, floor=0.01)
 
 
 OTHERS: dict[str, tuple[Callable[[], Case], dict[str, Any]]] = {
