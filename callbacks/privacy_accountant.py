@@ -40,7 +40,13 @@ from lit_dpret.callbacks.refusals import (
     refuse_protected_queries,
     takes_whole_epochs,
 )
-from lit_dpret.callbacks.resuming import refuse_checkpoint_of_other_run, refuse_other_positions, tell_repeated
+from lit_dpret.callbacks.resuming import (
+    learning_rates,
+    refuse_checkpoint_of_other_run,
+    refuse_other_positions,
+    tell_repeated,
+    tell_restored_rates,
+)
 from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, refuse_own_optimizers, strategy_name
 from lit_dpret.callbacks.unseen_writes import UnseenWrites, UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
@@ -355,6 +361,7 @@ class PrivacyAccountant(Callback):
         """Attach the mode to the strategy's parameters: engines identify parameters by object identity."""
         module: Any = pl_module
         self._ranks.together(lambda: refuse_own_optimizers(trainer, module))
+        self._rates = learning_rates(trainer)
         if self.log_gate is not None:
             self.log_gate.watch_results()
         if getattr(module, "in_shards", False):
@@ -425,6 +432,7 @@ class PrivacyAccountant(Callback):
         )  # fmt: skip
         if self._restored is not None:
             go_on_averaging(trainer, pl_module)
+            tell_restored_rates(self._rates, learning_rates(trainer))
         wrapped: Any = module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         # FSDP2 makes missing state by a step at learning rate 0 while a checkpoint is saved.

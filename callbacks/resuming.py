@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.callbacks.checkpoint_files import newest_checkpoint
 from lit_dpret.distributed.ranks import Ranks
@@ -69,3 +71,20 @@ def tell_repeated(run: PrivateRun, first: int) -> None:
     if last > first:
         how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
         sys.stderr.write(told(f"resume=true goes on after step {first}: steps {first + 1}-{last} are repeated {how}\n"))
+
+
+def learning_rates(trainer: L.Trainer) -> list[float]:
+    """Return the rate of each group of parameters: under a schedule, that at which it began."""
+    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    return [float(group.get("initial_lr", group.get("lr", math.nan))) for group in groups]
+
+
+def tell_restored_rates(configured: list[float], restored: list[float]) -> None:
+    """Say that ``configure_optimizers`` has another learning rate than the checkpoint, whose rate is used."""
+    for own, used in zip(configured, restored, strict=False):
+        if own == own and not math.isclose(own, used, rel_tol=1e-6):
+            rank_zero_warn(
+                f"configure_optimizers sets the learning rate {own:g}, and the run goes on with {used:g}, that of its "
+                "checkpoint. To train at another rate, begin another run."
+            )
+            return

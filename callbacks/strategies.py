@@ -148,6 +148,10 @@ def refuse_own_optimizers(trainer: L.Trainer, module: Any) -> None:
             f"{who} returned LBFGS, which asks for the loss several times in a step; a noised sum comes once. Return "
             "an optimizer that takes one gradient, such as Adam or SGD."
         )
+    if isinstance(found[0], torch.optim.SparseAdam):
+        raise ConfigurationError(
+            f"{who} returned SparseAdam, which takes sparse gradients alone; a noised gradient is dense. Return Adam."
+        )
     if any(isinstance(config.scheduler, ReduceLROnPlateau) for config in trainer.lr_scheduler_configs):
         raise ConfigurationError(
             f"{who} returned ReduceLROnPlateau, which sets the learning rate by a metric: of private rows, that is a "

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Model
 from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lit_dpret import (
     OptimizerSpec,
@@ -267,6 +267,51 @@ def test_a_checkpoint_of_ones_own_callback_goes_on_with_the_ledger(tmp_path: Pat
     assert torch.equal(model.net[0].weight, whole.net[0].weight)
     with pytest.raises(ResumeError):
         fit(tmp_path / "run", made())
+
+
+class RunningMean:
+    seen, mean = 0, 0.0
+
+    def add(self, rows: Tensor) -> Any:
+        for row in rows.numpy():
+            self.seen += 1
+            self.mean = self.mean + (row - self.mean) / self.seen
+        return self.mean
+
+
+def test_a_running_mean_in_collate_fn_is_called_by_its_name(tmp_path: Path) -> None:
+    running = RunningMean()
+
+    def centred(given: list[Any]) -> Any:
+        x, y = default_collate(given)
+        return x - torch.tensor(running.add(x)).float(), y
+
+    with pytest.raises(UnsupportedModelError, match="running mean") as refused:
+        fit(tmp_path, made(collate_fn=centred), data(physical_batch_size=8))
+    assert refused.value.trap == "T11"
+
+
+class Rated(Classifier):
+    rate = 1.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+@pytest.mark.parametrize("rate", [1.0, 3.0])
+def test_a_resume_says_that_the_learning_rate_is_the_checkpoints(
+    rate: float, tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
+    fit(tmp_path / "run", made(Rated()), callbacks=[kept], max_steps=4)
+    (path,) = (tmp_path / "kept").glob("*step=2.ckpt")
+    monkeypatch.setattr(Rated, "rate", rate)
+    trainer = fit(
+        tmp_path / "run", made(Rated()), callbacks=[PrivacyAccountant(resume=True)], ckpt_path=path, max_steps=4
+    )
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1.0
+    said = [str(warning.message) for warning in recwarn if "configure_optimizers" in str(warning.message)]
+    assert len(said) == (rate == 3.0) and all("3" in text for text in said)
 
 
 class Sized(Classifier):

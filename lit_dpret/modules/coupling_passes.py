@@ -442,12 +442,13 @@ class Passes:
 
 
 def refuse_own_coins(module: Any) -> NoReturn:
-    """Refuse a ``collate_rows`` whose random draws are not seeded for each unit."""
+    """Refuse a ``collate_rows`` that does not repeat itself: by own random draws, or by what it keeps."""
     raise UnsupportedModelError(
-        f"privacy={module.privacy.name} cannot train {type(module).__name__}: collate_rows draws random numbers from a "
-        "generator of its own, which rows share, so one unit changes the numbers of others, and anyone who knows the "
-        "seed can detect it. Draw from the global generators (torch.rand(...), random.random(), "
-        "numpy.random.rand()): they are seeded from the run's secret for every unit and step.",
+        f"privacy={module.privacy.name} cannot train {type(module).__name__}: collate_rows makes something else of the "
+        "same rows each time. It draws random numbers from a generator of its own, which rows share, or keeps "
+        "something of earlier rows, such as a running mean, so one unit changes what is made of others. Draw from the "
+        "global generators (torch.rand(...), random.random(), numpy.random.rand()), which are seeded from the run's "
+        "secret for every unit and step, and keep nothing between calls.",
         trap="T11",
     )
 

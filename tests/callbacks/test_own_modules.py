@@ -327,6 +327,11 @@ class Closure(Regression):
         return torch.optim.LBFGS(self.parameters())
 
 
+class SparseSteps(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.parameters())
+
+
 class Two(Regression):
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(self.net[0].parameters()), torch.optim.Adam(self.net[3].parameters())]
@@ -351,7 +356,7 @@ def refused(folder: Path, module: Any) -> ConfigurationError:
     return found.value
 
 
-@pytest.mark.parametrize("kind", [Closure, Two, Without, Plateau])
+@pytest.mark.parametrize("kind", [Closure, SparseSteps, Two, Without, Plateau])
 @pytest.mark.parametrize("private", [True, False])
 def test_an_optimizer_that_a_run_cannot_follow_is_refused_by_its_setting(
     kind: type[Any], private: bool, tmp_path: Path

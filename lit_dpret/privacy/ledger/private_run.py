@@ -210,7 +210,7 @@ class PrivateRun:
             if _is_of_no_step(PrivacyLedger.read(path).records):
                 raise ResumeError(
                     f"{path} is the ledger of a run that was refused or ended before its first step, so it records no "
-                    "spending: delete it, use resume=true, or choose another hydra.run.dir."
+                    "spending: delete it, choose another hydra.run.dir, or set resume=true and no other setting."
                 )
             raise ResumeError(
                 f"{path} already holds a ledger: a second run in this folder would hide what the first one "
