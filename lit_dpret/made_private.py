@@ -228,16 +228,22 @@ def make_private(
         UnsupportedModelError: ``module`` is private already, or has hooks that a wrapper would not call.
     """
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"module={module!r} is not a torch.nn.Module, which make_private takes.")
+        raise ConfigurationError(
+            f"module={module!r} is not a torch.nn.Module: give make_private an object of such a class."
+        )
     for argument, value in (("per_row_loss", per_row_loss), ("collate_fn", collate_fn)):
         if not callable(value):
-            raise ConfigurationError(f"{argument}={value!r} is not a function of a batch: make_private calls it.")
+            raise ConfigurationError(
+                f"{argument}={value!r} is not a function, and make_private calls it with each batch."
+            )
     if not _takes(per_row_loss, 2):
         name = getattr(per_row_loss, "__name__", repr(per_row_loss))
         raise ConfigurationError(f"per_row_loss={name} must take two arguments, the module and a batch.")
     _refuse_unknown(privacy)
     if isinstance(eps, int | float) and not (math.isfinite(eps) and eps > 0):
-        raise ConfigurationError(f"eps={eps!r} is not above 0. Without privacy, pass the module and a DataLoader.")
+        raise ConfigurationError(
+            f"eps={eps!r} is not a positive, finite number. Without privacy, pass the module and a DataLoader."
+        )
     name = type(module).__name__
     if isinstance(module, PrivateModule):
         raise UnsupportedModelError(f"{name} is a PrivateModule already: give it to trainer.fit itself.")

@@ -76,7 +76,9 @@ def refuse_quoted(
             for place, start in _starts(words)
             for length in lengths.get(start, ())
         ):
-            raise ConfigurationError(f"{knob} holds a query of the run's data in the same words: {because}", trap="T25")
+            raise ConfigurationError(
+                f"{knob} holds a query of the run's own data in the same words: {because}", trap="T25"
+            )
 
 
 def _starts(words: Sequence[str]) -> Iterator[tuple[int, str]]:

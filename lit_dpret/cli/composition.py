@@ -223,10 +223,14 @@ def _start(cfg: DictConfig) -> dict[str, str]:
             raise ConfigurationError("init_from_is_public=true says something about init_from, which is null.")
         return {}
     if not Path(cfg.init_from).expanduser().is_dir():
-        raise ConfigurationError(f"init_from={cfg.init_from} is not a folder. Set model.pretrained for a hub's model.")
+        raise ConfigurationError(
+            f"init_from={cfg.init_from} is not a folder of a run or model. Set model.pretrained for a hub's."
+        )
     key = next((key for key in ("pretrained", "encoder") if key in cfg.model), None)
     if key is None:
-        raise ConfigurationError(f"init_from={cfg.init_from}: {cfg.model._target_} has no pretrained or encoder.")
+        raise ConfigurationError(
+            f"init_from={cfg.init_from}: {cfg.model._target_} has no pretrained or encoder to start from."
+        )
     from lit_dpret.cards.start import model_folder
 
     folder = model_folder(cfg.init_from)

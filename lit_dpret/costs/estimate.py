@@ -88,7 +88,9 @@ def measure(
     No row of data is read, and no release is made: the noise comes from a stream that is thrown away.
     """
     if not isinstance(module, QueryGenerator):
-        raise ConfigurationError(f"The formulas are of language models (model=generator), no {type(module).__name__}.")
+        raise ConfigurationError(
+            f"The formulas support language models (model=generator) only, not {type(module).__name__}."
+        )
     rows = plan.physical_batch_size
     found = measure_step(module, plan, device, rows=rows, autocast=autocast, secure_rng=secure_rng)
     return {

@@ -160,7 +160,9 @@ def _values(file: Path, name: str, given: Any) -> list[Any]:
         return [given["value"]]
     if isinstance(given, dict) and isinstance(given.get("values"), list) and given["values"]:
         if extra := set(given) - {"values", "distribution"}:
-            raise ConfigurationError(f"{file}: parameters.{name} has {', '.join(sorted(extra))} beside values.")
+            raise ConfigurationError(
+                f"task.file={file}: parameters.{name} has {', '.join(sorted(extra))} beside values."
+            )
         values = list(given["values"])
         if len({json.dumps(value, default=str) for value in values}) != len(values):
             raise ConfigurationError(f"task.file={file}: parameters.{name} lists a value twice.")

@@ -99,9 +99,13 @@ class SweepFolder:
         now = {"dataset_ledger": ledger, "total_eps": limit, "metric_data": metric_data}
         for knob, value in now.items():
             if self.facts[knob] != value:
-                raise ResumeError(f"task.{knob}={value}, but {self.folder} has {self.facts[knob]}. Restore it.")
+                raise ResumeError(
+                    f"task.{knob}={value}, but the sweep in {self.folder} has {self.facts[knob]}. Restore it."
+                )
         if self.facts["fingerprint"] != file.fingerprint():
-            raise ResumeError(f"{self.folder} was planned from another file than task.file={file.path}. Restore it.")
+            raise ResumeError(
+                f"{self.folder} was planned from another file than task.file={file.path} is now. Restore it."
+            )
 
     @property
     def id(self) -> str:

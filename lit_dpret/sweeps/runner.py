@@ -106,7 +106,9 @@ def check_command(file: SweepFile, trial: Trial, folder: Path) -> None:
         for variable, text in known.items():
             value = value.replace(f"${{oc.env:{variable}}}", text)
         if Path(value).resolve() != path.resolve():
-            raise ConfigurationError(f"task.file={file.path}: its command must pass {name}={shown} to a trial.")
+            raise ConfigurationError(
+                f"task.file={file.path}: its command must pass {name}={shown}, as a trial of this sweep."
+            )
 
 
 def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offline: bool) -> str | None:

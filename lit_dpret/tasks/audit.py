@@ -183,11 +183,15 @@ class Audit:
     def _read(self) -> tuple[dict[str, Any], CanarySet]:
         path = self.run_folder / CANARIES
         if not path.is_file():
-            raise DataError(f"task.run={self.run_folder} has no {CANARIES}. Train with canaries=papers.")
+            raise DataError(
+                f"task.run={self.run_folder} has no {CANARIES}: it was trained without. Train with canaries=papers."
+            )
         card, canaries = read_card(self.run_folder), read_canaries(path)
         planted = card["empirical"].get("planted")
         if planted is None or planted["sha256"] != set_sha256(canaries):
-            raise DataError(f"{path} does not hold the planted canaries: its SHA-256 is not that on the card.")
+            raise DataError(
+                f"{path} does not hold the canaries that were planted: its SHA-256 is not the one on the card."
+            )
         check_artefact(self.run_folder / MODEL_FOLDER, card)  # what is found is written on it
         return card, canaries
 

@@ -126,7 +126,9 @@ class CheckData(Settings):
         if self.write_clean is None:
             return None
         if type(data) is not PairsDataModule or not data.pairs:
-            raise ConfigurationError(f"task.write_clean={self.write_clean} needs one log: datamodule.pairs=FILE.")
+            raise ConfigurationError(
+                f"task.write_clean={self.write_clean} needs one log: datamodule=pairs datamodule.pairs=FILE."
+            )
         refuse_another_claim(data, "a copy of them would leave the card behind")
         return check_clean(data.pairs, self.write_clean)
 

@@ -88,7 +88,9 @@ class Compare(Settings):
     def _beside(self, *runs: Path) -> Path:
         found = [path.parent / trec_runs.JUDGEMENTS for path in runs if (path.parent / trec_runs.JUDGEMENTS).is_file()]
         if not found:
-            raise DataError(f"{runs[0]} and {runs[1]} have no {trec_runs.JUDGEMENTS} beside them. Set task.qrels.")
+            raise DataError(
+                f"{runs[0]} and {runs[1]} have no {trec_runs.JUDGEMENTS} beside them. Name one by task.qrels=FILE."
+            )
         if len(found) == 2 and trec_runs.read_qrels(found[0]) != trec_runs.read_qrels(found[1]):
             raise DataError(f"{found[0]} and {found[1]} differ. Name the judgements to compare by in task.qrels=FILE.")
         return found[0]

@@ -86,7 +86,9 @@ class Evolve(SetDrawing):
             raise ConfigurationError(f"task.fresh={self.fresh} is a share of the new candidates, from 0 to 1.")
         _check_variation(self.variation)
         if self.generations > MOST_GENERATIONS:
-            raise ConfigurationError(f"task.generations={self.generations}: set at most {MOST_GENERATIONS}.")
+            raise ConfigurationError(
+                f"task.generations={self.generations}: all share one budget. Set at most {MOST_GENERATIONS}."
+            )
         if self.nearest > self.max_votes:
             raise ConfigurationError(
                 f"task.nearest={self.nearest} is above task.max_votes={self.max_votes}. Lower it, or raise that."

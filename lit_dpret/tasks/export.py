@@ -67,7 +67,9 @@ class HubRepository:
         if get_token() is None:
             raise ConfigurationError(f"task.push_to_hub={self.name} needs a token. Run hf auth login, or set HF_TOKEN.")
         if not hub_answers():
-            raise ConfigurationError(f"task.push_to_hub={self.name}: no hub answers, or HF_HUB_OFFLINE is set.")
+            raise ConfigurationError(
+                f"task.push_to_hub={self.name}: the hub does not answer, or HF_HUB_OFFLINE is set."
+            )
         self._asked(lambda api: api.whoami())
         if self.private and self._asked(
             lambda api: (
@@ -152,11 +154,15 @@ class Export(Settings):
         check_repositories("task.push_to_hub", [] if self.push_to_hub is None else [self.push_to_hub])
         require_switch("task", self, "push_private", "push_without_guarantee")
         if (self.checkpoint is None) == (self.data is None):
-            raise ConfigurationError("task=export takes one of task.checkpoint (of a model) and task.data (a set).")
+            raise ConfigurationError(
+                "task=export takes one of task.checkpoint (a model folder) and task.data (a synthetic set)."
+            )
         own = {name: getattr(self, name) for name in ("evaluation", "base_model", "license", "language", "datasets")}
         own["tuning_data"] = "" if self.tuning_data == "unknown" else self.tuning_data
         if self.data is not None and (told := [name for name, value in own.items() if value]):
-            raise ConfigurationError(f"task.{told[0]}={own[told[0]]} is of a model's card. Set it where a set is made.")
+            raise ConfigurationError(
+                f"task.{told[0]}={own[told[0]]} is for the card of a model. Set it where the set is made."
+            )
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write the folder; return its size in bytes."""
@@ -330,7 +336,9 @@ class Export(Settings):
         except (OSError, ValueError) as error:
             raise DataError(f"task.evaluation={self.evaluation} is not an evaluation.json: {error}") from error
         if not isinstance(found, dict) or not isinstance(found.get("metrics"), dict):
-            raise DataError(f"task.evaluation={self.evaluation} holds no metrics: name a file of task=evaluate.")
+            raise DataError(
+                f"task.evaluation={self.evaluation} holds no metrics; name a file that task=evaluate wrote."
+            )
         if not found.get("fingerprints", True):
             raise DataError(f"task.evaluation={self.evaluation} measured {found.get('encoder')}, which is not a model.")
         return found
@@ -384,7 +392,9 @@ def load_module(path: Path) -> Any:
     if not isinstance(name, str):
         raise DataError(f"{path} does not name its class: lit-dpret did not write it.")
     if not name.startswith(OURS):
-        raise ConfigurationError(f"{path} is a checkpoint of {name}, not of this package. Call its save_model(folder).")
+        raise ConfigurationError(
+            f"{path} is a checkpoint of {name}, not of this package. Call save_model(folder) of that class."
+        )
     module_name, _, attribute = name.rpartition(".")
     found = getattr(importlib.import_module(module_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, PrivateModule)):
@@ -410,7 +420,9 @@ def _refuse_other_run(path: Path, ledger: Path) -> None:
     records = PrivacyLedger.read(ledger).records if ledger.is_file() else []
     if position is None or position.run_id not in {record["run_id"] for record in records if record["kind"] == "plan"}:
         whose = "no run that was counted" if position is None else f"run {position.run_id}"
-        raise DataError(f"task.checkpoint={path} is of {whose}, which {ledger} does not mention: no card covers it.")
+        raise DataError(
+            f"task.checkpoint={path} is of {whose}, which {ledger} does not mention: its card does not cover it."
+        )
 
 
 def _precision(module: torch.nn.Module) -> str:

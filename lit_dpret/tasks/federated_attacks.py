@@ -183,7 +183,9 @@ class FederatedAttacks(Settings):
             if defence.frozen_words:
                 if word_table(start_weights(replace(make, train_embeddings=False))[0]) is None:
                     return read(None)
-                raise UnsupportedModelError("federated.model.train_embeddings=false left word embeddings in updates.")
+                raise UnsupportedModelError(
+                    "federated.model.train_embeddings=false left word embeddings in the update."
+                )
             settings = self._round(defence, parts.seed)
             with ProgressLine(f"a round of each silo: {defence.name}") as progress:
                 return read(updates_of(defence, folders, parts.run_dir / "rounds", make, start, settings, progress))
@@ -218,7 +220,9 @@ class FederatedAttacks(Settings):
             )
         least = min(counts, key=lambda name: counts[name]["train"])
         if "updates" in self.attacks and counts[least]["train"] < self.batch_size:
-            raise ConfigurationError(f"task.batch_size={self.batch_size} is above the queries of {least}. Lower it.")
+            raise ConfigurationError(
+                f"task.batch_size={self.batch_size} is more than {least} has train queries. Lower it."
+            )
 
     def _facts(self, counts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
         return {

@@ -164,5 +164,7 @@ class FederatedGenerators(Drawing):
 def _generator(parts: Parts, privacy: Any) -> QueryGenerator:
     made = parts.make_module(privacy=privacy)
     if not isinstance(made, QueryGenerator):
-        raise ConfigurationError(f"task=federated_generators trains no {type(made).__name__}. Set model=generator.")
+        raise ConfigurationError(
+            f"task=federated_generators trains generators, not {type(made).__name__}. Set model=generator."
+        )
     return made

@@ -129,10 +129,14 @@ class Fit(Settings):
         """Return a function that holds queries out once the data are read; None where all are trained on."""
         if not self.membership_coins:
             if (folder / COINS_NAME).exists():
-                raise ConfigurationError(f"{folder} holds {COINS_NAME} of another run. Set task.membership_coins.")
+                raise ConfigurationError(
+                    f"{folder} holds the {COINS_NAME} of another run. Set task.membership_coins=true."
+                )
             return None
         if not hasattr(datamodule, "train_on"):
-            raise ConfigurationError(f"task.membership_coins=true needs pairs, not {type(datamodule).__name__}.")
+            raise ConfigurationError(
+                f"task.membership_coins=true needs a datamodule of pairs, not {type(datamodule).__name__}."
+            )
         if privacy.unit == "user":
             raise ConfigurationError(
                 "task.membership_coins=true tosses a coin for each query, not for each user. Set privacy.unit=query."

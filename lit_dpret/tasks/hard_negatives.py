@@ -77,7 +77,9 @@ class HardNegatives(Settings):
     def _drawn(self, silo: Silo, seed: int) -> list[SiloQuery]:
         train = [query for query in silo.queries if query.split == "train"]
         if len(train) < self.questions:
-            raise ConfigurationError(f"task.questions={self.questions}, but {self.silo} has {len(train)} to train.")
+            raise ConfigurationError(
+                f"task.questions={self.questions}, and {self.silo} has {len(train)} train questions."
+            )
         order = np.random.default_rng(seed).permutation(len(train))
         return [train[place] for place in order[: self.questions]]
 

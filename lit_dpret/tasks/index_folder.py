@@ -108,7 +108,9 @@ class IndexFolder:
                     raise DataError(f"{self.folder / name} is not the file that {MANIFEST} describes: SHA-256 differ.")
         self.rows = FileRows(self.folder / EMBEDDINGS, dim=self.manifest.dim, storage=self.manifest.storage)
         if len(self.rows) != self.manifest.count:
-            raise DataError(f"{self.folder} holds {len(self.rows)} embeddings, not {self.manifest.count}.")
+            raise DataError(
+                f"{self.folder} holds {len(self.rows)} embeddings, not the {self.manifest.count} it claims."
+            )
 
     @property
     def promise(self) -> str:
@@ -215,7 +217,9 @@ class Encoding:
     def __post_init__(self) -> None:
         settle(self)
         if self.side == "passage" and self.queries is not None:
-            raise ConfigurationError(f"task.queries={self.queries} is about queries, but task.side=passage.")
+            raise ConfigurationError(
+                f"task.queries={self.queries} says something about queries, but task.side=passage."
+            )
         if self.side == "query" and self.queries not in ("public", "private"):
             raise ConfigurationError(
                 f"task.side=query with task.queries={self.queries or 'null'}: texts can be guessed from embeddings. "
@@ -321,7 +325,9 @@ def index_folder(
         )
     there = _read_manifest(folder) if (folder / MANIFEST).is_file() else given.manifest
     if (there.private, there.card is None) != (given.manifest.private, given.manifest.card is None):
-        raise ResumeError(f"{folder} holds an index of other embeddings. Choose another folder, or delete it.")
+        raise ResumeError(
+            f"{folder} holds an index of other embeddings, with another card. Choose another folder, or delete it."
+        )
     if folder.resolve() == given.folder.resolve():
         raise ConfigurationError(f"The index would be written over its own source {source}. Give another folder.")
     names = [EMBEDDINGS, TEXTS, OFFSETS]
@@ -390,7 +396,9 @@ def _is_finished(folder: Path, begun: Mapping[str, Any]) -> bool:
     manifest = _read_manifest(folder)
     known = manifest.encoder.get("begun", {})
     if changed := sorted(name for name in begun if known.get(name) != begun[name]):
-        raise ResumeError(f"{folder} was made with another {', '.join(changed)}. Give another folder, or delete it.")
+        raise ResumeError(
+            f"{folder} holds embeddings made with another {', '.join(changed)}. Give another folder, or delete it."
+        )
     with suppress(DataError, KeyError):
         if file_sha256(folder / EMBEDDINGS) == manifest.files[EMBEDDINGS]:
             return True

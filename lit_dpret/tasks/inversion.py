@@ -74,7 +74,9 @@ class Inversion(Settings):
         super().__post_init__()
         require_owner(self.whose, "the numbers are about these texts")
         if self.candidates > self.attacked:
-            raise ConfigurationError(f"task.candidates={self.candidates} are more than task.attacked={self.attacked}.")
+            raise ConfigurationError(
+                f"task.candidates={self.candidates} are more than task.attacked={self.attacked} texts."
+            )
         if self.lr is not None and not self.lr > 0:
             raise ConfigurationError(f"task.lr={self.lr} must be above 0.")
         if self.samples > self.attacked:

@@ -122,7 +122,9 @@ class MembershipSettings(Settings):
         if self.release is None and self.release_reference is not None:
             raise ConfigurationError("task.release_reference is compared with task.release, which is null.")
         if self.model is not None and self.shadows:
-            raise ConfigurationError(f"task.model={self.model} has no training to repeat. Set task.shadows=0.")
+            raise ConfigurationError(
+                f"task.model={self.model} has no training for shadow models to repeat. Set task.shadows=0."
+            )
         check_confidence(self.confidence)
         check_confidence(self.alarm)
 

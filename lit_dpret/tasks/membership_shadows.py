@@ -93,7 +93,9 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
                 "task.others=coins, but the run tossed none. Train with task.membership_coins=true, or set dev."
             )
         if set(coins.heads) != set(trained):
-            raise DataError("The coins are of other queries than the train split. Restore datamodule's settings.")
+            raise DataError(
+                "The coins of the run are of other queries than the datamodule's train split. Restore its settings."
+            )
         outside = [query for query in trained if not coins.heads[query]]
     else:
         outside = list(collection.split(others))
@@ -118,7 +120,9 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     population = [query for query in absent if query not in attacked][:apart]
     member = np.array([query not in held_out for query in [*chosen, *population]])
     if not len(population) or len(set(member[: len(chosen)])) < 2:
-        raise DataError(f"{len(free)} queries are too few. Raise datamodule.max_train_queries and max_passages.")
+        raise DataError(
+            f"{len(free)} queries are too few for an attack. Raise datamodule.max_train_queries and max_passages."
+        )
     texts: list[str] = []
     passages: list[str] = []
     row_of: list[int] = []
@@ -206,7 +210,9 @@ class Shadows:
         self.why_none: str | None = None
         self.planned = int(parts.make_trainer().max_steps)
         if self.planned < 1:
-            raise ConfigurationError("trainer.max_steps=null: set it to the target's, the length of shadow trainings.")
+            raise ConfigurationError(
+                "trainer.max_steps sets the length of shadow trainings, and is null. Set it to the target's."
+            )
         if getattr(parts.make_privacy(), "dataset_ledger", None) is not None:
             raise ConfigurationError(
                 "privacy.dataset_ledger adds up what is released, and shadow models are not. Set it to null."

@@ -48,7 +48,9 @@ class OwnLog(Pipeline):
             )
         data = parts.make_datamodule()
         if isinstance(data, InsuranceQADataModule):
-            raise ConfigurationError("task=own_log is for a log of your own. Name it: datamodule.pairs=log.jsonl.")
+            raise ConfigurationError(
+                "task=own_log is for a log of your own: name it, datamodule=pairs datamodule.pairs=log.jsonl."
+            )
         if not getattr(data, "has_public_passages", False):
             raise ConfigurationError(
                 "task=own_log needs public passages: set datamodule.passages_are_public=true or datamodule.corpus."
@@ -76,7 +78,9 @@ class OwnLog(Pipeline):
             is_split = splits != {"train"}
             begun.on_data(log.queries, log.passages, log.qrels, log.users)
         if splits and is_split and "test" not in splits:
-            raise DataError(f"The log has the splits {', '.join(sorted(splits))}. Call one test, or leave them out.")
+            raise DataError(
+                f"The log has the splits {', '.join(sorted(splits))}. Call one of them test, or leave the splits out."
+            )
         # The report is written last, and is as private as the log; it is kept beside the split for the owner.
         if not ((check / MARK).exists() and (check / PAGE).exists() and (is_split or folder.exists())):
             shutil.rmtree(folder, ignore_errors=True)

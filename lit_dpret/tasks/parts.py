@@ -137,10 +137,14 @@ def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
         with TemporaryFile(dir=folder) as probe:
             probe.write(b"x")
     except OSError as error:
-        raise StorageError(f"hydra.run.dir={folder} cannot be written: {error.strerror}. Choose another.") from error
+        raise StorageError(
+            f"hydra.run.dir={folder} cannot be written: {error.strerror}. Choose another folder."
+        ) from error
     free = shutil.disk_usage(folder).free / 2**20
     if free < min_free_mb:
-        raise StorageError(f"hydra.run.dir={folder} has {free:.0f} MB free, under task.min_free_mb={min_free_mb:.0f}.")
+        raise StorageError(
+            f"hydra.run.dir={folder} has {free:.0f} MB of free disk, less than task.min_free_mb={min_free_mb:.0f}."
+        )
 
 
 def check_output(name: str, value: str, *, folder: bool) -> None:

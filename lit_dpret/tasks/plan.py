@@ -90,7 +90,9 @@ class Plan:
         if self.device is not None:
             check_devices(self.device, self.world_size, self.strategy)
         elif (self.world_size, self.strategy) != (1, "ddp"):
-            raise ConfigurationError(f"task.world_size and task.strategy={self.strategy} need task.device.")
+            raise ConfigurationError(
+                f"task.world_size={self.world_size} and task.strategy={self.strategy} need task.device."
+            )
         if not isinstance(self.plot, bool) and self.plot is not None:
             raise ConfigurationError(f"task.plot={self.plot} must be true or false.")
         self.plot = can_draw() if self.plot is None else self.plot

@@ -46,13 +46,17 @@ class PretrainingOverlap(Settings):
             self.queries, self.card_entry, knob="task.queries", measured="the share found in a corpus"
         )
         if self.sampled is not None and not 0 < self.sampled <= 1:
-            raise ConfigurationError(f"task.sampled={self.sampled} is no share of a corpus, above 0 and up to 1.")
+            raise ConfigurationError(
+                f"task.sampled={self.sampled} is not a share of a corpus; give one above 0, up to 1."
+            )
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``pretraining_overlap.json``, ``.md`` and ``.html``; return the shares found."""
         check_run_dir(parts.run_dir, min_free_mb=1)
         if self.card is not None and not (self.card / CARD_NAME).is_file():
-            raise DataError(f"task.card={self.card} holds no {CARD_NAME}. Name a run, model or data set, or null.")
+            raise DataError(
+                f"task.card={self.card} holds no {CARD_NAME}. Name the folder of a run, model or data set, or null."
+            )
         files = corpus_files(self.corpus)
         data = parts.read_data("test")
         if self.queries == "synthetic":

@@ -98,9 +98,13 @@ class Similarity(Settings):
         self.chosen: Sequence[Measure] = some_of("task.measures", self.measures, get_args(Measure))
         self.features = some_of("task.features", self.features, get_args(Features))
         if self.reference_file is not None and self.held_out is not None:
-            raise ConfigurationError(f"task.held_out={self.held_out} is of what task.reference_file replaces. Set one.")
+            raise ConfigurationError(
+                f"task.held_out={self.held_out} is a split of what task.reference_file replaces. Set one."
+            )
         if self.reference_file is not None and self.measures is not None and "bleu" in self.measures:
-            raise ConfigurationError(f"task.measures names bleu, of queries of one passage; {_NO_PASSAGES}.")
+            raise ConfigurationError(
+                f"task.measures names bleu, which compares queries of one passage; {_NO_PASSAGES}."
+            )
         if self.reference_file is not None and self.reference == "synthetic":
             raise ConfigurationError(
                 "task.reference=synthetic needs a privacy card: datamodule=synthetic, and no task.reference_file."
@@ -152,7 +156,9 @@ class Similarity(Settings):
     def _made(self) -> Texts:
         read = read_parts(**folder_parts(self.synthetic, knob="task.synthetic"))
         if "train" not in read.qrels:
-            raise DataError(f"task.synthetic={self.synthetic} has no qrels/train.tsv, so no synthetic queries.")
+            raise DataError(
+                f"task.synthetic={self.synthetic} has no qrels/train.tsv, so it holds no synthetic queries."
+            )
         return Texts.of(read.queries, read.qrels["train"], read.passages)
 
     def _original(self, parts: Parts) -> Texts:

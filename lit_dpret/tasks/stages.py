@@ -56,7 +56,9 @@ class Stages:
         self.seconds: dict[str, float] = {}
         mark, self._data = run_dir / MARK, ""
         if mark.exists() and not resume:
-            raise ResumeError(f"{run_dir} holds an earlier run. Use resume=true, or choose another hydra.run.dir.")
+            raise ResumeError(
+                f"{run_dir} holds an earlier run of this task. Use resume=true, or choose another hydra.run.dir."
+            )
         begun = mark.read_text(encoding="utf-8").split("\n") if mark.exists() else [fingerprint]
         if begun[0] != fingerprint:
             raise ResumeError(f"resume=true with other settings than {run_dir} began with. Restore them.")

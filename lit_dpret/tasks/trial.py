@@ -146,7 +146,9 @@ def _of_several_releases(task: Any, mode: Any, differing: Sequence[str], release
 def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str, metric: str | None = None) -> None:
     """Refuse a trial without a bounded cost, or that contradicts its sweep about the comparison data."""
     if not hasattr(task, "planned_fits"):
-        raise ConfigurationError(f"trial_of and task.file are for task=fit and pipeline, not {type(task).__name__}.")
+        raise ConfigurationError(
+            f"trial_of and task.file are for task=fit and task=pipeline, not for {type(task).__name__}."
+        )
     refuse_unprivate_choice(task, mode, metric, knob="metric.name")
     for setting in private_scores(task, callbacks):
         if metric_data != "private":
@@ -162,4 +164,6 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
         "callbacks.evaluation.data=private" if evaluated else None
     )  # fmt: skip
     if mode.guarantee == "dp" and leak is not None:
-        raise ConfigurationError(f"{leak} in a trial under privacy={mode.name}: its card has no claim. Remove it.")
+        raise ConfigurationError(
+            f"{leak} in a trial under privacy={mode.name}: its card would have no claim. Remove it."
+        )

@@ -53,7 +53,9 @@ def tell_attack(parts: Parts, name: str, title: str, facts: dict[str, Any], *, o
 def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured: str) -> Whose:
     """Refuse undeclared queries, or private ones without consent to the consequences."""
     if whose is None or whose not in get_args(Whose):
-        raise ConfigurationError(f"{knob}={whose}: declare whose queries {measured} is of: public, synthetic, private.")
+        raise ConfigurationError(
+            f"{knob}={whose}: declare whose queries {measured} is of: {knob}=public, synthetic or private."
+        )
     if whose == "private" and not card_entry:
         raise ConfigurationError(
             f"{knob}=private: no guarantee covers {measured} of private queries, which is let out without noise. "

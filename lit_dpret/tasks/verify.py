@@ -37,7 +37,9 @@ class Verify(Settings):
     def run(self, parts: Parts) -> dict[str, float]:
         """Print a line for each check; return the number of checks by result."""
         if not self.card.exists():
-            raise ConfigurationError(f"task.card={self.card} does not exist: name a folder with a card, or its file.")
+            raise ConfigurationError(
+                f"task.card={self.card} does not exist: name a folder that holds a card, or its file."
+            )
         if _is_dataset_ledger(self.card):
             raise ConfigurationError(
                 f"task.card={self.card} is the ledger of a data set. Name a card: it states what all runs cost."
