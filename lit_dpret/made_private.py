@@ -158,7 +158,8 @@ class MadePrivate(PrivateModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if get_spawning_popen() is not None:  # its class has the name of the inner one, and cannot be found by it
             raise ConfigurationError(
-                "The result of make_private cannot be sent to a spawned process. Set strategy='ddp' or num_workers=0."
+                "The result of make_private cannot be sent to a spawned process. For several processes set "
+                "strategy='ddp' of the Trainer; for a loader that starts its workers by spawn, num_workers=0."
             )
         return super().__reduce_ex__(protocol)
 
@@ -242,7 +243,8 @@ def make_private(
     _refuse_unknown(privacy)
     if isinstance(eps, int | float) and not (math.isfinite(eps) and eps > 0):
         raise ConfigurationError(
-            f"eps={eps!r} is not a positive, finite number. Without privacy, pass the module and a DataLoader."
+            f"eps={eps!r} is not a positive, finite number. To train without a guarantee give trainer.fit the module "
+            "itself, with a DataLoader."
         )
     name = type(module).__name__
     if isinstance(module, PrivateModule):
@@ -255,7 +257,8 @@ def make_private(
         )
     if optimizer is None and not callable(getattr(module, "configure_optimizers", None)):
         raise ConfigurationError(
-            f"{name} has no configure_optimizers: give make_private optimizer=OptimizerSpec(name=..., lr=...)."
+            f"{name} has no configure_optimizers, so nothing says how it is trained: give make_private "
+            "optimizer=OptimizerSpec(name=..., lr=...)."
         )
     mode = DPSGD(eps=eps, unit=unit, **privacy)  # type: ignore[arg-type]
     kind: type[MadePrivate] = type(name, (MadePrivate,), {"__module__": __name__})  # by which card and errors call it

@@ -30,7 +30,10 @@ _SETTING = re.compile(r"((?:\+\+?|~)?[A-Za-z_][\w./@:-]*)=(.*)", re.DOTALL)
 def listing(arguments: list[str]) -> str:
     """Run ``lit-dpret list`` with a group, a choice, a word, or nothing, as `listed` has it."""
     if len(arguments) > 1:
-        raise ConfigurationError(f"list takes one group, group=choice or word at most, not {' '.join(arguments)}.")
+        raise ConfigurationError(
+            f"list takes one group, group=choice or word at most, not {' '.join(arguments)}: for example "
+            "lit-dpret list privacy=dp_sgd, or lit-dpret list accountant."
+        )
     return listed(*arguments)
 
 
@@ -126,7 +129,8 @@ def _by_place(task: str, knobs: tuple[str, ...], arguments: list[str]) -> list[s
     if knobs and len(given) not in (0, len(knobs)):
         words = " ".join(knob.upper() for knob in knobs)
         raise ConfigurationError(
-            f"{task} takes {words} and then settings, not {len(given)} words. Quote a path: task.{knobs[0]}='PATH'."
+            f"{task} takes {words} and then settings, not {len(given)} words: lit-dpret {task} {words}. A path that "
+            f"holds '=' goes in as task.{knobs[0]}='PATH'."
         )
     if not knobs:
         return arguments

@@ -255,7 +255,8 @@ def checked_task(cfg: DictConfig) -> Any:
         raise ConfigurationError("federated= describes a federation, and this task trains none. Add task=federated.")
     if cfg.get("federated") is not None and (ledger := cfg.privacy.get("dataset_ledger")) is not None:
         raise ConfigurationError(
-            f"privacy.dataset_ledger={ledger} counts no federation. Set federated.privacy.eps, and leave it out."
+            f"privacy.dataset_ledger={ledger} counts no federation: each silo counts its rounds in its own ledger, and "
+            "without federated.privacy.eps nothing is counted. Leave it out, and set federated.privacy.eps."
         )
     if cfg.init_from is not None and not getattr(task, "takes_start", False):
         raise ConfigurationError(

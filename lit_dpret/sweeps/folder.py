@@ -100,7 +100,8 @@ class SweepFolder:
         for knob, value in now.items():
             if self.facts[knob] != value:
                 raise ResumeError(
-                    f"task.{knob}={value}, but the sweep in {self.folder} has {self.facts[knob]}. Restore it."
+                    f"task.{knob}={value}, but the sweep in {self.folder} was planned with {self.facts[knob]}. Restore "
+                    "it, or choose another hydra.run.dir."
                 )
         if self.facts["fingerprint"] != file.fingerprint():
             raise ResumeError(
@@ -187,7 +188,8 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
         )
     if (known := sweep.facts["ledger_delta"]) is not None and (found := ledger.terms()["delta"]) != known:
         raise ConfigurationError(
-            f"trial_of={sweep.folder} was planned at delta {known}, and {ledger.path} counts at {found}. Restore it."
+            f"trial_of={sweep.folder} was planned with a limit at delta {known}, and its ledger {ledger.path} "
+            f"counts at delta {found}: it is a different ledger. Restore the plan's ledger, or make a new plan."
         )
     return ledger
 

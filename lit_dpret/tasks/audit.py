@@ -190,7 +190,8 @@ class Audit:
         planted = card["empirical"].get("planted")
         if planted is None or planted["sha256"] != set_sha256(canaries):
             raise DataError(
-                f"{path} does not hold the canaries that were planted: its SHA-256 is not the one on the card."
+                f"{path} does not hold the canaries that the ledger of this run says were planted: its SHA-256 is not "
+                "the one on the card. An audit with secrets that were chosen afterwards proves nothing."
             )
         check_artefact(self.run_folder / MODEL_FOLDER, card)  # what is found is written on it
         return card, canaries

@@ -112,7 +112,10 @@ class CheckData(Settings):
         refused = refused_records(problems.found, log.path)
         if refused is None or readable is None:
             other = next(one for one in problems.found if one.record is None or one.record[0] != str(log.path))
-            raise DataError(f"task.write_clean={self.write_clean} was not written: {log.path} has more. {other}")
+            raise DataError(
+                f"task.write_clean={self.write_clean} was not written: leaving records out of {log.path} does not mend "
+                f"all of its problems. {other}"
+            )
         facts["left_out"] = write_clean(
             log, Path(str(self.write_clean)), refused=refused, readable=readable, columns=data.pair_columns,
             read=lambda path, complain: parts.make_datamodule(pairs=str(path)).read_collection(complain),
@@ -176,7 +179,8 @@ class CheckData(Settings):
             return
         if is_split and not self.resplit:
             raise ConfigurationError(
-                f"task.write_split={self.write_split}: {facts['source']} is split already. Set task.resplit=true."
+                f"task.write_split={self.write_split}: {facts['source']} is split already, into "
+                f"{', '.join(collection.qrels)}. Set task.resplit=true to take all of it together and split it again."
             )
         try:
             new = split_collection(collection, fractions=self.fractions, seed=self.split_seed, by=self.split_by)

@@ -50,7 +50,10 @@ class Compare(Settings):
             shared = [next(iter(first))]
             second = {shared[0]: next(iter(second.values()))}
         if not shared:
-            raise DataError(f"task.run_a={self.run_a} and task.run_b={self.run_b} have no data set in common.")
+            raise DataError(
+                f"task.run_a={self.run_a} has runs of {', '.join(first)}, and task.run_b={self.run_b} of "
+                f"{', '.join(second)}: there is no data set in common."
+            )
         if self.qrels is not None and len(shared) > 1:
             raise ConfigurationError(
                 f"task.qrels={self.qrels} is one file, and the runs are of {len(shared)} data sets. Leave it null."

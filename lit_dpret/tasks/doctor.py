@@ -34,7 +34,9 @@ class Doctor:
             say(trust_table(federation.settings(parts.seed)))
             raise ConfigurationError(
                 f"task=doctor examines one fit, and federated.transport={federation.transport} is a federation. Its "
-                "settings are valid; use task=federated, or lit-dpret silo --check beside a silo's data."
+                "settings are valid, and the table says what each party sees. Other violations of its guarantee are "
+                "checked by task=federated before anything is trained, by lit-dpret silo --check beside a silo's "
+                "data, and in each fit of a silo."
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
         L.seed_everything(parts.seed, verbose=False)

@@ -91,7 +91,8 @@ class Evolve(SetDrawing):
             )
         if self.nearest > self.max_votes:
             raise ConfigurationError(
-                f"task.nearest={self.nearest} is above task.max_votes={self.max_votes}. Lower it, or raise that."
+                f"task.nearest={self.nearest} candidates get a vote of each query, and task.max_votes="
+                f"{self.max_votes} lets a unit give fewer. Raise max_votes, which costs noise, or lower nearest."
             )
         self._about = DataCard(
             title="", tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=self.language,
@@ -141,8 +142,10 @@ class Evolve(SetDrawing):
     def _mode(self, parts: Parts) -> GaussianMode:
         if self.passages_are_public is not True:
             raise ConfigurationError(
-                f"task.passages_are_public={self.passages_are_public}: the set names the passages of what was "
-                "selected. Give a list that was fixed without looking at the private queries, and set it to true."
+                f"task.passages_are_public={self.passages_are_public}: candidates are written for the whole list of "
+                "passages, and the set names those that were selected. Give a list that was fixed without looking at "
+                "the private queries, or that the claim takes as known (privacy.neighbours=zero_out), and set "
+                "task.passages_are_public=true."
             )
         mode: GaussianMode = parts.make_privacy()
         if mode.guarantee != "dp":
@@ -151,7 +154,8 @@ class Evolve(SetDrawing):
             )
         if mode.unit != "user" and self.max_votes > self.nearest:
             raise ConfigurationError(
-                f"task.max_votes={self.max_votes} is above task.nearest={self.nearest} of a {mode.unit}. Lower it."
+                f"task.max_votes={self.max_votes}, and a {mode.unit} has one query with task.nearest={self.nearest} "
+                "votes: the others would cost noise for nothing. Set both to the same number."
             )
         return mode
 
@@ -168,7 +172,8 @@ class Evolve(SetDrawing):
             told, privacy = trace if trace is not None else (behind[0].folder or "this process", behind[0].privacy)
             raise ConfigurationError(
                 f"model.pretrained={module.pretrained}: {told} shows that a run trained it (privacy={privacy}), and "
-                "the card of the votes would omit that cost. Use a public model, or task=synthesize.",
+                "the card of the votes would omit that cost. Use a public model; a privately trained generator "
+                "writes queries by task=synthesize.",
                 trap="T30",
             )
         return module
@@ -191,8 +196,9 @@ class Evolve(SetDrawing):
         )  # fmt: skip
         if public is not None and plan.noise_std * 20 > public * self.max_votes:
             raise ConfigurationError(
-                f"task.generations={self.generations} within privacy.eps={mode.eps:g} need noise {plan.noise_std:.3g}, "
-                f"which hides {public * self.max_votes} votes. Use fewer generations, more units, or more budget."
+                f"task.generations={self.generations} within privacy.eps={mode.eps:g} need noise of standard deviation "
+                f"{plan.noise_std:.3g} on each count, and {public} units have {public * self.max_votes} votes: even a "
+                "candidate with a tenth of them would be hidden. Use fewer generations, more units, or more budget."
             )
         return plan
 

@@ -78,7 +78,8 @@ class HubRepository:
             )
         ):
             raise ConfigurationError(
-                f"task.push_to_hub={self.name} is there and public. Set task.push_private=false, or name another."
+                f"task.push_to_hub={self.name} is there and anybody can read it. Set task.push_private=false if the "
+                f"{self.kind} may be public, or name another repository."
             )
 
     def send(self, folder: Path) -> str:
@@ -161,7 +162,8 @@ class Export(Settings):
         own["tuning_data"] = "" if self.tuning_data == "unknown" else self.tuning_data
         if self.data is not None and (told := [name for name, value in own.items() if value]):
             raise ConfigurationError(
-                f"task.{told[0]}={own[told[0]]} is for the card of a model. Set it where the set is made."
+                f"task.{told[0]}={own[told[0]]} is for the card of a model. State licence, language and tuning_data of "
+                "a set when it is made (task=synthesize, task=filter)."
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -177,7 +179,8 @@ class Export(Settings):
         run_dir = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
         if not (run_dir / CARD_NAME).is_file():
             raise DataError(
-                f"{run_dir} holds no {CARD_NAME}. Finish the run (resume=true), or name a checkpoint inside its folder."
+                f"{run_dir} holds no {CARD_NAME}: the claim of {path.name} would be unknown. Finish the run "
+                "(resume=true), or name a checkpoint inside its run folder as task.checkpoint."
             )
         run_card = read_card(run_dir / CARD_NAME)  # refused before anything is built
         refuse_told_failures(
@@ -188,7 +191,8 @@ class Export(Settings):
         if self.evaluation is not None and not public and claim["guarantee"] == "dp":
             raise ConfigurationError(
                 f"task.evaluation={self.evaluation} is of a train split, or of queries not declared public: no claim "
-                f"of {run_dir.name} covers its scores. Use an evaluation on public queries (task.whose=public).",
+                f"of {run_dir.name} covers its scores, and they would be published with the model. Use an evaluation "
+                "on public queries (task=evaluate task.whose=public task.split=test).",
                 trap="T25",
             )
         hub = self._hub("model", run_dir.name, claim["guarantee"])
@@ -393,7 +397,8 @@ def load_module(path: Path) -> Any:
         raise DataError(f"{path} does not name its class: lit-dpret did not write it.")
     if not name.startswith(OURS):
         raise ConfigurationError(
-            f"{path} is a checkpoint of {name}, not of this package. Call save_model(folder) of that class."
+            f"{path} is a checkpoint of {name}, which is not of this package. In Python, "
+            f"{name.rpartition('.')[2]}.load_from_checkpoint(path).save_model(folder) does the same."
         )
     module_name, _, attribute = name.rpartition(".")
     found = getattr(importlib.import_module(module_name), attribute, None)
@@ -421,7 +426,8 @@ def _refuse_other_run(path: Path, ledger: Path) -> None:
     if position is None or position.run_id not in {record["run_id"] for record in records if record["kind"] == "plan"}:
         whose = "no run that was counted" if position is None else f"run {position.run_id}"
         raise DataError(
-            f"task.checkpoint={path} is of {whose}, which {ledger} does not mention: its card does not cover it."
+            f"task.checkpoint={path} is of {whose}, and {ledger} does not mention it: its card does not cover these "
+            "weights. Use a checkpoint of the run whose card and ledger are in the folder."
         )
 
 

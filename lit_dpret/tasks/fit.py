@@ -156,7 +156,8 @@ def _is_finished(folder: Path) -> bool:
     plans = [record for record in records if record["kind"] == "plan"]
     if not plans:  # to begin it anew would forget what the card counts
         raise LedgerError(
-            f"{folder / LEDGER_NAME} holds no plan: its records are lost. Restore it, or choose another hydra.run.dir."
+            f"{folder / LEDGER_NAME} holds no plan, although a card and a model of the run are beside it: its records "
+            "are lost. Restore them from a copy, or choose another hydra.run.dir."
         )
     plan, last = plans[-1], records[-1]
     inherited = card["mechanism"].get("kind") == "post_processing"  # its ledger block is that of the data's run
@@ -171,9 +172,11 @@ def _is_finished(folder: Path) -> bool:
     except DataError as error:
         if carded:
             raise ResumeError(
-                f"resume=true: the run in {folder} is finished, and its {MODEL_FOLDER}/ was moved, removed or changed; "
-                f"what was made from the run names its files by SHA-256. Put {MODEL_FOLDER}/ back, or write one from "
-                f"the last checkpoint (lit-dpret export task.checkpoint={folder} hydra.run.dir=...)."
+                f"resume=true: the run in {folder} is finished, and its {MODEL_FOLDER}/ was moved, removed or changed. "
+                "To write it again would also write ledger and card, and what was made from the run names these by "
+                f"their SHA-256. Put {MODEL_FOLDER}/ back; or write one elsewhere from the last checkpoint (lit-dpret "
+                f"export task.checkpoint={folder} hydra.run.dir=...); or, if nothing was made from the run, remove "
+                f"{folder / CARD_NAME} and resume."
             ) from error
         return False
     return carded and (folder / MODEL_FOLDER / CARD_NAME).is_file()
@@ -270,7 +273,10 @@ def train(
         ranks.share(lambda: require_run(run_dir / LEDGER_NAME))
     alone = not resume and not (run_dir / LEDGER_NAME).exists()
     if alone and (left := sorted((run_dir / CHECKPOINTS).glob("*.ckpt"))):
-        raise ResumeError(f"{left[0]} is from an earlier run. Choose another hydra.run.dir, or remove that folder.")
+        raise ResumeError(
+            f"{left[0]} is from an earlier run, and files of this one beside it could be confused with it on "
+            "resume=true. Choose another hydra.run.dir, or remove that folder."
+        )
     ranks.in_turn(datamodule.prepare_data)
     ranks.together(lambda: datamodule.setup("fit"))
     if after_setup is not None:
@@ -315,7 +321,8 @@ def refuse_several_ranks(trainer: L.Trainer) -> None:
     """Refuse a multi-process Trainer for a task that trains as one of its stages."""
     if trainer.world_size > 1:
         raise ConfigurationError(
-            f"trainer.devices and num_nodes make {trainer.world_size} processes, and this task trains in one."
+            f"trainer.devices and num_nodes make {trainer.world_size} processes, and this task trains in one: its "
+            "other stages would be repeated by each. Set trainer=cpu or trainer=gpu; task=fit trains on several."
         )
 
 

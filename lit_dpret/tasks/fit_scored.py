@@ -46,8 +46,9 @@ class FitScored(Fit):
         super().__post_init__()
         if self.data is None:
             raise ConfigurationError(
-                "task.data=null: declare the kind of the validation queries: public, synthetic or private, whose score "
-                "stays in the run folder (docs/sweeps.md)."
+                "task.data=null: declare the kind of the validation queries. public and synthetic cost nothing; a "
+                "score on private ones stays in the run folder, and choosing settings by it has a cost "
+                "(docs/sweeps.md)."
             )
         need("sacrebleu")  # before hours of training
 
@@ -72,7 +73,8 @@ class FitScored(Fit):
         queries, qrels = data.evaluation_set(self.split)
         if self.data == "public" and self._protects(parts, data, queries.values()):
             raise ConfigurationError(
-                f"task.data=public with task.split={self.split}: the run protects over a tenth. Set private."
+                f"task.data=public with task.split={self.split}: over a tenth of these queries are among those that "
+                "the run protects. Choose another task.split or task.datamodule, or set task.data=private."
             )
         asked: dict[str, list[str]] = {}
         for query, judged in qrels.items():

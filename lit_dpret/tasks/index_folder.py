@@ -161,7 +161,8 @@ class IndexFolder:
         if found.query_encoder.fingerprint() != known["fingerprints"]["query"]:
             raise ConfigurationError(
                 f"encoder={encoder or self.encoder_folder} is not the encoder that {self.folder} was made with (its "
-                "fingerprint differs). Set task.encoder to the folder of that encoder, or encode the passages again."
+                "fingerprint differs): its queries would give meaningless results. Set task.encoder to the folder of "
+                "that encoder, or encode the passages again."
             )
         return found.query_encoder
 
@@ -222,8 +223,10 @@ class Encoding:
             )
         if self.side == "query" and self.queries not in ("public", "private"):
             raise ConfigurationError(
-                f"task.side=query with task.queries={self.queries or 'null'}: texts can be guessed from embeddings. "
-                "Set task.queries=private, which keeps the files to their owner, or public for published queries."
+                f"task.side=query with task.queries={self.queries or 'null'}: embeddings of private queries are "
+                "private, since texts can be guessed from them. Say task.queries=private, which keeps the files to "
+                "their owner and gives them no card, or task.queries=public for queries that are published or covered "
+                "by a claim."
             )
 
     @property
@@ -321,12 +324,14 @@ def index_folder(
     given, folder = IndexFolder(source, verify=True), Path(out)
     if given.manifest.private and not private:
         raise ConfigurationError(
-            f"{source} holds embeddings of private queries, which an index gives away. Set task.private=true."
+            f"{source} holds embeddings of private queries: whoever has an index of them can ask it what people asked. "
+            "Set task.private=true to build one that stays where the queries are."
         )
     there = _read_manifest(folder) if (folder / MANIFEST).is_file() else given.manifest
     if (there.private, there.card is None) != (given.manifest.private, given.manifest.card is None):
         raise ResumeError(
-            f"{folder} holds an index of other embeddings, with another card. Choose another folder, or delete it."
+            f"{folder} holds an index of other embeddings, which were private where these are not, or had a card where "
+            "these have none: their description would remain. Choose another folder, or delete it."
         )
     if folder.resolve() == given.folder.resolve():
         raise ConfigurationError(f"The index would be written over its own source {source}. Give another folder.")
@@ -382,8 +387,10 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
         if own is None:  # it lost its card, which is a reason of its own
             raise
         raise ConfigurationError(
-            f"task.encoder={encoder} cannot embed these queries: they have their own privacy card ({claim}), which "
-            "does not cover the encoder. Encode passages, or use an encoder trained on these queries or a public one."
+            f"task.encoder={encoder} cannot embed these queries: they have their own privacy card ({claim}), whose "
+            "claim does not cover the encoder: the embeddings would spend both, and their card would state only one. "
+            "Encode passages (task.side=passage), or use an encoder that was trained on these queries, or a public "
+            "one."
         ) from error
     derived = own is not None and any(str(parent["sha256"]) in names for parent in read_card(own)["parents"][:1])
     return (own if own is not None and derived else claim), trusts

@@ -127,7 +127,8 @@ class Inversion(Settings):
         found = [once[key] for key in sorted(once)]
         if len(found) < self.known + self.attacked:
             raise DataError(
-                f"{len(found)} texts are fewer than task.known={self.known} and task.attacked={self.attacked} together."
+                f"There are {len(found)} different texts, fewer than task.known={self.known} and "
+                f"task.attacked={self.attacked} together. Lower one of them, or name another split."
             )
         order = np.random.default_rng(parts.seed).permutation(len(found))
         chosen = [found[place] for place in order[: self.known + self.attacked]]

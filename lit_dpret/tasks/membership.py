@@ -311,7 +311,7 @@ class Membership(MembershipSettings):
         if above and suspects.fair:
             raise PrivacyViolation(
                 f"{len(above)} findings contradict the claim of {self.run_folder} with confidence {self.alarm:g}: "
-                f"{above[0]}. All are in {report.name}."
+                f"{above[0]}. Look for the bug in sampling, clipping or noise; {report.name} has them all."
             )
         return {f"auc/{result.attack}": result.auc.value for result in results}
 

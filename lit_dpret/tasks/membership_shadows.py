@@ -90,7 +90,8 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     if others == "coins":
         if coins is None:
             raise ConfigurationError(
-                "task.others=coins, but the run tossed none. Train with task.membership_coins=true, or set dev."
+                "task.others=coins, but the run tossed none. Train the target with task.membership_coins=true, or take "
+                "others from another split (task.others=dev), which may differ in more than membership."
             )
         if set(coins.heads) != set(trained):
             raise DataError(
@@ -121,7 +122,9 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     member = np.array([query not in held_out for query in [*chosen, *population]])
     if not len(population) or len(set(member[: len(chosen)])) < 2:
         raise DataError(
-            f"{len(free)} queries are too few for an attack. Raise datamodule.max_train_queries and max_passages."
+            f"{len(free)} queries are too few for an attack, without copies and without those that have no passage: "
+            "there must be members, others, and some to compare with. Raise datamodule.max_train_queries and "
+            "datamodule.max_passages, where they are set."
         )
     texts: list[str] = []
     passages: list[str] = []

@@ -90,9 +90,10 @@ def _refuse_untold(parts: Parts, siblings: Mapping[str, Any]) -> None:
         ended = private and (records[-1]["kind"], records[-1].get("reason")) == ("end", "finished")
         if ended and not tells_of_all(records, siblings):
             raise ResumeError(
-                f"resume=true: {path.parent} holds a finished run of another command, whose card would not tell of the "
-                f"runs that this one starts beside it. Set the runs that it was begun with, or begin all "
-                f"{siblings['runs']} in another hydra.sweep.dir."
+                f"resume=true: {path.parent} holds a finished run of another command, and this one would start more "
+                "private runs beside it: its card would not tell of them, or of what a choice among all costs. Set "
+                f"the runs that it was begun with, or begin all {siblings['runs']} in another hydra.sweep.dir without "
+                "resume=true."
             )
 
 

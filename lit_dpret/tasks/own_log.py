@@ -44,16 +44,19 @@ class OwnLog(Pipeline):
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
         if getattr(parts.make_privacy(), "neighbours", "zero_out") == "add_or_remove":
             raise ConfigurationError(
-                "privacy.neighbours=add_or_remove hides the number of queries, and task=own_log shows it. Set zero_out."
+                "privacy.neighbours=add_or_remove keeps the number of queries private, and the batches of task=own_log "
+                "follow from it. Use task=pipeline with sizes of your own, or privacy.neighbours=zero_out."
             )
         data = parts.make_datamodule()
         if isinstance(data, InsuranceQADataModule):
             raise ConfigurationError(
-                "task=own_log is for a log of your own: name it, datamodule=pairs datamodule.pairs=log.jsonl."
+                "task=own_log is for a log of your own, and the data are InsuranceQA, the default. Name yours: "
+                "datamodule=pairs datamodule.pairs=log.jsonl. On InsuranceQA experiment=quickstart does the same."
             )
         if not getattr(data, "has_public_passages", False):
             raise ConfigurationError(
-                "task=own_log needs public passages: set datamodule.passages_are_public=true or datamodule.corpus."
+                "task=own_log needs a public list of passages, to search and to write queries for. Declare that of the "
+                "log public with datamodule.passages_are_public=true, or name one with datamodule.corpus."
             )
         log = self._split(parts, data)
         parts = replace(parts, make_datamodule=partial(parts.make_datamodule, **log))
@@ -79,7 +82,8 @@ class OwnLog(Pipeline):
             begun.on_data(log.queries, log.passages, log.qrels, log.users)
         if splits and is_split and "test" not in splits:
             raise DataError(
-                f"The log has the splits {', '.join(sorted(splits))}. Call one of them test, or leave the splits out."
+                f"The log has the splits {', '.join(sorted(splits))}, and task=own_log compares on the split test. "
+                "Call one of them test, or leave the splits out: then the log is split by user."
             )
         # The report is written last, and is as private as the log; it is kept beside the split for the owner.
         if not ((check / MARK).exists() and (check / PAGE).exists() and (is_split or folder.exists())):

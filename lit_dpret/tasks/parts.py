@@ -143,7 +143,8 @@ def check_run_dir(folder: Path, *, min_free_mb: float) -> None:
     free = shutil.disk_usage(folder).free / 2**20
     if free < min_free_mb:
         raise StorageError(
-            f"hydra.run.dir={folder} has {free:.0f} MB of free disk, less than task.min_free_mb={min_free_mb:.0f}."
+            f"hydra.run.dir={folder} has {free:.0f} MB of free disk, less than the {min_free_mb:.0f} MB that the "
+            "run may need. Free space, choose another folder, or lower task.min_free_mb where the task has it."
         )
 
 

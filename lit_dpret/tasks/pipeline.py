@@ -230,7 +230,8 @@ class Pipeline(Settings):
             return mode
         if mode.guarantee != "dp" or mode.candidates not in ("rows", "pool"):
             raise ConfigurationError(
-                f"task=pipeline compares training with and without privacy; privacy={mode.name} is without. Set dp_sgd."
+                f"task=pipeline compares training with and without privacy by itself; privacy={mode.name} leaves it "
+                "nothing to promise. Choose privacy=dp_sgd, or privacy=none for the upper bound."
             )
         mode.max_grad_norm = max_grad_norm
         return mode

@@ -55,7 +55,8 @@ class PretrainingOverlap(Settings):
         check_run_dir(parts.run_dir, min_free_mb=1)
         if self.card is not None and not (self.card / CARD_NAME).is_file():
             raise DataError(
-                f"task.card={self.card} holds no {CARD_NAME}. Name the folder of a run, model or data set, or null."
+                f"task.card={self.card} holds no {CARD_NAME}, so it could not be marked. Name the folder of the run, "
+                "model or data set that learnt from these queries, or set it to null."
             )
         files = corpus_files(self.corpus)
         data = parts.read_data("test")

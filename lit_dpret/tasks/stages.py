@@ -69,7 +69,8 @@ class Stages:
         self._data = content_sha256(*measured)
         if self._begun_on not in ("", self._data):
             raise ResumeError(
-                f"resume=true with other data than {self.run_dir} was begun on: restore them, or set hydra.run.dir."
+                f"resume=true, but the data are others than those that the run in {self.run_dir} was started with: its "
+                "results would mix both. Restore the data, or choose another hydra.run.dir."
             )
         return self
 

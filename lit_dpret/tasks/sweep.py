@@ -85,8 +85,9 @@ class Sweep(Settings):
         if outcome.failed:
             first, why = next(iter(outcome.failed.items()))
             raise WorkerError(
-                f"{len(outcome.failed)} of {len(trials)} trials failed; {first}: {why.rstrip('.')}. The same command "
-                "tries them again; task.give_back=true lets go of what is reserved for them."
+                f"{len(outcome.failed)} of {len(trials)} trials failed; {first}: {why.rstrip('.')}. Those that are "
+                "done are kept: the same command tries the others again, and task.give_back=true lets go of what is "
+                "reserved for them."
             )
         return {"trials": float(len(outcome.done)), **({} if report.epsilon is None else {"epsilon": report.epsilon})}
 
@@ -125,8 +126,9 @@ class Sweep(Settings):
         terms = {} if ledger is None else ledger.terms()
         if budget is not None and self.metric_data == "private" and terms["delta"] > budget.delta:
             raise ConfigurationError(
-                f"task.metric_data=private with privacy.delta={budget.delta}: the limit of task.dataset_ledger="
-                f"{self.dataset_ledger} holds at {terms['delta']}. Set privacy.delta to that, or choose on public data."
+                f"task.metric_data=private with privacy.delta={budget.delta}: the choice is covered by the limit "
+                f"of task.dataset_ledger={self.dataset_ledger}, which holds at delta {terms['delta']} and says "
+                "nothing at a smaller one. Set privacy.delta to that, or choose on public data."
             )
         places = [Charge.of(one.releases, one.start.uncounted(ledger) if one.start else ()) for one in plans]
         counted = SweepTerms(
@@ -177,11 +179,13 @@ class Sweep(Settings):
         cost = f"all trials together cost epsilon {epsilon:.4g} at delta {show_delta(delta)}"
         if self.dataset_ledger is None:
             raise ConfigurationError(
-                f"task.dataset_ledger=null, and {cost}: set it to the file that adds up all runs on the data set."
+                f"task.dataset_ledger=null, and {cost}: set it to the file that adds up all runs on the data set, "
+                "beside the data, so that one trial's epsilon is not mistaken for the cost of the sweep."
             )
         if self.dataset_ledger.resolve().is_relative_to(parts.run_dir.resolve()):
             raise ConfigurationError(
-                f"task.dataset_ledger={self.dataset_ledger} lies inside the sweep's folder. Put it beside the data."
+                f"task.dataset_ledger={self.dataset_ledger} lies inside the sweep's folder {parts.run_dir}, where no "
+                "other run on the data set would find it. Put it beside the data."
             )
         if self.total_eps is None and not self.dataset_ledger.exists():
             raise ConfigurationError(f"task.total_eps=null with a new task.dataset_ledger: {cost}. Set the limit.")

@@ -33,13 +33,15 @@ class TrialOf:
         mode = parts.make_privacy()
         if mode.guarantee != "dp" and self.sweep.facts.get("without_privacy") == 0:
             raise ConfigurationError(
-                f"trial_of={folder} with privacy={mode.name}: its trials were planned as private. Leave trial_of null."
+                f"trial_of={folder} with privacy={mode.name}: all trials of that sweep were planned as private, and "
+                "their cards say so. Plan a sweep with this trial in it, or leave trial_of null."
             )
         known = self.sweep.facts.get("releases") or [None]
         if None not in known and release_behind(mode, parts) not in known:
             raise ConfigurationError(
-                f"trial_of={folder} with privacy={mode.name}: its trials were planned on releases that it names, and "
-                "this one trains on other data. Leave trial_of null."
+                f"trial_of={folder} with privacy={mode.name}: all trials of that sweep were planned on releases that "
+                "it names, and this one trains on other data. Plan a sweep with this trial in it, or leave trial_of "
+                "null."
             )
         metric = self.sweep.facts["metric"].get("name")
         check_trial(task, mode, parts.make_callbacks(), self.sweep.facts["metric_data"], metric)
@@ -72,7 +74,8 @@ def refuse_unprivate_choice(task: Any, mode: Any, name: str | None, *, knob: str
     """Refuse to choose among private runs by such a result."""
     if name in results_without_privacy(task, mode):
         raise ConfigurationError(
-            f"{knob}={name} under privacy={mode.name}: no epsilon covers a choice by that result. Name another."
+            f"{knob}={name} under privacy={mode.name}: that result is of a model trained on the private queries "
+            "without privacy, and a choice by it is covered by no epsilon. Name another result."
         )
 
 
@@ -87,7 +90,8 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
     """Refuse an undeclared objective on private queries; return whether it is on private ones."""
     if sweep is not None and sweep.facts["metric_data"] == "none":
         raise ConfigurationError(
-            f"objective={name} in a trial of a sweep with task.metric_data=none. Plan it with the objective's data."
+            f"objective={name} in a trial of a sweep with task.metric_data=none: a sweeper compares trials by it, and "
+            "the cards say that nothing is compared. Plan the sweep with the data that the objective is computed on."
         )
     if any(name in one.public_metrics for one in callbacks if isinstance(one, RetrievalEvaluation)):
         return False
@@ -99,8 +103,9 @@ def refuse_private_objective(task: Any, callbacks: Sequence[Any], name: str, swe
         private.append("results of the DataModule's queries, of which nothing says whose they are")
     if private and not declared:
         raise ConfigurationError(
-            f"objective={name} with {private[0]}: no epsilon covers a choice by that number. Compare on public "
-            "queries, or plan a sweep whose task.metric_data declares their kind (trial_of, docs/sweeps.md)."
+            f"objective={name} with {private[0]}: a sweeper writes that number beside all trials, and chooses by it, "
+            "which no epsilon covers. Compare on public queries, or name in trial_of a sweep planned with a "
+            "task.metric_data that declares their kind (docs/sweeps.md)."
         )
     return bool(private) or declared
 
@@ -147,13 +152,15 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
     """Refuse a trial without a bounded cost, or that contradicts its sweep about the comparison data."""
     if not hasattr(task, "planned_fits"):
         raise ConfigurationError(
-            f"trial_of and task.file are for task=fit and task=pipeline, not for {type(task).__name__}."
+            f"trial_of and task.file are for task=fit and task=pipeline: the releases of {type(task).__name__} are not "
+            "known beforehand, and no sweep can plan them."
         )
     refuse_unprivate_choice(task, mode, metric, knob="metric.name")
     for setting in private_scores(task, callbacks):
         if metric_data != "private":
             raise ConfigurationError(
-                f"{setting} in a trial of a sweep with task.metric_data={metric_data}: set task.metric_data=private."
+                f"{setting} in a trial of a sweep with task.metric_data={metric_data}: its score uses private queries, "
+                "and the choice by it would be misreported. Set task.metric_data=private."
             )
     refuse_other_tuning({"data": getattr(task, "tuning_data", None)}, metric_data, knob="task.tuning_")
     for one in callbacks:

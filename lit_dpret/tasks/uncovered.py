@@ -54,12 +54,14 @@ def check_declared(whose: Whose | None, card_entry: bool, *, knob: str, measured
     """Refuse undeclared queries, or private ones without consent to the consequences."""
     if whose is None or whose not in get_args(Whose):
         raise ConfigurationError(
-            f"{knob}={whose}: declare whose queries {measured} is of: {knob}=public, synthetic or private."
+            f"{knob}={whose}: {measured} is a statement about queries, so declare their kind: {knob}=public, synthetic "
+            "or private. Private ones also need task.card_entry=true."
         )
     if whose == "private" and not card_entry:
         raise ConfigurationError(
-            f"{knob}=private: no guarantee covers {measured} of private queries, which is let out without noise. "
-            "Set task.card_entry=true to have it written on the card, or compare with public queries."
+            f"{knob}=private: {measured} of private queries is let out without noise, and no guarantee covers it. "
+            "Set task.card_entry=true to have it computed and written on the card as not covered; or compare with "
+            "public queries."
         )
     if card_entry and whose != "private":
         raise ConfigurationError(f"task.card_entry=true is for {knob}=private; with {knob}={whose} nothing leaks.")
@@ -72,7 +74,9 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
         return
     if (run := training_behind(Path(folder), data)) is not None:
         raise ConfigurationError(
-            f"{knob}=public, but {run} was trained on this data set privately. Set {knob}=private, or use other data."
+            f"{knob}=public, but this is the data set that {run} was trained on privately, according "
+            f"to its ledger, and its other splits are of the same log. Set {knob}=private, or use a data set that "
+            "holds public queries alone."
         )
 
 
@@ -109,6 +113,7 @@ def check_synthetic(data: Any, split: str) -> None:
         )
     if split != "train" and getattr(data, "evaluation", None) is not None:
         raise ConfigurationError(
-            f"The {split} queries of {type(data).__name__} are real ones: use the split train, or declare their kind."
+            f"Declared synthetic, but the {split} queries of {type(data).__name__} come from its evaluation, which "
+            "holds real ones. Use the split train, or declare the kind of the queries."
         )
     check_dataset_card(data.privacy_card_path)

@@ -311,7 +311,7 @@ def test_a_run_under_an_inherited_claim_chooses_by_no_other_number_than_one_of_i
 
 def test_real_queries_behind_synthetic_data_are_not_taken_for_synthetic(tmp_path: Path, made: Path) -> None:
     callback = RetrievalEvaluation(data="synthetic", datamodule=Made(made, evaluation=Judged()))
-    with pytest.raises(ConfigurationError, match="dev queries of Made"):
+    with pytest.raises(ConfigurationError, match="come from its evaluation, which holds real ones"):
         callback.refuse_undeclared(retriever(tmp_path), None)
 
 

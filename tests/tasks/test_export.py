@@ -206,7 +206,7 @@ def test_a_card_that_is_missing_or_against_its_ledger_leaves_no_weights(private_
     with pytest.raises(DataError, match="ledger"):
         Export(checkpoint=run).run(no_parts(tmp_path / "out"))
     (run / "privacy_card.json").unlink()
-    with pytest.raises(DataError, match=r"privacy_card\.json"):
+    with pytest.raises(DataError, match="would be unknown"):
         Export(checkpoint=run).run(no_parts(tmp_path / "out"))
     assert not (tmp_path / "out" / "model").exists()
 
