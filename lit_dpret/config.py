@@ -165,7 +165,8 @@ def _found(word: str) -> str:
         alike = difflib.get_close_matches(wanted, {*groups(), *(_last(key) for _, key in own)}, n=3)
         meant = f"Did you mean {' or '.join(alike)}? " if alike else ""
         raise ConfigurationError(
-            f"{word!r} is no group, choice or setting. {meant}There are these groups: {', '.join(groups())}."
+            f"{word!r} is not a group of settings, and no choice or setting has it in its name. {meant}There are these "
+            f"groups: {', '.join(groups())}."
         )
     return "\n".join(lines)
 

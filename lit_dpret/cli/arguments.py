@@ -53,7 +53,8 @@ def with_task(arguments: list[str]) -> list[str]:
     for argument in arguments:
         if "\r" in argument:
             raise ConfigurationError(
-                f"{argument!r} holds a carriage return, the line end of Windows. Save the script with those of Unix."
+                f"{argument!r} holds a carriage return: the script that it is in has the line ends of Windows. Save it "
+                "with those of Unix."
             )
         name = argument.lstrip("-").split("=")[0]
         if (

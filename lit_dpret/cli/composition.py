@@ -224,19 +224,22 @@ def _start(cfg: DictConfig) -> dict[str, str]:
         return {}
     if not Path(cfg.init_from).expanduser().is_dir():
         raise ConfigurationError(
-            f"init_from={cfg.init_from} is not a folder of a run or model. Set model.pretrained for a hub's."
+            f"init_from={cfg.init_from} is not a folder: it takes a run or its model/. For a model of the hub set "
+            "model.pretrained or model.encoder."
         )
     key = next((key for key in ("pretrained", "encoder") if key in cfg.model), None)
     if key is None:
         raise ConfigurationError(
-            f"init_from={cfg.init_from}: {cfg.model._target_} has no pretrained or encoder to start from."
+            f"init_from={cfg.init_from}: {cfg.model._target_} has neither pretrained nor encoder, so it cannot start "
+            "from a saved model."
         )
     from lit_dpret.cards.start import model_folder
 
     folder = model_folder(cfg.init_from)
     if not any((folder / name).is_file() for name in ("config.json", "modules.json")):
         raise ConfigurationError(
-            f"init_from={cfg.init_from} holds no model (neither config.json nor modules.json in {folder})."
+            f"init_from={cfg.init_from} holds no model (neither config.json nor modules.json in {folder}): it takes a "
+            "run that trained one, or its model/."
         )
     return {key: str(folder)}
 

@@ -70,7 +70,8 @@ class SweepFile:
             content = yaml.safe_load(source.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigurationError(
-                f"task.file={path}: {error.strerror}. It takes a file, or one of {', '.join(sorted(shipped))}."
+                f"task.file={path} cannot be read: {error.strerror}. It takes a file, or one of "
+                f"{', '.join(sorted(shipped))}."
             ) from error
         except yaml.YAMLError as error:  # whose words quote the file, which may be a log
             line = getattr(getattr(error, "problem_mark", None), "line", 0) + 1
@@ -79,12 +80,14 @@ class SweepFile:
             raise ConfigurationError(f"task.file={path} is not a sweep: a W&B sweep file is a mapping with parameters.")
         if unknown := sorted(set(content) - _KEYS):
             raise ConfigurationError(
-                f"task.file={path}: {', '.join(unknown)} is not supported. Supported keys: {', '.join(sorted(_KEYS))}."
+                f"task.file={path}: {', '.join(unknown)} is not supported by a sweep without a server. Supported keys: "
+                f"{', '.join(sorted(_KEYS))}."
             )
         method = content.get("method", "grid")
         if method not in ("grid", "random"):
             raise ConfigurationError(
-                f"task.file={path}: method={method} chooses by results. Use grid, or random over listed values."
+                f"task.file={path}: method={method} chooses its next trial by results, so the cost of its trials "
+                "cannot be reserved. Use grid, or random over listed values; for Optuna see the docs."
             )
         parameters = content.get("parameters")
         if not isinstance(parameters, dict) or not parameters:
@@ -168,7 +171,8 @@ def _values(file: Path, name: str, given: Any) -> list[Any]:
             raise ConfigurationError(f"task.file={file}: parameters.{name} lists a value twice.")
         return values
     raise ConfigurationError(
-        f"task.file={file}: parameters.{name} must have value or values; a distribution has no list of trials."
+        f"task.file={file}: parameters.{name} must have value or a list of values; a distribution has no list of "
+        "trials whose cost could be reserved."
     )
 
 

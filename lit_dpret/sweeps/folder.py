@@ -105,7 +105,8 @@ class SweepFolder:
                 )
         if self.facts["fingerprint"] != file.fingerprint():
             raise ResumeError(
-                f"{self.folder} was planned from another file than task.file={file.path} is now. Restore it."
+                f"{self.folder} holds a sweep that was planned from another file than task.file={file.path} is now. "
+                "Restore it, or choose another hydra.run.dir."
             )
 
     @property
@@ -179,12 +180,14 @@ def trial_ledger(sweep: SweepFolder, budget: PrivacyBudget, *, own: DatasetLedge
     """Return the ledger in which a private trial takes over a reservation of its sweep."""
     if own is not None:
         raise ConfigurationError(
-            f"privacy.dataset_ledger={own.path} in a trial: leave it null, and pass task.dataset_ledger to task=sweep."
+            f"privacy.dataset_ledger={own.path} in a trial: a sweep's ledger is set by its plan. Pass it to task=sweep "
+            "as task.dataset_ledger, and leave this one null."
         )
     ledger = sweep.ledger(budget, trial=True)
     if ledger is None:
         raise ConfigurationError(
-            f"trial_of={sweep.folder} planned no private run, and this is one (privacy={mode}). Plan its sweep."
+            f"trial_of={sweep.folder} planned no private run, and this one is under privacy={mode}. Plan the sweep "
+            "that it belongs to."
         )
     if (known := sweep.facts["ledger_delta"]) is not None and (found := ledger.terms()["delta"]) != known:
         raise ConfigurationError(

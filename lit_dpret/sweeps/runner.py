@@ -107,7 +107,8 @@ def check_command(file: SweepFile, trial: Trial, folder: Path) -> None:
             value = value.replace(f"${{oc.env:{variable}}}", text)
         if Path(value).resolve() != path.resolve():
             raise ConfigurationError(
-                f"task.file={file.path}: its command must pass {name}={shown}, as a trial of this sweep."
+                f"task.file={file.path}: its command must pass {name}={shown}. Otherwise its trials do not belong to "
+                "this sweep: they use no reservation, and their results are not found."
             )
 
 

@@ -66,7 +66,8 @@ class CheckData(Settings):
         data = parts.make_datamodule()
         if not hasattr(data, "read_collection"):
             raise ConfigurationError(
-                f"task=check_data examines texts, and {type(data).__name__} has no read_collection that gives them."
+                f"task=check_data examines queries and passages, and {type(data).__name__} has no read_collection that "
+                "gives them (lit_dpret.datamodules.collection.TextData)."
             )
         if self.write_split is not None:
             refuse_another_claim(data, "a split that is written anew would leave the card behind")
@@ -130,7 +131,8 @@ class CheckData(Settings):
             return None
         if type(data) is not PairsDataModule or not data.pairs:
             raise ConfigurationError(
-                f"task.write_clean={self.write_clean} needs one log: datamodule=pairs datamodule.pairs=FILE."
+                f"task.write_clean={self.write_clean} leaves lines out of one log, datamodule.pairs=FILE with "
+                "datamodule=pairs. Mend other data where they come from."
             )
         refuse_another_claim(data, "a copy of them would leave the card behind")
         return check_clean(data.pairs, self.write_clean)

@@ -56,7 +56,8 @@ class Compare(Settings):
             )
         if self.qrels is not None and len(shared) > 1:
             raise ConfigurationError(
-                f"task.qrels={self.qrels} is one file, and the runs are of {len(shared)} data sets. Leave it null."
+                f"task.qrels={self.qrels} is one file of judgements, and the runs are of {len(shared)} data sets. "
+                "Leave it null to use those beside the runs, or name two single runs."
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
         measured_on = {name: [_measured_on(one) for one in (first[name], second[name])] for name in shared}
@@ -95,7 +96,10 @@ class Compare(Settings):
                 f"{runs[0]} and {runs[1]} have no {trec_runs.JUDGEMENTS} beside them. Name one by task.qrels=FILE."
             )
         if len(found) == 2 and trec_runs.read_qrels(found[0]) != trec_runs.read_qrels(found[1]):
-            raise DataError(f"{found[0]} and {found[1]} differ. Name the judgements to compare by in task.qrels=FILE.")
+            raise DataError(
+                f"{found[0]} and {found[1]} differ: the two systems were measured on other queries or judgements. Name "
+                "the judgements to compare by in task.qrels=FILE."
+            )
         return found[0]
 
 

@@ -83,7 +83,8 @@ def checked_metrics(metrics: Sequence[str], top_k: int) -> tuple[str, ...]:
     deepest = max(parsed, key=lambda metric: metric.cutoff)
     if top_k < deepest.cutoff:
         raise ConfigurationError(
-            f"task.top_k={top_k} cannot answer {deepest}: raise it to {deepest.cutoff}, or name other task.metrics."
+            f"task.top_k={top_k} cannot answer {deepest}; it must be at least {deepest.cutoff}, or name other "
+            "task.metrics."
         )
     return tuple(dict.fromkeys(map(str, parsed)))
 

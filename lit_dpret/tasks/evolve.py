@@ -87,7 +87,8 @@ class Evolve(SetDrawing):
         _check_variation(self.variation)
         if self.generations > MOST_GENERATIONS:
             raise ConfigurationError(
-                f"task.generations={self.generations}: all share one budget. Set at most {MOST_GENERATIONS}."
+                f"task.generations={self.generations}: each one is a release, and all share one budget. Set at most "
+                f"{MOST_GENERATIONS}; Lin et al. stop at 20, and queries are found in 2 to 5."
             )
         if self.nearest > self.max_votes:
             raise ConfigurationError(
@@ -150,7 +151,8 @@ class Evolve(SetDrawing):
         mode: GaussianMode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(
-                f"task=evolve releases votes under noise; privacy={mode.name} adds none. Choose privacy=dp_sgd."
+                f"task=evolve releases votes under noise; privacy={mode.name} adds none. Choose privacy=dp_sgd: its "
+                "budget, unit, neighbours and noise count, and its clipping does not."
             )
         if mode.unit != "user" and self.max_votes > self.nearest:
             raise ConfigurationError(
@@ -163,7 +165,8 @@ class Evolve(SetDrawing):
         module = parts.make_module(privacy=mode)
         if not isinstance(module, QueryGenerator):
             raise ConfigurationError(
-                f"task=evolve asks a language model, and {type(module).__name__} is none. Choose model=generator."
+                f"task=evolve asks a language model for queries, and {type(module).__name__} writes none. Choose "
+                "model=generator."
             )
         place = Path(module.pretrained).expanduser()
         trace = next(traces_of_training(place), None) if place.is_dir() else None
@@ -386,7 +389,8 @@ def _check_variation(text: str) -> None:
         found = set()
     if "passage" not in found or found - {"passage", "query"}:
         raise ConfigurationError(
-            f"task.variation={text!r} must hold {{passage}}, and may hold {{query}}. Other braces are doubled."
+            f"task.variation={text!r} must hold {{passage}}, and may hold {{query}}: it is what the model reads in the "
+            "place of a passage when it varies a query. Other braces are doubled."
         )
 
 

@@ -156,7 +156,8 @@ class Export(Settings):
         require_switch("task", self, "push_private", "push_without_guarantee")
         if (self.checkpoint is None) == (self.data is None):
             raise ConfigurationError(
-                "task=export takes one of task.checkpoint (a model folder) and task.data (a synthetic set)."
+                "task=export takes one of task.checkpoint, which becomes a model folder, and task.data, a synthetic "
+                "set."
             )
         own = {name: getattr(self, name) for name in ("evaluation", "base_model", "license", "language", "datasets")}
         own["tuning_data"] = "" if self.tuning_data == "unknown" else self.tuning_data
@@ -328,7 +329,8 @@ class Export(Settings):
         found = newest_checkpoint(given / CHECKPOINTS) if given.is_dir() else None
         if found is None:
             raise DataError(
-                f"task.checkpoint={self.checkpoint} is neither a checkpoint nor a run folder with a whole one."
+                f"task.checkpoint={self.checkpoint} is neither a checkpoint nor a run folder with a whole one in "
+                f"{CHECKPOINTS}/."
             )
         return found
 
@@ -359,7 +361,8 @@ def _beside(new: Path) -> Iterator[Path]:
     except OSError as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise StorageError(
-            f"{new} cannot be written: {unwritten(cause)}. Free space, or choose another hydra.run.dir."
+            f"{new} cannot be written: {unwritten(cause)}. Nothing of it is left: free space and give the same "
+            "command again, or choose another hydra.run.dir."
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -216,12 +216,14 @@ class FederatedAttacks(Settings):
         others = counts[few]["dev"] + counts[few]["test"]
         if "requests" in self.attacks and others < 2 * (self.candidates - 1):
             raise ConfigurationError(
-                f"task.candidates={self.candidates} are too many for the {others} dev and test queries of {few}."
+                f"task.candidates={self.candidates} takes {2 * (self.candidates - 1)} dev and test queries of every "
+                f"silo, and {few} has {others}. Lower it, or build larger silos."
             )
         least = min(counts, key=lambda name: counts[name]["train"])
         if "updates" in self.attacks and counts[least]["train"] < self.batch_size:
             raise ConfigurationError(
-                f"task.batch_size={self.batch_size} is more than {least} has train queries. Lower it."
+                f"task.batch_size={self.batch_size} is more than {least} has train queries ({counts[least]['train']}). "
+                "Lower it, or build larger silos."
             )
 
     def _facts(self, counts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:

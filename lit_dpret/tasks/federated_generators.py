@@ -101,12 +101,14 @@ class FederatedGenerators(Drawing):
         found = plan.folders(run_dir / "silos")
         if not found:
             raise ConfigurationError(
-                f"federated.transport={plan.transport}: name one silo (task.data=DIR), or set federated=inprocess."
+                f"federated.transport={plan.transport}: the silos are other people's. Each owner names its own, "
+                "task.data=DIR, or set federated=inprocess."
             )
         unknown = sorted(set(self.names or ()) - set(found))
         if unknown or self.names == []:
             raise ConfigurationError(
-                f"task.names: {unknown[0] if unknown else 'nobody'!r} is none of the silos {', '.join(found)}."
+                f"task.names={list(self.names or ())}: {unknown[0] if unknown else 'nobody'!r} is none of the silos "
+                f"{', '.join(found)}."
             )
         return {name: data for name, data in found.items() if self.names is None or name in self.names}
 
@@ -116,7 +118,8 @@ class FederatedGenerators(Drawing):
             public_sentences(data)
             if (data / SYNTHETIC).exists() and finished_generator(parts.run_dir / PRIVATE / name) is None:
                 raise ConfigurationError(
-                    f"{data / SYNTHETIC} was not written by a generator of this run. Move it, or resume that run."
+                    f"{data / SYNTHETIC} exists and was not written by a generator of this run. Move it away, or "
+                    "continue the run that wrote it (its hydra.run.dir, resume=true)."
                 )
         _generator(parts, NoPrivacy())
 
@@ -165,6 +168,7 @@ def _generator(parts: Parts, privacy: Any) -> QueryGenerator:
     made = parts.make_module(privacy=privacy)
     if not isinstance(made, QueryGenerator):
         raise ConfigurationError(
-            f"task=federated_generators trains generators, not {type(made).__name__}. Set model=generator."
+            f"task=federated_generators trains generators of queries, and the model is {type(made).__name__}. Set "
+            "model=generator."
         )
     return made

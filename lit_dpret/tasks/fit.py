@@ -78,7 +78,10 @@ def _plant_blanks_of(callbacks: Sequence[Any], mode: Any, data: Any) -> None:
         if not hasattr(one, "plant_canaries"):
             continue
         if not hasattr(one, "planned_units"):
-            raise UnplannedError(f"callbacks: {type(one).__name__} plants canaries without planned_units. Remove it.")
+            raise UnplannedError(
+                f"callbacks: {type(one).__name__} plants canaries without stating their number (planned_units), so the "
+                "run cannot be planned. Remove it."
+            )
         plant_blanks(data, one.planned_units(mode, data))
 
 
@@ -130,16 +133,19 @@ class Fit(Settings):
         if not self.membership_coins:
             if (folder / COINS_NAME).exists():
                 raise ConfigurationError(
-                    f"{folder} holds the {COINS_NAME} of another run. Set task.membership_coins=true."
+                    f"{folder} holds the {COINS_NAME} of a run that held queries out by coins. Set "
+                    "task.membership_coins=true, or choose another hydra.run.dir."
                 )
             return None
         if not hasattr(datamodule, "train_on"):
             raise ConfigurationError(
-                f"task.membership_coins=true needs a datamodule of pairs, not {type(datamodule).__name__}."
+                f"task.membership_coins=true holds train queries out, and {type(datamodule).__name__} has none. Take a "
+                "datamodule of pairs."
             )
         if privacy.unit == "user":
             raise ConfigurationError(
-                "task.membership_coins=true tosses a coin for each query, not for each user. Set privacy.unit=query."
+                "task.membership_coins=true tosses a coin for each query, and privacy.unit=user would have queries of "
+                "one person on both sides. Set privacy.unit=query."
             )
         return partial(_keep_heads, datamodule, folder)
 

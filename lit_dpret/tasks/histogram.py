@@ -67,11 +67,13 @@ class Histogram(Settings):
         mode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(
-                f"task=histogram adds noise and charges it; privacy={mode.name} does neither. Choose privacy=dp_sgd."
+                f"task=histogram adds noise and charges it; privacy={mode.name} does neither. Choose privacy=dp_sgd, "
+                "with the unit, neighbours and delta of the generator."
             )
         if mode.noise_multiplier is not None:
             raise ConfigurationError(
-                f"privacy.noise_multiplier={mode.noise_multiplier:g} is of training. Set task.noise_multiplier."
+                f"privacy.noise_multiplier={mode.noise_multiplier:g} is that of training. Leave it null, and set "
+                "task.noise_multiplier for the histogram."
             )
         start = self._start(mode)
         data, units = read_units(parts, mode)
@@ -123,7 +125,8 @@ class Histogram(Settings):
         start.check(mode)
         if mode.delta is not None and mode.delta != start.facts["delta"]:
             raise ConfigurationError(
-                f"privacy.delta={mode.delta:g}, and the generator claims {start.facts['delta']:g}. Leave it null."
+                f"privacy.delta={mode.delta:g}, but the generator's claim is at delta={start.facts['delta']:g}: one "
+                "claim has one delta. Leave privacy.delta null."
             )
         self.generator = folder
         return start
@@ -136,7 +139,10 @@ class Histogram(Settings):
         if parts.resume and (folder / LEDGER_NAME).is_file():
             before = PrivacyLedger.read(folder / LEDGER_NAME).records
             if any(record.get("bins") != bins for record in before if record["kind"] == "plan"):
-                raise ResumeError("resume=true with other bins. Restore task.bins, or choose another hydra.run.dir.")
+                raise ResumeError(
+                    "resume=true with other bins: this run was begun for another histogram. Restore task.bins, or "
+                    "start a new run in another hydra.run.dir."
+                )
         most = f"at most {self.max_count} count{'' if self.max_count == 1 else 's'}"
         run = counting_run(parts, mode, plan, data, dataset, mode=HISTOGRAM, rows_per_unit=most, bins=bins)
         note_start(run.ledger, start)

@@ -319,7 +319,8 @@ def index_folder(
     kind, _, factory = search.partition(":")
     if search != "exact" and (kind != "faiss" or not factory):
         raise ConfigurationError(
-            f"task.search={search!r} cannot be kept as an index: choose exact, or faiss:FACTORY, as faiss:HNSW32."
+            f"task.search={search!r} cannot be kept as an index: choose exact, or faiss:FACTORY (faiss:Flat, "
+            "faiss:IVF4096,Flat, faiss:HNSW32)."
         )
     given, folder = IndexFolder(source, verify=True), Path(out)
     if given.manifest.private and not private:

@@ -123,7 +123,8 @@ class MembershipSettings(Settings):
             raise ConfigurationError("task.release_reference is compared with task.release, which is null.")
         if self.model is not None and self.shadows:
             raise ConfigurationError(
-                f"task.model={self.model} has no training for shadow models to repeat. Set task.shadows=0."
+                f"task.model={self.model} is something derived from the run, and shadow models repeat the run's own "
+                "training alone. Set task.shadows=0, or task.model to null."
             )
         check_confidence(self.confidence)
         check_confidence(self.alarm)
@@ -215,7 +216,8 @@ class Membership(MembershipSettings):
                 source = module.save_model(parts.run_dir / "reference")
                 if is_generator(source) != is_generator(target):
                     raise ConfigurationError(
-                        "task.reference=start is of another kind than the target. Name a public model, or null."
+                        "task.reference=start is what this configuration starts from, and what is attacked is "
+                        "of another kind. Name a public model (task.reference=minilm or public_t5), or set it to null."
                     )
             attacker.reference = attacker.look(source, progress)
 

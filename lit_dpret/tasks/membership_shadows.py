@@ -95,7 +95,8 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
             )
         if set(coins.heads) != set(trained):
             raise DataError(
-                "The coins of the run are of other queries than the datamodule's train split. Restore its settings."
+                "The coins of the run are of other queries than the datamodule's train split: give the datamodule the "
+                "settings that it was trained with."
             )
         outside = [query for query in trained if not coins.heads[query]]
     else:
@@ -218,7 +219,8 @@ class Shadows:
             )
         if getattr(parts.make_privacy(), "dataset_ledger", None) is not None:
             raise ConfigurationError(
-                "privacy.dataset_ledger adds up what is released, and shadow models are not. Set it to null."
+                "privacy.dataset_ledger adds up what is released, and shadow models are not. Set it to null for "
+                "task=membership."
             )
 
     def train(self, suspects: Suspects, attacker: Attacker, stages: Stages, *, scoring: float) -> Trained | None:
@@ -303,7 +305,8 @@ class Shadows:
         train(module, data, how, after_setup=partial(data.train_on, chosen))
         if len(watch.seconds) < steps:  # stopped by a callback, or by a Trainer that takes an interruption for an end
             raise ResumeError(
-                f"A shadow model was trained for {len(watch.seconds)} of {steps} steps. resume=true trains it again."
+                f"A shadow model was trained for {len(watch.seconds)} of {steps} steps and then stopped. The same "
+                "command with resume=true trains it again."
             )
         saved: Path = module.save_model(folder / "model")
         return saved

@@ -91,7 +91,8 @@ class Plan:
             check_devices(self.device, self.world_size, self.strategy)
         elif (self.world_size, self.strategy) != (1, "ddp"):
             raise ConfigurationError(
-                f"task.world_size={self.world_size} and task.strategy={self.strategy} need task.device."
+                f"task.world_size={self.world_size} and task.strategy={self.strategy} are of a prediction: name "
+                "task.device too."
             )
         if not isinstance(self.plot, bool) and self.plot is not None:
             raise ConfigurationError(f"task.plot={self.plot} must be true or false.")

@@ -99,7 +99,8 @@ class Similarity(Settings):
         self.features = some_of("task.features", self.features, get_args(Features))
         if self.reference_file is not None and self.held_out is not None:
             raise ConfigurationError(
-                f"task.held_out={self.held_out} is a split of what task.reference_file replaces. Set one."
+                f"task.held_out={self.held_out} is a split of the datamodule, which task.reference_file replaces; set "
+                "one."
             )
         if self.reference_file is not None and self.measures is not None and "bleu" in self.measures:
             raise ConfigurationError(
@@ -107,7 +108,8 @@ class Similarity(Settings):
             )
         if self.reference_file is not None and self.reference == "synthetic":
             raise ConfigurationError(
-                "task.reference=synthetic needs a privacy card: datamodule=synthetic, and no task.reference_file."
+                "task.reference=synthetic is checked against a privacy card, and task.reference_file has none. Pass "
+                "the folder as datamodule=synthetic, or declare the kind of the queries."
             )
 
     def run(self, parts: Parts) -> dict[str, float]:

@@ -57,11 +57,15 @@ class Stages:
         mark, self._data = run_dir / MARK, ""
         if mark.exists() and not resume:
             raise ResumeError(
-                f"{run_dir} holds an earlier run of this task. Use resume=true, or choose another hydra.run.dir."
+                f"{run_dir} holds an earlier run of this task. Use resume=true to continue it, or choose another "
+                "hydra.run.dir."
             )
         begun = mark.read_text(encoding="utf-8").split("\n") if mark.exists() else [fingerprint]
         if begun[0] != fingerprint:
-            raise ResumeError(f"resume=true with other settings than {run_dir} began with. Restore them.")
+            raise ResumeError(
+                f"resume=true, but the run in {run_dir} was started with other settings. Restore them, or choose "
+                "another hydra.run.dir."
+            )
         self._begun_on = begun[1] if len(begun) > 1 else ""
 
     def on_data(self, *measured: Mapping[str, Any]) -> Stages:

@@ -51,7 +51,8 @@ class Sweep(Settings):
         self.sweep = SweepFile.read(self.file)
         if self.metric_data == "none" and self.sweep.metric:
             raise ConfigurationError(
-                f"task.metric_data=none, and {self.sweep.path} compares by {self.sweep.metric['name']}. Declare it."
+                f"task.metric_data=none, and task.file={self.sweep.path} compares its trials by "
+                f"{self.sweep.metric['name']}: declare the data on which it is computed."
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
@@ -156,7 +157,8 @@ class Sweep(Settings):
         check_trial(task, mode, own.make_callbacks(), self.metric_data, self.sweep.metric.get("name"))
         if mode.guarantee == "dp" and '"log_private_loss": true' in composed.describe(("model", "task")):
             raise ConfigurationError(
-                f"task.file={self.sweep.path} sets log_private_loss=true: such a trial has no claim. Remove it."
+                f"task.file={self.sweep.path} sets log_private_loss=true under privacy={mode.name}: such a trial has "
+                "no claim, and no reservation bounds its cost. Remove it."
             )
         return planned_once(composed, task, own, known)
 
@@ -166,7 +168,8 @@ class Sweep(Settings):
         for knob in ("privacy.unit", "privacy.neighbours", "datamodule.duplicates", "datamodule.unit_by"):
             if len(found := {str(getattr(budget, knob.partition(".")[2])) for budget in budgets}) > 1:
                 raise ConfigurationError(
-                    f"{self.sweep.path}: {knob}={' and '.join(sorted(found))} do not add up. Make a sweep of each."
+                    f"task.file={self.sweep.path}: its trials have {knob}={' and '.join(sorted(found))}, and "
+                    "epsilons of different guarantees do not add up. Make a sweep of each."
                 )
         return min(budgets, key=lambda budget: budget.delta, default=None)
 

@@ -28,7 +28,8 @@ class TrialOf:
         self.sweep, self.run_dir = SweepFolder.read(folder), run_dir
         if run_dir.resolve().parent != self.sweep.trial_folder("x").resolve().parent:
             raise ConfigurationError(
-                f"trial_of={folder}, but hydra.run.dir={run_dir} is not a folder in {folder}/trials. Put it there."
+                f"trial_of={folder}, but hydra.run.dir={run_dir} is not a folder in {folder}/trials: "
+                "the sweep would not find the trial. Put it there."
             )
         mode = parts.make_privacy()
         if mode.guarantee != "dp" and self.sweep.facts.get("without_privacy") == 0:
@@ -172,5 +173,6 @@ def check_trial(task: Any, mode: Any, callbacks: Sequence[Any], metric_data: str
     )  # fmt: skip
     if mode.guarantee == "dp" and leak is not None:
         raise ConfigurationError(
-            f"{leak} in a trial under privacy={mode.name}: its card would have no claim. Remove it."
+            f"{leak} in a trial under privacy={mode.name}: its card would have no claim, and no reservation in the "
+            "data-set ledger bounds its cost. Remove it."
         )

@@ -109,7 +109,8 @@ def check_synthetic(data: Any, split: str) -> None:
     """Refuse a ``split`` declared synthetic that does not match a privacy card."""
     if not hasattr(data, "privacy_card_path"):
         raise ConfigurationError(
-            f"Declared synthetic, but {type(data).__name__} has no privacy card. Use datamodule=synthetic."
+            f"Declared synthetic, but {type(data).__name__} reads data without a privacy card. Use "
+            "datamodule=synthetic, or declare the kind of the queries."
         )
     if split != "train" and getattr(data, "evaluation", None) is not None:
         raise ConfigurationError(

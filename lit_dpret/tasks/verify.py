@@ -42,7 +42,8 @@ class Verify(Settings):
             )
         if _is_dataset_ledger(self.card):
             raise ConfigurationError(
-                f"task.card={self.card} is the ledger of a data set. Name a card: it states what all runs cost."
+                f"task.card={self.card} is the ledger of a data set, and no card. The card of a run that names it "
+                "states what all runs cost together ('all runs on this data set')."
             )
         asked = (
             "parents", "allow_missing_parents", "allow_missing_ledger", "public_key", "protocols", "self_contained"
@@ -62,7 +63,8 @@ class Verify(Settings):
             )
         if found.failed:
             raise VerificationError(
-                f"{len(found.failed)} checks failed, the first: {found.failed[0].artefact}, {found.failed[0].check}."
+                f"{len(found.failed)} of {len(found.findings)} checks failed, the first: {found.failed[0].artefact}, "
+                f"{found.failed[0].check}."
             )
         for path in signed:
             say(f"signed: {path}")

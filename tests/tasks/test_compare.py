@@ -90,7 +90,7 @@ def test_runs_without_judgements_or_without_a_common_data_set_are_refused(tmp_pa
     a, b = system(tmp_path / "a", GOOD, ("one", "two")), system(tmp_path / "b", BAD, ("three", "four"))
     with pytest.raises(DataError, match="no data set in common"):
         Compare(run_a=a, run_b=b).run(no_parts(tmp_path / "out"))
-    with pytest.raises(ConfigurationError, match=r"task\.qrels="):
+    with pytest.raises(ConfigurationError, match="one file of judgements, and the runs are of 2 data sets"):
         Compare(run_a=a, run_b=a, qrels=a / "one" / "qrels.trec").run(no_parts(tmp_path / "out"))
 
 

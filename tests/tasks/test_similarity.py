@@ -233,7 +233,7 @@ def test_public_queries_mark_no_card(carded: Path, made: Path, tmp_path: Path, m
 
 def test_what_is_declared_synthetic_is_held_against_its_card(carded: Path, made: Path, tmp_path: Path) -> None:
     task = Similarity(synthetic=made, reference="synthetic", measures=["overlap"])
-    with pytest.raises(ConfigurationError, match="datamodule=synthetic"):
+    with pytest.raises(ConfigurationError, match="PairsDataModule reads data without a privacy card"):
         task.run(parts(tmp_path / "run", pairs(made)))
     task.run(parts(tmp_path / "run", lambda: SyntheticDataModule(folder=carded)))
     with (carded / "queries.jsonl").open("a", encoding="utf-8") as file:
