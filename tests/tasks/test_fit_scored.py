@@ -77,7 +77,7 @@ def test_public_data_of_its_own_may_be_scored_by_its_train_split(tmp_path: Path)
 
 
 def test_synthetic_queries_are_held_against_their_card(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no privacy card"):
+    with pytest.raises(ConfigurationError, match="privacy card"):
         run(tmp_path, Told(), data="synthetic")
     log = PairsDataModule(folder=tmp_path / "log")
     made = SyntheticDataModule(folder=write_synthetic(tmp_path / "made", log))
