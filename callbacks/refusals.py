@@ -122,7 +122,7 @@ def refuse_broken_claims(trainer: L.Trainer, module: Any, data: Any) -> None:
 
 
 def complaints(trainer: L.Trainer, module: Any, data: Any) -> list[LitDpretError]:
-    """Yield everything that `refuse_broken_claims` would raise, one after the other."""
+    """Return everything that `refuse_broken_claims` would raise, one after the other."""
     candidate, found = Candidate(trainer, module, data), []
     for check in candidate.checks:
         try:
@@ -156,8 +156,8 @@ def _starts_from_numbers(run: Candidate) -> None:
     for name, parameter in run.module.named_parameters():
         if not parameter.is_meta and not bool(parameter.detach().isfinite().all()):
             raise ConfigurationError(
-                f"{name} of {type(run.module).__name__} holds NaN or infinity before the first step, so every loss "
-                "would, and a unit without a finite loss adds nothing: the budget would be spent on noise alone. Load "
+                f"{name} of {type(run.module).__name__} holds NaN or infinity before the first step: no loss would be "
+                "finite, so no unit would contribute, and the budget would be spent on noise alone. Load "
                 "other weights (model.pretrained, model.encoder or init_from)."
             )
 

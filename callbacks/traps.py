@@ -130,7 +130,7 @@ TRAPS: tuple[Trap, ...] = (
     Trap("T37", "Rounding that nobody charges", "construction",
          "A unit is clipped to a little less than the bound, so rounding does not bring it above what is charged."),
     Trap("T38", "A data set that answers with another unit", "loader",
-         "No row came for two units, each draw was answered by itself, and each step had all its batches once."),
+         "No row was returned for two units, every draw got its own unit, and no batch was missing or repeated."),
     Trap("T39", "Comparisons in low precision that depend on the batch", "settings",
          "Rows keep their gradients when a unit is gone: all is computed in float32, or in batches of one shape in "
          "which units keep their places. What a row is compared with is found without the other rows."),
@@ -153,7 +153,7 @@ def pitfalls_page() -> str:
             "",
             meaning,
             "",
-            "| | The mistake | Looked for in | Instead |",
+            "| | The mistake | Looked for in | What holds here, or what to do |",
             "|---|---|---|---|",
         ]
         lines += [

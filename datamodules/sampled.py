@@ -63,8 +63,8 @@ class SampledDataModule(LightningDataModule):
     Guarantees:
         - There is no train loader before a sampler is attached.
         - Iterating the loader draws nothing from torch's global random state.
-        - A setting that says which data these are is that of the data that are read: it cannot be set later, in this
-          object or in a copy. `dataclasses.replace` makes a DataModule that reads anew.
+        - Settings that choose the data are fixed at construction, in this object and in copies of it.
+          `dataclasses.replace` makes a DataModule that reads again.
 
     Args:
         sampling: How the plan should draw units.

@@ -123,9 +123,9 @@ def planted_text(planted: Mapping[str, Any]) -> str:
     """Describe planted canaries."""
     return (
         f"{planted['canaries']} canaries were planted in the training data of this artefact, or of what it was derived "
-        f"from, as at most {planted['units']} units of their own; n counts them. Where an audit tossed coins, "
-        "those that showed tails stand there without their text, or, under add_or_remove, not at all, and how many "
-        "they were is told to nobody. This is the canaried model. The set was fixed "
+        f"from, as at most {planted['units']} units of their own; n counts them. If an audit flipped a coin for "
+        "each, those with tails were planted blank (or, under add_or_remove, left out), and their number is not "
+        "disclosed. This is the canaried model. The set was fixed "
         f"before training by its SHA-256, {planted['sha256']}."
         + (f" Their words come from {planted['words']}." if "words" in planted else "")
     )
@@ -478,8 +478,8 @@ def _accounting_blocks(card: Card) -> list[Block]:
 
 
 _GROUPS_TEXT = (
-    "What several units are worth together, at the same delta, by the pld accountant: a person who contributed so "
-    "many, or a text that was recorded so often:"
+    "Epsilon for several units together, at the same delta, by the pld accountant: for one person with that many units, "
+    "or a text recorded that often:"
 )
 
 

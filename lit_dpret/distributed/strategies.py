@@ -85,7 +85,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Strategy(
         "plain_deepspeed",
         refused="its checkpoints are folders of pickles, which a kill can leave half written, and nothing tells "
-        "a module who takes its gradients; lit_dpret.distributed.zero.ZeroStrategy does both",
+        "a module who takes its gradients; use lit_dpret.distributed.zero.ZeroStrategy, which has neither problem",
     ),
     Strategy("ddp_spawn", refused="what the callbacks learn in a spawned process, epsilon above all, is lost with it"),
     Strategy("ddp_fork", refused=_FORKED),

@@ -114,15 +114,15 @@ class PrivateModule(Checkpointed):
     #: Whether batches are filled up to a fixed shape for a compiler; None for XLA devices only. A module that
     #: implements ``place_rows`` may say other than False. In low precision under a guarantee they are in any case.
     fixed_shapes: bool | None = False
-    #: Features whose sizes may follow from the rows of a batch also in a fixed shape: lists of numbers for each row,
-    #: as long as the longest of them, from which nothing but a mask is computed, as where right answers stand.
+    #: Features that may vary in width even in batches of fixed shape, such as lists of the places of right answers.
+    #: Only masks may be computed from them.
     ragged_features: Sequence[str] = ()
-    #: Names that no private row is behind but through trained weights, which the card takes on trust: of numbers that
-    #: the module logs under a guarantee, and of what its hooks write between batches, as a teacher.
+    #: Names of logged numbers, and of tensors that hooks write (such as a teacher), that depend on private rows only
+    #: through the trained weights. Declared, not checked; the card says so.
     public_metrics: Sequence[str] = ()
-    #: Whether a unit that fails in a step for any reason counts for nothing, instead of ending the training: for a fit
-    #: from weights of somebody who must not learn from a failure which rows are private (`PhysicalBatches`). One that
-    #: does not fit into memory counts for nothing under every guarantee.
+    #: Whether a unit whose computation fails counts as zero instead of ending the run: for weights from an untrusted
+    #: party, to whom a failure could reveal private rows (`PhysicalBatches`). One that does not fit into memory counts
+    #: as zero under every guarantee.
     drops_failing_units: bool = False
     #: Which functions may not read other rows, and what else can be done, for messages.
     way_out_of_coupling: str = (

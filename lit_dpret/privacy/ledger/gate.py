@@ -98,7 +98,7 @@ def refuse_other_sums(trainer: Any) -> None:
     if trainer.gradient_clip_val:
         raise ConfigurationError(
             f"trainer.gradient_clip_val={trainer.gradient_clip_val:g} clips the sum over the batch, which bounds "
-            "nothing that one unit does. Set privacy.max_grad_norm, and leave it null.",
+            "nothing that one unit does. Leave it null, and set privacy.max_grad_norm instead.",
             trap="T16",
         )
 

@@ -9,8 +9,9 @@ The training loop, the accountant, the ledger and the card do not know which mod
 * ``privatize``: return the update, with what was done to it.
 
 Everything else has a default here. An undeclared capability (an attribute of `PrivacyMode`, such as ``strategies``) is
-refused. A mode that adds noise derives from `GaussianMode`, which defines the last four and asks for ``plan``, the
-bound on how far one unit moves the sum; its ``attach`` also sets ``_sums``. A subclass of `DPSGD` inherits all of this
+refused. A mode that adds noise derives from `GaussianMode`, which defines all of these but ``name`` and asks for
+``plan``, the bound on how far one unit moves the sum; an ``attach`` of your own calls that of `GaussianMode` and sets
+``self._sums``. A subclass of `DPSGD` inherits all of this
 and its capabilities: narrow ``strategies`` to what was tested. ``facts`` are recorded with the plan and stand on the
 card.
 

@@ -39,7 +39,8 @@ class CoupledMode(GaussianMode):
     Guarantees:
         - Each drawn unit is assigned to one of ``sub_batches`` parts by a coin of its own; neighbouring
           data differ in one unit of one part.
-        - No part holds more than ``n_max`` units; a larger one is refused.
+        - No part holds more than ``n_max`` units: the sampler drops the surplus at random, and a larger batch from
+          elsewhere is refused.
         - The noise is calibrated to ``n_max``, never to the realised size, and added once to the sum over all parts.
 
     Args:
