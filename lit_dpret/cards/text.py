@@ -478,8 +478,8 @@ def _accounting_blocks(card: Card) -> list[Block]:
 
 
 _GROUPS_TEXT = (
-    "Epsilon for several units together, at the same delta, by the pld accountant: for one person with that many units, "
-    "or a text recorded that often:"
+    "Epsilon for several units together, at the same delta, by the pld accountant: for one person with that many "
+    "units, or a text recorded that often:"
 )
 
 

@@ -199,7 +199,7 @@ def test_a_folder_is_believed_only_as_far_as_its_manifest_goes(encoder: Path, tm
     with pytest.raises(DataError, match="index/2"):
         IndexFolder(made.folder)
     manifest.write_text(json.dumps({**json.loads(whole), "count": 99}))
-    with pytest.raises(DataError, match="holds 100 embeddings.*99"):
+    with pytest.raises(DataError, match=r"holds 100 embeddings.*99"):
         IndexFolder(made.folder)
     manifest.write_text("[]")
     with pytest.raises(DataError, match=r"index\.json cannot be read"):
