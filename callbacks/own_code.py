@@ -299,7 +299,7 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     return not unnamed
 
 
-#: About how many units `SameRows` compares.
+#: About how many units `UnchangedUnits` compares.
 _COMPARED = 16
 
 
@@ -325,7 +325,7 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
             _refuse_other_rows()
 
 
-class SameRows:
+class UnchangedUnits:
     """Compare some units of the training data set with what they were when the run began.
 
     A callback may change a data set while the run goes on, as one that repeats the rows with the largest losses: then

@@ -25,7 +25,7 @@ from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precis
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
-    SameRows,
+    UnchangedUnits,
     refuse_other_units,
     refuse_remembering_collation,
     refuse_replaced_sampler,
@@ -155,7 +155,7 @@ class PrivacyAccountant(Callback):
         self._noted: set[str] = set()
         self._begun = self._ended = self._in_batch = self._with_rows = self._counts_epochs = False
         self._strange: str | None = None
-        self._same_rows: SameRows | None = None
+        self._unchanged: UnchangedUnits | None = None
         self._updates.reset()
         for name in ("_run", "_gate", "_between", "_identity"):  # a missing one says that setup did not come so far
             vars(self).pop(name, None)
@@ -408,7 +408,7 @@ class PrivacyAccountant(Callback):
         if module.privacy.guarantee == "dp":
             refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
             if getattr(loader, "dataset", None) is not None:
-                self._same_rows = SameRows(loader.dataset, self.sampler)
+                self._unchanged = UnchangedUnits(loader.dataset, self.sampler)
         self._with_rows = False
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -522,7 +522,7 @@ class PrivacyAccountant(Callback):
             self._ranks.share(self._keep_covered)
         done = batch.step + 1
         if done & (done - 1) == 0:  # a power of two
-            self._compare_rows()
+            self._compare_units()
         if (fraction := self._gate.clip_fraction) is not None:
             tell(trainer, {"privacy/clip_fraction": fraction}, done)
         every = max(1, -(-self.planned_steps // max(1, self.eps_log_points)))
@@ -530,11 +530,11 @@ class PrivacyAccountant(Callback):
             spent = {"privacy/eps_spent": self._gate.share_epsilon(), "privacy/delta": self.plan.budget.delta}
             tell(trainer, spent, done)
 
-    def _compare_rows(self) -> None:
-        if self._same_rows is None:
+    def _compare_units(self) -> None:
+        if self._unchanged is None:
             return
         try:
-            self._ranks.together(self._same_rows.compare)
+            self._ranks.together(self._unchanged.compare)
         except DataError:
             self._gate.void_attempt()  # nobody knows since when
             raise
@@ -584,7 +584,7 @@ class PrivacyAccountant(Callback):
     # -- the end -----------------------------------------------------------------------------
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._compare_rows()
+        self._compare_units()
         self._ended = True
         self._allow_calls()  # what is called now teaches nothing: a model of last month may be compared with this one
         self._remember(pl_module)
