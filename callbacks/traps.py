@@ -97,7 +97,7 @@ TRAPS: tuple[Trap, ...] = (
          "Nothing stops, chooses, tunes or validates by private rows, and the loss of a row logs nothing. What a "
          "callback or a training step logs, and what a checkpoint holds, meets the gates of the fit."),
     Trap("T26", "Preparation that looked at private queries", "elsewhere",
-         "Decide on vocabularies, lengths, filters and the list of passages without the log; the card asks.",
+         "Decide on vocabularies, means, lengths, filters and the list of passages without the log; the card says so.",
          ("dp", "inherited"), "weakens"),
     Trap("T27", "Synthetic data whose claim is unknown", "settings",
          "The privacy card of the data describes the files that are read, and a DP mode is not given data with a card.",

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hydra.types import RunMode
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from stand_ins import records
 from test_cli import ROOT, call
@@ -276,7 +277,7 @@ def test_other_ends_keep_their_status(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_way_on_names_the_folder_of_what_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = SimpleNamespace(mode=cli.RunMode.RUN, runtime=SimpleNamespace(output_dir=tmp_path))
+    known = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(output_dir=tmp_path))
     monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(initialized=lambda: True, get=lambda: known))
     cli._note_place()
     assert "Nothing was begun" in cli._way_on()

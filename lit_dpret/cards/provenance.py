@@ -195,9 +195,10 @@ def declared_start(model: str | None, what: str = "training on the private data"
             "nor into the vocabulary, which is handed on with the model."
         )
         return Assumption(text, "unverified")
+    how = "as is assumed" if model in (None, "unstated") else "as declared"
     return Assumption(
-        f"No private data went into {_named(model)}, from which {what} started, as declared: numbers do not tell "
-        "where they come from.",
+        f"No private data went into {_named(model)}, from which {what} started, {how}: numbers do not tell where they "
+        "come from.",
         "unverified",
     )
 

@@ -209,6 +209,8 @@ def _declared(plan: PrivacyPlan, before: Sequence[int | None]) -> list[Assumptio
         *(Assumption(text, "unverified") for text in (
             *several,
             public,
+            "Whatever was done to the rows before the run used each unit's own rows and public data alone: no mean, "
+            "vocabulary, filter or trained features of the private rows are in them.",
             "The noise is Gaussian and unpredictable to whoever does not hold its secret, and the secret stays secret.",
             "Nothing else that was computed from the private data was let out: no loss, metric or chosen checkpoint.",
         )),
