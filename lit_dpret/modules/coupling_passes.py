@@ -252,13 +252,13 @@ class Passes:
 
         What is made anew in every batch, or for each row alone, makes no difference.
         """
-        now = self._afresh(rows.as_they_are())
         if not (names := self._kept_state.reset_to_tensors_of(earlier, public)):
             return
         try:
             before = self._losses(rows.as_they_are())
         except Exception:  # other values of the module may say that these tensors are there
             return
+        now = self._afresh(rows.as_they_are())
         if _differ(now, before):
             raise UnsupportedModelError(
                 f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: the loss of the rows "
