@@ -64,6 +64,7 @@ class KeptState:
         kept = [t for values in held for t in _tensors_of(list(values.values())) if not _is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self._first = self._now = [_saved_values(values) for values in held]
+        self._marks = {id(space.owner): _marks(values) for space, values in zip(self._spaces, held, strict=True)}
 
     def begin(self) -> None:
         self._now = [_saved_values(_data_of(space)) for space in self._spaces]
@@ -81,9 +82,11 @@ class KeptState:
         found = []
         for space in self._spaces:
             values = before.get(id(space.owner), {})
-            held = {n: list(_tensors_of(v)) for n, v in _data_of(space).items() if n not in public | OF_A_RUN}
+            now, then = self._marks[id(space.owner)], earlier._marks.get(id(space.owner), {})
+            changed = {n for n in now if now[n] != then.get(n)} - public - OF_A_RUN
+            held = {n: list(_tensors_of(v)) for n, v in _data_of(space).items() if n in changed}
             # A view of a weight holds earlier values of that weight, and no more.
-            names = [n for n, v in held.items() if v and not any(_memory_of(t) in self._memory for t in v)]
+            names = [n for n, v in held.items() if not any(_memory_of(t) in self._memory for t in v)]
             space.write({n: values[n]() for n in names if n in values}, [n for n in names if n not in values])
             found += names
         return found
@@ -138,6 +141,12 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_data(v) for v in value.values())
     return isinstance(value, (list, tuple, set, deque)) and all(_is_data(v) for v in value)
+
+
+def _marks(values: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return checksums of the tensors that names hold, without those that are too large to copy."""
+    held = {name: [one for one in _tensors_of(value) if _is_copied(one)] for name, value in values.items()}
+    return {name: checksums(tensors) for name, tensors in held.items() if tensors}
 
 
 def _memory_of(tensor: Tensor) -> object:
