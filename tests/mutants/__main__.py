@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("lit_dpret", "callbacks", "datamodules", "reproduction", "configs", "tests", "pyproject.toml", "train.py")
+COPIED = (
+    "lit_dpret", "callbacks", "datamodules", "reproduction", "configs", "examples", "tests", "pyproject.toml",
+    "train.py",
+)  # fmt: skip
 FAILED = 1
 """What pytest exits with where tests ran and some failed; with anything else the mutant proves nothing."""
 
