@@ -19,6 +19,7 @@ CHILD = """
 import json, sys, time
 from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyAccountant
+from lit_dpret.callbacks.own_code import UnchangedUnits
 from lit_dpret.callbacks.origins import OwnWeights
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.module_state import HookWatch
@@ -50,6 +51,7 @@ for name in ("before", "after"):
     timed(StateWatch, name, "writes of the forward pass")
 timed(NoiseCheck, "verdict", "noise that is missing")
 timed(OwnWeights, "note_step", "values that others could copy")
+timed(UnchangedUnits, "compare", "units that the data set changed")
 timed(PrivacyAccountant, "_require_drawn", "units that were not drawn")
 timed(PrivateModule, "training_step", "all steps")
 out, sys.argv[1:] = sys.argv[1], sys.argv[2:]
