@@ -271,16 +271,21 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _read(group: str, name: str, text: str) -> Choice:
+def _with_shared(group: str, text: str) -> list[Key]:
+    """Return the keys of a file and of those that its defaults include, its own first."""
     node = yaml.compose(text, Loader=yaml.SafeLoader)
-    lines = text.splitlines()
-    found = list(_keys(node, lines)) if isinstance(node, yaml.MappingNode) else []
-    own = {key.name for key in found}
+    found = list(_keys(node, text.splitlines())) if isinstance(node, yaml.MappingNode) else []
     for part in (yaml.safe_load(text) or {}).get("defaults", ()):
         if isinstance(part, str) and part.startswith("_") and part != "_self_":
+            own = {key.name for key in found}
             shared = files(CONFIG_MODULE).joinpath(group, f"{part}.yaml").read_text(encoding="utf-8")
-            node = yaml.compose(shared, Loader=yaml.SafeLoader)
-            found += [key for key in _keys(node, shared.splitlines()) if key.name not in own]
+            found += [key for key in _with_shared(group, shared) if key.name not in own]
+    return found
+
+
+def _read(group: str, name: str, text: str) -> Choice:
+    lines = text.splitlines()
+    found = _with_shared(group, text)
     package = re.search(r"^# @package (\S+)", text, flags=re.MULTILINE)
     place = f"{package[1] if package else group}."
     place = "" if place in (".", "_global_.") else place

@@ -278,19 +278,24 @@ class PrivateModule(Checkpointed):
         self._loss_sum = 0.0
         self._losses.clear()
 
+    @property
+    def _hides_rows(self) -> bool:
+        """Whether nothing of a private row may be logged, or kept by a hook."""
+        return self.privacy.guarantee == "dp" and not self.log_private_loss
+
     def watch_hooks(self) -> None:
         """Start watching hooks, before those of the first batch run."""
-        if self.privacy.guarantee == "dp" and not self.log_private_loss:
+        if self._hides_rows:
             self._hooks.note_first(self)
 
     def _watched_update(self, optimizer: Any, coin: int) -> AbstractContextManager[None]:
-        if self.privacy.guarantee != "dp" or self.log_private_loss:
+        if not self._hides_rows:
             return nullcontext()
         return self._hooks.optimizing(self, optimizer, self._public() | ALWAYS, coin)
 
     def look_at_last_hooks(self, *, trained: bool) -> None:
         """Refuse what a hook wrote after the last batch, before it is saved."""
-        if self.privacy.guarantee == "dp" and not self.log_private_loss:
+        if self._hides_rows:
             self._hooks.compare_last(self, self._public() | ALWAYS, trained=trained)
 
     def receive_handover(self, handover: Handover) -> None:
@@ -320,8 +325,7 @@ class PrivateModule(Checkpointed):
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log as Lightning does; under a guarantee, only declared public values or declared leaks."""
-        watched = self.privacy.guarantee == "dp" and not self.log_private_loss
-        if watched and name not in self._public() and not tells_progress(name, value, self._trainer):
+        if self._hides_rows and name not in self._public() and not tells_progress(name, value, self._trainer):
             raise undeclared_metric(repr(name), self.privacy)
         if not self._rehearses:
             super().log(name, value, *args, **kwargs)
@@ -367,8 +371,7 @@ class PrivateModule(Checkpointed):
 
     def training_step(self, batch: UnitBatch, batch_idx: int) -> None:
         guard = self._counted_by
-        watched = self.privacy.guarantee == "dp" and not self.log_private_loss
-        if watched:
+        if self._hides_rows:
             self._or_hold_error(lambda: self._hooks.compare(self, batch, self._public() | ALWAYS))
         with self._handover.clipping():
             split = self.may_split
@@ -394,7 +397,7 @@ class PrivateModule(Checkpointed):
                     "(model.optimizer.name=adafactor or sgd), a strategy that shards, or model.lora. Then go on with "
                     "resume=true."
                 ) from error
-        if watched:
+        if self._hides_rows:
             coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
             self._hooks.note(self, coin, ends_epoch=self._is_last_of_something())
 
@@ -496,7 +499,7 @@ class PrivateModule(Checkpointed):
         self.updating = False
         if self.privacy.guarantee == "dp":  # of released weights alone, so that an end by them tells nothing further
             self._ranks.together(lambda: refuse_infinite(self, step), quick=True)
-        if self.log_private_loss or self.privacy.guarantee != "dp":
+        if not self._hides_rows:
             self.log("train/loss", self._loss_sum / max(units, 1), on_step=True, prog_bar=True, batch_size=1)
         self._loss_sum = 0.0
 

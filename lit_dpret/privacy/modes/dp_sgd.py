@@ -37,7 +37,7 @@ class DPSGD(GaussianMode):
         - What `GaussianMode` guarantees.
 
     Args:
-        max_grad_norm: L2 bound on one unit's gradient. The command line sets 0.1 (``configs/privacy/dp_sgd.yaml``),
+        max_grad_norm: L2 bound on one unit's gradient. The command line sets 0.1 (``configs/privacy/_clipped.yaml``),
             which suits the text models here; 1.0 is what other libraries take.
         engine: ``ghost`` (fast, exact), ``ghost_tf32`` or ``ghost_bf16`` (its products with low-precision inputs, for
             accelerators; norms bounded from above), ``vmap`` (as ghost, and torch.func for layers that ghost
