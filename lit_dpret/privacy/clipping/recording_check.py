@@ -53,10 +53,17 @@ def row_pattern(loss: Tensor, rows: int) -> int | None:
     found: list[object] = []
     names: list[str] = []
     outputs: list[tuple[int, int, int]] = []
-    for node, inputs in _walk(loss):
+    seen: set[Node] = set()
+    queue = [loss.grad_fn]
+    while queue:  # `_walk` written out: this runs in every batch, and takes half as long
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
         name = node.name()
         names.append(name)
-        for place, (_, nr) in enumerate(inputs):
+        for place, (parent, nr) in enumerate(node.next_functions):
+            queue.append(parent)
             if nr:  # which of several outputs goes where tells rows apart that a list has put in another order
                 outputs.append((len(names), place, nr))
         picks = _READ.get(name)
