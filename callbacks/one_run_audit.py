@@ -25,10 +25,10 @@ from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.one_run import SHARES, Refutation, both_ends, both_ends_audit, perfect_scores, refute
 from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks.planning import ledger_of
-from lit_dpret.callbacks.privacy_card import MODEL_FOLDER, PrivacyCard
+from lit_dpret.callbacks.privacy_card import PrivacyCard
 from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.claim import ClaimedCurve, claimed_curve, planned_curve
-from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, read_card
 from lit_dpret.cards.text import ALARM, AUDIT_EVENT, BOUND
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.budget import show_delta

@@ -21,6 +21,7 @@ from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.callbacks.retrieval_evaluation import SHARED_BY_CHANCE
 from lit_dpret.cards.amendments import with_notes
 from lit_dpret.cards.card import CARD_NAME, CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
+from lit_dpret.cards.file import MODEL_FOLDER
 from lit_dpret.cards.provenance import (
     declared_start,
     environment_facts,
@@ -44,7 +45,6 @@ from lit_dpret.privacy.ledger.judgement import Assumption, leaks
 from lit_dpret.settings import require_choice
 from lit_dpret.texts import train_queries
 
-MODEL_FOLDER = "model"
 _NEEDS = "PrivacyCard needs the PrivacyAccountant callback before it: the card is made from its ledger."
 
 

@@ -25,6 +25,8 @@ from lit_dpret.settings import is_number, require_choice
 SCHEMA = "lit-dpret/privacy-card/1"
 SIGNATURE_NAME = "privacy_card.sig"
 PROVENANCE, README = "provenance", "README.md"
+MODEL_FOLDER = "model"
+"""Where a run leaves its model."""
 CARD_FILES = (CARD_NAME, "privacy_card.md", "privacy_card.html", SIGNATURE_NAME)
 
 ArtifactType = Literal["weights", "dataset", "index", "histogram"]

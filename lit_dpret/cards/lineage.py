@@ -83,7 +83,8 @@ class Lineage:
     def ledger(self, card: Mapping[str, Any], beside: Path) -> Path | None:
         """Return the ledger that a card names: one that contains its head, or one at a run's usual path."""
         ledger = card["ledger"]
-        name, head = Path(str(ledger["name"])).name, str(ledger["head"]).encode()
+        name = Path(str(ledger["name"])).name
+        head = f'"hash":"{ledger["head"]}"'.encode()  # of a record; a run that started there names the same head
         places = (beside.parent, beside.resolve().parent.parent)
         usual = [path for folder in places if self._may_look(path := folder / name)]
         for path in chain(usual, self._files(name)):  # which walks folders only as far as it is asked to

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.amendments import versions
-from lit_dpret.cards.file import CARD_NAME, SIGNATURE_NAME, card_path, card_sha256, read_card
-from lit_dpret.cards.start import MODEL_FOLDER
+from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, SIGNATURE_NAME, card_path, card_sha256, read_card
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import read_json, write_whole
 from lit_dpret.privacy.ledger.chain import canonical_json

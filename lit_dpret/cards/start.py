@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.check import verify_card
-from lit_dpret.cards.file import CARD_NAME, card_above, card_sha256, read_card
+from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, card_above, card_sha256, read_card
+from lit_dpret.cards.lineage import Lineage
 from lit_dpret.cards.text import charges_every_unit, contradicted
+from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, release_from_dict
@@ -39,8 +41,6 @@ from lit_dpret.privacy.ledger.run_ledger import (
 )
 from lit_dpret.privacy.plan import EVOLUTION, PrivacyPlan
 
-MODEL_FOLDER = "model"
-
 
 @dataclass(frozen=True)
 class Start:
@@ -52,9 +52,10 @@ class Start:
     # ``head`` (the last record of a step in its own ledger), ``mode`` (where it trained nothing), ``unit``, ``unit_by``
     # (what rows made one), ``neighbours``, ``duplicates``, ``epsilon``, ``delta``, ``n_public`` (of the largest data
     # set in its chain whose size is public) and ``units`` (the releases of each run of its chain, with its
-    # ``max_units_per_user``) where there are any.
+    # ``max_units_per_user``) where there are any; ``synthetic`` where it was trained on data that private runs made.
     facts: Mapping[str, Any]
     knob: str = "init_from"  # the setting that named it, for messages
+    ledger: Path | None = None  # of its releases; None where there are none
 
     def releases(self) -> list[Release]:
         """Return the releases of the start; none for a public one."""
@@ -68,7 +69,7 @@ class Start:
         """Return the run of the start if the data-set ledger does not count it yet; refuse any other ledger."""
         if self.facts["public"]:
             return ()
-        records = PrivacyLedger.read(self.folder / str(read_card(self.folder)["ledger"]["name"])).records
+        records = [] if self.ledger is None else PrivacyLedger.read(self.ledger).records
         known = counted_in(records)
         if dataset is not None and dataset.path.exists() and dataset.begin() in known:
             if not {record["run_id"] for record in records if record["kind"] == "plan"} & dataset.run_ids():
@@ -209,6 +210,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     Guarantees:
         - A private start is taken only if its card agrees with its ledger, file for file and number for number.
         - A start whose card an audit contradicts has no guarantee to pass on.
+        - A start that was trained on synthetic data costs what the private runs behind these data cost. Their cards and
+          ledgers have to lie near it, and to verify with its own.
         - Without a card, only a declaration (``public``) makes a start public; a card, note or ledger that tells of a
           training under any mode but ``privacy=none`` cannot be declared away. Whether the data of ``privacy=none``
           were public is the declaration.
@@ -237,12 +240,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     facts |= {"card_sha256": sha256, "guarantee": claim["guarantee"], "parents": parents}
     if public:
         return Start(folder, facts, knob)
-    if card["mechanism"]["kind"] == "post_processing":
-        raise ConfigurationError(
-            f"{knob}={run} carries the claim of {card['parents'][0]['name']!r}, whose releases are in another ledger. "
-            "Start from a run that was trained on the private data itself."
-        )
-    ledger = folder / str(card["ledger"]["name"])
+    derived = card["mechanism"]["kind"] == "post_processing"
+    ledger = _ledger_behind(card, folder, f"{knob}={run}") if derived else folder / str(card["ledger"]["name"])
     votes = card["mechanism"].get("mode") == EVOLUTION
     if card["subject"]["artifact_type"] != "weights" and not (votes and knob == "task.generator"):
         raise ConfigurationError(
@@ -266,6 +265,11 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     facts |= {"mode": EVOLUTION} if votes else {}
     facts["head"] = _last_noise(records) or card["ledger"]["head"]
     facts["runs"] = [ledger_identity(records), *(recorded_start(records) or {}).get("runs", [])]
+    if derived:
+        facts["synthetic"] = True
+        facts["runs"] += [f"claim {card['ledger']['head']}"]  # which weights trained on these data are noted with
+        if (own := folder / LEDGER_NAME).is_file():
+            facts["runs"] += [ledger_identity(PrivacyLedger.read(own).records)]
     facts["releases"] = [replace(release, label="earlier run").to_dict() for release in releases]
     facts["tuning"] = {key: card["tuning"].get(key) for key in ("data", "accounted", "text")}
     if contradicted(card):
@@ -283,7 +287,21 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts["units"] = [
             {"max_units_per_user": most, "releases": [release.to_dict() for release in own]} for own, most in runs
         ]
-    return Start(folder, facts, knob)
+    return Start(folder, facts, knob, ledger)
+
+
+def _ledger_behind(card: Mapping[str, Any], folder: Path, given: str) -> Path:
+    """Return the ledger of a derived card's claim; refuse one that does not verify with all cards before it."""
+    if failed := verify_chain(folder).failed:
+        raise DataError(
+            f"{given} was trained on data that a private run made, and does not verify with the runs before it: "
+            f"{failed[0].artefact}, {failed[0].check}: {failed[0].text} Their folders have to lie near it."
+        )
+    lineage = Lineage()
+    lineage.look_near(folder / CARD_NAME)
+    if (ledger := lineage.ledger(card, folder / CARD_NAME)) is None:
+        raise DataError(f"{given}: the ledger of {card['parents'][-1]['name']} is not near it. Put its folder back.")
+    return ledger
 
 
 def _refuse_what_was_private(folder: Path, knob: str, run: str | Path) -> None:

@@ -21,12 +21,20 @@ from lit_dpret.cards.amendments import versions
 from lit_dpret.cards.card import SIGNOFF, said
 from lit_dpret.cards.check import Place, Recheck, changed_files, recheck
 from lit_dpret.cards.claim import uncovered
-from lit_dpret.cards.file import CARD_FILES, CARD_NAME, README, SIGNATURE_NAME, card_path, card_sha256, read_card
+from lit_dpret.cards.file import (
+    CARD_FILES,
+    CARD_NAME,
+    MODEL_FOLDER,
+    README,
+    SIGNATURE_NAME,
+    card_path,
+    card_sha256,
+    read_card,
+)
 from lit_dpret.cards.hub import claim_metadata
 from lit_dpret.cards.lineage import FoundCard, Lineage, link_problems, passed_on
 from lit_dpret.cards.provenance import CHANGED, code_commit, protocol_facts
 from lit_dpret.cards.signature import check_signature, public_key_fingerprint
-from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import audit_problems, card_html, card_markdown, privacy_line, statement
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, first_line, in_words
 

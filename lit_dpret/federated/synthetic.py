@@ -14,9 +14,8 @@ from typing import Any
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.callbacks.progress import StepProgress
-from lit_dpret.cards.file import CARD_NAME, read_card
+from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, read_card
 from lit_dpret.cards.lineage import Lineage
-from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import SiloDataModule

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_dpret.encoders import Side, TextEncoder
-from lit_dpret.encoders.st_folder import save_sentence_transformer
+from lit_dpret.encoders.st_folder import load_towers, save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import OutputFolder
 from lit_dpret.losses import InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, PublicPoolSoftmaxLoss, false_negatives
@@ -67,7 +67,9 @@ class FrozenDualEncoder(PairModule):
         privacy: The privacy mode.
         optimizer: Name, learning rate and schedule of the optimizer.
         encoder: ``minilm``, a hub name, a model folder, or a ready `TextEncoder` whose own lengths
-            and prefixes then hold. It must not have been trained on the private queries.
+            and prefixes then hold. It must not have been trained on the private queries. From a folder that
+            `save_model` wrote with ``head="query"``, training goes on with that head, and with the lengths and
+            prefixes of that run.
         head: ``query``, ``both`` for a head on either side, or ``shared`` for the same head on both.
         head_dim: Let a head learn in so many principal directions of the public passages alone, and leave what
             lies across them as it is; null for all directions. It has as many parameters as the square of this
@@ -166,8 +168,9 @@ class FrozenDualEncoder(PairModule):
                 f"model.pool_size={pool_size} must be null with model.head={head}, which has no pool."
             )
         self.pretrained = str(encoder) if isinstance(encoder, (str, Path)) else None
+        base, trained = _trained_head(encoder) if head == "query" and head_dim is None else (None, None)
         tower = make_encoder(
-            encoder,
+            base or encoder,
             query_max_length=max_query_length,
             passage_max_length=max_passage_length,
             query_prefix=query_prefix,
@@ -180,7 +183,7 @@ class FrozenDualEncoder(PairModule):
             )
         self.head = head
         width = head_dim or tower.dim
-        self.query_head = _identity(width)
+        self.query_head = _identity(width) if trained is None else trained
         self.passage_head = _identity(width) if head == "both" else None
         #: The directions that a head learns in, as columns; saved with the head, which means nothing without them.
         self.register_buffer("basis", None if head_dim is None else torch.zeros(tower.dim, head_dim))
@@ -407,6 +410,18 @@ def _identity(dim: int) -> nn.Linear:
     head = nn.Linear(dim, dim, bias=False)
     nn.init.eye_(head.weight)
     return head
+
+
+def _trained_head(encoder: str | Path | TextEncoder) -> tuple[TextEncoder | None, nn.Linear | None]:
+    """Return the frozen encoder and the query head in a folder that `save_model` wrote; None of other encoders."""
+    if isinstance(encoder, TextEncoder) or not Path(encoder).expanduser().is_dir():
+        return None, None
+    query, passage = load_towers(encoder)
+    head = query.projection
+    apart = query is passage or query.backbone is not passage.backbone or passage.projection is not None
+    if apart or head is None or head.bias is not None or head.in_features != head.out_features:
+        return None, None
+    return passage, head.requires_grad_(True)
 
 
 Progress = Callable[[int, int], None]

@@ -32,8 +32,7 @@ from lit_dpret.audit.statistics.scores import CanaryScores
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.cards.file import check_artefact
-from lit_dpret.cards.start import MODEL_FOLDER
+from lit_dpret.cards.file import MODEL_FOLDER, check_artefact
 from lit_dpret.cards.text import BOUND, privacy_line
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, UnsupportedAccountingError

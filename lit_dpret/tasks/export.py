@@ -15,7 +15,7 @@ import torch
 
 from lit_dpret.callbacks.checkpoint_files import newest_checkpoint
 from lit_dpret.cards.card import CardFacts, inherit_card, read_card, subject_of, write_card
-from lit_dpret.cards.file import CARD_FILES, CARD_NAME, PROVENANCE, README
+from lit_dpret.cards.file import CARD_FILES, CARD_NAME, MODEL_FOLDER, PROVENANCE, README
 from lit_dpret.cards.hub import (
     base_model_of,
     check_license,
@@ -26,7 +26,6 @@ from lit_dpret.cards.hub import (
 )
 from lit_dpret.cards.lineage import copy_lineage, refuse_told_failures
 from lit_dpret.cards.provenance import environment_facts
-from lit_dpret.cards.start import MODEL_FOLDER
 from lit_dpret.cards.text import privacy_line, statement
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.cards.verification import verify_chain

@@ -25,8 +25,8 @@ from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints, newest_checkp
 from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.cards.card import CARD_NAME, read_card
-from lit_dpret.cards.file import check_artefact
-from lit_dpret.cards.start import MODEL_FOLDER, Start
+from lit_dpret.cards.file import MODEL_FOLDER, check_artefact
+from lit_dpret.cards.start import Start
 from lit_dpret.cards.text import privacy_line, total_of_runs
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError, UnplannedError

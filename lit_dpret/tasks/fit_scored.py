@@ -14,7 +14,7 @@ import torch
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.callbacks.retrieval_evaluation import trains_on
-from lit_dpret.cards.start import MODEL_FOLDER
+from lit_dpret.cards.file import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.settings import Count

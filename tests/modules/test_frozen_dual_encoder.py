@@ -472,3 +472,22 @@ def test_a_size_that_no_embedding_has_is_refused(dim: int) -> None:
 def test_what_cannot_go_with_public_passages_is_refused(gradient: Any, settings: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         of_mode(PublicPassages(passage_gradient=gradient, **NOISE), **settings)
+
+
+def test_training_goes_on_from_a_saved_query_head(tmp_path: Path) -> None:
+    first = frozen()
+    folder = first.save_model(tmp_path / "model")
+    again = FrozenDualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=folder)
+    assert torch.equal(again.query_head.weight, first.query_head.weight) and again.query_head.weight.requires_grad
+    assert [name for name, each in again.named_parameters() if each.requires_grad] == ["query_head.weight"]
+    for side, texts in (("query", QUERIES), ("passage", PASSAGES)):
+        found = [getattr(one, f"encode_{'queries' if side == 'query' else 'passages'}")(list(texts.values()))
+                 for one in (first, again)]  # fmt: skip
+        torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("settings", [{"head": "both", "negatives": "batch"}, {"head_dim": 2}])
+def test_a_saved_query_head_goes_on_as_one_alone(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = frozen().save_model(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match=r"model\.encoder"):
+        FrozenDualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), encoder=folder, **settings)
