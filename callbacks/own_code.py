@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
-from lit_dpret.privacy.content import content_of
+from lit_dpret.privacy.content import readable_content
 from lit_dpret.privacy.ledger.trained import objects_in
+from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.user_code import HOLD_NO_CODE, is_library, reads_of
 from lit_dpret.privacy.user_generators import kept_generators, own_generators, seed_everywhere
@@ -104,7 +105,7 @@ def _depends_on_the_first(roots: Sequence[Any], calls: Sequence[Callable[[], Any
 
 def _answer(number: int, call: Callable[[], Any]) -> bytes | None:
     seed_everywhere(number)
-    return _content([call()])
+    return readable_content([call()])
 
 
 def _cut_back(containers: Sequence[tuple[dict[Any, Any] | list[Any], int]]) -> None:
@@ -310,7 +311,7 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
         found, own = [], []
         for first in (before, before, before, other):
             _ask(dataset, first)
-            found.append(_content(_ask(dataset, unit)[1]))
+            found.append(readable_content(_ask(dataset, unit)[1]))
             own.append(own_generators(islice(objects_in(dataset), _OBJECTS)))
         # The first answer may have filled a cache, and be another object than the next ones.
         if found[1] != found[2] or own[1] != own[2]:
@@ -325,11 +326,27 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
             _refuse_other_rows()
 
 
+def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> None:
+    """Refuse data that are others, or stand in another order, than when the run was planned.
+
+    ``begun`` is their fingerprint in the ledger, by a key that all ranks have. What one unit is was settled then: rows
+    that a callback shuffles since give one person's rows to several units, and other ones on each rank.
+    """
+    if begun not in (None, data.data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))):
+        raise DataError(
+            "The training data are others, or in another order, than when the run was planned: something, such as a "
+            "callback or a train_dataloader of one's own, changed them since, so a unit would hold rows of somebody "
+            "else. Leave the data as they are from setup on, and augment rows in dataset[draw] or collate_rows.",
+            trap="T38",
+        )
+
+
 class UnchangedUnits:
     """Compare some units of the training data set with what they were when the run began.
 
     A callback may change a data set while the run goes on, as one that repeats the rows with the largest losses: then
-    what one unit holds follows from others, and one row may stand in many units.
+    what one unit holds follows from others, and one row may stand in many units. Worker processes have copies, of which
+    some draws are compared.
     """
 
     def __init__(self, dataset: Any, sampler: PrivateBatchSampler) -> None:
@@ -350,12 +367,27 @@ class UnchangedUnits:
                     trap="T38",
                 )
 
+    def compare_drawn(self, contents: Mapping[Draw, bytes]) -> None:
+        """Refuse a data set that gives other rows for the same draws in a worker process than here."""
+        for draw, found in contents.items():
+            if self._of_draw(draw) not in (None, found):
+                raise DataError(
+                    f"The training data set gives unit {draw.unit} other rows in a worker process of the loader than "
+                    "in the main process, so one person's rows could be in several units. Let dataset[draw] depend on "
+                    "the draw alone, or set datamodule.num_workers=0.",
+                    trap="T38",
+                )
+
     def _contents(self) -> list[bytes | None]:
         return [self._of_unit(unit) for unit in self._units]
 
     def _of_unit(self, unit: int) -> bytes | None:
+        return self._of_draw(Draw(unit, 0, 0, False, seed=unit))
+
+    def _of_draw(self, draw: Draw) -> bytes | None:
         try:
-            return _content(_ask(self._dataset, unit)[1])
+            (found,) = [self._dataset[each] for each in SeededDraws([draw])]
+            return readable_content(answer_of(found)[1])
         except KeyboardInterrupt:
             raise
         except BaseException:  # it ends the run where the unit is drawn, by what is known of such ends
@@ -379,13 +411,6 @@ def _ask(dataset: Any, unit: int) -> Any:
 
 def _rows_of(dataset: Any, unit: int) -> list[Any]:
     return list(answer_of(_ask(dataset, unit))[1])
-
-
-def _content(rows: Any) -> bytes | None:
-    try:
-        return content_of(list(rows))
-    except Exception:  # rows that no worker process could send either
-        return None
 
 
 def refuse_false_bound(mode: Any, data: Any) -> None:

@@ -28,6 +28,7 @@ from lit_dpret.callbacks.own_code import (
     UnchangedUnits,
     refuse_other_units,
     refuse_remembering_collation,
+    refuse_replaced_rows,
     refuse_replaced_sampler,
     trusted_code,
 )
@@ -238,6 +239,7 @@ class PrivacyAccountant(Callback):
         run_id = ranks.share(lambda: self._open(trainer, module, data, planned, secret))
         self._identity = ranks.share(lambda: self._run.identity)
         self._in_dataset = ranks.share(lambda: self._dataset is not None)
+        self._fingerprint = ranks.share(lambda: self._run.data_fingerprint)
         stream = self._run.stream if ranks.is_first else KeyedStream(secret, run_id, secure_rng=mode.secure_rng)
         self.sampler = planned.sampler(data, stream, ranks=ranks)
         self.sampler.watched = self.plan is not None
@@ -406,6 +408,7 @@ class PrivacyAccountant(Callback):
         if not refuse_other_units(loader, self.sampler) and self._ranks.is_first:
             self.ledger.append("event", name=UNITS_UNNAMED, unit=module.privacy.unit)
         if module.privacy.guarantee == "dp":
+            refuse_replaced_rows(self._data, self._gate.stream, self._fingerprint)
             refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
             if getattr(loader, "dataset", None) is not None:
                 self._unchanged = UnchangedUnits(loader.dataset, self.sampler)
@@ -483,6 +486,8 @@ class PrivacyAccountant(Callback):
         """Refuse a step with other units than were drawn, on all ranks, before it is released."""
         try:
             self.sampler.require_drawn(batch)
+            if self._unchanged is not None:
+                self._unchanged.compare_drawn(batch.contents)
         except DataError as error:
             self._strange = str(error)
         if not batch.last:

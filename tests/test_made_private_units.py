@@ -17,7 +17,7 @@ from jsonschema import Draft202012Validator
 from lightning.pytorch.callbacks import Callback
 from own_modules import Classifier, card_in, data, fit, made, rows
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from lit_dpret import PrivacyAccountant, UnitDataModule, cards
 from lit_dpret.cards.card import write_card
@@ -184,9 +184,50 @@ def test_a_data_set_that_is_changed_while_the_run_goes_on_is_refused(when: str, 
     """As by mining hard examples: half of the units become the row with the largest loss."""
     mined, callback = Mined(), Callback()
     setattr(callback, when, lambda *_: mined.order.__setitem__(slice(0, 30), [7] * 30))
-    with pytest.raises(DataError, match="other rows than when the run began") as refused:
+    with pytest.raises(DataError, match="other rows") as refused:
         fit(tmp_path, made(noise_multiplier=4.0), data(mined), callbacks=[callback], max_steps=12)
     assert refused.value.trap == "T38" and card_in(tmp_path)["claim"]["guarantee"] != "dp"
+
+
+@pytest.mark.parametrize("when", ["on_fit_start", "on_train_start"])
+def test_rows_that_change_their_places_after_the_run_was_planned_are_refused(when: str, tmp_path: Path) -> None:
+    """Units were made of the rows where they stood: a person's rows would be in several of them."""
+    mined, callback = Mined(), Callback()
+    setattr(callback, when, lambda *_: mined.order.reverse())
+    users = {"unit_of": lambda row: mined.order[row] // 5, "unit_name": "user", "rows_per_unit": "all"}
+    grouped = data(mined, expected_batch_size=4, **users)
+    with pytest.raises(DataError) as refused:
+        fit(tmp_path, made(unit="record", noise_multiplier=4.0), grouped, callbacks=[callback], max_steps=2)
+    assert refused.value.trap == "T38" and card_in(tmp_path)["claim"]["guarantee"] != "dp"
+
+
+class Reshuffling(UnitDataModule):
+    """Shuffles the rows for the loader, after units were made of them."""
+
+    def train_dataloader(self) -> Any:
+        self.dataset.order.reverse()
+        return super().train_dataloader()
+
+
+def test_a_loader_of_ones_own_that_shuffles_the_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as refused:
+        fit(tmp_path, made(noise_multiplier=4.0), Reshuffling(Mined(), expected_batch_size=20), max_steps=2)
+    assert refused.value.trap == "T38"
+
+
+class PerWorker(Mined):
+    """Puts its rows in an order of each worker process."""
+
+    def __getitem__(self, row: int) -> Any:
+        info = get_worker_info()
+        return self.rows[(row + (0 if info is None else 1 + info.id)) % 60]
+
+
+def test_rows_that_depend_on_the_worker_process_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="num_workers") as refused:
+        fit(tmp_path, made(noise_multiplier=4.0), data(PerWorker(), num_workers=2), max_steps=2)
+    assert refused.value.trap == "T38" and card_in(tmp_path)["claim"]["guarantee"] != "dp"
+    fit(tmp_path / "same", made(noise_multiplier=4.0), data(Mined(), num_workers=2), max_steps=2)
 
 
 class Words(Dataset[Any]):

@@ -226,6 +226,9 @@ class UnitBatch:
     # For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
     # (`lit_dpret.privacy.batches.row_key`); empty where it is not known.
     origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # Of a few draws, what a worker process of the loader got for them (`lit_dpret.privacy.content.content_of`); empty
+    # where it is not compared.
+    contents: Mapping[Draw, bytes] = field(default_factory=dict)
 
     def owners_of_rows(self) -> tuple[Tensor, Tensor]:
         """Return the unit slot of each row, ``(rows,)``, and which slots are real, for a clipping engine.

@@ -11,10 +11,12 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, PADDING, Draw, FixedShape, UnitBatch, answer_of, digests_of, row_keys
 from lit_dpret.privacy.budget import RowsPerUnit
+from lit_dpret.privacy.content import readable_content
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import generators_now, kept_generators, seed_generators
 from lit_dpret.settings import require_choice
@@ -188,7 +190,10 @@ class UnitCollator:
         # Of all its rows, not of the one that was taken: the others must be its own as well.
         origin = tuple((draw.unit, row_keys(unit_rows, self._unit, or_row=self._or_row)) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
+        contents = {}
         self._looks = bool(drawn) and self._is_looked_at(first.step)
+        if self._looks and get_worker_info() is not None:  # which has a copy of the data set
+            contents = {draw: found for draw, rows in items[:ALONE] if (found := readable_content(rows)) is not None}
         features = self._collated(drawn) if drawn else None
         compares = self._looks and (self._shape is None or self._apart)
         alone = self._collated_alone(drawn[:ALONE]) if compares else None
@@ -214,6 +219,7 @@ class UnitCollator:
             alone=alone,
             digests=digests_of(features),
             origin=origin,
+            contents=contents,
         )
 
 

@@ -117,3 +117,11 @@ def _as_array(leaf: Any) -> Any:
     ):
         return leaf
     return leaf.detach().cpu().resolve_conj().resolve_neg().numpy()
+
+
+def readable_content(rows: Any) -> bytes | None:
+    """Return the content of some rows; None of those that no worker process could send either."""
+    try:
+        return content_of(list(rows))
+    except Exception:
+        return None

@@ -251,6 +251,11 @@ class PrivateRun:
             raise
         return run
 
+    @property
+    def data_fingerprint(self) -> str | None:
+        """The keyed fingerprint of the training data when this attempt was planned."""
+        return next((r.get("data_fingerprint") for r in reversed(self.ledger.records) if r["kind"] == "plan"), None)
+
     def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before.get("plan") is not None:
             plan = dict(before["plan"])
