@@ -667,3 +667,32 @@ def test_a_loss_without_a_value_on_rows_that_are_no_data_is_refused_before_the_l
     assert not (tmp_path / "refused" / "privacy_ledger.jsonl").exists()
     fit(tmp_path / "trained", made(public_rows=made_up), max_steps=2)
     assert card_in(tmp_path / "trained")["claim"]["guarantee"] == "dp"
+
+
+def _padded(given: list[Any]) -> Any:
+    texts, labels = zip(*given, strict=True)
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True), torch.tensor(labels)
+
+
+class _Summing(Classifier):
+    """Sums over all places of a text, those that it is filled up to included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(self.words(x).sum(1))
+        return found
+
+
+@pytest.mark.parametrize("long", [1, 2, 6])
+def test_padding_that_counts_is_refused_whoever_holds_the_longest_text(long: int, tmp_path: Path) -> None:
+    """The longest texts come first, where they are collated without the others too."""
+    torch.manual_seed(3)
+    texts = [torch.randint(1, 20, (60 if row < long else 2 + row,)) for row in range(12)]
+    log = [(text, row % 3) for row, text in enumerate(texts)]
+    units = UnitDataModule(log, sampling="full_batch")
+    with pytest.raises(UnsupportedModelError) as refused:
+        fit(tmp_path, made(_Summing(), collate_fn=_padded, noise_multiplier=4.0), units, max_steps=1)
+    assert refused.value.trap == "T11"

@@ -139,6 +139,8 @@ class CouplingCheck:
                     passes.compare_sizes(part)
                     if not module.privacy.units_apart:
                         passes.compare_rounding(rows)
+            if rows.batch.smallest is not None:
+                passes.compare_alone(rows.smallest(), of_pairs=module.privacy.candidates not in ("rows", "pool"))
             if not self._as_collated:
                 if self._earlier is not None and not is_lazy(module.device):
                     passes.compare_earlier(rows, self._earlier, module._public())

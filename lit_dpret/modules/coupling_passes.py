@@ -78,6 +78,16 @@ class Rows:
         )
         return Rows(self.module, part, slots)
 
+    def smallest(self) -> Rows:
+        """Return the unit that was collated by itself, as the kept one, and another one."""
+        slot, alone = self.batch.smallest or (self.slots[0], None)
+        slots = [slot, *(other for other in self.slots if other != slot)][:2]
+        inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
+        rows = take_rows(self.batch.rows, inside)
+        return Rows(
+            self.module, replace(self.batch, rows=rows, unit_ids=self.batch.unit_ids[inside], alone=alone), slots
+        )
+
     def keeping_the_last(self) -> Rows:
         return Rows(self.module, self.batch, self.slots, last=True)
 

@@ -220,6 +220,9 @@ class UnitBatch:
     # Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others, in a batch of
     # fixed shape placed at their slots of an otherwise empty one; None where it is not compared.
     alone: Any = None
+    # The slot of a unit, and what ``collate_rows`` makes of its rows by themselves: of some units the smallest one, in
+    # which padding to another one's length shows most. None where it is not compared, or the shape is fixed.
+    smallest: tuple[int, Any] | None = None
     # Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where it is not
     # compared.
     digests: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)
@@ -255,6 +258,7 @@ class UnitBatch:
             self,
             rows=rows,
             alone=alone,
+            smallest=None if self.smallest is None else (self.smallest[0], map_rows(move, self.smallest[1])),
             unit_ids=self.unit_ids.to(device),
             mask=self.mask.to(device),
             data_rows=None if self.data_rows is None else self.data_rows.to(device),
@@ -302,8 +306,9 @@ def split_batch(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
             unit_ids=batch.unit_ids[rows] - slots.start,
             mask=batch.mask[slots],
             data_rows=None if batch.data_rows is None else batch.data_rows[rows],
-            # It speaks of the first units of the whole batch.
+            # They speak of units of the whole batch.
             alone=None,
+            smallest=None,
         )
 
 

@@ -22,6 +22,8 @@ from lit_dpret.privacy.user_generators import generators_now, kept_generators, s
 from lit_dpret.settings import require_choice
 
 Collate = Callable[[list[Any]], Any]
+#: Of about how many units the smallest one is looked for.
+_SIZED = 16
 
 
 class RowsAlone:
@@ -148,6 +150,15 @@ class UnitCollator:
         found, again = self._collated(drawn), self._collated(drawn)
         return found if not self._draws and _equal(found, again) else None
 
+    def _smallest(self, drawn: Sequence[tuple[Draw, list[Any]]], slots: Sequence[int]) -> tuple[int, Any] | None:
+        """Return the slot and the features of the unit whose rows make the smallest tensors by themselves, of some."""
+        some = range(0, len(drawn), max(1, len(drawn) // _SIZED))
+        sizes = [sum(leaf.numel() for leaf in leaves(self._collated([drawn[each]])) if isinstance(leaf, Tensor))
+                 for each in some]  # fmt: skip
+        least = some[sizes.index(min(sizes))]
+        alone = self._collated_alone([drawn[least]])
+        return None if alone is None else (slots[least], alone)
+
     def _placed(self, shape: FixedShape, features: Any, slots: Sequence[int]) -> tuple[Any, Tensor]:
         with kept_generators():
             before = generators_now()
@@ -179,12 +190,14 @@ class UnitCollator:
 
     def __call__(self, items: list[tuple[Draw, Sequence[Any]]]) -> UnitBatch:
         slots: list[int] = []
+        with_rows: list[int] = []
         drawn: list[tuple[Draw, list[Any]]] = []
         items = [answer_of(item) for item in items]
         for slot, (draw, unit_rows) in enumerate(items):
             # `pick` has 62 bits, so the remainder favours no row by more than 2^-30.
             if chosen := [unit_rows[draw.pick % len(unit_rows)]] if self._one and unit_rows else list(unit_rows):
                 drawn.append((draw, chosen))
+                with_rows.append(slot)
                 slots.extend([slot] * len(chosen))
         first = items[0][0]
         # Of all its rows, not of the one that was taken: the others must be its own as well.
@@ -197,6 +210,8 @@ class UnitCollator:
         features = self._collated(drawn) if drawn else None
         compares = self._looks and (self._shape is None or self._apart)
         alone = self._collated_alone(drawn[:ALONE]) if compares else None
+        sized = alone is not None and self._shape is None and len(drawn) > 1
+        smallest = self._smallest(drawn, with_rows) if sized else None
         data_rows = None if self._shape is None else torch.zeros(0, dtype=torch.bool)
         if self._shape is not None and drawn:
             shape = self._shape
@@ -217,6 +232,7 @@ class UnitCollator:
             last=first.last,
             attempt=first.attempt,
             alone=alone,
+            smallest=smallest,
             digests=digests_of(features),
             origin=origin,
             contents=contents,
