@@ -20,6 +20,7 @@ import numpy as np
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.blocks import Grid, Paragraph, Section
 from lit_dpret.cards.card import read_card
+from lit_dpret.cards.start import model_folder
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
@@ -95,6 +96,12 @@ class Ablate(RetrievalStudy):
                     f"task.variants.{name}.queries={recipe.queries} is not one of task.generators: "
                     f"{', '.join(self.generators) or 'there are none'}."
                 )
+            splits = (recipe.start, recipe.eps) != (None, None)
+            if (self._budgets and splits) or recipe.start not in (None, *self.chosen):
+                raise ConfigurationError(
+                    f"task.variants.{name}: start={recipe.start} and eps={recipe.eps} split one budget between rows of "
+                    "one study. Give task.eps as one number, and let task.only name the row that it starts from."
+                )
             if self.delta is None and recipe.privacy.keywords.get("neighbours") == "add_or_remove":
                 raise ConfigurationError(
                     f"task.delta=null is 1 / (2 n), and neighbours=add_or_remove of task.variants.{name}.privacy makes "
@@ -146,6 +153,7 @@ class Ablate(RetrievalStudy):
         """Return the recipes, upper bounds first; at several budgets those that need none, and then each budget's."""
         order = ("bound", "baseline", "recipe")
         names = sorted(self.chosen, key=lambda name: order.index(self.variants[name].part))
+        names.sort(key=lambda name: self.variants[name].start is not None)  # after what they start from
         if not self._budgets:
             return [Cell(name) for name in names]
         cells = [Cell(name) for name in names if self.variants[name].guarantee == "none"]
@@ -182,7 +190,10 @@ class Ablate(RetrievalStudy):
         return bool(self.variants[cell.variant].guarantee == "dp")
 
     def kept_models(self) -> set[str]:
-        return {*super().kept_models(), *(f"generator-{name}" for name in self._asked_generators())}
+        return {*super().kept_models(), *self._starts(), *(f"generator-{name}" for name in self._asked_generators())}
+
+    def _starts(self) -> set[str]:
+        return {str(start) for name in self.chosen if (start := self.variants[name].start) is not None}
 
     def tried(self) -> dict[str, int | None]:
         trials = {f"generators.{name}": self.generators[name].trials for name in self._asked_generators()}
@@ -224,13 +235,19 @@ class Ablate(RetrievalStudy):
         noise, cap = self._calibrated(cell)
         data, margins = self._learned_from(cell, seed)
         data.cap = data.cap if cap is None else cap
+        start = None if recipe.start is None else self._run_dir / Cell(recipe.start).run(seed)
+        encoder = {} if start is None else {"encoder": str(model_folder(start))}
 
         def make_model() -> Any:
-            eps = self.eps if cell.eps is None else cell.eps
+            eps = recipe.eps or (self.eps if cell.eps is None else cell.eps)
             privacy = recipe.make_privacy(eps=eps, delta=self.claimed_delta(), seed=seed, noise_multiplier=noise)  # type: ignore[arg-type]
-            return self._make_retriever(privacy, **recipe.module_settings(seed=seed) | margins)
+            return self._make_retriever(privacy, **recipe.module_settings(seed=seed) | margins | encoder)
 
-        return self.score(self.fit(make_model, data, run.folder, seed=seed, resume=run.resume, **recipe.size()))
+        keep = cell.variant in self._starts()
+        trained = self.fit(
+            make_model, data, run.folder, seed=seed, resume=run.resume, start=start, keep=keep, **recipe.size()
+        )
+        return self.score(trained)
 
     def _learned_from(self, cell: Cell, seed: int) -> tuple[PairsDataModule, dict[str, Any]]:
         recipe, given = self.variants[cell.variant], cell.synthetic
@@ -259,7 +276,7 @@ class Ablate(RetrievalStudy):
         def make_privacy() -> PrivacyMode:
             known = read_card(self._run_dir / first)["mechanism"] if self._stages.is_done(first) else {}
             noise = {"noise_multiplier": known["noise_multiplier"]} if known else {}
-            return generator.privacy(eps=self.eps, delta=self.claimed_delta(), **noise)
+            return generator.privacy(eps=generator.eps or self.eps, delta=self.claimed_delta(), **noise)
 
         return self.generate(
             generator, make_privacy, self.passages, trained=f"generator-{name}-seed{seed}",

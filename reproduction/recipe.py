@@ -71,6 +71,9 @@ class Recipe:
     # Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and so many others,
     # instead of which passage is its own; null learns that.
     pseudo_labels: int | None = None
+    # The variant whose head it goes on with, that of the same training seed; the claim is then of both together.
+    start: str | None = None
+    eps: float | None = None  # of this training alone, where a budget is split; null for ``task.eps``
     # ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what every recipe
     # is tested against; else ``recipe``.
     part: Part = "recipe"
@@ -95,6 +98,12 @@ class Recipe:
             raise ConfigurationError(
                 f"task.variants: queries=pseudo are public, and privacy={self.mode.name} would protect nobody. "
                 "Choose privacy=none."
+            )
+        if self.start is not None and (self.guarantee != "dp" or self.head != "query" or self.head_dim is not None):
+            raise ConfigurationError(
+                f"task.variants: start={self.start} cannot go with privacy={self.mode.name}, head={self.head} and "
+                f"head_dim={self.head_dim}: a query head in all directions is trained on, under a mode that is charged "
+                "for what it started from. Leave start null, or set head=query and head_dim=null."
             )
         if self.pseudo_labels is not None and (self.queries is None or self.head != "query"):
             raise ConfigurationError(
@@ -156,7 +165,7 @@ class Recipe:
             "optimizer": f"{self.optimizer.name}, lr {self.optimizer.lr:g}, {self.optimizer.schedule}",
             "trials": self.trials, "queries": self.queries or ("synthetic" if self.learns_from_given else "private"),
             "per_passage": self.queries_per_passage if made else None, "round_trip": self.round_trip_filter,
-            **picked(self, "pseudo_labels", "head", "head_dim"),
+            **picked(self, "pseudo_labels", "head", "head_dim", "start"),
             "passages_of_a_query": None if made or self.learns_from_given else self.rows_per_unit,
         }  # fmt: skip
 
@@ -174,6 +183,7 @@ class GeneratorRecipe:
     top_p: float = 0.8  # nucleus
     temperature: float = 1.0  # divides the logits when queries are drawn
     trials: int | None = None  # how many settings were tried
+    eps: float | None = None  # where a budget is split; null for ``task.eps``
     # The folder of an earlier run whose model training starts from, in place of the model's own ``pretrained``. It is
     # declared public: nothing private may have gone into it, and the cards say from where they started. Null starts
     # from ``model.pretrained``.

@@ -191,19 +191,20 @@ class QueryStudy(Study):
 
     def fit(
         self, make_model: Callable[[], Any], data: PairsDataModule, folder: Path, *, seed: int, resume: bool,
-        steps: int, batch: int, trials: int | None, save_every: int = 5,
+        steps: int, batch: int, trials: int | None, save_every: int = 5, start: Path | None = None, keep: bool = False,
     ) -> Any:  # fmt: skip
-        """Train a retriever in its stage and return it; its files go unless models are kept."""
+        """Train a retriever in its stage, on from the run in ``start``, and return it; its files go unless kept."""
         L.seed_everything(seed, verbose=False)
         model = make_model()
         data.physical_batch_size = 2 * batch
         callbacks = stage_callbacks(
-            folder, resume=resume, label=folder.name, tuning_trials=trials, save_every=save_every, **self.tuning()
-        )
+            folder, resume=resume, label=folder.name, tuning_trials=trials, save_every=save_every,
+            accountant={"init_from": start}, **self.tuning(),
+        )  # fmt: skip
         train_retriever(
             model, data, folder, parts=self._parts, steps=steps, batch=batch, callbacks=callbacks, resume=resume
         )
-        if not self.keep_models:
+        if not (keep or self.keep_models):
             for name in ("model", "checkpoints"):
                 shutil.rmtree(folder / name, ignore_errors=True)
         return model

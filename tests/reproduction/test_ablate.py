@@ -67,6 +67,29 @@ def results(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "ablation.json").read_text(encoding="utf-8")))
 
 
+def test_a_row_goes_on_from_a_head_trained_on_synthetic_queries_and_claims_both(tmp_path: Path) -> None:
+    known = recipes(tmp_path)
+    known["seen"] = replace(known["made"], head="query", label="seen")
+    known["on"] = replace(known["base"], part="recipe", label="on", start="seen", eps=6.0)
+    study(tmp_path, variants=known, only=["seen", "on"], seeds=1).run(parts(tmp_path))
+    run = tmp_path / "run"
+    card, first = read_card(run / "on-seed0"), read_card(run / "seen-seed0")
+    assert card["claim"]["epsilon"] > first["claim"]["epsilon"] > 0
+    assert [parent["name"] for parent in card["parents"]][1:] == [parent["name"] for parent in first["parents"]]
+    (row,) = [row for row in results(run)["rows"] if row["system"] == "on"]
+    assert row["settings"]["start"] == "seen"
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 4}, {"privacy": partial(NoPrivacy)}])
+def test_a_head_goes_on_whole_and_under_a_guarantee(change: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="start"):
+        replace(recipes(tmp_path)["base"], start="made", **change)
+    known = recipes(tmp_path)
+    known["on"] = replace(known["base"], start="made")
+    with pytest.raises(ConfigurationError, match=r"task\.only"):
+        study(tmp_path, variants=known, only=["on"])
+
+
 @pytest.mark.slow
 def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim(tmp_path: Path) -> None:
     told = study(tmp_path).run(parts(tmp_path))
