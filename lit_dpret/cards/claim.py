@@ -270,7 +270,12 @@ def _siblings_gaps(siblings: Mapping[str, Any] | None) -> list[str]:
     if siblings is None:
         return []
     planned, number = siblings.get("planned"), siblings["runs"] or "several"
-    known = "is not computed" if planned is None else f"is {show_epsilon(planned['epsilon'])}, as planned"
+    if planned is not None:
+        known = f"is {show_epsilon(planned['epsilon'])}, as planned, if none of the others spent more than that"
+    elif siblings.get("beyond_plan") is not None:
+        known = "is more than was planned, and is not computed"
+    else:
+        known = "is not computed"
     return [f"A choice among the {number} runs that one command started, by whatever score: with it, epsilon {known}."]
 
 

@@ -41,6 +41,16 @@ _CHOSEN = {
     "synthetic": "hyper-parameters were chosen on DP synthetic data",
 }
 
+#: On what condition the planned epsilon of several runs is one of what they released.
+_NONE_BEYOND = (
+    "none of the others spent more than planned, as one that repeats steps after an interruption does; its own card "
+    "then says so"
+)
+_BEYOND_PLAN = {
+    "repeated_steps": "This run repeated steps after an interruption",
+    "otherwise": "This run was charged with other noise or sampling than was planned for it",
+}
+
 #: Data on which a choice tells of private data, or may. Trainings on private data tell of these whatever they are
 #: scored on: the best of them is a function of all of them.
 _OPEN = ("private", "unknown", "synthetic")  # the gravest first
@@ -68,7 +78,8 @@ def tuning_facts(
           Where a trial had no privacy, where the limit holds at a larger delta than the claim's, where the run claims
           nothing, or where the trials were scored on synthetic data (whose epsilon is in no such sum), none is stated.
         - A choice among several runs of one command that nothing was reserved for is not accounted, also where these
-          differ in their seed alone: what they cost together is stated as planned.
+          differ in their seed alone. What they were planned to cost together is stated, with its condition, unless
+          this run's own ledger charges more than was planned for it.
 
     Args:
         tuning: ``data``, ``n_trials``, ``method``, ``mean_runs``, ``runs_law``, ``note``.
@@ -103,6 +114,9 @@ def tuning_facts(
             accounted, chosen = True, chosen | {"epsilon": limit}
             text = _summed(sweep, limit)
     if siblings is not None and sweep is None:
+        beyond = judged.beyond_plan if judged is not None and siblings.get("planned") is not None else None
+        if beyond is not None:
+            siblings = {**siblings, "planned": None, "beyond_plan": beyond}
         accounted, chosen = False, chosen | {"siblings": dict(siblings)}
         text = f"{text} {_beside(siblings, claims=delta is not None)}"
     if chosen["note"]:
@@ -281,8 +295,8 @@ def _of_sweep(sweep: Mapping[str, Any], *, claims: bool) -> str:
     return (
         f"{text}, whose {sweep['private_runs']} private trainings were reserved in the ledger of the data set before "
         f"the first of them: as planned, all of them together are within epsilon = {show_epsilon(planned['epsilon'])} "
-        f"at delta = {show_delta(planned['delta'])}. Whoever sees several of the models, or one that was chosen "
-        "among them, has that, not the epsilon of one."
+        f"at delta = {show_delta(planned['delta'])}, if none repeats steps after an interruption. "
+        "Whoever sees several of the models, or one that was chosen among them, has that, not the epsilon of one."
     )
 
 
@@ -293,6 +307,8 @@ def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
     if not claims:
         return f"{text}. It claims nothing by itself, so no epsilon covers a choice that looked at it."
     text += f", {bare} of them without privacy, which no epsilon bounds." if bare else "."
+    if (beyond := siblings.get("beyond_plan")) is not None:
+        text += f" {_BEYOND_PLAN[beyond]}, so that together they cost more than was planned."
     if planned is None:
         text += (
             " What they cost together was not computed: no more than their epsilons added up, at their deltas added up."
@@ -300,7 +316,8 @@ def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
     else:
         text += (
             f" As planned, the {siblings['private_runs']} private ones together are within epsilon = "
-            f"{show_epsilon(planned['epsilon'])} at delta = {show_delta(planned['delta'])}."
+            f"{show_epsilon(planned['epsilon'])} at delta = {show_delta(planned['delta'])}: that holds if "
+            f"{_NONE_BEYOND}."
         )
     return (
         f"{text} That, and not the epsilon of this card, is the epsilon of several of them, and of one that was chosen "

@@ -163,21 +163,20 @@ class _NoneBegins(BaseException):
     """Ends a multirun before its first run; Hydra would start the others, and print the settings of each."""
 
 
-def _together(cfg: DictConfig, *, first: bool) -> tuple[str, Any]:
+def _together(cfg: DictConfig, *, first: bool) -> Any:
     """Return what all runs of a multirun cost, for a reader and for their ledgers; the ``first`` prints it."""
-    from lit_dpret.tasks.multirun import cost_of_all, siblings_facts, tell_cost
+    from lit_dpret.tasks.multirun import Together, cost_of_all, siblings_facts, tell_cost
 
     varied, runs = jobs.swept()
     if not rank_watch.is_first():
-        return "", None
+        return None
     try:
         if runs is None:
             jobs.refuse_other_proposals(cfg)
-            return "", siblings_facts(None, varied)
-        found = (tell_cost if first else cost_of_all)([composed_run(cfg, run) for run in runs], varied)
+            return Together([], siblings_facts(None, varied))
+        return (tell_cost if first else cost_of_all)([composed_run(cfg, run) for run in runs], varied)
     except Exception as error:  # else the first run would pay for what is wrong with another one
         raise _NoneBegins from error
-    return (found.text if first else ""), found.siblings
 
 
 def _one_of_many(cfg: DictConfig) -> Any:
@@ -190,7 +189,7 @@ def _one_of_many(cfg: DictConfig) -> Any:
     result: Any = None
     try:
         if not _outcomes:
-            _outcomes.append(Outcomes(Path(known.sweep.dir), *_together(cfg, first=known.job.num == 0)))
+            _outcomes.append(Outcomes(Path(known.sweep.dir), _together(cfg, first=known.job.num == 0)))
         with _outcomes[0].known(planned=cfg.trial_of is not None):
             result = run(cfg)
         told = _objective(cfg, result)

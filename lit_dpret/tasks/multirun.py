@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,10 @@ from lit_dpret.cards.text import privacy_line
 from lit_dpret.costs.estimate import FACTOR, duration, estimate
 from lit_dpret.errors import LitDpretError, ResumeError, UnplannedError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.budget import show_delta
-from lit_dpret.privacy.ledger.dataset_file import Charge, compose_across_runs, composed
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.budget import AccountantName, show_delta
+from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
+from lit_dpret.privacy.ledger.judgement import owed_releases
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity, recorded_start
 from lit_dpret.privacy.ledger.siblings import among_siblings, tells_of_all
 from lit_dpret.report.table import Table, plain
 from lit_dpret.sweeps.report import claimed_epsilon, differing
@@ -27,6 +28,7 @@ from lit_dpret.tasks.trial import refuse_other_choice, release_behind
 RESULTS = "multirun.md"
 _PLANNED_BY = ("task", "privacy", "datamodule", "trainer", "callbacks", "canaries")
 _COUPLED_BY = ("model", "loss", "negatives")
+_ROUNDING = 1e-9  # of an epsilon that is composed again
 _MOST_RESULTS = 8  # columns that a terminal has room for
 
 
@@ -54,8 +56,65 @@ def planned_together(plans: Sequence[PlannedFit]) -> dict[str, Any]:
 class Together:
     """What the runs of one command are together, and cost."""
 
-    text: str  # for a reader
+    words: Sequence[str]  # sentences for a reader, without their cost
     siblings: Mapping[str, Any] | None  # for the ledger of each, as `siblings_now` has it; None for a single run
+    planned: Mapping[str, Any] | None = None  # from `planned_together`
+    unit: str = ""  # what the epsilon is for, in words
+
+    @property
+    def text(self) -> str:
+        """What a reader is told before the first run."""
+        return self._told(None if self.planned is None else self._cost(self.planned["epsilon"], "as planned, "))
+
+    def after(self, ledgers: Iterable[Path]) -> str:
+        """Return what a reader is told after the last run: what the ledgers charge, and never less than was planned."""
+        if self.planned is None:
+            return self._told(None)
+        try:
+            spent, how = charged_together(ledgers, self.planned)
+        except LitDpretError as error:  # the table of results is written all the same
+            return self._told(f"What they cost together is not known: {str(error).rstrip('.')}")
+        if math.isinf(spent):
+            return self._told(
+                "Together they have no epsilon that is proved: the ledger of one of them at least proves nothing, as "
+                "its card says"
+            )
+        planned = self.planned["epsilon"]
+        if spent <= planned * (1 + _ROUNDING):
+            return self._told(self._cost(planned))
+        more = (
+            f"more than the {planned:.4g} that was planned (a step repeated after an interruption is charged again), "
+        )
+        return self._told(self._cost(spent, more, how))
+
+    def _cost(self, value: float, told: str = "", how: str = "") -> str:
+        planned = self.planned or {}
+        return (
+            f"Together epsilon {value:.4g} at delta {show_delta(planned['delta'])} for one {self.unit}, {told}"
+            f"composed by {how or planned['accountant']}: whoever sees several of the models, or one that was chosen "
+            "among them, has this and not the epsilon of one card"
+        )
+
+    def _told(self, cost: str | None) -> str:
+        return "".join(f"{sentence}. " for sentence in [*self.words, *filter(None, [cost])]).rstrip()
+
+
+def charged_together(ledgers: Iterable[Path], planned: Mapping[str, Any]) -> tuple[float, str]:
+    """Return epsilon of what these ledgers charge, at the delta of what was ``planned``, and how it is composed.
+
+    Infinite where one of them proves nothing. Copies of one ledger count once, by the longest of them.
+    """
+    found: dict[str, Sequence[Mapping[str, Any]]] = {}
+    for path in ledgers:
+        records = PrivacyLedger.read(path).records
+        if any(record["kind"] == "plan" and record.get("plan") is not None for record in records):
+            key = ledger_identity(records)
+            found[key] = max(found.get(key, ()), records, key=len)
+    charges = [Charge.of(owed_releases(one), EarlierRun.of_start(recorded_start(one))) for one in found.values()]
+    accountant: AccountantName = "rdp" if planned["accountant"] == "rdp" else "pld"
+    return compose_across_runs(
+        composed(charges), delta=planned["delta"], neighbours=planned["neighbours"], accountant=accountant
+    )
 
 
 def tell_cost(runs: Sequence[ComposedRun], varied: Sequence[str] = ()) -> Together:
@@ -82,8 +141,8 @@ def _refuse_untold(parts: Parts, siblings: Mapping[str, Any]) -> None:
     """
     if not parts.resume or parts.trial_of is not None:
         return
-    for path in (parts.run_dir / LEDGER_NAME, *sorted(parts.run_dir.glob(f"*/{LEDGER_NAME}"))):
-        if not path.is_file() or not (path.parent / CARD_NAME).is_file():
+    for path in ledgers_below(parts.run_dir):
+        if not (path.parent / CARD_NAME).is_file():
             continue
         records = PrivacyLedger.read(path).records
         private = any(record["kind"] == "plan" and record.get("plan") is not None for record in records)
@@ -95,6 +154,11 @@ def _refuse_untold(parts: Parts, siblings: Mapping[str, Any]) -> None:
                 f"the runs that it was begun with, or begin all {siblings['runs']} in another hydra.sweep.dir without "
                 "resume=true."
             )
+
+
+def ledgers_below(run_dir: Path) -> list[Path]:
+    """Return the ledger of a run, or those of its stages."""
+    return [path for path in (run_dir / LEDGER_NAME, *sorted(run_dir.glob(f"*/{LEDGER_NAME}"))) if path.is_file()]
 
 
 def _planned(runs: Sequence[ComposedRun], made: Sequence[tuple[Any, Parts]], varied: Sequence[str]) -> Together:
@@ -110,31 +174,26 @@ def _planned(runs: Sequence[ComposedRun], made: Sequence[tuple[Any, Parts]], var
     try:
         for run, (task, parts), mode in zip(runs, made, modes, strict=True):
             if not hasattr(task, "planned_fits"):
-                text = f"{len(runs)} runs. What they cost together is not known beforehand for this task."
-                return Together(text, beside)
+                text = "What they cost together is not known beforehand for this task"
+                return Together([f"{len(runs)} runs", text], beside)
             found = planned_once(run, task, parts, known) if mode.guarantee == "dp" else []
             plans += found
             seconds += _seconds(task, parts, mode, found)
     except UnplannedError as error:
-        return Together(f"{len(runs)} runs. What they cost together is not known beforehand: {error}", beside)
+        why = str(error).rstrip(".")
+        return Together([f"{len(runs)} runs", f"What they cost together is not known beforehand: {why}"], beside)
     words = [f"{len(runs)} runs, {len(plans)} private trainings" + (f", {bare} runs without privacy" if bare else "")]
     budgets = [one.plan.budget for one in plans]
     kinds = {(budget.unit, budget.neighbours, budget.duplicates, budget.unit_by) for budget in budgets}
     units = sorted({budget.describe_unit(whole=len(kinds) > 1) for budget in budgets})
     if len(kinds) > 1:
         words.append(f"Their epsilons are of different units and do not add up: {', '.join(units)}")
-    elif plans:
-        planned = planned_together(plans)
-        words.append(
-            f"Together epsilon {planned['epsilon']:.4g} at delta {show_delta(planned['delta'])} for one {units[0]}, "
-            f"composed by {planned['accountant']}: whoever sees several of the models, or one that was chosen among "
-            "them, has this and not the epsilon of one card"
-        )
-        if beside is not None:
-            beside |= {"private_runs": len(plans), "planned": planned}
+    planned = planned_together(plans) if plans and len(kinds) == 1 else None
+    if planned is not None and beside is not None:
+        beside |= {"private_runs": len(plans), "planned": planned}
     if math.isfinite(seconds):
         words.append(f"Training takes {duration(seconds)} here, give or take a factor of {FACTOR:g}")
-    return Together(". ".join(words) + ".", beside)
+    return Together(words, beside, planned, units[0] if units else "")
 
 
 def siblings_facts(
@@ -169,13 +228,13 @@ class Outcomes:
     """The results so far of a command's runs: one row each, in order, and their total cost."""
 
     folder: Path
-    together: str = ""
-    siblings: Mapping[str, Any] | None = None  # for the ledger of each
+    together: Together | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
+    run_dirs: list[Path] = field(default_factory=list)
 
     def known(self, *, planned: bool) -> AbstractContextManager[None]:
         """Let a run that begins within this context know of the others; a ``planned`` sweep knows its own trials."""
-        return among_siblings(None if planned else self.siblings)
+        return among_siblings(None if planned or self.together is None else self.together.siblings)
 
     def add(self, run_dir: Path, settings: Sequence[str], result: Any) -> None:
         """Record the result of a run, or the error that ended it."""
@@ -183,6 +242,7 @@ class Outcomes:
         ended = " ".join(str(result).split()) if isinstance(result, BaseException) else ""
         given = dict(setting.lstrip("+").partition("=")[::2] for setting in settings)
         terms = privacy_line(read_card(run_dir)).partition(", ")[2] if (run_dir / CARD_NAME).is_file() else ""
+        self.run_dirs.append(run_dir)
         self.rows.append({"run": run_dir.name, "settings": given, "metrics": found, "error": ended,
                           "epsilon": claimed_epsilon(run_dir), "terms": terms})  # fmt: skip
 
@@ -192,7 +252,9 @@ class Outcomes:
         for row in self.rows:
             by_terms.setdefault(row["terms"], []).append(row["run"])
         told = [f"The epsilon of {', '.join(runs)}, alone: at {terms}." for terms, runs in by_terms.items() if terms]
-        text = "\n\n".join([self.table().markdown(), *told, *filter(None, [self.together])])
+        if self.together is not None and self.together.words:
+            told.append(self.together.after(path for folder in self.run_dirs for path in ledgers_below(folder)))
+        text = "\n\n".join([self.table().markdown(), *told])
         write_whole(self.folder / RESULTS, f"{text}\n", owner_only=True)
         say(text, f"written: {self.folder / RESULTS}")
 

@@ -389,7 +389,8 @@ class Pipeline(Settings):
         if all((folder / one / LEDGER_NAME).exists() for one in _PRIVATE_STAGES):  # now, or before task.only changed
             say(
                 "Two private trainings are compared here: who publishes both, or the better one, has spent up to the "
-                "sum of their epsilons, at the sum of their deltas. Each card that knew of both has a smaller bound."
+                "sum of their epsilons, at the sum of their deltas. Each card that knew of both says on what "
+                "condition a smaller epsilon holds."
             )
         seconds = self._stages.seconds
         say(f"Stages took {sum(seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in seconds.items()))

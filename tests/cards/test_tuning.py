@@ -146,6 +146,7 @@ def test_a_card_of_one_of_several_seeds_states_what_a_choice_among_them_costs(de
     assert card["tuning"]["siblings"] == SIBLINGS and card["claim"]["epsilon"] == alone["claim"]["epsilon"]
     for text in (card["claim"]["statement"], card["cautions"][0], card_markdown(card), card_html(card)):
         assert "one of 3 that one command started" in text and "epsilon = 61.00" in text
+        assert "none of the others spent more than planned" in text
     assert any("61.00" in gap for gap in card["not_covered"])
     assert verify_card(card, run.path) == []
     hidden = json.loads(json.dumps(card)) | {"tuning": alone["tuning"]}
@@ -157,6 +158,47 @@ def test_a_card_of_one_of_several_seeds_states_what_a_choice_among_them_costs(de
         assert hides_earlier_tuning(alone["tuning"] | {"accounted": False}, card["tuning"], composed=False)
     later = with_earlier_tuning(tuning_facts({"data": "none"}), card["tuning"], "the model", composed=True)
     assert later["accounted"] is False and "epsilon = 61.00" in later["text"]
+
+
+@pytest.mark.parametrize("beyond", ["repeated", "less noise"])
+def test_a_run_that_spent_more_than_planned_does_not_state_what_was_planned_for_all(
+    beyond: str, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run", make_plan())
+    note_siblings(run.ledger, SIBLINGS)
+    for step in range(6):
+        run.step(step)
+    for step in range(4, 10) if beyond == "repeated" else range(6, 10):
+        weak = {} if beyond == "repeated" else {"noise_std": 0.4}
+        run.step(step, attempt=1 if beyond == "repeated" else 0, **weak)
+    run.ledger.append("end", reason="finished", steps=10)
+    card = run.card(tuning={"data": "none"})
+    assert card["claim"]["guarantee"] == "dp" and card["tuning"]["accounted"] is False
+    assert card["tuning"]["siblings"]["planned"] is None
+    path = write_card(card, run.folder)
+    child = inherit_card(path, CHILD, CardFacts(tuning={"data": "none"}), description="x")
+    for told in (card, child):
+        for text in (json.dumps(told), card_markdown(told), card_html(told)):
+            assert "61.0" not in text and "more than was planned" in text
+        assert ("repeated steps" in told["claim"]["statement"]) is (beyond == "repeated")
+    assert verify_card(card, run.path) == verify_card(child, run.path) == []
+    stated = json.loads(json.dumps(card))
+    stated["tuning"]["siblings"] = SIBLINGS
+    assert verify_card(stated, run.path), "the ledger refutes it"
+
+
+def test_steps_that_the_plan_had_room_for_leave_what_was_planned_for_all(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", make_plan())
+    note_siblings(run.ledger, SIBLINGS)
+    for attempt, steps in ((0, range(3)), (1, range(1, 8))):
+        for step in steps:
+            run.step(step, attempt=attempt)
+    run.ledger.append("end", reason="finished", steps=8)
+    # Ten noised sums were planned for and ten are charged, but the run itself goes on to its tenth step.
+    assert run.card(tuning={"data": "none"})["tuning"]["siblings"]["planned"] is None
+    short = Run(tmp_path / "short", make_plan()).train(4)
+    note_siblings(short.ledger, SIBLINGS)
+    assert short.card(tuning={"data": "none"})["tuning"]["siblings"] == SIBLINGS
 
 
 def test_a_run_that_several_commands_went_on_with_is_one_of_the_largest_number(tmp_path: Path) -> None:

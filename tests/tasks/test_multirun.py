@@ -26,15 +26,19 @@ from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cards.text import privacy_line, show_epsilon
 from lit_dpret.cli import jobs
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
+from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
+from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.ledger.siblings import among_siblings
 from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
 from lit_dpret.synthesis.filters import RoundTrip
 from lit_dpret.synthesis.filters.bins import LengthBins
 from lit_dpret.tasks import Evaluate, Evolve, Filter, Fit, Histogram, Ranker, Synthesize, trial
 from lit_dpret.tasks.fit import plan_fit
-from lit_dpret.tasks.multirun import Outcomes, planned_together, siblings_facts, tell_cost
+from lit_dpret.tasks.multirun import Outcomes, Together, planned_together, siblings_facts, tell_cost
 from lit_dpret.tasks.parts import ComposedRun, Parts
 
+OF_THE_CHAIN = ("kind", "schema", "seq", "day", "prev", "hash", "nonce")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -203,7 +207,7 @@ def test_the_table_shows_what_differs_the_epsilon_of_each_card_and_why_a_run_fai
     made = trial_parts(tmp_path, tmp_path / "0-lr_1")
     Fit(min_free_mb=1).run(made)
     card = json.loads((tmp_path / "0-lr_1" / "privacy_card.json").read_text(encoding="utf-8"))
-    outcomes = Outcomes(tmp_path, "Together epsilon 9.")
+    outcomes = Outcomes(tmp_path, Together(["Three runs"], None))
     outcomes.add(tmp_path / "0-lr_1", ["model=generator", "+x.lr=1"], {"loss": 0.5, "steps": STEPS})
     outcomes.add(tmp_path / "1-lr_2", ["model=generator", "+x.lr=2"], {"loss": 0.25, "steps": STEPS})
     outcomes.add(tmp_path / "2-lr_3", ["model=generator", "+x.lr=3"], ConfigurationError("lr=3 is\ntoo much"))
@@ -213,8 +217,50 @@ def test_the_table_shows_what_differs_the_epsilon_of_each_card_and_why_a_run_fai
     assert list(table.rows[2]) == ["2-lr_3", "3", "–", "–", "lr=3 is too much"]
     outcomes.tell()
     text = (tmp_path / "multirun.md").read_text(encoding="utf-8")
-    assert privacy_line(card).partition(", ")[2] in text and "Together epsilon 9." in text
+    assert privacy_line(card).partition(", ")[2] in text and "Three runs." in text
     assert (tmp_path / "multirun.md").stat().st_mode & 0o077 == 0, "a result may be of private queries"
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_what_is_told_after_the_runs_is_what_their_ledgers_charge_and_never_less_than_was_planned(
+    weak: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [trial_parts(tmp_path, tmp_path / name) for name in ("a", "b")]
+    found = tell_cost([composed(one, str(i)) for i, one in enumerate(runs)], ["seed"])
+    planned = epsilon_of(runs)
+    assert f"Together epsilon {planned:.4g} at delta" in found.text
+    outcomes = Outcomes(tmp_path, found)
+    for name in ("a", "b", "stages"):
+        outcomes.add(tmp_path / name, [f"seed={name}"], {})
+    Fit(min_free_mb=1).run(runs[0])
+    outcomes.tell()
+    assert f"Together epsilon {planned:.4g} at delta" in (tmp_path / "multirun.md").read_text(encoding="utf-8")
+    records = PrivacyLedger.read(tmp_path / "a" / "privacy_ledger.jsonl").records
+    [made] = charged_releases(records)
+    (tmp_path / "stages" / "direct").mkdir(parents=True)
+    # Two more runs, of which the second repeated all its steps; it lies where a task of several trainings puts it.
+    for place, attempts in (("b", 1), ("stages/direct", 2)):
+        (tmp_path / place).mkdir(exist_ok=True)
+        with PrivacyLedger.open(tmp_path / place / "privacy_ledger.jsonl") as ledger:
+            for record in records:
+                if record["kind"] == "plan":
+                    ledger.append("plan", **{k: v for k, v in record.items() if k not in OF_THE_CHAIN}, nonce=place)
+            for key in ((attempt, step) for attempt in range(attempts) for step in range(STEPS)):
+                ledger.announce(key, replace(made, count=1))
+            if weak:
+                ledger.append("event", name="private_evaluation", release=NonPrivateRelease(label="x").to_dict())
+    outcomes.tell()
+    text = (tmp_path / "multirun.md").read_text(encoding="utf-8")
+    assert text.strip() in capsys.readouterr().out
+    assert found.siblings is not None
+    terms = found.siblings["planned"]
+    charged, _ = compose_across_runs(
+        [replace(made, count=4 * STEPS)], delta=terms["delta"], neighbours=terms["neighbours"]
+    )
+    assert charged > 1.2 * planned
+    assert (f"Together epsilon {charged:.4g} at delta" in text) is not weak
+    assert f"Together epsilon {planned:.4g}" not in text
+    assert ("ogether epsilon" not in text and "no epsilon" in text) is weak
 
 
 def test_the_folder_of_a_job_is_flat_short_and_unique(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from lit_dpret.privacy.accounting.releases import (
     Release,
     SamplingLaw,
     Shuffle,
+    merge,
     release_from_dict,
 )
 from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
@@ -293,6 +294,27 @@ class Judged:
     def charged(self) -> Sequence[Release]:
         """The charged releases: without amplification by sampling, if it cannot be claimed."""
         return self.releases if self.verdict.basis == "as_charged" else every_unit_in_every_step(self.releases)
+
+    @property
+    def beyond_plan(self) -> Literal["repeated_steps", "otherwise"] | None:
+        """Why the run is charged with more than was planned before its first step; None where it is not.
+
+        Then what was planned for it together with other runs is no bound for what they cost.
+        """
+        recorded = [record for record in self.records if record.get("kind") == "plan"]
+        if not recorded or not recorded[0].get("plan"):
+            return None
+        first = PrivacyPlan.from_dict(recorded[0]["plan"])
+        steps = int(recorded[0].get("planned_steps") or first.steps)
+        planned = {
+            replace(release, count=1): release.count
+            for release in forthcoming_releases([], first.release(), first=0, until=steps)
+        }
+        own = merge(self.own if self.verdict.basis == "as_charged" else every_unit_in_every_step(self.own))
+        if all(release.count <= planned.get(replace(release, count=1), 0) for release in own):
+            return None
+        keys = noise_keys(self.records)
+        return "repeated_steps" if len({step for _, step in keys}) < len(keys) else "otherwise"
 
 
 def judge(
