@@ -215,6 +215,7 @@ class PrivacyAccountant(Callback):
         own_plan = ranks.together(lambda: self._planned(trainer, module, data, begun_with))
         planned = ranks.share(lambda: own_plan)
         mode: PrivacyMode = module.privacy
+        self._mode = mode
         secret = ranks.share(lambda: self._secret(mode))
         stream = KeyedStream(secret, "agreement")
         require_agreement(trainer, module, data, planned=own_plan, stream=stream, ranks=ranks)
@@ -392,6 +393,12 @@ class PrivacyAccountant(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         refuse_replaced_sampler(trainer.train_dataloader, self.sampler)
+        module: Any = pl_module
+        if module.privacy is not self._mode:
+            raise ConfigurationError(
+                f"privacy of {type(module).__name__} was replaced after the run was planned: the plan and "
+                "its epsilon are of the mode before. Give the mode to the module's constructor, and leave it."
+            )
         if self.plan is not None:
             self._ranks.together(lambda: self._examine_data(trainer, pl_module))
         note_sigterm_quietly(trainer)

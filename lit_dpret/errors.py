@@ -34,8 +34,9 @@ _CHOICES = {
     "callbacks": {"with_throughput": "Throughput"},
     "trainer": {
         "cpu": "accelerator='cpu'", "tpu": "accelerator='tpu'", "ddp": "strategy='ddp'",
-        "fsdp": "strategy=ShardingStrategy()", "deepspeed": "strategy=ZeroStrategy()",
-        "tpu_processes": "strategy=XLAProcesses()",
+        "fsdp": "strategy=lit_dpret.distributed.fsdp.ShardingStrategy()",
+        "deepspeed": "strategy=lit_dpret.distributed.zero.ZeroStrategy()",
+        "tpu_processes": "strategy=lit_dpret.distributed.xla_processes.XLAProcesses()",
     },
 }  # fmt: skip
 _CALLBACKS = {

@@ -669,6 +669,13 @@ def test_a_loss_without_a_value_on_rows_that_are_no_data_is_refused_before_the_l
     assert card_in(tmp_path / "trained")["claim"]["guarantee"] == "dp"
 
 
+def test_a_mode_that_a_hook_replaces_after_the_plan_is_refused(tmp_path: Path) -> None:
+    module, callback = made(noise_multiplier=4.0), L.Callback()
+    callback.on_fit_start = lambda *_: setattr(module, "privacy", DPSGD(eps=3.0))  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="privacy of"):
+        fit(tmp_path, module, callbacks=[callback])
+
+
 def _padded(given: list[Any]) -> Any:
     texts, labels = zip(*given, strict=True)
     return nn.utils.rnn.pad_sequence(texts, batch_first=True), torch.tensor(labels)
