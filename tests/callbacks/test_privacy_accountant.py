@@ -156,6 +156,27 @@ def test_a_lost_secret_means_fresh_noise(tmp_path: Path) -> None:
     assert spent(folder) <= 3.0
 
 
+@pytest.mark.parametrize("made", [0, 3])
+def test_a_run_that_goes_on_with_another_secret_warns_and_its_card_assumes_that_its_data_are_the_same(
+    made: int, tmp_path: Path
+) -> None:
+    folder = killed_run(tmp_path, 3, noise_multiplier=2.0)
+    if made == 0:  # killed before its first step
+        path = folder / "privacy_ledger.jsonl"
+        path.write_text(path.read_text(encoding="utf-8").partition("\n")[0] + "\n", encoding="utf-8")
+        for checkpoint in folder.rglob("*.ckpt"):
+            checkpoint.unlink()
+    (tmp_path / "secret").unlink()
+    card = PrivacyCard(run_dir=folder)
+    with pytest.warns(UserWarning, match=r"privacy\.secret_file"):
+        fit(folder, seeded(tmp_path, noise_multiplier=2.0), resume=True, extra=[card])
+    told = [
+        one["holds"] for one in read_card(folder)["assumptions"] if "in at most one query of the data" in one["text"]
+    ]
+    assert told == (["unverified"] if made else [])
+    assert verify_card(read_card(folder), folder / "privacy_ledger.jsonl") == []
+
+
 def test_a_run_that_changed_its_secret_stays_in_its_new_attempt(tmp_path: Path) -> None:
     folder = killed_run(tmp_path, 3, noise_multiplier=2.0)
     (tmp_path / "secret").unlink()

@@ -31,6 +31,7 @@ from lit_dpret.privacy.ledger.run_ledger import (
     FLOAT_SLACK,
     NOISE_KINDS,
     SAMPLING_DEPARTURE,
+    SECRET_CHANGED,
     attempts_with,
     charged_releases,
     forthcoming_releases,
@@ -136,7 +137,20 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
             f"{plan.budget.eps:g}."
         )
         found.append(Assumption(text, "unverified"))
-    return found
+    return [*found, *_not_compared(records, plan)]
+
+
+def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
+    """What is assumed of the data that steps were made on before a change of the secret, which keys comparisons."""
+    changes = [place for place, r in enumerate(records) if r.get("kind") == "event" and r.get("name") == SECRET_CHANGED]
+    if not any(r.get("kind") == "intent" for place in changes[-1:] for r in records[:place]):
+        return []
+    unit = plan.budget.unit_name
+    text = (
+        f"What one {unit} of these data holds is in at most one {unit} of the data that the run was trained on before "
+        "its secret (privacy.secret_file) changed: with another secret nothing shows whether it is the same data set."
+    )
+    return [Assumption(text, "unverified")]
 
 
 def _ended_by_rows(records: Sequence[Record]) -> list[Assumption]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets as random_secrets
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import ResumeError, schema_problem
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
-from lit_dpret.privacy.ledger.run_ledger import Key, PrivacyLedger, counted_in, ledger_identity
+from lit_dpret.privacy.ledger.run_ledger import SECRET_CHANGED, Key, PrivacyLedger, counted_in, ledger_identity
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM
 
@@ -275,9 +276,14 @@ class PrivateRun:
         if before["secret_tag"] != now["secret_tag"]:
             self.ledger.append(
                 "event",
-                name="secret_changed",
+                name=SECRET_CHANGED,
                 text="privacy.secret_file is not the one of the earlier attempt: fresh noise and coins, and the data "
                 "set could not be compared",
+            )
+            warnings.warn(
+                "The secret (privacy.secret_file) is not the one that this run was begun with, so nothing shows that "
+                "the data set is still the same: the card states it as an assumption. For other data begin another run.",
+                stacklevel=2,
             )
             self.attempt += 1
         elif before["data_fingerprint"] != now["data_fingerprint"]:

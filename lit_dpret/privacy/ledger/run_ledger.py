@@ -44,6 +44,9 @@ WRONG_UNITS_SEEN = "units_unknown"
 SAMPLING_DEPARTURE = "sampling_departure"
 """The event of an attempt whose loader was seen to draw more units than the law allows."""
 
+SECRET_CHANGED = "secret_changed"
+"""The event of a resume under another secret, which leaves its data set and the earlier one without a comparison."""
+
 FAILED = "failed"
 """The reason of an end that may follow from a private row: the same for every failure, so that it tells no more."""
 
