@@ -282,7 +282,7 @@ class PrivateRun:
             )
             warnings.warn(
                 "The secret (privacy.secret_file) is not the one that this run was begun with, so nothing shows that "
-                "the data set is still the same: the card states it as an assumption. For other data begin another run.",
+                "the data set is still the same: the card states it as an assumption. For other data begin anew.",
                 stacklevel=2,
             )
             self.attempt += 1
