@@ -231,7 +231,7 @@ def piece_of(batch: UnitBatch, slots: slice) -> UnitBatch:
         inside, mask = torch.cat([inside, end]), torch.cat([mask, mask.new_zeros(1)])
         data_rows = torch.cat([data_rows, data_rows.new_zeros(len(end))])
     rows = None if batch.rows is None or not len(inside) else take_rows(batch.rows, inside)
-    return replace(batch, rows=rows, unit_ids=unit_ids, mask=mask, data_rows=data_rows, alone=None)
+    return replace(batch, rows=rows, unit_ids=unit_ids, mask=mask, data_rows=data_rows, alone=None, smallest=None)
 
 
 def _copy(batch: UnitBatch) -> UnitBatch:
