@@ -279,7 +279,9 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         plan, _ = plan_of(records)
         facts |= {} if plan is None or plan.budget.unit_by is None else {"unit_by": plan.budget.unit_by}
         facts["floating_point"] = card["randomness"].get("floating_point", True)
-        sizes = (card["mechanism"].get("n_public"), (recorded_start(records) or {}).get("n_public"))
+        # Of a start that was trained on synthetic data, the plan is that of the run behind them.
+        behind = None if plan is None else plan.n_public
+        sizes = (card["mechanism"].get("n_public"), behind, (recorded_start(records) or {}).get("n_public"))
         facts["n_public"] = max((size for size in sizes if size is not None), default=None)
         runs = [(promised_releases(records), claim.get("max_units_per_user")), *units_before(recorded_start(records))]
         if charges_every_unit(card):

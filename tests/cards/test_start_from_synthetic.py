@@ -57,6 +57,8 @@ def test_the_claim_is_that_of_the_generator_and_of_this_run_together(chain: Chai
     own = read_start(chain.root / "run", public=False).releases()
     assert {one.label for one in own} == {"earlier run"}
     assert card["claim"]["epsilon"] == pytest.approx(cost(chain.root / "run", delta=card["claim"]["delta"]), rel=1e-9)
+    generator = read_card(chain.generator)["mechanism"]["n_public"]
+    assert read_start(chain.encoder, public=False).facts["n_public"] == generator == 56, "for the check of delta"
     names = [parent["name"] for parent in card["parents"]]
     assert [parent["sha256"] for parent in card["parents"][1:]] == [
         parent["sha256"] for parent in read_card(chain.encoder)["parents"]
