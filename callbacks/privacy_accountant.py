@@ -52,7 +52,7 @@ from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietl
 from lit_dpret.callbacks.unseen_writes import UnseenWrites, UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, told
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, UnsupportedModelError, told
 from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon, show_delta
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
@@ -487,7 +487,20 @@ class PrivacyAccountant(Callback):
         if self.plan is not None:
             self._require_drawn(batch)
         if batch.part == self._ranks.rank:  # the first of its step here
-            self._gate.require_budget(batch.step)
+            try:
+                self._gate.require_budget(batch.step)
+            except BudgetExceededError:
+                self._save_paid(trainer)
+                raise
+
+    def _save_paid(self, trainer: L.Trainer) -> None:
+        """Write a checkpoint of all steps that were made, from which a resume writes their model."""
+        folders = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+        if self._gate.steps_done and (folder := next(filter(None, folders), None)) is not None:
+            last = Path(folder) / "last.ckpt"
+            if last.is_symlink() and self._ranks.is_first:  # what it points to stays as it was
+                last.unlink()
+            trainer.save_checkpoint(last)
 
     def _require_drawn(self, batch: Any) -> None:
         """Refuse a step with other units than were drawn, on all ranks, before it is released."""

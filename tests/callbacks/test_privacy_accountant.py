@@ -120,6 +120,22 @@ def test_without_replay_repeated_steps_draw_fresh_noise_and_are_charged(tmp_path
     assert len(keys) == len(set(keys)) == 6 and {attempt for attempt, _ in keys} == {0, 1}
 
 
+@pytest.mark.parametrize("killed_at", [1, 3])
+def test_a_run_that_its_budget_ended_gives_the_model_of_all_steps_that_it_paid_for(
+    killed_at: int, tmp_path: Path
+) -> None:
+    folder = killed_run(tmp_path, killed_at)
+    never = {"eps_log_points": 1, "run_dir": folder, "resume": True, "replay": "never"}
+    with pytest.raises(BudgetExceededError) as ended:
+        fit(folder, seeded(tmp_path), accountant=PrivacyAccountant(**never), resume=True, save_every=100)
+    (steps,) = re.findall(r"max_steps=(\d+)", str(ended.value))
+    keys = noise_keys(records(folder))
+    again, card = PrivacyAccountant(**never), PrivacyCard(run_dir=folder)
+    runner = fit(folder, seeded(tmp_path), accountant=again, resume=True, steps=int(steps), extra=[card])
+    assert runner.global_step == int(steps) and noise_keys(records(folder)) == keys, "nothing more is paid"
+    assert read_card(folder)["claim"]["epsilon"] <= 3.0
+
+
 @pytest.mark.slow
 def test_a_reserve_pays_for_repeated_steps_in_advance(tmp_path: Path) -> None:
     folder = killed_run(tmp_path, 3, reserve=2, noise_multiplier=0.8)
