@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from types import TracebackType
@@ -34,14 +33,11 @@ from lit_dpret.settings import naming_arguments
 _INNER = "module."
 #: Stands for a batch that is one tensor, and no dict or tuple of them.
 _LONE = ""
-#: What the arguments are that `make_private` needs.
-_NEEDED = {
+#: What the arguments are that `make_private` needs, and where to give what is often given to it.
+_ARGUMENTS = {
     "module": "the LightningModule, or another torch.nn.Module, that is trained",
     "per_row_loss": "a function of the module and a batch that returns one loss for each row, as with reduction='none'",
     "eps": "the budget of the whole run, such as 3",
-}
-#: Where to say what is often said to `make_private`.
-_ELSEWHERE = {
     "batch_size": "give UnitDataModule(expected_batch_size=...)",
     "resume": "give the Trainer callbacks=[PrivacyAccountant(resume=True)], and trainer.fit(ckpt_path=...)",
     "lr": "give optimizer=OptimizerSpec(name=..., lr=...)",
@@ -60,14 +56,6 @@ _ELSEWHERE = {
     "privacy": "the mode is DPSGD, and takes its arguments from make_private; derive from PrivateModule for another",
     "log_private_loss": "derive from PrivateModule, which has it",
 }
-#: What other libraries, or other tongues, call an argument of `make_private`.
-_MEANT = {
-    "epsilon": "eps", "target_epsilon": "eps", "target_eps": "eps", "target_delta": "delta",
-    "neighbors": "neighbours", "neighboring": "neighbours", "sigma": "noise_multiplier",
-    "max_norm": "max_grad_norm", "clip_norm": "max_grad_norm", "l2_norm_clip": "max_grad_norm",
-    "clipping": "clip", "grad_sample_mode": "engine", "secure_mode": "secure_rng",
-    "loss": "per_row_loss", "loss_fn": "per_row_loss", "criterion": "per_row_loss", "model": "module",
-}  # fmt: skip
 #: What Lightning would call, and a wrapper around the module does not.
 _HOOKS = {
     *vars(ModelHooks), *vars(DataHooks), *vars(CheckpointHooks), "optimizer_step", "optimizer_zero_grad",
@@ -188,7 +176,7 @@ class MadePrivate(PrivateModule):
         return save_weights(state_of_part(self.module), folder)
 
 
-@naming_arguments("make_private", _NEEDED)
+@naming_arguments("make_private", _ARGUMENTS, rest=DPSGD)
 def make_private(
     module: nn.Module,
     *,
@@ -240,7 +228,6 @@ def make_private(
     if not _takes(per_row_loss, 2):
         name = getattr(per_row_loss, "__name__", repr(per_row_loss))
         raise ConfigurationError(f"per_row_loss={name} must take two arguments, the module and a batch.")
-    _refuse_unknown(privacy)
     if isinstance(eps, int | float) and not (math.isfinite(eps) and eps > 0):
         raise ConfigurationError(
             f"eps={eps!r} is not a positive, finite number. To train without a guarantee give trainer.fit the module "
@@ -295,20 +282,6 @@ def _takes(function: Callable[..., Any], arguments: int) -> bool:
     except ValueError:  # of a builtin
         return True
     return True
-
-
-def _refuse_unknown(names: Iterable[str]) -> None:
-    """Refuse arguments that `DPSGD` has not, and say who has them."""
-    known = {*inspect.signature(DPSGD).parameters}
-    for name in sorted({*names} - known):
-        if name in _ELSEWHERE:
-            raise ConfigurationError(f"make_private takes no {name}: {_ELSEWHERE[name]}.")
-        own = {*inspect.signature(make_private).parameters} - {"privacy"}
-        near = [_MEANT[name]] if name in _MEANT else get_close_matches(name, own | known, n=1)
-        raise ConfigurationError(
-            f"make_private takes no {name}{f': it is called {near[0]}' if near else ''}. Its arguments are "
-            f"{', '.join(sorted(own))}, and those of DPSGD: {', '.join(sorted(known - own))}."
-        )
 
 
 def _modules_read(function: Callable[..., Any]) -> list[nn.Module]:

@@ -6,6 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
@@ -121,22 +122,46 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def naming_arguments(name: str, advice: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+#: What other libraries, or other tongues, call an argument.
+_SYNONYMS = {
+    "epsilon": "eps", "target_epsilon": "eps", "target_eps": "eps", "target_delta": "delta",
+    "neighbors": "neighbours", "neighboring": "neighbours", "sigma": "noise_multiplier",
+    "max_norm": "max_grad_norm", "clip_norm": "max_grad_norm", "l2_norm_clip": "max_grad_norm",
+    "clipping": "clip", "grad_sample_mode": "engine", "secure_mode": "secure_rng",
+    "loss": "per_row_loss", "loss_fn": "per_row_loss", "criterion": "per_row_loss", "model": "module",
+}  # fmt: skip
+
+
+def naming_arguments(
+    name: str, advice: Mapping[str, str], rest: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator that refuses unknown, missing and nameless arguments by a `ConfigurationError`.
 
-    ``advice`` says for a needed argument what it is, and for an unknown one where its value belongs.
+    ``advice`` says for a needed argument what it is, and for an unknown one where its value belongs; ``rest`` is what
+    the function passes its ``**kwargs`` on to.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
         takes = [one for key, one in signature.parameters.items() if key != "self"]
         listed = [one.name for one in takes if one.kind is not Parameter.VAR_KEYWORD]
+        passed_on = [key for key in (inspect.signature(rest).parameters if rest else ()) if key not in listed]
+
+        def refuse_unknown(key: str) -> None:
+            known, meant = [*listed, *passed_on], _SYNONYMS.get(key, key)
+            if meant in advice and meant not in known:
+                raise ConfigurationError(f"{name} takes no {key}: {advice[meant]}.")
+            near = [meant] if meant in known else get_close_matches(key, known, n=1)
+            of_rest = f", and those of {getattr(rest, '__name__', rest)}: {', '.join(passed_on)}" if rest else ""
+            raise ConfigurationError(
+                f"{name} takes no {key}{f': it is called {near[0]}' if near else ''}. Its arguments are "
+                f"{', '.join(listed)}{of_rest}."
+            )
 
         @wraps(function)
         def checked(*args: P.args, **named: P.kwargs) -> T:
-            if len(listed) == len(takes) and (unknown := [key for key in named if key not in listed]):
-                belongs = advice.get(unknown[0], f"its arguments are {', '.join(listed)}")
-                raise ConfigurationError(f"{name} takes no {unknown[0]}: {belongs}.")
+            for key in sorted(named.keys() - {*listed, *passed_on}):
+                refuse_unknown(key)
             try:
                 given = signature.bind_partial(*args, **named).arguments
             except TypeError as error:

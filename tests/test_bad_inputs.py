@@ -100,6 +100,8 @@ CASES: dict[str, Case] = {
     "a seed that is a text": log("seed=abc", named=r"seed='abc'"),
     "a seed that is too large": log("seed=4294967296", named=r"seed=4294967296"),
     "a setting that nothing reads": log("+foo=1", named=r"foo is not a setting"),
+    "a key beside the choices of a group": log("+negatives.bm25.depth=3", named=r"\+negatives\."),
+    "a key of a choice that is not made": log("+canaries.count=3", named=r"\+canaries\."),
     "a text for a number": log("model.optimizer.lr=fast", named=r"model\.optimizer\.lr='fast'"),
     "a learning rate that leaves no model": log("model.optimizer.lr=1e9", named=r"model\.optimizer\.lr=1000000000"),
     "a text for a whole number": log("model.max_query_length=long", named=r"model\.max_query_length"),

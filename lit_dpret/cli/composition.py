@@ -295,6 +295,16 @@ def check_top_level(cfg: DictConfig) -> None:
     for name in sorted((set(map(str, cfg)) & added) - known):
         if not re.search(rf"\$\{{[^}}]*\b{re.escape(name)}\b", text):  # ${name} or, among others, ${oc.select:name}
             raise ConfigurationError(f"{explain_unknown_key(name)} Nothing reads what +{name} adds.")
+    for name in sorted({*map(str, cfg)} & added & {*groups()}):
+        found = choices(name)
+        places = [key.name for choice in found for key in choice.keys]
+        elsewhere = bool(places) and not any(place.startswith(f"{name}.") for place in places)
+        if elsewhere or (any(choice.target for choice in found) and "_target_" not in cfg[name]):
+            where = f": the choices of {name} set {places[0]} and the like" if elsewhere else f", where {name} is null"
+            raise ConfigurationError(
+                f"Nothing reads what +{name}. adds{where}. Choose one by {name}=NAME, and set its keys; "
+                f"lit-dpret list {name}=NAME prints them."
+            )
     for name in ("resume", "init_from_is_public"):
         check_type(name, cfg[name], "bool")
     if not is_whole(cfg.seed) or not 0 <= cfg.seed <= _LARGEST_SEED:
