@@ -214,24 +214,29 @@ def card_beside(given: str | Path) -> Path | None:
 
 
 def check_artefact(folder: Path, card: Mapping[str, Any]) -> None:
-    """Refuse a model or data folder that does not match its card, file by file.
-
-    Aside are hidden files, the ledger, the card itself, and what an export adds to be read by people: its page and the
-    cards behind its own.
-    """
+    """Refuse a model or data folder that does not match its card, file by file (`described_files`)."""
     if card["subject"]["artifact_type"] == "dataset":
         check_dataset_card(folder / CARD_NAME)
         return
     listed = card["subject"]["sha256"]
-    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    begins, known = ("privacy_card.", f"{PROVENANCE}/"), (LEDGER_NAME, README)
-    aside = {name for name in names if name.startswith(begins) or name in known or "/." in f"/{name}"}
-    for name in sorted((names - aside) | set(listed)):
-        if name not in names or name not in listed or file_sha256(folder / name) != listed[name]:
+    for name in sorted(described_files(folder) | set(listed)):
+        there = (folder / name).is_file()
+        if not there or name not in listed or file_sha256(folder / name) != listed[name]:
             raise DataError(
                 f"{folder / name} is not among the files that {CARD_NAME} describes, or does not match it: the card is "
                 "of something else. Use the run's folder, unchanged."
             )
+
+
+def described_files(folder: Path) -> set[str]:
+    """Return the files of a folder that its card has to describe, by their paths in it.
+
+    Those are all but hidden files, the ledger, the card itself, and what an export adds to be read by people: its page
+    and the cards behind its own.
+    """
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    begins, known = ("privacy_card.", f"{PROVENANCE}/"), (LEDGER_NAME, README)
+    return {name for name in names if not (name.startswith(begins) or name in known or "/." in f"/{name}")}
 
 
 def card_names(path: Path, card: Mapping[str, Any]) -> set[str]:

@@ -222,10 +222,10 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
     if start["guarantee"] == "not_proved":
         return [Assumption(f"For the model {what} ({start['name']}) a guarantee is proved.", "refuted")]
     unit = start.get("unit", "unit")
-    made = f"Nothing private but the data that a private run made entered {start['name']}."
+    made = f"Nothing private but what a private run released entered {start['name']}."
     return [
         Assumption(f"The ledger of the model {what} ({start['name']}) is whole.", "unverified"),
-        *([Assumption(made, "unverified")] if start.get("synthetic") else []),
+        *([Assumption(made, "unverified")] if start.get("derived") else []),
         Assumption(f"What one {unit} of these data holds is in at most one {unit} of the data of {start['name']}.",
                    "unverified"),
     ]  # fmt: skip
@@ -284,7 +284,7 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
     text = "This histogram is charged together with" if counted else "Training on the private data started from"
     votes = start.get("mode") == EVOLUTION
     did = "released votes of private data" if votes else "was trained on private data"
-    did = "was trained on what a private run made" if start.get("synthetic") else did
+    did = "was made from what a private run released" if start.get("derived") else did
     text += f" {start['name']}, which {did} (card sha256 {start['card_sha256']})."
     if (plan := judged.claimed_plan) is None:
         return {"start": text}

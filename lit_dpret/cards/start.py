@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.check import verify_card
-from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, card_above, card_sha256, read_card
+from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, card_above, card_sha256, described_files, read_card
 from lit_dpret.cards.lineage import Lineage
 from lit_dpret.cards.text import charges_every_unit, contradicted
 from lit_dpret.cards.verification import verify_chain
@@ -210,8 +210,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     Guarantees:
         - A private start is taken only if its card agrees with its ledger, file for file and number for number.
         - A start whose card an audit contradicts has no guarantee to pass on.
-        - A start that was trained on synthetic data costs what the private runs behind these data cost. Their cards and
-          ledgers have to lie near it, and to verify with its own.
+        - A start that was trained on synthetic data, or exported, costs what the private runs behind it cost. Their
+          cards and ledgers have to lie near it, or in its export, and to verify with its own.
         - Without a card, only a declaration (``public``) makes a start public; a card, note or ledger that tells of a
           training under any mode but ``privacy=none`` cannot be declared away. Whether the data of ``privacy=none``
           were public is the declaration.
@@ -227,6 +227,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         # This program may have trained a model that is declared public.
         if (ledger := folder / LEDGER_NAME).is_file():
             facts["runs"] = [ledger_identity(PrivacyLedger.read(ledger).records)]
+    if not (folder / CARD_NAME).is_file() and (model_folder(folder) / CARD_NAME).is_file():  # of an export
+        folder = model_folder(folder)
     if not (folder / CARD_NAME).is_file():
         if not public:
             raise ConfigurationError(
@@ -250,8 +252,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         )
     model = folder if votes else model_folder(folder)
     listed = card["subject"]["sha256"]
-    found = [p for p in sorted(model.rglob("*")) if p.is_file() and not p.name.startswith("privacy_card.")]
-    if not listed or (not votes and any(path.relative_to(model).as_posix() not in listed for path in found)):
+    if not listed or (not votes and described_files(model) - set(listed)):
         raise DataError(f"{knob}={run}: its card does not describe the model in {model}. Finish that run first.")
     if problems := verify_card(card, ledger, folder=model):
         raise DataError(f"{knob}={run}: its card does not match its files: {problems[0]}")
@@ -266,7 +267,7 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     facts["head"] = _last_noise(records) or card["ledger"]["head"]
     facts["runs"] = [ledger_identity(records), *(recorded_start(records) or {}).get("runs", [])]
     if derived:
-        facts["synthetic"] = True
+        facts["derived"] = True
         facts["runs"] += [f"claim {card['ledger']['head']}"]  # which weights trained on these data are noted with
         if (own := folder / LEDGER_NAME).is_file():
             facts["runs"] += [ledger_identity(PrivacyLedger.read(own).records)]
@@ -296,8 +297,9 @@ def _ledger_behind(card: Mapping[str, Any], folder: Path, given: str) -> Path:
     """Return the ledger of a derived card's claim; refuse one that does not verify with all cards before it."""
     if failed := verify_chain(folder).failed:
         raise DataError(
-            f"{given} was trained on data that a private run made, and does not verify with the runs before it: "
-            f"{failed[0].artefact}, {failed[0].check}: {failed[0].text} Their folders have to lie near it."
+            f"{given} was made from what a private run made, and does not verify with the runs before it: "
+            f"{failed[0].artefact}, {failed[0].check}. Put their folders back beside it; lit-dpret verify {folder} "
+            "says what it misses."
         )
     lineage = Lineage()
     lineage.look_near(folder / CARD_NAME)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.memory import is_out_of_memory
@@ -145,7 +144,7 @@ class CouplingCheck:
                 if self._earlier is not None and not is_lazy(module.device):
                     passes.compare_earlier(rows, self._earlier, module._public())
                 self._earlier = given["before"]
-            if metrics := [part for part in module.modules() if isinstance(part, Metric)]:
+            if metrics := given["before"].metrics:
                 passes.compare_metrics(rows, metrics)
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:

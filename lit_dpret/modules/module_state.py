@@ -66,6 +66,11 @@ class KeptState:
         self._first = self._now = [_saved_values(values) for values in held]
         self._marks = {id(space.owner): _marks(values) for space, values in zip(self._spaces, held, strict=True)}
 
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics of torchmetrics that the module holds, or that the code of its loss reads."""
+        return [space.owner for space in self._spaces if isinstance(space.owner, Metric)]
+
     def begin(self) -> None:
         self._now = [_saved_values(_data_of(space)) for space in self._spaces]
 
@@ -92,8 +97,9 @@ class KeptState:
         return found
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers and tensors that are held now, by place and name, as copies."""
-        held = ((f"{at}.{n}", v) for at, space in enumerate(self._spaces) for n, v in _data_of(space).items())
+        """Return the numbers and tensors that are held now, by place and name, as copies; not those of `metrics`."""
+        spaces = ((at, space) for at, space in enumerate(self._spaces) if not isinstance(space.owner, Metric))
+        held = ((f"{at}.{n}", v) for at, space in spaces for n, v in _data_of(space).items())
         kinds = (int, float, np.generic, np.ndarray, Tensor)
         return {
             name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)

@@ -288,6 +288,43 @@ class KeepsAMetric(ReadsAMetric):
     per_row_loss = Regression.per_row_loss
 
 
+class CountsInItsLoss(Regression):
+    """Keeps up a metric in its loss, which does not read it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.mean = MeanMetric()
+
+    def metric(self) -> MeanMetric:
+        return self.mean
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        losses = super().per_row_loss(rows)
+        self.metric().update(losses.detach())
+        return losses
+
+
+GLOBAL = MeanMetric()
+
+
+class CountsGlobally(CountsInItsLoss):
+    def metric(self) -> MeanMetric:
+        return GLOBAL
+
+
+class ReadsGlobally(CountsGlobally):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return super().per_row_loss(rows) * (1 + (GLOBAL.mean_value / GLOBAL.weight.clamp(min=1e-9)).square())
+
+
+def test_a_metric_that_the_loss_keeps_up_is_refused_where_the_loss_reads_it(tmp_path: Path) -> None:
+    for kind in (CountsInItsLoss, CountsGlobally):
+        fit(tmp_path / kind.__name__, kind(privacy=dp(tmp_path, noise_seed=1)))
+    with pytest.raises(UnsupportedModelError) as refusal:
+        fit(tmp_path / "read", ReadsGlobally(privacy=dp(tmp_path, noise_seed=1)))
+    assert refusal.value.trap == "T11"
+
+
 def test_a_loss_that_reads_a_metric_is_refused_and_a_metric_beside_it_is_not(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as refusal:
         fit(tmp_path / "read", ReadsAMetric(privacy=dp(tmp_path, noise_seed=1)))

@@ -32,6 +32,7 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.file import card_sha256
 from lit_dpret.cards.hub import base_model_of
+from lit_dpret.cards.start import read_start
 from lit_dpret.cards.text import statement
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
@@ -167,6 +168,20 @@ def exported(checkpoint: Path, folder: Path) -> dict[str, Any]:
     Export(checkpoint=checkpoint).run(no_parts(folder))
     assert not verify_chain(folder / "model").failed
     return read_card(folder / "model")
+
+
+@pytest.mark.parametrize("given", ["out", "out/model"])
+def test_training_goes_on_from_an_exported_model_and_is_charged_what_its_run_cost(
+    given: str, private_run: Path, tmp_path: Path
+) -> None:
+    Export(checkpoint=private_run).run(no_parts(tmp_path / "out"))
+    start, source = (read_start(folder, public=False) for folder in (tmp_path / given, private_run))
+    assert start.releases() == source.releases() != []
+    same = ("guarantee", "unit", "neighbours", "duplicates", "epsilon", "delta", "n_public", "units")
+    assert all(start.facts[name] == source.facts[name] for name in same)
+    (tmp_path / "out" / "model" / "adapter.safetensors").write_bytes(b"of another model")
+    with pytest.raises(DataError, match="does not describe"):
+        read_start(tmp_path / given, public=False)
 
 
 def test_an_exported_card_says_which_average_the_weights_are(private_run: Path, tmp_path: Path) -> None:

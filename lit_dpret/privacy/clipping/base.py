@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.budget import ClipGroups, ClipName
-from lit_dpret.privacy.clipping.rules import refuse_renormalising
+from lit_dpret.privacy.clipping.rules import refuse_embedding
 from lit_dpret.privacy.clipping.units import UnitRows
 from lit_dpret.settings import require_choice, require_number
 
@@ -132,7 +132,7 @@ def broken_units(losses: Tensor, batch: UnitRows) -> Tensor:
 def refuse_batch_mixing(module: nn.Module) -> None:
     """Refuse layers in which one unit affects another one's gradient, or that keep batch statistics."""
     for name, layer in module.named_modules():
-        refuse_renormalising(name, layer)
+        refuse_embedding(name, layer)
         normalises = isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
         if not normalises:
             continue

@@ -123,8 +123,6 @@ def kind_of(module: nn.Module) -> Kind | str:
     elif qualified_name(module) in TRANSPOSED_LINEAR:
         kind = "transposed_linear"
     elif isinstance(module, nn.Embedding) and (forward is nn.Embedding.forward or qualified_name(module) in LOOKUPS):
-        if module.scale_grad_by_freq:
-            return "scale_grad_by_freq divides by the frequencies of the whole batch"
         kind = "embedding"
     elif isinstance(module, nn.LayerNorm) and forward is nn.LayerNorm.forward:
         kind = "layer_norm"
@@ -146,13 +144,22 @@ def kind_of(module: nn.Module) -> Kind | str:
     return kind
 
 
-def refuse_renormalising(name: str, module: nn.Module) -> None:
-    """Refuse an embedding that rewrites the rows it looks up, frozen or not: it reveals the ids that occurred."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+def refuse_embedding(name: str, module: nn.Module) -> None:
+    """Refuse an embedding that writes into its weight, frozen or not, or whose gradient counts the ids of the batch."""
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    shown = f"{name or 'the module'} ({type(module).__name__})"
+    if module.max_norm is not None:
         raise UnsupportedModelError(
-            f"{name or 'the module'} ({type(module).__name__}) has max_norm={module.max_norm:g}, which rewrites the "
-            "rows of its weight that are looked up, frozen or not, and no noise covers that. Renormalise the weight "
-            "once before training and set max_norm to None.",
+            f"{shown} has max_norm={module.max_norm:g}, which rewrites the rows of its weight that are looked up, "
+            "frozen or not, and no noise covers that. Renormalise the weight once before training and set max_norm to "
+            "None.",
+            trap="T11",
+        )
+    if module.scale_grad_by_freq and module.weight.requires_grad:
+        raise UnsupportedModelError(
+            f"{shown} has scale_grad_by_freq=True, which divides the gradient of a row by how often all rows of the "
+            "batch hold its ids. Set it to False.",
             trap="T11",
         )
 
@@ -164,7 +171,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
     """
     names = {id(p): name for name, p in trainable.items()}
     sites: list[Site] = []
-    reasons: dict[str, str] = {}
+    reasons: dict[str, tuple[str, nn.Module]] = {}
     inside: set[int] = set()
     for name, layer in module.named_modules():
         own = {local: names[id(p)] for local, p in layer._parameters.items() if p is not None and id(p) in names}
@@ -176,7 +183,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
             kind = kind_as_function(layer) or kind
         if " " in kind:
             for full in own.values():
-                reasons.setdefault(full, f"{name or 'the module'} ({type(layer).__name__}): {kind}")
+                reasons.setdefault(full, (f"{name or 'the module'} ({type(layer).__name__}): {kind}", layer))
             continue
         if kind == "function":
             # Run as a whole: rules for its parts would count their gradients twice.
@@ -188,11 +195,11 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
     # Every parameter must be somebody's, for one that nobody covers would train without clipping.
     for full in trainable:
         if full not in covered:
-            engine = "vmap" if fallback else "ghost"
-            hint = "" if fallback else " privacy.engine=vmap may cover it, with one gradient per row in memory."
+            engine, (reason, owner) = "vmap" if fallback else "ghost", reasons[full]
+            hint = " privacy.engine=vmap may cover it, with one gradient per row in memory."
+            hint = "" if fallback or kind_as_function(owner) is None else hint
             raise UnsupportedModelError(
-                f"Parameter {full} is not covered by privacy.engine={engine}, owned by {reasons[full]}. "
-                f"{WAYS_OUT}{hint}",
+                f"Parameter {full} is not covered by privacy.engine={engine}, owned by {reason}. {WAYS_OUT}{hint}",
                 trap="T13",
             )
     return _with_blocks(sites, [(name, layer) for name, layer in module.named_modules() if id(layer) not in inside])
