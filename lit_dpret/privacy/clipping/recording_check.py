@@ -30,8 +30,8 @@ _PICKS = re.compile(
     r"|Flip|Embedding|Mm|Bmm)"
 )
 _SAID = ("start", "end", "step", "index", "mask", "split_size", "split_sizes", "batch_sizes", "shifts", "dims")
-#: Whether nodes of a name pick rows; a graph has few names, and many nodes.
-_READ: dict[str, bool] = {}
+#: The name of the nodes of a class, and whether they pick rows: to ask a node takes as long as all else.
+_READ: dict[type, tuple[str, bool]] = {}
 _LEAF = "torch::autograd::AccumulateGrad"
 #: What may stand between a parameter and its use.
 _SAME_WEIGHT = re.compile(
@@ -60,19 +60,24 @@ def row_pattern(loss: Tensor, rows: int) -> int | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        name = node.name()
+        name, picks = _READ.get(type(node)) or _read(node)
         names.append(name)
         for place, (parent, nr) in enumerate(node.next_functions):
             queue.append(parent)
             if nr:  # which of several outputs goes where tells rows apart that a list has put in another order
                 outputs.append((len(names), place, nr))
-        picks = _READ.get(name)
-        if picks is None:
-            _refuse_hidden(name)
-            picks = _READ[name] = _PICKS.match(name) is not None
         if picks:
             found += _picked(node, name, rows)
     return None if "torch::autograd::CopySlices" in names else hash((*names, *outputs, *found))
+
+
+def _read(node: Node) -> tuple[str, bool]:
+    name = node.name()
+    _refuse_hidden(name)
+    found = name, _PICKS.match(name) is not None
+    if name.endswith(type(node).__name__):  # else of a C++ extension, whose nodes share one class
+        _READ[type(node)] = found
+    return found
 
 
 def refuse_hidden_calls(loss: Tensor) -> None:
