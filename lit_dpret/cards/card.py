@@ -27,7 +27,13 @@ from lit_dpret.cards.file import (
     subject_of,
     write_card,
 )
-from lit_dpret.cards.provenance import environment_facts, package_versions, start_assumptions, start_parents
+from lit_dpret.cards.provenance import (
+    environment_facts,
+    gaps_of_start,
+    package_versions,
+    start_assumptions,
+    start_parents,
+)
 from lit_dpret.cards.recomputed import decided_blocks, registered_facts
 from lit_dpret.cards.text import contradicted, show_epsilon
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
@@ -131,7 +137,10 @@ def build_card(
         "generation": dict(facts.generation or {}),
         "randomness": blocks["randomness"],
         "empirical": {"pre_registered": told.pop("pre_registered"), "results": [], **blocks["empirical"], **told},
-        "not_covered": uncovered(claim, (blocks["accounting"] or {}).get("groups", ()), tuned, blocks["randomness"]),
+        "not_covered": [
+            *uncovered(claim, (blocks["accounting"] or {}).get("groups", ()), tuned, blocks["randomness"]),
+            *(gaps_of_start(ledger_records) if claim["guarantee"] == "dp" else ()),
+        ],
         "ledger": blocks["ledger"],
         "parents": start_parents(ledger_records),
         **_made_with(facts.environment),

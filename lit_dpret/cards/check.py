@@ -17,7 +17,7 @@ from typing import Any
 
 from lit_dpret.cards.claim import claim_facts
 from lit_dpret.cards.file import malformed
-from lit_dpret.cards.provenance import start_assumptions, start_parents
+from lit_dpret.cards.provenance import gaps_of_start, start_assumptions, start_parents
 from lit_dpret.cards.recomputed import decided_blocks, registered_facts
 from lit_dpret.cards.tuning import hides_earlier_tuning, possible_tuning, same_facts
 from lit_dpret.errors import DataError, LedgerError, LitDpretError
@@ -217,6 +217,9 @@ def _assumed(
 ) -> Iterator[_Found]:
     known = [] if plan is None else derived_assumptions(records, plan)
     known += [*start_assumptions(records, card["pretraining"].get("model")), *leaks(records)]
+    if card["claim"]["guarantee"] == "dp":
+        for text in set(gaps_of_start(records)) - set(card["not_covered"]):
+            yield _Found(("not_covered",), f"not_covered leaves out, by the ledger: {text}", words=True)
     stated = card["assumptions"]
     for one in known:
         places = [("assumptions", str(index)) for index, other in enumerate(stated) if other["text"] == one.text]

@@ -24,7 +24,7 @@ from lit_dpret.files import file_sha256
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import release_from_dict
 from lit_dpret.privacy.budget import show_delta
-from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Judged, plan_of
+from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Consequence, Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, recorded_start
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PrivacyPlan
 from lit_dpret.texts import normalise
@@ -228,18 +228,33 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
         *([Assumption(made, "unverified")] if start.get("derived") else []),
         Assumption(f"What one {unit} of these data holds is in at most one {unit} of the data of {start['name']}.",
                    "unverified"),
+        *(_of_start(start["name"], one) for one in start.get("assumptions", ())),
     ]  # fmt: skip
+
+
+def _of_start(name: str, stated: Mapping[str, Any]) -> Assumption:
+    """Return an assumption on the card of a start; one that does not hold is counted in the releases of the start."""
+    text = stated["text"] if stated["text"].startswith("Of ") else f"Of {name}: {stated['text']}"
+    consequence: Consequence = "weights_alone" if stated["consequence"] == "weights_alone" else "charged"
+    return Assumption(text, "refuted" if stated["holds"] is False else "unverified", consequence)
+
+
+def gaps_of_start(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what was noted on the card of the start that its claim does not cover."""
+    return list((recorded_start(records) or {}).get("not_covered", ()))
 
 
 def randomness_facts(judged: Judged) -> dict[str, Any]:
     """Read the noise generation from the ledger: generator, published seed, floating point."""
     plan, last = judged.plan, plan_of(judged.records)[1]
     secure, start = bool(last.get("secure_rng", False)), recorded_start(judged.records)
+    own = "ChaCha20" if secure else "Philox (NumPy), keyed; not cryptographic"
     # The claim covers the start's noise as well.
-    rounded = start is not None and not start["public"] and bool(start.get("floating_point", True))
+    before = {} if start is None or start["public"] else start.get("randomness", {"rng": "unstated", "secure": False})
+    rounded = bool(before) and bool(before.get("floating_point", True))
     return {
-        "rng": "ChaCha20" if secure else "Philox (NumPy), keyed; not cryptographic",
-        "secure": secure,
+        "rng": own if before.get("rng", own) == own else f"{own}; before it: {before['rng']}",
+        "secure": secure and bool(before.get("secure", True)),
         "secret": "never stored with the run",
         "seeded": last.get("noise_seed") is not None,
         "floating_point": plan is None or plan.noise != "discrete" or rounded,
@@ -286,6 +301,8 @@ def start_text(judged: Judged, accounted: Mapping[str, Any], model: str | None =
     did = "released votes of private data" if votes else "was trained on private data"
     did = "was made from what a private run released" if start.get("derived") else did
     text += f" {start['name']}, which {did} (card sha256 {start['card_sha256']})."
+    if (planted := start.get("planted")) is not None:
+        text += f" {planted['canaries']} canaries were planted in the data behind it (sha256 {planted['sha256']})."
     if (plan := judged.claimed_plan) is None:
         return {"start": text}
     parts = accounted["init_from"]

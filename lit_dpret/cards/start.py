@@ -155,7 +155,8 @@ def _lasting(facts: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return what never changes of a start; the ledgers of the runs behind it identify it, where there are any."""
     if facts is None or not facts["runs"]:
         return facts
-    return {key: value for key, value in facts.items() if key not in ("name", "head", "card_sha256", "parents")}
+    of_card = ("name", "head", "card_sha256", "parents", "assumptions", "not_covered")
+    return {key: value for key, value in facts.items() if key not in of_card}
 
 
 def model_folder(run: str | Path) -> Path:
@@ -279,7 +280,14 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         facts |= {key: claim[key] for key in ("unit", "neighbours", "duplicates", "epsilon", "delta")}
         plan, _ = plan_of(records)
         facts |= {} if plan is None or plan.budget.unit_by is None else {"unit_by": plan.budget.unit_by}
-        facts["floating_point"] = card["randomness"].get("floating_point", True)
+        # What the composed claim rests on as well, and does not cover.
+        facts["randomness"] = dict(card["randomness"])
+        facts["assumptions"] = [one for one in card["assumptions"] if one["holds"] is not True]
+        noted = [note["not_covered"] for note in card.get("amendments", []) if "not_covered" in note]
+        before = recorded_start(records) or {}
+        facts["not_covered"] = [*before.get("not_covered", ()), *noted]
+        planted = card["empirical"].get("planted") or before.get("planted")
+        facts |= {} if planted is None else {"planted": planted}
         # Of a start that was trained on synthetic data, the plan is that of the run behind them.
         behind = None if plan is None else plan.n_public
         sizes = (card["mechanism"].get("n_public"), behind, (recorded_start(records) or {}).get("n_public"))

@@ -15,6 +15,7 @@ from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
 from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
 from scipy import stats
 
+from lit_dpret.cards.amendments import note_not_covered, restated
 from lit_dpret.cards.card import (
     Assumption,
     CardFacts,
@@ -25,6 +26,7 @@ from lit_dpret.cards.card import (
     verify_card,
     write_card,
 )
+from lit_dpret.cards.check import recheck
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import card_markdown
@@ -32,8 +34,8 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, GaussianRelease
-from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, leaks
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 
@@ -61,7 +63,8 @@ def finished(run: Run, steps: int) -> dict[str, Any]:
     model = run.folder / "model"
     model.mkdir()
     (model / "weights").write_text(str(run.folder), encoding="utf-8")
-    card = run.card(subject=subject_of("weights", run.folder.name, [model / "weights"], root=model))
+    subject = subject_of("weights", run.folder.name, [model / "weights"], root=model)
+    card = run.card(subject=subject, assumptions=leaks(run.ledger.records))
     write_card(card, run.folder)
     run.ledger.close()
     return card
@@ -99,6 +102,36 @@ def test_the_claim_is_the_composition_of_both_runs_and_the_card_says_which_is_wh
     text = card_markdown(card)
     assert "about both trainings together" in text and "of its own budget of 50" in text
     assert verify_card(read_card(tmp_path / "child"), tmp_path / "child" / "privacy_ledger.jsonl") == []
+
+
+def test_the_card_states_what_the_claim_of_the_start_rests_on_and_leaves_open(tmp_path: Path) -> None:
+    run = begun(tmp_path / "parent")
+    run.ledger.append(
+        "plan", run_id="r", attempt=0, mode="dp_sgd", plan=make_plan().to_dict(), planned_steps=2, secure_rng=False,
+        planted={"canaries": 5, "units": 5, "sha256": "0" * 64, "protocol": "file"},
+        assumptions=["The number rests on bounds that were declared for this loss, and not proved here."],
+    )  # fmt: skip
+    finished(run, 2)
+    note_not_covered(tmp_path / "parent", "the scores of private queries", computed="private queries")
+    parent = read_card(tmp_path / "parent")
+    open_there = {one["text"] for one in parent["assumptions"] if one["holds"] is not True}
+    assert any("declared for this loss" in text for text in open_there)
+    before, own = "parent", {"secure_rng": True, "planned_steps": 2, "attempt": 0, "run_id": "s", "mode": "dp_sgd"}
+    for name in ("child", "grandchild"):
+        run = begun(tmp_path / name, tmp_path / before)
+        run.ledger.append("plan", plan=make_plan().to_dict(), **own)
+        card, before = finished(run, 2), name
+        assert {f"Of parent: {text}" for text in open_there} <= {one["text"] for one in card["assumptions"]}
+        assert card["claim"]["guarantee"] == "dp" and not card["randomness"]["secure"]
+        assert "ChaCha20" in card["randomness"]["rng"] and "Philox" in card["randomness"]["rng"]
+        assert any("not a cryptographic" in gap for gap in card["not_covered"])
+        assert any("scores of private queries" in gap for gap in card["not_covered"])
+        assert "5 canaries were planted" in card["pretraining"]["start"]
+        assert verify_card(card, tmp_path / name / LEDGER_NAME) == []
+        for entries in ("assumptions", "not_covered"):
+            silent = {**card, entries: [each for each in card[entries] if "private queries" not in str(each)
+                                        and "declared for this loss" not in str(each)]}  # fmt: skip
+            assert recheck(restated(silent), PrivacyLedger.read(tmp_path / name / LEDGER_NAME)).words != []
 
 
 def test_a_third_run_composes_all_three(parent: Path, tmp_path: Path) -> None:

@@ -64,7 +64,10 @@ def test_the_claim_is_that_of_the_generator_and_of_this_run_together(chain: Chai
         parent["sha256"] for parent in read_card(chain.encoder)["parents"]
     ] and len(names) == 3
     assert not verify_chain(chain.root / "run").failed
-    assert any("entered encoder" in one["text"] for one in card["assumptions"])
+    stated = {one["text"] for one in card["assumptions"]}
+    assert any("entered encoder" in text for text in stated)
+    before = [one["text"] for one in read_card(chain.encoder)["assumptions"] if one["holds"] is not True]
+    assert before and {f"Of encoder: {text}" for text in before} <= stated
 
 
 def test_two_trainings_from_one_synthetic_start_count_its_generator_once(chain: Chain) -> None:
