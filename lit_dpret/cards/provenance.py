@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -228,13 +229,24 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
         *([Assumption(made, "unverified")] if start.get("derived") else []),
         Assumption(f"What one {unit} of these data holds is in at most one {unit} of the data of {start['name']}.",
                    "unverified"),
-        *(_of_start(start["name"], one) for one in start.get("assumptions", ())),
+        *(assumption_of(start["name"], one) for one in start.get("assumptions", ())),
     ]  # fmt: skip
 
 
-def _of_start(name: str, stated: Mapping[str, Any]) -> Assumption:
-    """Return an assumption on the card of a start; one that does not hold is counted in the releases of the start."""
-    text = stated["text"] if stated["text"].startswith("Of ") else f"Of {name}: {stated['text']}"
+_OF = re.compile(r"Of [^:]+: ")
+
+
+def plain_assumption(text: str) -> str:
+    """Return the text of an assumption without the name of the artefact that `assumption_of` put before it."""
+    return _OF.sub("", text, count=1) if _OF.match(text) else text
+
+
+def assumption_of(name: str, stated: Mapping[str, Any]) -> Assumption:
+    """Return an assumption on another card, called ``name``, behind a claim that is composed with that card's.
+
+    One that does not hold is counted in the releases of that card.
+    """
+    text = stated["text"] if _OF.match(stated["text"]) else f"Of {name}: {stated['text']}"
     consequence: Consequence = "weights_alone" if stated["consequence"] == "weights_alone" else "charged"
     return Assumption(text, "refuted" if stated["holds"] is False else "unverified", consequence)
 

@@ -28,6 +28,7 @@ from lit_dpret.cards.card import (
 )
 from lit_dpret.cards.check import recheck
 from lit_dpret.cards.file import CARD_NAME
+from lit_dpret.cards.lineage import refuse_told_failures
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.cards.verification import verify_chain
@@ -35,7 +36,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, GaussianRelease
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, leaks
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger
 from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 
@@ -132,6 +133,21 @@ def test_the_card_states_what_the_claim_of_the_start_rests_on_and_leaves_open(tm
             silent = {**card, entries: [each for each in card[entries] if "private queries" not in str(each)
                                         and "declared for this loss" not in str(each)]}  # fmt: skip
             assert recheck(restated(silent), PrivacyLedger.read(tmp_path / name / LEDGER_NAME)).words != []
+
+
+def test_a_start_that_private_rows_interrupted_is_told_and_not_handed_on(tmp_path: Path) -> None:
+    run = begun(tmp_path / "parent")
+    run.step(0)
+    run.ledger.append("end", reason=FAILED, steps=1)
+    run.step(1)
+    finished(run, 0)
+    card = finished(begun(tmp_path / "child", tmp_path / "parent"), 2)
+    [told] = [one for one in card["assumptions"] if "interrupted for no private row" in one["text"]]
+    assert told["holds"] is False and card["claim"]["guarantee"] == "dp"
+    assert any("interrupted for no private row" in banner for banner in card["banners"])
+    shutil.rmtree(tmp_path / "parent")
+    with pytest.raises(DataError, match="must not be handed on"):
+        refuse_told_failures(tmp_path / "child" / CARD_NAME, "task.checkpoint=child", "the weights")
 
 
 def test_a_third_run_composes_all_three(parent: Path, tmp_path: Path) -> None:

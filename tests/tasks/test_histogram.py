@@ -20,6 +20,7 @@ from tiny_tasks import parts, write_log
 from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import card_sha256, read_card, verify_card
 from lit_dpret.cards.file import checksum, write_card
+from lit_dpret.cards.provenance import plain_assumption
 from lit_dpret.cards.text import BOUND
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.datamodules import PairsDataModule
@@ -192,6 +193,10 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     assert card["claim"]["epsilon"] == read_card(histogram)["claim"]["epsilon"]
     assert card["claim"]["epsilon"] > read_card(chain / "made" / "synthetic")["claim"]["epsilon"]
     assert card["parents"][0]["sha256"] == card_sha256(histogram)
+    of_set, here = (read_card(each)["assumptions"] for each in (chain / "made" / "synthetic", folder))
+    stated = [plain_assumption(one["text"]) for one in here]
+    assert {plain_assumption(one["text"]) for one in of_set if one["holds"] == "unverified"} <= {*stated}
+    assert any("list of passages" in text for text in stated), "which synthesize was told, and no histogram"
     readme = (folder / "README.md").read_text()
     assert (
         "histogram_match" in readme and "of the generator and of a histogram of the private queries together" in readme
@@ -448,7 +453,7 @@ def test_quotas_follow_the_target_as_far_as_there_are_queries() -> None:
 def test_noise_on_a_grid_is_on_the_card_beside_that_of_the_generator(chain: Path, tmp_path: Path) -> None:
     counted(chain, tmp_path / "run", mode={"noise": "discrete"})
     card = read_card(tmp_path / "run")
-    assert card["mechanism"]["noise"] == "discrete" and card["randomness"]["rng"] == "ChaCha20"
+    assert card["mechanism"]["noise"] == "discrete" and card["randomness"]["rng"].startswith("ChaCha20; before it: ")
     assert card["randomness"]["floating_point"], "the claim is about both"
     assert any("floating-point form" in gap for gap in card["not_covered"])
     assert verify_chain(tmp_path / "run", parents=[chain / "generator"]).failed == []

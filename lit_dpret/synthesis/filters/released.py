@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import card_above, card_names, check_artefact, check_dataset_card, names_behind
+from lit_dpret.cards.provenance import assumption_of, plain_assumption
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.datamodules.layouts import folder_parts, open_corpus
 from lit_dpret.datamodules.readers import RecordFile
@@ -256,6 +257,14 @@ def declared(model: str | Path, is_public: bool, knob: str) -> Assumption:
         "declared: numbers do not tell where they come from.",
         standing="unverified",
     )
+
+
+def trusted_beside(source: Path, claim: Path) -> list[Assumption]:
+    """Return what the card of a set takes on trust and the card at ``claim``, which takes its place, leaves out."""
+    stated = {plain_assumption(one["text"]) for one in read_card(claim)["assumptions"]}
+    found = [one for one in read_card(source)["assumptions"] if one["holds"] == "unverified"]
+    left_out = [one for one in found if plain_assumption(one["text"]) not in stated]
+    return [assumption_of(source.resolve().name, one) for one in left_out]
 
 
 def _open_choice(card: Mapping[str, Any], model: str | Path) -> list[Assumption]:

@@ -19,7 +19,7 @@ from lit_dpret.synthesis.dataset_folder import (
     write_summary,
 )
 from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter
-from lit_dpret.synthesis.filters.released import ReleasedQueries, foreign_code, require_of_its_folder
+from lit_dpret.synthesis.filters.released import ReleasedQueries, foreign_code, require_of_its_folder, trusted_beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,14 @@ def write_selection(
                 tuning=tuning,
                 environment=environment,
                 generation={**generation, "filters": [*generation.get("filters", []), *filters]},
-                assumptions=list(dict.fromkeys(trust for one in applied for trust in one.trusts)),
+                assumptions=list(
+                    dict.fromkeys(
+                        [
+                            *(trust for one in applied for trust in one.trusts),
+                            *(trusted_beside(claimed, kept.claim) if kept.claim is not None else ()),
+                        ]
+                    )
+                ),
             ),
             description="a selection of the queries",
         )
