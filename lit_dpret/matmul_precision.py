@@ -7,7 +7,7 @@ PyTorch has two ways to say it: ``torch.set_float32_matmul_precision`` (for cuDN
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ def whole_products() -> Iterator[None]:
 @contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
     """Compute products of float32 matrices in full precision, outside the caller's autocast as well."""
-    with torch.autocast(device.type, enabled=False), whole_products():
+    autocast = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if autocast else nullcontext(), whole_products():
         yield
 
 
@@ -69,6 +70,11 @@ def tf32_products() -> Iterator[None]:
 def _whole(names: Sequence[str], get: Callable[[], Any], put: Callable[[Any], None], whole: Any) -> Iterator[None]:
     """``get`` and ``put`` are the first way, in which ``whole`` asks for all digits; ``names`` are of the second."""
     said, before = _said(get), {name: _precision(name) for name in names}
+    if said == whole and all(
+        value in _WHOLE for value in before.values()
+    ):  # as mostly; a search for one query is short
+        yield
+        return
     put(whole)
     for name in names:
         if _precision(name) not in _WHOLE:  # it follows a setting for all backends, which the first way leaves

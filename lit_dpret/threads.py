@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 _CPU = torch.device("cpu")
+
+
+_here = threading.local()
+
+
+@contextmanager
+def threads_of_ours() -> Iterator[None]:
+    """Have PyTorch use one thread for each operation, and `in_threads` as many as PyTorch had.
+
+    PyTorch's own threads wait for each other after every operation: for one of a few microseconds, and wherever other
+    programs keep the processor busy, that takes longer than the work.
+    """
+    before = torch.get_num_threads()
+    _here.threads = before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        del _here.threads
+        torch.set_num_threads(before)
+
+
+def workers() -> int:
+    """Return how many threads `in_threads` has."""
+    threads: int = getattr(_here, "threads", torch.get_num_threads())
+    return threads
 
 
 def in_threads(work: Callable[[int], None], places: range, device: torch.device = _CPU) -> None:
@@ -17,14 +45,14 @@ def in_threads(work: Callable[[int], None], places: range, device: torch.device 
     While it runs, PyTorch uses one thread for each operation, in all of the process.
     """
     before = torch.get_num_threads()
-    workers = min(before, len(places)) if device.type == "cpu" else 1
-    if workers <= 1:
+    count = min(workers(), len(places)) if device.type == "cpu" else 1
+    if count <= 1:
         for place in places:
             work(place)
         return
     try:
         # Each with one thread of PyTorch, or every operation in it would be shared out once more.
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             # Emptied for its exceptions alone, which `map` raises where a result is taken.
             deque(pool.map(work, places), maxlen=0)
     finally:

@@ -18,10 +18,27 @@ STORAGES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 
 
 class TensorRows:
-    """The rows of a tensor, ``dim`` wide; `chunk` gives consecutive ones, `take` a few thousand by index, as stored."""
+    """The rows of a tensor, ``dim`` wide; `chunk` gives consecutive ones, `take` a few thousand by index, as stored.
+
+    Kept from one search to the next, they save it a look at all lengths. Memory that a tensor shares with NumPy must
+    not be changed meanwhile.
+    """
 
     def __init__(self, embeddings: Tensor) -> None:
         self.embeddings = embeddings.detach()
+        self._longest: tuple[float, int] | None = None
+
+    @property
+    def longest(self) -> float | None:
+        """The length of the longest row, once a search has found it; all rows are finite then."""
+        if self._longest is None or self._longest[1] != self.embeddings._version:
+            return None
+        return self._longest[0]
+
+    def keep_longest(self, longest: float) -> None:
+        """Keep it until the tensor is changed."""
+        if not self.embeddings.is_inference():  # of which PyTorch does not count the changes
+            self._longest = longest, self.embeddings._version
 
     def __len__(self) -> int:
         return len(self.embeddings)
@@ -34,7 +51,7 @@ class TensorRows:
         return self.embeddings[start:stop]
 
     def take(self, places: Tensor) -> Tensor:
-        return self.embeddings[places.to(self.embeddings.device)]
+        return self.embeddings.index_select(0, places.to(self.embeddings.device))
 
 
 class FileRows:
@@ -43,6 +60,8 @@ class FileRows:
     At most the requested chunk is in memory. The file is read and not mapped: pages of a mapped file count as the
     process's own until the kernel takes them back.
     """
+
+    longest: float | None = None  # the file may change
 
     def __init__(self, path: str | Path, *, dim: int, storage: Storage = "float32") -> None:
         if storage not in STORAGES:

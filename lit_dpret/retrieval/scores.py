@@ -8,6 +8,7 @@ candidates from anywhere are scored again here.
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from lit_dpret.retrieval.rows import Rows, TensorRows
 from lit_dpret.retrieval.topk import MISSING
 from lit_dpret.threads import in_threads
 
-_CHUNK = 16_384  # passages that are read at a time
-_FEW_PAIRS = 2**14  # below this, one thread is done before others start
+_CHUNK = 4096  # passages that are read at a time, of which a processor's cache holds what is asked for
+_FEW_PAIRS = 2**12  # below this, one thread is done before others start
+_AT_A_TIME = 2**20  # numbers of passages that stay in a processor's cache, in float64
 _PLACE = 2**32 - 1  # mask of the lower half of a key
 _DEVICE_BLOCK = 256 * 2**20  # bytes that keep an accelerator busy
 
@@ -36,6 +38,8 @@ def canonical_scores(queries: Tensor, passages: Rows, candidates: Tensor, *, cos
     """
     if isinstance(passages, TensorRows) and passages.embeddings.device.type != "cpu":
         scores = _on_device(queries, passages.embeddings, candidates, cosine)
+    elif candidates.numel() * passages.dim <= _AT_A_TIME:
+        scores = _query_by_query(queries.cpu(), passages, candidates, cosine)
     else:
         scores = _on_cpu(queries.cpu(), passages, candidates.numpy(), cosine)
     return scores.masked_fill_(candidates == MISSING, float("-inf"))
@@ -61,23 +65,39 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
         chunk = passages.chunk(start, min(start + _CHUNK, len(passages)))
         found = chunk[torch.from_numpy(wanted[opens] - start)].double()
         found = F.normalize(found, dim=-1) if cosine else found
-        grid = torch.sparse_csr_tensor(
-            torch.from_numpy(np.append(opens, len(pairs))),
-            places // width,
-            torch.zeros(len(pairs), dtype=torch.float64),
-            (len(found), len(queries)),
-            check_invariants=False,
-        )
-        scores[places] = torch.sparse.sampled_addmm(grid, found, queries.T).values().float()
+        scores[places] = _products(torch.from_numpy(np.append(opens, len(pairs))), places // width, found, queries)
 
+    if edges[-1] - edges[0] > _FEW_PAIRS:  # fillers stand before them
+        in_threads(score, range(len(starts)))
+    else:
+        for number in range(len(starts)):
+            score(number)
+    return scores.view(candidates.shape)
+
+
+def _query_by_query(queries: Tensor, passages: Rows, candidates: Tensor, cosine: bool) -> Tensor:
+    """Score few pairs, for each of which its passage is fetched."""
+    found = passages.take(candidates.clamp(min=0).view(-1)).double()
+    found = F.normalize(found, dim=-1) if cosine else found
+    opens = torch.arange(0, len(found) + 1, max(1, candidates.shape[1]))
+    return _products(opens, torch.arange(len(found)), queries, found).view(candidates.shape)
+
+
+def _products(opens: Tensor, of: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return float64 products as float32; those of row i of ``left`` are with rows ``of[opens[i]:opens[i + 1]]``."""
+    _hear_of_beta()
+    zeros = torch.zeros(len(of), dtype=torch.float64)
+    grid = torch.sparse_csr_tensor(opens, of, zeros, (len(left), len(right)), check_invariants=False)
+    products: Tensor = torch.sparse.sampled_addmm(grid, left, right.T).values()
+    return products.float()
+
+
+@cache
+def _hear_of_beta() -> None:
+    """Let PyTorch say, as it does once in a process, that its sparse matrices are in beta, and pass over it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        if edges[-1] - edges[0] > _FEW_PAIRS:  # fillers stand before them
-            in_threads(score, range(len(starts)))
-        else:
-            for number in range(len(starts)):
-                score(number)
-    return scores.view(candidates.shape)
+        torch.eye(1).to_sparse_csr()
 
 
 def _on_device(queries: Tensor, passages: Tensor, candidates: Tensor, cosine: bool) -> Tensor:

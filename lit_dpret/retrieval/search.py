@@ -8,18 +8,19 @@ none was missed; else the query is looked through once more. Ties fall as trec_e
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.matmul_precision import exact_float32
 from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays, prepared
-from lit_dpret.retrieval.rows import Rows, as_rows
+from lit_dpret.retrieval.rows import Rows, TensorRows, as_rows
 from lit_dpret.retrieval.scores import canonical_scores
 from lit_dpret.retrieval.topk import (
     EMPTY,
@@ -28,16 +29,18 @@ from lit_dpret.retrieval.topk import (
     CandidateBuffer,
     TopK,
     ascending,
+    best_of,
     keyed,
     lexicographic_rank,
     merged,
+    nonzero,
     places_by_rank,
     ranked,
     smallest,
     top_k_of,
     unpacked,
 )
-from lit_dpret.threads import on_slices
+from lit_dpret.threads import on_slices, threads_of_ours, workers
 
 __all__ = [
     "MISSING",
@@ -54,8 +57,9 @@ __all__ = [
 QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # of a matrix product
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
 _FEW_QUERIES = 256  # up to so many, threads share out the passages: each is read once, and products are not too flat
-_AT_ONCE = 2**23  # scores that are held whole: for fewer, chunks and threads cost more than they save
-_FLAT = 32  # up to so many queries, passages times queries is the faster order of a product
+_GROUP = 32  # scores of few queries of which only the highest is looked at first
+_AT_ONCE = 2**23  # scores of few queries that are held at once
+_ALONE = 2**23  # multiplications that one thread has done before a second one starts
 _BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched together
 
 
@@ -94,6 +98,12 @@ def search(
     rows, query_embeddings = as_rows(passage_embeddings), torch.as_tensor(query_embeddings)
     require_positive(k=k)
     check_shapes(query_embeddings, rows, len(rows), similarity, tie_rank, exclude)
+    where = query_embeddings.device if device is None else torch.device(device)
+    if not len(query_embeddings) or (where.type == "cpu" and len(query_embeddings) <= _FEW_QUERIES):
+        refuse_broken(query_embeddings, "query")
+        cosine = similarity == "cosine"
+        queries = prepared(query_embeddings.detach().to(where).double(), cosine)
+        return _search_few(queries, rows, k, None if tie_rank is None else tie_rank.cpu(), exclude, cosine)
     together = max(QUERY_CHUNK, _BUFFER_BYTES // (32 * min(k + 64, max(1, len(rows)))))
     found = []
     for start in range(0, len(query_embeddings), together):
@@ -108,8 +118,6 @@ def search(
         )
         stream.add(rows)
         found.append(stream.result())
-    if not found:
-        return TopK(torch.empty(0, k), torch.empty(0, k, dtype=torch.long))
     return TopK(torch.cat([top.scores for top in found]), torch.cat([top.indices for top in found]))
 
 
@@ -164,38 +172,18 @@ class SearchStream:
         return ranked(self._best, places_by_rank(self._rank))
 
     def _search(self, rows: Rows) -> None:
-        if self.device.type == "cpu" and len(self._queries) * len(rows) <= _AT_ONCE:
-            self._search_at_once(rows)
+        if self.device.type == "cpu" and len(self._queries) <= _FEW_QUERIES:
+            rank = self._rank[self._seen : self._seen + len(rows)]
+            exclude = None if self._exclude is None else self._exclude - self._seen
+            found = _search_few(self._queries, rows, self.k, rank, exclude, self.cosine)
+            keys = torch.cat([self._best, keyed(found, rank)], dim=1)
+            self._best = ascending(smallest(keys, self.k)[:, : self.k].contiguous())
             return
         everyone = torch.arange(len(self._queries), device=self.device)
         attempt = self._attempt(rows)
         left = self._narrow(rows, everyone, attempt)
         if len(left):
             self._narrow(rows, left, Attempt(self._products, self._width(rows), None))
-
-    def _search_at_once(self, rows: Rows) -> None:
-        """Search a piece by all scores that few queries have in it."""
-        # A 64th of the passages and no more are found by a partial sort, which takes half the time.
-        width = min(self._width(rows), max(self.k + 16, len(rows) // 64), len(rows))
-        queries, longest = self._products.queries, 0.0
-        asking = queries.repeat(2, 1) if len(queries) == 1 else queries  # a product with a vector runs on one thread
-        scores = queries.new_empty(len(queries), len(rows))
-        for some in _slices(len(rows)):
-            part, length = self._part(rows, some)
-            longest = max(longest, length)
-            if len(queries) > _FLAT:
-                torch.mm(queries, part.T, out=scores[:, some])
-            else:
-                scores[:, some] = (part @ asking.T)[:, : len(queries)].T
-        if self._exclude is not None:
-            _hide(scores, self._exclude - self._seen)
-        found, slack = scores.topk(width), self._products.slack(longest, 0.0)
-        least = self._kth() - slack
-        if self.k < width:
-            least = torch.maximum(least, found.values[:, self.k - 1] - 2 * slack)
-        candidates = found.indices.masked_fill(found.values < least[:, None], MISSING)
-        reach = found.values[:, -1] + slack if width < len(rows) else None
-        self._settle(rows, candidates, torch.arange(len(queries)), reach, slack)
 
     def _settle(self, rows: Rows, candidates: Tensor, of: Tensor, reach: Tensor | None, slack: Tensor) -> None:
         """Take in candidates, and for queries for which they prove too little all others that could be among the best.
@@ -220,31 +208,13 @@ class SearchStream:
         products, width, guess = attempt.products, attempt.width, attempt.guess
         queries, kth = products.queries[chosen], self._kth()[chosen.cpu()].to(self.device)
         buffer = CandidateBuffer(len(chosen), width, self.device, guess)
-        longest, error, lock = 0.0, 0.0, threading.Lock()
-        few = self.device.type == "cpu" and len(chosen) <= _FEW_QUERIES
-
-        def look(some: slice) -> None:
-            nonlocal longest, error
-            part, length = self._part(rows, some)
+        longest, error = 0.0, 0.0
+        for some in _slices(len(rows)):
+            part, length = _part(rows, some, self.device, self.cosine)
             low, lost = products.passages(part)
-            scores = queries @ low.T if few else None
+            longest, error = max(longest, length), max(error, lost)
             exclude = None if self._exclude is None else self._exclude[chosen] - self._seen - some.start
-            with lock:
-                longest, error = max(longest, length), max(error, lost)
-                at_least = kth - products.slack(longest, error)[chosen]
-                if scores is None:
-                    self._compare(buffer, queries, low, some.start, at_least, exclude)
-                    return
-                if exclude is not None:
-                    _hide(scores, exclude)
-                buffer.add(slice(0, len(chosen)), scores, some.start, at_least)
-
-        if few:
-            most = PASSAGE_CHUNK if len(chosen) <= _FEW_QUERIES // 4 else _CPU_BLOCK
-            on_slices(look, len(rows), max(1024, _share(len(rows), most)))
-        else:
-            for some in _slices(len(rows)):
-                look(some)
+            self._compare(buffer, queries, low, some.start, kth - products.slack(longest, error)[chosen], exclude)
         slack = products.slack(longest, error)[chosen]
         short = torch.zeros(len(chosen), dtype=torch.bool, device=self.device)
         if guess is not None:
@@ -288,14 +258,6 @@ class SearchStream:
 
         self._each(draw, len(guess))
         return Attempt(products, width, guess.to(products.dtype).float())
-
-    def _part(self, rows: Rows, some: slice) -> tuple[Tensor, float]:
-        """Return some passages ready for the matrix product, and their greatest length."""
-        part = rows.chunk(some.start, some.stop).to(self.device).float()
-        longest = float(torch.linalg.vector_norm(part, dim=1).max())
-        if not math.isfinite(longest):
-            refuse_broken(part, "passage")
-        return prepared(part, self.cosine), 1.0 if self.cosine else longest
 
     def _compare(
         self,
@@ -361,8 +323,111 @@ class SearchStream:
     def _wide(self, rows: Rows, row: int, floor: float) -> Tensor:
         """Return every passage of the piece that can reach the score that ``floor`` was lowered from, by index."""
         query = self._products.queries[row]
-        parts = ((some.start, self._part(rows, some)[0]) for some in _slices(len(rows)))
+        parts = ((some.start, _part(rows, some, self.device, self.cosine)[0]) for some in _slices(len(rows)))
         return torch.cat([torch.nonzero(part @ query >= floor).flatten().cpu() + start for start, part in parts])
+
+
+def _search_few(queries: Tensor, rows: Rows, k: int, rank: Tensor | None, exclude: Tensor | None, cosine: bool) -> TopK:
+    """Search for few queries, float64 and normalised under ``cosine``, on the CPU; the rest as for `search`.
+
+    Threads share out the passages; the scores of up to `_AT_ONCE` pairs are held at a time. A passage among the best
+    scores no more than the rounding error below the k-th best found so far, and below the k-th highest score, whatever
+    subset it is taken from: so only those that reach both are scored again.
+    """
+    exclude = None if exclude is None else exclude.cpu()
+    products, longest = Products(queries, torch.float32), 0.0
+    best = None
+    pieces = max(1, -(-len(queries) * len(rows) // _AT_ONCE))
+    places = range(len(rows) if len(queries) else 0)
+    step = max(1, -(-len(places) // pieces))
+    with torch.no_grad(), exact_float32(queries.device), threads_of_ours():
+        for start in places[::step]:
+            scores = _Scores(products, rows, places[start : start + step], k, exclude, cosine)
+            longest = max(longest, scores.longest)
+            floor = scores.kth - 2 * scores.slack
+            if best is not None and best.scores.shape[1] == k:
+                floor = torch.maximum(floor, best.scores[:, -1] - scores.slack)
+            candidates = scores.above(floor)
+            found = TopK(canonical_scores(queries, rows, candidates, cosine=cosine), candidates)
+            if best is not None:
+                found = TopK(*(torch.cat(pair, dim=1) for pair in zip(best, found, strict=True)))
+            best = best_of(found, k, rank)
+    if isinstance(rows, TensorRows) and places and not cosine:
+        rows.keep_longest(longest)
+    best = best or TopK(torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.long))
+    if not (short := k - best.scores.shape[1]):
+        return best
+    return TopK(F.pad(best.scores, (0, short), value=-math.inf), F.pad(best.indices, (0, short), value=MISSING))
+
+
+class _Scores:
+    """The scores of few queries, all of them, for a range of passages.
+
+    Guarantees:
+        - ``kth`` is for each query at most its k-th highest score, and near to it: the k-th highest of the maxima of
+          groups of passages. Where fewer than k passages have a score it is lower than any.
+    """
+
+    def __init__(
+        self, products: Products, rows: Rows, places: range, k: int, exclude: Tensor | None, cosine: bool
+    ) -> None:
+        self._places, queries = places, products.queries
+        alone = queries.numel() * len(places) <= _ALONE
+        group = 1 if alone else max(1, min(_GROUP, len(places) // (8 * k)))
+        width = -(-(len(places) if alone else _share(len(places), _CPU_BLOCK)) // group)
+        blocks = -(-len(places) // (width * group))
+        self._table = queries.new_empty(len(queries), blocks, group, width)
+        flat = self._table.view(len(queries), -1)
+        if len(places) < flat.shape[1]:
+            flat[:, len(places) :] = -math.inf
+        self._highest = queries.new_empty(len(queries), blocks, width) if group > 1 else self._table[:, :, 0]
+        lengths = [0.0] * blocks
+
+        def fill(some: slice) -> None:
+            block = some.start // (width * group)
+            where = slice(places.start + some.start, places.start + some.stop)
+            part, lengths[block] = _part(rows, where, queries.device, cosine)
+            torch.mm(queries, part.T, out=flat[:, some])
+            if exclude is not None:
+                _hide(flat[:, some], exclude - where.start)
+            if group > 1:
+                torch.amax(self._table[:, block], dim=1, out=self._highest[:, block])
+
+        on_slices(fill, len(places), width * group)
+        self.longest = max(lengths)
+        self.slack = products.slack(self.longest, 0.0)
+        highest = self._highest.view(len(queries), -1)
+        self.kth = highest.topk(min(k, highest.shape[1]), dim=1, sorted=False).values.amin(dim=1)
+        if highest.shape[1] < k:
+            self.kth.fill_(-math.inf)
+
+    def above(self, floor: Tensor) -> Tensor:
+        """Return for each query the passages that score at least ``floor``, filled up with `MISSING`."""
+        least = np.maximum(floor.numpy(), np.finfo(np.float32).min)[:, None]  # what has no score is below it
+        table, highest = self._table.numpy(), self._highest.numpy()
+        _, blocks, group, width = table.shape
+        row, column = np.divmod(nonzero(highest.reshape(len(least), -1) >= least), blocks * width)
+        if group > 1:
+            block, column = np.divmod(column, width)
+            which, member = np.nonzero(table[row, block, :, column] >= least[row])
+            row, column = row[which], (block[which] * group + member) * width + column[which]
+        place = column + self._places.start
+        if len(least) == 1:
+            return torch.from_numpy(place[None])
+        counts = np.bincount(row, minlength=len(least))
+        found = np.full((len(least), counts.max()), MISSING)
+        found[row, np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)] = place
+        return torch.from_numpy(found)
+
+
+def _part(rows: Rows, some: slice, device: torch.device, cosine: bool) -> tuple[Tensor, float]:
+    """Return some passages ready for the matrix product, and a bound on their lengths."""
+    part, longest = rows.chunk(some.start, some.stop).to(device).float(), rows.longest
+    if longest is None:
+        longest = float(torch.linalg.vector_norm(part, dim=1).max())
+        if not math.isfinite(longest):
+            refuse_broken(part, "passage")
+    return prepared(part, cosine), 1.0 if cosine else longest
 
 
 def _slices(rows: int) -> Iterator[slice]:
@@ -378,7 +443,7 @@ def _sample_rank(width: int, sample: int, passages: int) -> int:
 
 def _share(rows: int, most: int) -> int:
     """Return how many rows a thread takes at a time, so that none waits long for the last."""
-    return max(1, min(most, -(-rows // (4 * torch.get_num_threads()))))
+    return max(1, min(most, -(-rows // (4 * workers()))))
 
 
 def _hide(scores: Tensor, excluded: Tensor) -> None:
@@ -426,6 +491,8 @@ def unbroken(embeddings: Tensor) -> Tensor:
 
 def refuse_broken(embeddings: Tensor, side: str) -> None:
     """Refuse embeddings that are not finite, or too large for a finite score."""
+    if float(torch.linalg.vector_norm(embeddings.float())) < 1e19:  # whose square float32 still holds
+        return
     broken = int((~unbroken(embeddings)).sum())
     if broken:
         raise DataError(f"{broken} of {len(embeddings)} {side} embeddings hold a NaN or infinity, or are too long.")

@@ -125,6 +125,21 @@ def first_k(keys: Tensor, k: int, places: Tensor) -> TopK:
     return ranked(ascending(smallest(keys, k)[:, :k].contiguous()), places)
 
 
+def best_of(top: TopK, k: int, tie_rank: Tensor | None) -> TopK:
+    """Return the first ``k`` of rankings in any order, on the CPU; without ``tie_rank`` an index is its rank.
+
+    It is `first_k` for few rankings, for which NumPy starts sooner than PyTorch, and the inverse of a rank takes long.
+    """
+    scores, places = top.scores.numpy() + np.float32(0.0), top.indices.numpy()
+    bits = scores.view(np.int32)
+    ranks = places if tie_rank is None or not len(tie_rank) else tie_rank.numpy()[places]
+    keys = (~(bits ^ ((bits >> 31) & _MAGNITUDE))).astype(np.int64) << 32 | ranks
+    keys[places == MISSING] = EMPTY
+    order = keys.argsort(axis=1)[:, :k]
+    row = np.arange(len(order))[:, None]
+    return TopK(torch.from_numpy(scores[row, order]), torch.from_numpy(places[row, order]))
+
+
 def keyed(top: TopK, tie_rank: Tensor) -> Tensor:
     """Return a ranking, in any order, as keys; `MISSING` becomes `EMPTY`."""
     missing = top.indices == MISSING
@@ -206,7 +221,7 @@ class CandidateBuffer:
         floor = self.floor[rows] if at_least is None else torch.maximum(self.floor[rows], at_least)
         floor = floor.to(scores.dtype)  # rounding keeps the order, so what reaches the floor reaches it rounded
         if scores.device.type == "cpu":
-            hits = torch.from_numpy(_nonzero(np.greater_equal(*_comparable(scores, floor))))
+            hits = torch.from_numpy(nonzero(np.greater_equal(*_comparable(scores, floor))))
         else:
             hits = torch.nonzero((scores >= floor[:, None]).view(-1)).view(-1)
         row = hits // scores.shape[1]
@@ -234,7 +249,7 @@ def _comparable(scores: Tensor, floor: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return scores.float().numpy(), floor.float().numpy()
 
 
-def _nonzero(mask: np.ndarray) -> np.ndarray:
+def nonzero(mask: np.ndarray) -> np.ndarray:
     """``flatnonzero`` of a mask nearly all of which is false: eight places are passed over at a time."""
     flat = mask.reshape(-1)
     if len(flat) % 8:

@@ -60,16 +60,18 @@ def test_a_rounded_score_was_below_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize(("common", "at_once"), [(100.0, 0), (3e5, 2**62)])
+@pytest.mark.parametrize(("common", "few"), [(100.0, 0), (1e6, 256)])
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 def test_passages_that_products_cannot_tell_apart_are_ranked_as_in_float64(
-    similarity: str, common: float, at_once: int, sign: float, monkeypatch: pytest.MonkeyPatch
+    similarity: str, common: float, few: int, sign: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without its slack the first look, in bfloat16 or in float32 at once, names wrong passages and believes them."""
-    monkeypatch.setattr(search_module, "_AT_ONCE", at_once)
+    """Without its slack the first look, in bfloat16 or for few queries, names wrong passages and believes them."""
+    monkeypatch.setattr(search_module, "_FEW_QUERIES", few)
     monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: True)
     monkeypatch.setattr(SearchStream, "_attempt", lambda self, rows: Attempt(self._low, 60, None))  # type: ignore[arg-type]
-    queries = vectors(9, 32, 3).repeat_interleave(2, dim=1) * sign
+    queries = (
+        vectors(9, 32, 3).bfloat16().float().repeat_interleave(2, dim=1) * sign
+    )  # float64 sums of theirs are exact
     shared = torch.tensor([common, -common]).repeat(32)  # takes bits of every passage, and no part in any score
     passages = shared + vectors(900, 64, 5)
     ready = torch.nn.functional.normalize if similarity == "cosine" else torch.Tensor.double
@@ -85,7 +87,7 @@ def test_passages_that_products_cannot_tell_apart_are_ranked_as_in_float64(
 @pytest.mark.parametrize("low", [False, True])
 def test_a_sample_says_how_many_candidates_low_precision_needs(low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spread-out scores are searched in bfloat16, crowded ones in float32, with the same answer."""
-    monkeypatch.setattr(search_module, "_AT_ONCE", 0)
+    monkeypatch.setattr(search_module, "_FEW_QUERIES", 0)
     monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: low)
     original, used = SearchStream._narrow, []
 
@@ -133,7 +135,7 @@ def test_bfloat16_is_used_on_processors_that_gain_by_it_and_sum_in_float32(monke
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 def test_the_places_of_a_mask_are_found_wherever_they_are(shape: tuple[int, int], share: float) -> None:
     mask = np.random.default_rng(9).random(shape) < share
-    assert candidates_module._nonzero(mask).tolist() == np.flatnonzero(mask).tolist()
+    assert candidates_module.nonzero(mask).tolist() == np.flatnonzero(mask).tolist()
 
 
 @pytest.mark.parametrize("floors", [[0.5, 0.25, 3.0], [0.5, -0.25, 0.0], [0.0, 0.0, 0.0], [float("-inf")] * 3])

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,15 +11,18 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval import search as search_module
 from lit_dpret.retrieval.products import Attempt
-from lit_dpret.retrieval.rows import Rows
+from lit_dpret.retrieval.rows import Rows, TensorRows
 from lit_dpret.retrieval.search import MISSING, SearchStream, TopK, lexicographic_rank, merged, search, top_k_of
 
 
-@pytest.fixture(autouse=True, params=["at once", "float32", "bfloat16"])
+@pytest.fixture(autouse=True, params=["few", "few in pieces", "float32", "bfloat16"])
 def first_attempt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every answer of this file, with all scores at once, and with candidates from float32 or bfloat16 at first."""
+    """Every answer of this file, as for few queries, and as for many with candidates from float32 or bfloat16."""
     low = request.param == "bfloat16"
-    monkeypatch.setattr(search_module, "_AT_ONCE", 2**62 if request.param == "at once" else 0)
+    monkeypatch.setattr(search_module, "_FEW_QUERIES", 2**62 if request.param.startswith("few") else -1)
+    if request.param == "few in pieces":
+        monkeypatch.setattr(search_module, "_AT_ONCE", 5_000)
+        monkeypatch.setattr(search_module, "_ALONE", 0)
     monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: low)
     original = SearchStream._attempt
 
@@ -63,6 +67,7 @@ def test_the_first_k_are_the_ones_a_full_sort_gives_under_heavy_ties(k: int) -> 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, queries: int, passages: int) -> None:
     monkeypatch.setattr(search_module, "QUERY_CHUNK", queries)
     monkeypatch.setattr(search_module, "PASSAGE_CHUNK", passages)
+    monkeypatch.setattr(search_module, "_CPU_BLOCK", passages)
 
 
 @pytest.mark.parametrize(("query_chunk", "passage_chunk"), [(1, 1000), (5, 7), (1000, 1), (4, 333), (23, 64)])
@@ -101,13 +106,13 @@ def test_a_matrix_product_that_is_wrong_within_its_bound_does_not_change_the_ans
     queries = base.repeat(3, 1) * torch.tensor([[1.0], [3.0], [0.1]])
     ids = names(500)
     expected = search(queries, passages, 10, tie_rank=lexicographic_rank(ids))
-    original = SearchStream._part
+    original = search_module._part
 
-    def noisy(self: SearchStream, rows: Any, some: slice) -> tuple[Tensor, float]:
-        part, longest = original(self, rows, some)
+    def noisy(*arguments: Any) -> tuple[Tensor, float]:
+        part, longest = original(*arguments)
         return part * (1 + 2.0**-22 * (torch.rand(len(part), 1, generator=generator) - 0.5)), longest
 
-    monkeypatch.setattr(SearchStream, "_part", noisy)
+    monkeypatch.setattr(search_module, "_part", noisy)
     actual = search(queries, passages, 10, tie_rank=lexicographic_rank(ids))
     assert torch.equal(actual.indices, expected.indices)
     assert torch.equal(actual.scores, expected.scores)
@@ -121,13 +126,13 @@ def test_a_best_passage_that_its_product_puts_behind_all_others_is_found(
     """Its product is too small by less than the bound: by itself as a piece, and behind more others than are kept."""
     passages = torch.zeros(101, 256)
     passages[:100, 0], passages[100, 0] = torch.linspace(1, 1 + 2e-6, 100), 1 + 3e-6
-    original = SearchStream._part
+    original = search_module._part
 
-    def noisy(self: SearchStream, rows: Any, some: slice) -> tuple[Tensor, float]:
-        part, longest = original(self, rows, some)
+    def noisy(*arguments: Any) -> tuple[Tensor, float]:
+        part, longest = original(*arguments)
         return torch.where(part == passages[100, 0], part - 1e-5, part), longest
 
-    monkeypatch.setattr(SearchStream, "_part", noisy)
+    monkeypatch.setattr(search_module, "_part", noisy)
     stream = SearchStream(passages[:1], 1, tie_rank=torch.arange(101))
     for piece in (passages,) if pieces == 1 else (passages[:100], passages[100:]):
         stream.add(piece)
@@ -160,13 +165,13 @@ def test_a_lowered_matmul_precision_and_autocast_change_nothing(monkeypatch: pyt
     generator = torch.Generator().manual_seed(6)
     queries, passages = torch.randn(4, 64, generator=generator), torch.randn(900, 64, generator=generator)
     expected = search(queries, passages, 10)
-    original, seen = SearchStream._search, []
+    original, seen = search_module._part, set()
 
-    def watched(*arguments: Any) -> None:
-        seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
-        original(*arguments)
+    def watched(*arguments: Any) -> tuple[Tensor, float]:
+        seen.add((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+        return original(*arguments)
 
-    monkeypatch.setattr(SearchStream, "_search", watched)
+    monkeypatch.setattr(search_module, "_part", watched)
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -174,7 +179,7 @@ def test_a_lowered_matmul_precision_and_autocast_change_nothing(monkeypatch: pyt
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert seen == [("highest", False)]
+    assert seen == {("highest", False)}
     assert torch.equal(actual.indices, expected.indices)
     assert torch.equal(actual.scores, expected.scores)
 
@@ -305,7 +310,7 @@ def test_what_cannot_be_searched_is_refused_by_name() -> None:
         search(good, good, 1, tie_rank=torch.arange(2))
     broken = good.clone()
     broken[1, 0] = float("nan")
-    with pytest.raises(DataError, match="1 of 3 passage embeddings"):
+    with pytest.raises(DataError, match="passage embeddings"):
         search(good, broken, 1)
     with pytest.raises(DataError, match="'b' occurs twice"):
         lexicographic_rank(["b", "a", "b"])
@@ -335,3 +340,48 @@ def test_a_question_alone_gets_the_answer_that_it_gets_among_many(threads: int) 
             assert torch.equal(alone.scores, together.scores[part])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["random", "duplicated", "nearly tied", "rising"])
+@pytest.mark.parametrize("queries", [1, 10, 70])
+@pytest.mark.parametrize("passages", [1, 99, 6_007])
+def test_the_answer_is_that_of_a_full_sort_of_float64_scores(kind: str, queries: int, passages: int) -> None:
+    """Numbers are multiples of 2**-20, so that float64 sums of their products are exact in every order."""
+    generator = torch.Generator().manual_seed(queries + passages)
+
+    def draw(count: int, most: int = 2**20) -> Tensor:
+        return torch.randint(-most, most, (count, 48), generator=generator) / 2**20
+
+    base = {"random": passages, "rising": passages, "duplicated": 1 + passages // 40, "nearly tied": 1}[kind]
+    corpus = draw(base)[torch.randint(base, (passages,), generator=generator)]
+    if kind == "nearly tied":  # by less than what float32 sums are wrong by
+        corpus = corpus + draw(passages, 4)
+    asked, k = draw(queries), min(100, 1 + passages // 2)
+    if kind == "rising":
+        corpus = corpus[(corpus @ asked[0]).argsort()]
+    table = (asked.double() @ corpus.double().T).float()
+    exclude = torch.randint(-1, passages, (queries,), generator=generator)
+    for rank in (torch.arange(passages), torch.randperm(passages, generator=generator)):
+        top = search(asked, corpus, k, tie_rank=rank, exclude=exclude)
+        for row, banned in enumerate(exclude.tolist()):
+            order = np.lexsort((rank, -table[row]))
+            order = order[order != banned][:k]
+            assert top.indices[row].tolist() == [*order, *[MISSING] * (k - len(order))]
+            assert torch.equal(top.scores[row, : len(order)], table[row, order])
+
+
+def test_rows_that_are_kept_are_searched_as_new_ones_and_after_a_change_too() -> None:
+    """The second search knows the longest row; after a change it must be found again, and what broke refused."""
+    queries, passages = torch.randn(3, 32), torch.randn(400, 32)
+    rows = TensorRows(passages)
+    for change in (None, 1e6, None):
+        if change is not None:
+            passages[7] *= change
+        for _ in range(2):
+            found, expected = search(queries, rows, 5), search(queries, passages, 5)
+            assert torch.equal(found.indices, expected.indices) and torch.equal(found.scores, expected.scores)
+            assert rows.longest is None or rows.longest >= float(passages.norm(dim=1).max()) * 0.999
+    passages[7, 0] = float("nan")
+    assert rows.longest is None
+    with pytest.raises(DataError, match="passage"):
+        search(queries, rows, 5)
