@@ -525,9 +525,9 @@ class PrivacyAccountant(Callback):
             return
         self._gate.forfeit()
         raise ConfigurationError(
-            f"An optimizer makes update {updates}, and {self._gate.granted} steps were granted: it has no noise and "
-            f"is in no ledger. Give {type(self._module).__name__} a per_row_loss, and leave training_step and "
-            "automatic_optimization as PrivateModule has them.",
+            f"An optimizer makes update {updates}, and {self._gate.granted} steps were granted: nothing "
+            f"shows that its gradient was noised. Give {type(self._module).__name__} a per_row_loss, and leave "
+            "training_step and automatic_optimization as PrivateModule has them.",
             trap="T7",
         )
 

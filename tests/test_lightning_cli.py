@@ -62,6 +62,7 @@ class Mine(L.LightningModule):
 
     def __init__(self, width: int = 2) -> None:
         super().__init__()
+        self.save_hyperparameters()
         self.net = torch.nn.Linear(width, 1)
 
     def configure_optimizers(self) -> Any:
@@ -131,7 +132,7 @@ def test_an_own_module_is_trained_interrupted_and_resumed_in_its_run_folder(scri
         fit(script, "--trainer.callbacks.after", "3")
     with pytest.raises(ResumeError, match="resume"):
         fit(script)
-    done = fit(script, "--accountant.resume", "true", "--ckpt_path", "runs/cli/checkpoints/last.ckpt")
+    done = fit(script, "--accountant.resume", "true", "--ckpt_path", "last")
     card = read_card(Path("runs/cli"))
     assert done.trainer.global_step == 6 and card["claim"]["guarantee"] == "dp"
     assert card["mechanism"]["max_grad_norm"] == 0.5 and card["claim"]["epsilon"] <= 3

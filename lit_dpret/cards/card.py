@@ -124,6 +124,7 @@ def build_card(
     tuned = tuning_of_run(facts.tuning, judged)
     stated = blocks["mechanism"]
     told = registered_facts(ledger_records)
+    gaps = uncovered(claim, (blocks["accounting"] or {}).get("groups", ()), tuned, blocks["randomness"])
     card: dict[str, Any] = {
         "schema": SCHEMA,
         "created": today(),
@@ -137,10 +138,7 @@ def build_card(
         "generation": dict(facts.generation or {}),
         "randomness": blocks["randomness"],
         "empirical": {"pre_registered": told.pop("pre_registered"), "results": [], **blocks["empirical"], **told},
-        "not_covered": [
-            *uncovered(claim, (blocks["accounting"] or {}).get("groups", ()), tuned, blocks["randomness"]),
-            *(gaps_of_start(ledger_records) if claim["guarantee"] == "dp" else ()),
-        ],
+        "not_covered": [*gaps, *(gaps_of_start(ledger_records, gaps) if claim["guarantee"] == "dp" else ())],
         "ledger": blocks["ledger"],
         "parents": start_parents(ledger_records),
         **_made_with(facts.environment),

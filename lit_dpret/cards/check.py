@@ -218,7 +218,7 @@ def _assumed(
     known = [] if plan is None else derived_assumptions(records, plan)
     known += [*start_assumptions(records, card["pretraining"].get("model")), *leaks(records)]
     if card["claim"]["guarantee"] == "dp":
-        for text in set(gaps_of_start(records)) - set(card["not_covered"]):
+        for text in set(gaps_of_start(records, card["not_covered"])) - {*card["not_covered"]}:
             yield _Found(("not_covered",), f"not_covered leaves out, by the ledger: {text}", words=True)
     stated = card["assumptions"]
     for one in known:

@@ -12,7 +12,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -251,9 +251,11 @@ def assumption_of(name: str, stated: Mapping[str, Any]) -> Assumption:
     return Assumption(text, "refuted" if stated["holds"] is False else "unverified", consequence)
 
 
-def gaps_of_start(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what was noted on the card of the start that its claim does not cover."""
-    return list((recorded_start(records) or {}).get("not_covered", ()))
+def gaps_of_start(records: Sequence[Mapping[str, Any]], own: Collection[str]) -> list[str]:
+    """Return what the card of the start does not cover, besides what a composed card says by itself (``own``)."""
+    start = recorded_start(records) or {}
+    left_out = [text for text in start.get("not_covered", ()) if text not in own]
+    return [text if text.startswith("Of ") else f"Of {start['name']}, alone: {text}" for text in left_out]
 
 
 def randomness_facts(judged: Judged) -> dict[str, Any]:

@@ -283,10 +283,8 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         # What the composed claim rests on as well, and does not cover.
         facts["randomness"] = dict(card["randomness"])
         facts["assumptions"] = [one for one in card["assumptions"] if one["holds"] is not True]
-        noted = [note["not_covered"] for note in card.get("amendments", []) if "not_covered" in note]
-        before = recorded_start(records) or {}
-        facts["not_covered"] = [*before.get("not_covered", ()), *noted]
-        planted = card["empirical"].get("planted") or before.get("planted")
+        facts["not_covered"] = card["not_covered"]
+        planted = card["empirical"].get("planted") or (recorded_start(records) or {}).get("planted")
         facts |= {} if planted is None else {"planted": planted}
         # Of a start that was trained on synthetic data, the plan is that of the run behind them.
         behind = None if plan is None else plan.n_public

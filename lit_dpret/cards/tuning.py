@@ -320,7 +320,7 @@ def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
             f"{_NONE_BEYOND}."
         )
     return (
-        f"{text} That, and not the epsilon of this card, is the epsilon of several of them, and of one that was chosen "
+        f"{text} That, and not the epsilon of one run, is the epsilon of several of them, and of one that was chosen "
         "among them, such as the one with the best score, on whatever data it is scored."
     )
 

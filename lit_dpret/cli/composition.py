@@ -166,6 +166,7 @@ def build_parts(cfg: DictConfig) -> Parts:
         make_run=partial(composed_run, cfg),
         trained_settings=lambda: trained_settings(_plain_settings(cfg)),
         trial_of=None if cfg.trial_of is None else Path(cfg.trial_of),
+        start={name: cfg[name] for name in ("init_from", "init_from_is_public")},
         command=" ".join([program(), as_typed(shown_overrides())]).strip(),
     )
 
@@ -263,7 +264,7 @@ def checked_task(cfg: DictConfig) -> Any:
         )
     if cfg.init_from is not None and not getattr(task, "takes_start", False):
         raise ConfigurationError(
-            f"init_from={cfg.init_from} is for task=fit, plan and doctor: no other task starts from a run's model."
+            f"init_from={cfg.init_from} is for task=fit, plan, doctor and membership: no other task starts from a run's model."
         )
     return task
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,6 +138,7 @@ class Membership(MembershipSettings):
     """
 
     private_results = True  # of the queries that are attacked
+    takes_start: ClassVar[bool] = True  # shadow models start where the target did
 
     def __init__(self, *, run: str | Path, **settings: Any) -> None:
         super().__init__(**settings)

@@ -300,7 +300,7 @@ class Shadows:
             made: L.Trainer = self.parts.make_trainer(max_steps=steps, enable_checkpointing=False, **settings)
             return made
 
-        callbacks = [PrivacyAccountant(run_dir=folder), StepProgress(label), watch]
+        callbacks = [PrivacyAccountant(run_dir=folder, **self.parts.start), StepProgress(label), watch]
         how = Training(run_dir=folder, make_trainer=make_trainer, callbacks=callbacks)
         train(module, data, how, after_setup=partial(data.train_on, chosen))
         if len(watch.seconds) < steps:  # stopped by a callback, or by a Trainer that takes an interruption for an end

@@ -52,6 +52,7 @@ class Parts:
     make_run: Callable[[Sequence[str]], ComposedRun] | None = None
     trained_settings: Callable[[], dict[str, Any]] = dict
     trial_of: Path | None = None
+    start: Mapping[str, Any] = field(default_factory=dict)  # the accountant's ``init_from`` and ``init_from_is_public``
     resume: bool = False
     seed: int = 0
     command: str = field(default="python train.py")

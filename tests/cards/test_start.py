@@ -37,6 +37,7 @@ from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, GaussianRelease
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, leaks
 from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger
+from lit_dpret.privacy.ledger.siblings import note_siblings
 from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 
@@ -112,6 +113,9 @@ def test_the_card_states_what_the_claim_of_the_start_rests_on_and_leaves_open(tm
         planted={"canaries": 5, "units": 5, "sha256": "0" * 64, "protocol": "file"},
         assumptions=["The number rests on bounds that were declared for this loss, and not proved here."],
     )  # fmt: skip
+    note_siblings(
+        run.ledger, {"runs": 2, "private_runs": 2, "without_privacy": [], "varied": ["seed"], "planned": None}
+    )
     finished(run, 2)
     note_not_covered(tmp_path / "parent", "the scores of private queries", computed="private queries")
     parent = read_card(tmp_path / "parent")
@@ -127,6 +131,7 @@ def test_the_card_states_what_the_claim_of_the_start_rests_on_and_leaves_open(tm
         assert "ChaCha20" in card["randomness"]["rng"] and "Philox" in card["randomness"]["rng"]
         assert any("not a cryptographic" in gap for gap in card["not_covered"])
         assert any("scores of private queries" in gap for gap in card["not_covered"])
+        assert any(gap.startswith("Of parent, alone: A choice among the 2 runs") for gap in card["not_covered"])
         assert "5 canaries were planted" in card["pretraining"]["start"]
         assert verify_card(card, tmp_path / name / LEDGER_NAME) == []
         for entries in ("assumptions", "not_covered"):

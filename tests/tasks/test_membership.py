@@ -299,6 +299,13 @@ def test_shadow_models_are_not_charged_to_the_data_set(make: Make, private_run: 
         attack(private_run, shadows=4).run(ledger)
 
 
+def test_shadow_models_start_where_the_target_did(make: Make, private_run: Path, tmp_path: Path) -> None:
+    assert Membership.takes_start
+    elsewhere = replace(make(tmp_path / "attack", private=True), start={"init_from": tmp_path / "nowhere"})
+    with pytest.raises(ConfigurationError, match="init_from="):
+        attack(private_run, shadows=4).run(elsewhere)
+
+
 def test_who_is_attacked_rests_on_no_coin_and_who_cannot_be_asked_is_left_out(make: Make, tmp_path: Path) -> None:
     data = make(tmp_path).make_datamodule()
     data.setup("fit")
