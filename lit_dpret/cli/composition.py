@@ -264,8 +264,8 @@ def checked_task(cfg: DictConfig) -> Any:
         )
     if cfg.init_from is not None and not getattr(task, "takes_start", False):
         raise ConfigurationError(
-            f"init_from={cfg.init_from} is for task=fit, plan, doctor and membership: no other task starts from a run's "
-            "model."
+            f"init_from={cfg.init_from} is for task=fit, plan, doctor and membership: no other task starts from the "
+            "model of a run."
         )
     return task
 
