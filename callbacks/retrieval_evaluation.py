@@ -7,7 +7,7 @@ states no epsilon; also where the training queries are others, since a user may 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,12 +154,14 @@ class RetrievalEvaluation(Callback):
         """Refuse queries declared public that are train queries of ``data``, which is set up."""
         if self.data != "public" or getattr(getattr(module, "privacy", None), "guarantee", "none") != "dp":
             return
-        queries, _, _ = self._load(self.datamodule if self.datamodule is not None else data)
-        if trains_on(data, queries.values()):
+        source = self.datamodule if self.datamodule is not None else data
+        queries, _, _ = self._load(source)
+        if trains_on(data, queries, users_of=source if module.privacy.unit == "user" else None):
             raise ConfigurationError(
                 f"callbacks.evaluation.data=public, but callbacks.evaluation.split={self.split} holds train queries of "
-                "the run's own DataModule, over a tenth of it, and the run protects those. Evaluate on others, or "
-                "leave them out of the training (datamodule.drop_overlap=true, for a split of the same data).",
+                "the run's own DataModule, or queries of its users, over a tenth of it, and the run protects those. "
+                "Evaluate on others, leave them out of the training (datamodule.drop_overlap=true, for a split of the "
+                "same data), or split the log by users (lit-dpret check_data task.split_by=user).",
                 trap="T25",
             )
 
@@ -171,7 +173,7 @@ class RetrievalEvaluation(Callback):
         queries, _, _ = self._load(source)
         for log in filter(None, (source, getattr(source, "evaluation", None))):
             names = filter(None, (training_behind(folder, log) for folder in folders))
-            if (name := next(names, None)) is not None and trains_on(log, queries.values()):
+            if (name := next(names, None)) is not None and trains_on(log, queries):
                 raise ConfigurationError(
                     f"callbacks.evaluation.data=public, but callbacks.evaluation.split={self.split} holds train "
                     f"queries of the log that {name} was trained on privately, according to its ledger, over a tenth "
@@ -266,10 +268,18 @@ class RetrievalEvaluation(Callback):
         return evaluate(Ranking(query_ids=list(queries), passage_ids=ids, top=top), qrels, self.metrics, resamples=200)
 
 
-def trains_on(data: Any, queries: Collection[str]) -> bool:
+def trains_on(data: Any, queries: Mapping[str, str], *, users_of: Any = None) -> bool:
     """Return whether more of ``queries`` are train queries of ``data`` than chance explains, compared by text.
 
-    Data whose rows have no ``query`` are taken on trust.
+    With ``users_of``, the DataModule of the queries, those of users who have train queries count as well. Data whose
+    rows have no ``query`` are taken on trust.
     """
     trained = set(map(normalise, train_queries(data)))
-    return sum(normalise(text) in trained for text in queries) > SHARED_BY_CHANCE * len(queries)
+    ours: Any = getattr(data, "collection", None)
+    theirs: Any = getattr(users_of, "collection", None)
+    users = set()
+    if ours is not None and theirs is not None:
+        users = {ours.users[name] for name in ours.qrels.get("train", {}) if name in ours.users}
+    shared = [normalise(text) in trained or (bool(users) and theirs.users.get(name) in users)
+              for name, text in queries.items()]  # fmt: skip
+    return sum(shared) > SHARED_BY_CHANCE * len(queries)

@@ -12,19 +12,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra.types import RunMode
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from stand_ins import records
+from stand_ins import dp, records
 from test_cli import ROOT, call
 from test_cli_ranks import TWO, settings, wait_until
+from tiny_generator import generator
+from tiny_tasks import trainer, write_log
 
-from lit_dpret import cli
+from lit_dpret import PrivacyAccountant, PrivacyCard, cli
+from lit_dpret.cards.card import read_card
+from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import DataError, ResumeError, WorkerError
+from lit_dpret.tasks.fit import Training, train
 
 # Keeps the program at a place until somebody ends it: a file appears, and then nothing happens for a minute.
 WAIT = """
@@ -97,7 +105,7 @@ def told(process: subprocess.Popen[str], *, seconds: float = 60) -> str:
 
 def way_on(line: str) -> list[str]:
     """The settings that the line says to add."""
-    found = re.search(r"The same command with (.*) goes on from", line)
+    found = re.search(r"The same command with (.*) goes on", line)
     assert found, line
     return shlex.split(found.group(1))
 
@@ -125,6 +133,24 @@ def test_an_interrupted_run_says_how_it_goes_on_and_does(place: str, privacy: st
     done = call(*given, *more, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {record["step"] for record in records(tmp_path / "run", "intent")} == {0, 1, 2}
+
+
+class Ended(Callback):
+    """Sends SIGTERM in the last step, after which Lightning no longer looks for it."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if batch.last and batch.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_sigterm_in_the_last_step_ends_what_would_come_after(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    callbacks: list[Callback] = [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run), Ended()]
+    how = Training(run_dir=run, make_trainer=partial(trainer, max_steps=2), callbacks=callbacks)
+    data = PairsDataModule(folder=write_log(tmp_path / "log"), sampling="poisson", expected_batch_size=8)
+    with pytest.raises(SIGTERMException):
+        train(generator(privacy=dp(tmp_path, unit="query"), seed=0), data, how)
+    assert read_card(run)["mechanism"]["steps_done"] == 2
 
 
 @pytest.mark.slow

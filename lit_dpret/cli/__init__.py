@@ -305,8 +305,10 @@ def _way_on() -> str:
         if holds_a_run(folder):
             place = as_typed([f"{knob}={folder}"])
             made = any(folder.rglob("*.ckpt"))
-            first = "from the last checkpoint" if made else "from its start, since there is no checkpoint yet"
-            return f"The same command with {place} resume=true goes on {first}."
+            first = (
+                "from the last checkpoint" if made else "; what was under way has no checkpoint yet, and begins anew"
+            )
+            return f"The same command with {place} resume=true goes on{' ' * made}{first}."
     return "Nothing was begun yet: the same command starts it."
 
 

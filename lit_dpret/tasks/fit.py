@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_dpret.audit.attacks.coins import COINS_NAME, Coins
 from lit_dpret.audit.canaries import CanarySuite
@@ -298,6 +299,8 @@ def train(
     trainer.fit(
         module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True
     )
+    if trainer.received_sigterm:  # in the last step: Lightning looks for it before the next one
+        raise SIGTERMException
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

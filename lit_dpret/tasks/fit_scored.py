@@ -6,7 +6,8 @@ run folder, for its owner alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.callbacks.retrieval_evaluation import trains_on
 from lit_dpret.cards.file import MODEL_FOLDER
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.files import write_whole
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.settings import Count
 from lit_dpret.synthesis.groups import canonical_groups, draw_group, fixed_arithmetic
@@ -23,11 +25,12 @@ from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.words import need
 from lit_dpret.tasks.fit import Fit
-from lit_dpret.tasks.parts import Parts
+from lit_dpret.tasks.parts import Parts, say
 from lit_dpret.tasks.synthesize import public_sample
 from lit_dpret.tasks.uncovered import Whose, check_synthetic
 
 BLEU = "val/bleu"
+SCORE = "validation_score.json"
 
 
 @dataclass(kw_only=True)
@@ -58,9 +61,13 @@ class FitScored(Fit):
         loggers = parts.make_loggers()
         result = super().run(replace(parts, make_loggers=lambda: loggers))
         score = self._bleu(parts, held)
-        if self.data != "private":
-            for logger in loggers:
-                logger.log_metrics({BLEU: score})
+        facts = {BLEU: score, "data": self.data, "split": self.split, "passages": len(held[0])}
+        private = self.data == "private"
+        file = write_whole(parts.run_dir / SCORE, f"{json.dumps(facts, indent=1)}\n", owner_only=private)
+        say(f"{BLEU} {score:.2f}, of one query for each of {len(held[0])} passages: {file}")
+        for logger in () if private else loggers:
+            logger.log_metrics({BLEU: score})
+            logger.finalize("success")  # again, for what was logged since the training
         return {**result, BLEU: score}
 
     def _held_out(self, parts: Parts) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -71,10 +78,11 @@ class FitScored(Fit):
         if self.data == "synthetic":
             check_synthetic(data, self.split)
         queries, qrels = data.evaluation_set(self.split)
-        if self.data == "public" and self._protects(parts, data, queries.values()):
+        if self.data == "public" and self._protects(parts, data, queries):
             raise ConfigurationError(
                 f"task.data=public with task.split={self.split}: over a tenth of these queries are among those that "
-                "the run protects. Choose another task.split or task.datamodule, or set task.data=private."
+                "the run protects, or of their users. Choose another task.split or task.datamodule, or set "
+                "task.data=private."
             )
         asked: dict[str, list[str]] = {}
         for query, judged in qrels.items():
@@ -86,11 +94,13 @@ class FitScored(Fit):
         texts = data.public_passages()
         return public_sample({name: texts[name] for name in asked}, self.max_passages), asked
 
-    def _protects(self, parts: Parts, data: Any, queries: Collection[str]) -> bool:
+    def _protects(self, parts: Parts, data: Any, queries: Mapping[str, str]) -> bool:
         """Return whether the run trains privately on ``queries`` of ``data``, the validation data."""
-        if parts.make_privacy().guarantee != "dp":
+        mode = parts.make_privacy()
+        if mode.guarantee != "dp":
             return False
-        return trains_on(data if self.datamodule is None else parts.read_data("test"), queries)
+        own = data if self.datamodule is None else parts.read_data("test")
+        return trains_on(own, queries, users_of=data if mode.unit == "user" else None)
 
     def _bleu(self, parts: Parts, held: tuple[dict[str, str], dict[str, list[str]]]) -> float:
         passages, asked = held

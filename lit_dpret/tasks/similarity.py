@@ -173,7 +173,7 @@ class Similarity(Settings):
                 given = parts.make_datamodule()
                 given.setup("test")
                 data = given
-            if trains_on(data, texts.queries.values()):
+            if trains_on(data, texts.queries):
                 refuse_training_data(data, self.synthetic, knob="task.reference")
         return texts
 

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -167,6 +170,15 @@ class Renamed(Judged):
     def evaluation_set(self, split: str) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
         queries = {f"q{number}": text for number, text in enumerate(self.evaluated)}
         return queries, {query: {"p1": 1} for query in queries}
+
+
+@pytest.mark.parametrize("unit", ["user", "query"])
+def test_queries_of_the_users_that_a_run_protects_are_not_public(unit: str) -> None:
+    data = Renamed(["x", "y"])
+    data.collection = replace(data.collection, users={"t0": "anna", "t1": "bert", "q0": "anna", "q1": "carl"})
+    module = SimpleNamespace(privacy=SimpleNamespace(guarantee="dp", unit=unit))
+    with pytest.raises(ConfigurationError, match="users") if unit == "user" else nullcontext():
+        RetrievalEvaluation(data="public", split="dev").refuse_protected(module, data)
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["its own data", "the same queries in another DataModule"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,10 @@ class Told(DummyLogger):
     def __init__(self) -> None:
         super().__init__()
         self.metrics: dict[str, float] = {}
+        self.finalized: list[str] = []
+
+    def finalize(self, status: str) -> None:
+        self.finalized.append(status)
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.metrics |= metrics
@@ -50,6 +55,10 @@ def test_the_score_is_logged_unless_it_is_of_private_queries(tmp_path: Path, dat
     result = run(tmp_path, told, data=data)
     assert 0 <= result[BLEU] <= 100
     assert (BLEU in told.metrics) is (data == "public")
+    assert told.finalized == (["success"] * 2 if data == "public" else ["success"]), "for what is logged afterwards"
+    kept = tmp_path / "run" / "validation_score.json"
+    assert json.loads(kept.read_text())[BLEU] == result[BLEU]
+    assert kept.stat().st_mode & 0o077 == (0o044 if data == "public" else 0)
     assert read_card(tmp_path / "run")["claim"]["guarantee"] == "dp"
 
 
