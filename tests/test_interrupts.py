@@ -136,14 +136,13 @@ def test_an_interrupted_run_says_how_it_goes_on_and_does(place: str, privacy: st
 
 
 class Ended(Callback):
-    """Sends SIGTERM in the last step, after which Lightning no longer looks for it."""
+    """Sends SIGTERM after the last step, where Lightning no longer looks for it."""
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if batch.last and batch.step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_sigterm_in_the_last_step_ends_what_would_come_after(tmp_path: Path) -> None:
+def test_a_sigterm_after_the_last_step_ends_what_would_come_after(tmp_path: Path) -> None:
     run = tmp_path / "run"
     callbacks: list[Callback] = [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run), Ended()]
     how = Training(run_dir=run, make_trainer=partial(trainer, max_steps=2), callbacks=callbacks)

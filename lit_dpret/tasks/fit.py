@@ -299,7 +299,7 @@ def train(
     trainer.fit(
         module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True
     )
-    if trainer.received_sigterm:  # in the last step: Lightning looks for it before the next one
+    if trainer.received_sigterm:  # after the last step, where Lightning no longer looks for it
         raise SIGTERMException
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
