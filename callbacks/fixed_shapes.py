@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
 
+from lit_dpret.callbacks.own_code import trusted_code
 from lit_dpret.distributed.xla import is_lazy, sync_device, use_full_precision
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.matmul_precision import shortened_products
@@ -40,7 +41,8 @@ def attach_batches(trainer: L.Trainer, module: Any, data: Any, sampler: PrivateB
     collate, apart = collate_of(trainer, module), mode.guarantee == "dp"
     # Where a function of the user's names the units, two of them may hold the same query and passage.
     or_row, one = not hasattr(data, "unit_of"), data.rows_per_unit
-    data.attach(sampler, UnitCollator(collate, one, unit=mode.unit, or_row=or_row, shape=shape, apart=apart))
+    own = bool(trusted_code(trainer, module, data))
+    data.attach(sampler, UnitCollator(collate, one, unit=mode.unit, or_row=or_row, shape=shape, apart=apart, own=own))
 
 
 def collate_of(trainer: L.Trainer, module: Any) -> Collate:

@@ -157,11 +157,17 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
         return bound
     if kept := ", ".join(dict.fromkeys(f"{owner}.{name}" for owner, name, _ in _saved(module, data))):
         bound.append(f"Nothing of a private row is in the hyper-parameters that checkpoints and logs keep: {kept}.")
+    what = "the loss of a row, with the random numbers in it, depends on no other row"
+    if mode.candidates not in ("rows", "pool"):
+        what = (
+            "what a row is embedded as, with the random numbers in it, and whether two rows are each other's negatives "
+            "(answers), depend on no further row, and the loss of their similarities on nothing else"
+        )
     text = (
-        f"{', '.join(own)}: in this code, the loss of a row, with the random numbers in it, depends on no other row, "
-        "and nothing of a private row ends the run, sets a learning rate, changes an update or a weight, or reaches a "
-        "file. Samples of it were examined while the run trained, and nothing was found; that proves none of it. No "
-        "private data went into what it reads beside its rows and the trained weights: other models, labels, tables."
+        f"{', '.join(own)}: in this code, {what}, and nothing of a private row ends the run, sets a learning rate, "
+        "changes an update or a weight, or reaches a file. Samples of it were examined while the run trained, and "
+        "nothing was found; that proves none of it. No private data went into what it reads beside its rows and the "
+        "trained weights: other models, labels, tables."
     )
     public = ", ".join(getattr(module, "public_metrics", ()))
     return [*bound, text] + ([f"No private row is behind {public} but through trained weights."] if public else [])

@@ -33,7 +33,7 @@ class PairModule(PrivateModule):
 
     A subclass sets ``loss`` and implements ``represent``. ``collate_rows`` returns a dict with ``query`` and
     ``passage``, features whose first axis is the rows, and may return ``answers``, booleans ``(rows,
-    rows)``: which passages are not negatives of a row.
+    rows)``: which passages are not negatives of a row, decided from that row and the passage's row alone.
 
     Guarantees:
         - A logical batch that would be cut into physical batches is refused before the first update, unless

@@ -62,6 +62,9 @@ class UnitCollator:
         - A resumed run draws the same, and the global generators are afterwards as before.
         - Under a guarantee, features in a fixed shape have the sizes that they had in every batch before; in the first
           batch and in steps 1, 2, 4 and so on also those that they have where some of its units are collated alone.
+        - Under a guarantee, ``answers`` of two rows are refused that are others where half of the units are collated
+          by themselves: a unit would decide which negatives others have. Looked at in the first batch and in steps 1,
+          2, 4 and so on, with ``own`` code in every batch.
 
     Args:
         rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
@@ -69,6 +72,7 @@ class UnitCollator:
         or_row: Whether one row, without such a name, may not come for two units either.
         apart: Whether units are kept apart where ``collate_rows`` draws. Without a guarantee to keep, all rows are
             collated at once, under the seed of the first of them.
+        own: Whether code of the user's takes part, so that ``answers`` are compared in every batch.
     """
 
     def __init__(
@@ -80,13 +84,14 @@ class UnitCollator:
         or_row: bool = True,
         shape: FixedShape | None = None,
         apart: bool = True,
+        own: bool = False,
     ) -> None:
         require_choice("datamodule.rows_per_unit", rows_per_unit, get_args(RowsPerUnit))
         self._collate_rows = collate_rows
         self._one = rows_per_unit == "one"
         self._unit, self._or_row = unit, or_row
         self._shape = shape
-        self._apart = apart
+        self._apart, self._own = apart, own
         self._draws = self._looked = self._looks = False
         self._sizes: dict[str, torch.Size] = {}
 
@@ -132,6 +137,21 @@ class UnitCollator:
                 trap="T11",
             )
         return {"answers": found[0]}
+
+    def _refuse_answers_of_others(self, features: Any, drawn: Sequence[tuple[Draw, list[Any]]]) -> None:
+        """Refuse ``answers`` of two rows that depend on a third one: what bounds a pair knows of two records."""
+        split = sum(len(rows) for _, rows in drawn[: len(drawn) // 2])
+        if len(drawn) < 2 or not _is_square(features, split + sum(len(rows) for _, rows in drawn[len(drawn) // 2 :])):
+            return
+        for part, where in ((drawn[: len(drawn) // 2], slice(split)), (drawn[len(drawn) // 2 :], slice(split, None))):
+            if not _equal(self._collated(part)["answers"], features["answers"][where, where]):
+                raise UnsupportedModelError(
+                    "Which passages are right answers (answers of collate_rows, or of the views) depends on further "
+                    "rows of the batch: one unit would decide about the negatives of others, which no clipping bounds. "
+                    "Decide about a row and a passage from these two alone, as lit_dpret.losses.false_negatives does, "
+                    "with no threshold or rank over the batch.",
+                    trap="T11",
+                )
 
     def _is_looked_at(self, step: int) -> bool:
         first, self._looked = not self._looked, True  # each worker process has a collator of its own
@@ -208,6 +228,8 @@ class UnitCollator:
         if self._looks and get_worker_info() is not None:  # which has a copy of the data set
             contents = {draw: found for draw, rows in items[:ALONE] if (found := readable_content(rows)) is not None}
         features = self._collated(drawn) if drawn else None
+        if self._apart and (self._own or self._looks):
+            self._refuse_answers_of_others(features, drawn)
         compares = self._looks and (self._shape is None or self._apart)
         alone = self._collated_alone(drawn[:ALONE]) if compares else None
         sized = alone is not None and self._shape is None and len(drawn) > 1

@@ -333,10 +333,12 @@ SAMPLING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def of_mode(privacy: PrivacyMode, **settings: Any) -> FrozenDualEncoder:
+def of_mode(
+    privacy: PrivacyMode, *, kind: type[FrozenDualEncoder] = FrozenDualEncoder, **settings: Any
+) -> FrozenDualEncoder:
     tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
     known = {"optimizer": OptimizerSpec(name="sgd", lr=0.1), "encoder": tower, "temperature": 1.0}
-    return FrozenDualEncoder(privacy=privacy, **{**known, **settings})
+    return kind(privacy=privacy, **{**known, **settings})
 
 
 @pytest.mark.parametrize("head", ["query", "both", "shared"])
@@ -359,6 +361,40 @@ def test_every_mode_trains_every_head(name: str, head: str, tmp_path: Path) -> N
     fit(tmp_path / "run", module, data_module(tmp_path / "data", **SAMPLING), steps=2)
     assert before and all(not torch.equal(value, before[key]) for key, value in module.named_parameters())
     module.save_model(tmp_path / "model")
+
+
+class Denoised(FrozenDualEncoder):
+    """Leaves out as false negatives what shares many letters: more than twelve, or in a small batch any."""
+
+    small = 4
+
+    def collate_rows(self, rows: Any) -> Any:
+        batch = super().collate_rows(rows)
+        shared = torch.tensor([[len(set(q.query) & set(p.passage)) for p in rows] for q in rows])
+        return batch | {"answers": batch["answers"] | (shared > (0 if len(rows) < self.small else 12))}
+
+
+class DenoisedByPair(Denoised):
+    small = 0
+
+
+@pytest.mark.parametrize(("kind", "bound"), [(LogitDP, "max_logit_grad_norm"), (BatchClip, "max_grad_norm")])
+def test_answers_that_depend_on_a_third_row_are_refused_and_those_of_two_rows_are_not(
+    kind: Any, bound: str, tmp_path: Path
+) -> None:
+    mode, looked = kind(**{bound: 0.1, "noise_seed": 1}, **NOISE), list[int]()
+
+    class Watched(DenoisedByPair):
+        def collate_rows(self, rows: Any) -> Any:
+            looked.append(len(rows))
+            return super().collate_rows(rows)
+
+    data = data_module(tmp_path / "data", **SAMPLING)
+    fit(tmp_path / "fine", of_mode(mode, kind=Watched), data, steps=6)
+    assert looked[-1] + looked[-2] == looked[-3], "both halves of the last batch too, whose step is no power of two"
+    with pytest.raises(UnsupportedModelError, match="answers") as refused:
+        fit(tmp_path / "run", of_mode(mode, kind=Denoised), data, steps=6)
+    assert refused.value.trap == "T11"
 
 
 @pytest.mark.parametrize("head", ["query", "both", "shared"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -213,6 +214,34 @@ def test_a_broken_record_adds_nothing_under_logit_dp_and_harms_nobody() -> None:
     rows["query"][2] = torch.nan
     rows["passage"][2] = torch.nan
     torch.testing.assert_close(clipped_sum(module, plan, rows), whole, rtol=1e-10, atol=1e-14)
+
+
+SEEN = {"highest": 0.0}
+
+
+class Curriculum(SigmoidPairLoss):
+    """Weighs the pairs alone that score about as high as those of the batch before did."""
+
+    def _coefficients(self, table: Tensor) -> Tensor:
+        kept = super()._coefficients(table).masked_fill(table < SEEN["highest"], 0.0)
+        SEEN["highest"] = float(table.max())
+        return kept
+
+
+class Twice(SigmoidPairLoss):
+    def _coefficients(self, table: Tensor) -> Tensor:
+        return 2 * super()._coefficients(table)
+
+
+class Declared(SigmoidPairLoss):
+    """Of one's own, and right."""
+
+
+def test_coefficients_that_are_not_the_derivative_of_the_loss_are_refused() -> None:
+    for kind in (Declared, Curriculum, Twice):
+        module = Pairs(privacy=logit_dp(), loss=kind(temperature=1.0))
+        with nullcontext() if kind is Declared else pytest.raises(UnsupportedModelError, match="derivative"):
+            clipped_sum(module, plan_of(module.privacy, module, n_max=6), records(6))
 
 
 def test_a_batch_with_a_broken_record_adds_zero_under_batch_clip() -> None:

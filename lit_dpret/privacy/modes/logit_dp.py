@@ -8,7 +8,7 @@ the paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
@@ -35,6 +35,8 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import require_choice, require_whole
 
 SensitivityRule = Literal["proof", "paper"]
+#: What coefficients may depart from the derivative of the row losses, relative to the largest: rounding in float32.
+TOLERANCE, TINY = 1e-3, 1e-12
 
 
 class PairLoss(Protocol):
@@ -55,6 +57,8 @@ class LogitDP(CoupledMode):
         - Taking one unit out moves the sum of a step by at most ``max_logit_grad_norm`` times the
           loss's sensitivity at ``n_max``; that holds for any encoder and any temperature.
         - What a pair is clipped by is a function of its two records alone.
+        - The coefficients of a loss from outside this package are compared with the derivative of its row losses in
+          every sub-batch; another function, such as one that remembers earlier tables, is refused.
         - With ``sensitivity=paper`` nothing is claimed: the card says that it is not proved.
         - Dropout is off in the step, and every pass runs in float32 or wider, whatever the Trainer's precision:
           the norms and the gradient are of one function.
@@ -162,6 +166,8 @@ class LogitDP(CoupledMode):
             with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
                 scores = queries @ passages.T
                 coefficients = self._loss.coefficients(scores, answers)
+                if self._claim(self._loss) == "declared":
+                    _refuse_other_coefficients(self._loss, scores, answers, coefficients)
                 bound = room_for_rounding(self._plan.max_grad_norm, parameters.values(), PAIR_ROUNDING)
                 factors, broken = clipped_pair_factors(norms, bound)
                 module.note_loss(float(self._loss.row_losses(scores, answers).nan_to_num().sum()))
@@ -177,6 +183,24 @@ class LogitDP(CoupledMode):
     def add(self, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
         raise UnsupportedModelError(
             "privacy=logit_dp clips pairs, and row losses do not show them: it works through contribute(module, batch)."
+        )
+
+
+def _refuse_other_coefficients(loss: Any, scores: Tensor, answers: Tensor | None, found: Tensor) -> None:
+    """Refuse coefficients that are not the derivative of the row losses: the loss is what is checked for memory."""
+    # Of a new object, without what the loss keeps besides its settings.
+    fresh: Any = replace(loss) if is_dataclass(type(loss)) else loss
+    with torch.enable_grad():
+        table = scores.detach().requires_grad_()
+        total = fresh.row_losses(table, answers).sum()
+        expected = torch.autograd.grad(total, table)[0] if total.requires_grad else torch.zeros_like(scores)
+    gap, largest = ((found - expected).nan_to_num().abs().max(), expected.nan_to_num().abs().max())
+    if float(gap) > TOLERANCE * float(largest) + TINY:
+        raise UnsupportedModelError(
+            f"privacy=logit_dp cannot train with {type(loss).__name__}: its coefficients are not the derivative of its "
+            "row losses, or hang on earlier batches, so that its bounds are those of another function. Make them the "
+            "derivative, of these scores alone; DeclaredPairLoss derives them from row_loss.",
+            trap="T11",
         )
 
 
