@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from lit_dpret.costs.measure import peak, reset_peak, resident
 from lit_dpret.retrieval.backends import make_search
-from lit_dpret.retrieval.rows import FileRows
+from lit_dpret.retrieval.rows import FileRows, TensorRows
 from lit_dpret.retrieval.search import search
 from lit_dpret.retrieval.topk import TopK
+from lit_dpret.tasks.index_folder import EMBEDDINGS, MANIFEST, TEXTS, IndexFolder, Manifest
 
 Found = Callable[[], list[list[int]]]
 
@@ -113,21 +115,64 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"runs": runs, "ours_over_theirs": ratios}
 
 
-def grid(rounds: int) -> list[dict[str, Any]]:
-    generator, found = torch.Generator().manual_seed(0), []
-    draw = torch.nn.functional.normalize(torch.randn(210_000, 384, generator=generator), dim=1)
-    for passages in (10_000, 50_000, 200_000):
+def grid(passages: list[int], rounds: int) -> dict[str, Any]:
+    """Our search beside sentence-transformers' in many sizes, and one question to a folder of `task=index`.
+
+    ``first`` is a search of a tensor that was never searched, ``later`` one of rows that are kept.
+    """
+    generator, sizes, folders = torch.Generator().manual_seed(0), [], []
+    draw = torch.empty(max(passages) + 10_000, 384)
+    for part in draw.split(50_000):
+        part.copy_(torch.nn.functional.normalize(torch.randn(part.shape, generator=generator), dim=1))
+    for count in passages:
         for queries in (1, 10, 100, 1_000, 10_000):
-            both = systems(draw[200_000 : 200_000 + queries], draw[:passages], 100)
-            ours, theirs = "lit-dpret", "sentence-transformers semantic_search"
-            times = in_turns({ours: both[ours], theirs: both[theirs]}, rounds)
-            facts: dict[str, Any] = {"queries": queries, "passages": passages}
-            for unit in ("seconds", "processor_seconds"):
-                facts[unit] = statistics.median(each[ours][unit] for each in times)
-                facts[f"{unit}_over_theirs"] = median_ratio(times, ours, theirs, unit)
-            say(" ".join(f"{name} {value:.4g}" for name, value in facts.items()))
-            found.append(facts)
+            if queries * count > 10**9:
+                continue
+            asked, corpus = draw[-10_000:][:queries], draw[:count]
+            both, rows = systems(asked, corpus, 100), TensorRows(corpus)
+            theirs = both["sentence-transformers semantic_search"]
+            works = {"first": both["lit-dpret"], "later": partial(found_in, asked, rows), "theirs": theirs}
+            sizes.append({"queries": queries, "passages": count} | in_rounds(works, rounds, queries * count))
+        with tempfile.TemporaryDirectory() as folder:
+            index, question = index_of(corpus, Path(folder)), draw[-1:]
+            works = {
+                "first": lambda folder=folder, question=question: IndexFolder(folder).search(question, 100),
+                "later": partial(index.search, question, 100),
+                "theirs": systems(question, corpus, 100)["sentence-transformers semantic_search"],
+            }
+            folders.append({"passages": count} | in_rounds(works, rounds, 10 * count))
+    return {"sizes": sizes, "index": folders}
+
+
+def found_in(queries: Tensor, rows: TensorRows) -> list[list[int]]:
+    found: list[list[int]] = search(queries, rows, 100).indices.tolist()
     return found
+
+
+def in_rounds(works: dict[str, Callable[[], Any]], rounds: int, pairs: int) -> dict[str, Any]:
+    """Return the medians of works that take turns, small ones more often, and their ratios to ``theirs``."""
+    for work in works.values():
+        work()
+    times, facts = in_turns(works, rounds * max(1, min(40, 10**7 // pairs))), dict[str, Any]()
+    for name in works:
+        for unit in ("seconds", "processor_seconds"):
+            facts[f"{name}_{unit}"] = statistics.median(each[name][unit] for each in times)
+            if name != "theirs":
+                facts[f"{name}_{unit}_over_theirs"] = median_ratio(times, name, "theirs", unit)
+    say(f"{pairs:12d} pairs, {len(times)} rounds: " + " ".join(f"{name} {value:.3g}" for name, value in facts.items()))
+    return facts | {"rounds": len(times), "load": os.getloadavg()[0]}
+
+
+def index_of(embeddings: Tensor, folder: Path) -> IndexFolder:
+    """Write the folder that `task=encode` would, of vectors that no encoder made."""
+    (folder / EMBEDDINGS).write_bytes(embeddings.numpy().tobytes())
+    lines = "".join(f'{{"_id": "{place}", "text": "passage {place}"}}\n' for place in range(len(embeddings)))
+    (folder / TEXTS).write_text(lines, encoding="utf-8")
+    manifest = Manifest(
+        side="passage", count=len(embeddings), dim=embeddings.shape[1], storage="float32", encoder={}, private=False
+    )
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return IndexFolder(folder)
 
 
 def climb(count: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +209,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="without --grid and --memory")
     parser.add_argument("--memory", type=int, nargs="*", help="corpus sizes; without any 50000 200000 800000")
-    parser.add_argument("--grid", action="store_true", help="many sizes, --rounds times each")
+    parser.add_argument("--grid", type=int, nargs="*", help="corpus sizes; without any 10000 100000 1000000")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -174,9 +219,10 @@ def main() -> None:
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     facts = {key: getattr(arguments, key) for key in ("queries", "passages", "dim", "k", "threads")}
     facts |= machine("torch", "numpy", "sentence-transformers", "beir", "faiss-cpu")
-    if arguments.grid:
+    if arguments.grid is not None:
         del facts["queries"], facts["passages"]
-        report["grid"] = facts | {"dim": 384, "k": 100, "sizes": grid(arguments.rounds)}
+        sizes = arguments.grid or [10_000, 100_000, 1_000_000]
+        report["grid"] = facts | {"dim": 384, "k": 100} | grid(sizes, arguments.rounds)
     elif arguments.memory is None:
         report["speed"] = facts | {"device": arguments.device} | compare(arguments)
     else:

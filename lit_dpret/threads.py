@@ -23,20 +23,19 @@ def threads_of_ours() -> Iterator[None]:
     PyTorch's own threads wait for each other after every operation: for one of a few microseconds, and wherever other
     programs keep the processor busy, that takes longer than the work.
     """
-    before = torch.get_num_threads()
-    _here.threads = before
+    before, outer = torch.get_num_threads(), getattr(_here, "threads", None)
+    _here.threads = outer or before
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        del _here.threads
+        _here.threads = outer
         torch.set_num_threads(before)
 
 
 def workers() -> int:
     """Return how many threads `in_threads` has."""
-    threads: int = getattr(_here, "threads", torch.get_num_threads())
-    return threads
+    return getattr(_here, "threads", None) or torch.get_num_threads()
 
 
 def in_threads(work: Callable[[int], None], places: range, device: torch.device = _CPU) -> None:

@@ -95,10 +95,12 @@ def test_every_private_way_of_the_benchmark_makes_the_same_step_as_all_gradients
 @pytest.mark.slow
 def test_search_is_compared_with_what_is_installed_and_finds_the_same(tmp_path: Path) -> None:
     small: list[object] = ["--queries", 50, "--k", 20, "--dim", 16, "--threads", 1]
-    for more in (["--passages", 9000], ["--memory", 3000, 9000]):  # the second adds to the file of the first
+    for more in (["--passages", 9000], ["--memory", 3000, 9000], ["--grid", 300]):  # in one file
         report = results("search", *small, *more, out=tmp_path / "search.json")
     assert all(run["shared_with_ours"] > 0.99 for runs in report["speed"]["runs"].values() for run in runs)
     assert [row["vectors"] for row in report["memory"]["sizes"]] == [3000, 9000]
+    assert [row["queries"] for row in report["grid"]["sizes"]] == [1, 10, 100, 1000, 10000]
+    assert all(row["later_seconds_over_theirs"] > 0 for row in report["grid"]["sizes"] + report["grid"]["index"])
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from lit_dpret.retrieval.rows import Rows, TensorRows
 from lit_dpret.retrieval.topk import MISSING
 from lit_dpret.threads import in_threads
 
-_CHUNK = 4096  # passages that are read at a time, of which a processor's cache holds what is asked for
+_CHUNK = 16_384  # passages that are read at a time
 _FEW_PAIRS = 2**12  # below this, one thread is done before others start
 _AT_A_TIME = 2**20  # numbers of passages that stay in a processor's cache, in float64
 _PLACE = 2**32 - 1  # mask of the lower half of a key
@@ -54,23 +54,30 @@ def _on_cpu(queries: Tensor, passages: Rows, candidates: NDArray[np.int64], cosi
     keys.sort()
     starts = range(0, len(passages), _CHUNK)
     edges = np.searchsorted(keys, np.append(starts, len(passages)) << 32)
+    if isinstance(passages, TensorRows):  # no passage between has to be read, so shares are even, and fit into a cache
+        share = max(512, 1024 * len(keys) // len(passages))
+        edges = np.append(np.arange(edges[0], len(keys), share), len(keys))
 
     def score(number: int) -> None:
         first, last = edges[number], edges[number + 1]
         if first == last:
             return
-        start, pairs = starts[number], keys[first:last]
+        pairs = keys[first:last]
         wanted, places = pairs >> 32, torch.from_numpy(pairs & _PLACE)
         opens = np.flatnonzero(np.diff(wanted, prepend=-1))  # where another passage begins
-        chunk = passages.chunk(start, min(start + _CHUNK, len(passages)))
-        found = chunk[torch.from_numpy(wanted[opens] - start)].double()
+        rows = torch.from_numpy(wanted[opens])
+        if isinstance(passages, TensorRows):
+            found = passages.take(rows).double()
+        else:
+            start = starts[number]
+            found = passages.chunk(start, min(start + _CHUNK, len(passages)))[rows - start].double()
         found = F.normalize(found, dim=-1) if cosine else found
         scores[places] = _products(torch.from_numpy(np.append(opens, len(pairs))), places // width, found, queries)
 
     if edges[-1] - edges[0] > _FEW_PAIRS:  # fillers stand before them
-        in_threads(score, range(len(starts)))
+        in_threads(score, range(len(edges) - 1))
     else:
-        for number in range(len(starts)):
+        for number in range(len(edges) - 1):
             score(number)
     return scores.view(candidates.shape)
 

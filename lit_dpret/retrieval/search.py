@@ -56,10 +56,11 @@ __all__ = [
 
 QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # of a matrix product
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
-_FEW_QUERIES = 256  # up to so many, threads share out the passages: each is read once, and products are not too flat
+_FEW_QUERIES = 512  # up to so many, threads share out the passages: each is read once, and products are not too flat
 _GROUP = 32  # scores of few queries of which only the highest is looked at first
 _AT_ONCE = 2**23  # scores of few queries that are held at once
 _ALONE = 2**23  # multiplications that one thread has done before a second one starts
+_PAYS_LOW = 2**21  # scores of few queries from which on bfloat16 saves more than its many candidates cost
 _BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched together
 
 
@@ -163,7 +164,7 @@ class SearchStream:
                 f"{len(self._rank)} passages by queries of width {self._queries.shape[1]}."
             )
         if len(rows) and len(self._queries):
-            with torch.no_grad(), exact_float32(self.device):
+            with torch.no_grad(), exact_float32(self.device), threads_of_ours():
                 self._search(rows)
         self._seen += len(rows)
 
@@ -335,19 +336,23 @@ def _search_few(queries: Tensor, rows: Rows, k: int, rank: Tensor | None, exclud
     subset it is taken from: so only those that reach both are scored again.
     """
     exclude = None if exclude is None else exclude.cpu()
-    products, longest = Products(queries, torch.float32), 0.0
-    best = None
+    low = len(queries) * len(rows) >= _PAYS_LOW and bfloat16_pays(queries.device, len(queries))
+    products, longest, best = Products(queries, torch.bfloat16 if low else torch.float32), 0.0, None
     pieces = max(1, -(-len(queries) * len(rows) // _AT_ONCE))
     places = range(len(rows) if len(queries) else 0)
     step = max(1, -(-len(places) // pieces))
     with torch.no_grad(), exact_float32(queries.device), threads_of_ours():
         for start in places[::step]:
-            scores = _Scores(products, rows, places[start : start + step], k, exclude, cosine)
-            longest = max(longest, scores.longest)
-            floor = scores.kth - 2 * scores.slack
-            if best is not None and best.scores.shape[1] == k:
-                floor = torch.maximum(floor, best.scores[:, -1] - scores.slack)
-            candidates = scores.above(floor)
+            candidates = None
+            while candidates is None:
+                scores = _Scores(products, rows, places[start : start + step], k, exclude, cosine)
+                longest = max(longest, scores.longest)
+                floor = scores.kth - 2 * scores.slack
+                if best is not None and best.scores.shape[1] == k:
+                    floor = torch.maximum(floor, best.scores[:, -1] - scores.slack)
+                candidates = scores.above(floor, 4 * k * len(queries) if products.low else None)
+                if candidates is None:
+                    products = Products(queries, torch.float32)
             found = TopK(canonical_scores(queries, rows, candidates, cosine=cosine), candidates)
             if best is not None:
                 found = TopK(*(torch.cat(pair, dim=1) for pair in zip(best, found, strict=True)))
@@ -364,8 +369,8 @@ class _Scores:
     """The scores of few queries, all of them, for a range of passages.
 
     Guarantees:
-        - ``kth`` is for each query at most its k-th highest score, and near to it: the k-th highest of the maxima of
-          groups of passages. Where fewer than k passages have a score it is lower than any.
+        - ``kth`` is for each query at most its k-th highest score before rounding, and near to it: the k-th highest of
+          the maxima of groups of passages. Where fewer than k passages have a score it is lower than any.
     """
 
     def __init__(
@@ -387,7 +392,7 @@ class _Scores:
             block = some.start // (width * group)
             where = slice(places.start + some.start, places.start + some.stop)
             part, lengths[block] = _part(rows, where, queries.device, cosine)
-            torch.mm(queries, part.T, out=flat[:, some])
+            torch.mm(queries, part.to(queries.dtype).T, out=flat[:, some])
             if exclude is not None:
                 _hide(flat[:, some], exclude - where.start)
             if group > 1:
@@ -395,21 +400,28 @@ class _Scores:
 
         on_slices(fill, len(places), width * group)
         self.longest = max(lengths)
-        self.slack = products.slack(self.longest, 0.0)
+        self.slack = products.slack(self.longest, products.loss(self.longest))
         highest = self._highest.view(len(queries), -1)
-        self.kth = highest.topk(min(k, highest.shape[1]), dim=1, sorted=False).values.amin(dim=1)
-        if highest.shape[1] < k:
-            self.kth.fill_(-math.inf)
+        kth = highest.topk(min(k, highest.shape[1]), dim=1, sorted=False).values.amin(dim=1)
+        self.kth = products.at_most(kth if highest.shape[1] >= k else kth.fill_(-math.inf), -math.inf)
 
-    def above(self, floor: Tensor) -> Tensor:
-        """Return for each query the passages that score at least ``floor``, filled up with `MISSING`."""
-        least = np.maximum(floor.numpy(), np.finfo(np.float32).min)[:, None]  # what has no score is below it
-        table, highest = self._table.numpy(), self._highest.numpy()
-        _, blocks, group, width = table.shape
-        row, column = np.divmod(nonzero(highest.reshape(len(least), -1) >= least), blocks * width)
+    def above(self, floor: Tensor, most: int | None) -> Tensor | None:
+        """Return for each query the passages that score at least ``floor``, filled up with `MISSING`.
+
+        None where more than ``most`` groups of passages do: their scores are too close for this precision.
+        """
+        table = self._table
+        floor = floor.to(table.dtype).float()  # rounding keeps the order: what reaches the floor reaches it rounded
+        least = np.maximum(floor.numpy(), torch.finfo(table.dtype).min)[:, None]  # what has no score is below it
+        blocks, group, width = table.shape[1:]
+        highest = self._highest.float().numpy().reshape(len(least), -1)
+        row, column = np.divmod(nonzero(highest >= least), blocks * width)
+        if most is not None and len(row) > most:
+            return None
         if group > 1:
             block, column = np.divmod(column, width)
-            which, member = np.nonzero(table[row, block, :, column] >= least[row])
+            members = table[torch.from_numpy(row), torch.from_numpy(block), :, torch.from_numpy(column)]
+            which, member = np.nonzero(members.float().numpy() >= least[row])
             row, column = row[which], (block[which] * group + member) * width + column[which]
         place = column + self._places.start
         if len(least) == 1:

@@ -34,7 +34,7 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, Re
 from lit_dpret.files import file_sha256, meant, read_json, settle_modes, write_whole
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
-from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage
+from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage, TensorRows
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.topk import TopK
 from lit_dpret.settings import Count, settle
@@ -46,6 +46,7 @@ EMBEDDINGS = "embeddings.bin"
 TEXTS = "texts.jsonl"
 OFFSETS = "texts.offsets"
 FAISS = "index.faiss"
+_KEPT = 256 * 2**20  # bytes of embeddings that stay in memory from one question to the next
 _GOES_ON = "What is finished is kept: mend this and run the same command again."
 
 Kind = Literal["exact", "faiss"]
@@ -94,7 +95,7 @@ class IndexFolder:
 
     Guarantees:
         - Queries are embedded by the encoder that the folder was made with, or not at all.
-        - Embeddings are read from the file as they are needed, never as a whole.
+        - Embeddings are read from the file as they are needed; a file of up to 256 MiB is kept after a search.
 
     ``verify`` compares every file with its SHA-256 first, which reads all of it.
     """
@@ -169,10 +170,15 @@ class IndexFolder:
     def search(self, query_embeddings: Tensor, k: int, *, device: str | None = None) -> TopK:
         """Return the ``k`` best passages of query embeddings of shape ``(queries, dim)``."""
         if self.manifest.kind == "exact":
-            return search(query_embeddings, self.rows, k, tie_rank=self.tie_rank, device=device)
+            return search(query_embeddings, self._searched, k, tie_rank=self.tie_rank, device=device)
         where = "cpu" if device is None else torch.device(device).type
         index = Faiss.read(self.folder / FAISS, device=where)
         return search_with(index, query_embeddings, self.rows, k, tie_rank=self.tie_rank)
+
+    @cached_property
+    def _searched(self) -> FileRows | TensorRows:
+        small = self.rows.path.stat().st_size <= _KEPT
+        return TensorRows(self.rows.chunk(0, len(self.rows))) if small else self.rows
 
     def _records(self) -> Iterable[dict[str, Any]]:
         with (self.folder / TEXTS).open(encoding="utf-8", errors="surrogatepass") as file:

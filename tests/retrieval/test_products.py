@@ -60,13 +60,14 @@ def test_a_rounded_score_was_below_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize(("common", "few"), [(100.0, 0), (1e6, 256)])
+@pytest.mark.parametrize(("common", "few", "pays"), [(100.0, 0, 0), (1e6, 256, 2**62), (30.0, 256, 0)])
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 def test_passages_that_products_cannot_tell_apart_are_ranked_as_in_float64(
-    similarity: str, common: float, few: int, sign: float, monkeypatch: pytest.MonkeyPatch
+    similarity: str, common: float, few: int, pays: int, sign: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its slack the first look, in bfloat16 or for few queries, names wrong passages and believes them."""
     monkeypatch.setattr(search_module, "_FEW_QUERIES", few)
+    monkeypatch.setattr(search_module, "_PAYS_LOW", pays)
     monkeypatch.setattr(search_module, "bfloat16_pays", lambda device, queries: True)
     monkeypatch.setattr(SearchStream, "_attempt", lambda self, rows: Attempt(self._low, 60, None))  # type: ignore[arg-type]
     queries = (

@@ -15,11 +15,12 @@ from lit_dpret.retrieval.rows import Rows, TensorRows
 from lit_dpret.retrieval.search import MISSING, SearchStream, TopK, lexicographic_rank, merged, search, top_k_of
 
 
-@pytest.fixture(autouse=True, params=["few", "few in pieces", "float32", "bfloat16"])
+@pytest.fixture(autouse=True, params=["few", "few in pieces", "few in bfloat16", "float32", "bfloat16"])
 def first_attempt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every answer of this file, as for few queries, and as for many with candidates from float32 or bfloat16."""
-    low = request.param == "bfloat16"
+    low = request.param.endswith("bfloat16")
     monkeypatch.setattr(search_module, "_FEW_QUERIES", 2**62 if request.param.startswith("few") else -1)
+    monkeypatch.setattr(search_module, "_PAYS_LOW", 0)
     if request.param == "few in pieces":
         monkeypatch.setattr(search_module, "_AT_ONCE", 5_000)
         monkeypatch.setattr(search_module, "_ALONE", 0)
