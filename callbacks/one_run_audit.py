@@ -250,10 +250,11 @@ class OneRunAudit(Callback):
         allowed = int(self.max_share * units)
         count = min(MOST, allowed) if self.canaries is None else self.canaries
         if count > allowed or count < LEAST:
+            way = "Raise it, at the price of a model that is trained on more canaries, or set callbacks.audit to null."
             raise ConfigurationError(
                 f"callbacks.audit: {LEAST if self.canaries is None else count} canaries or more are more than "
-                f"callbacks.audit.max_share={self.max_share:g} of the units. Raise it, at the price of a model that "
-                "is trained on more canaries, or set callbacks.audit to null."
+                f"callbacks.audit.max_share={self.max_share:g} of the units. "
+                f"{way if self.max_share < 1 else 'Set callbacks.audit to null, or train on more units.'}"
             )
         return count
 

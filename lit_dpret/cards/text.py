@@ -90,7 +90,10 @@ def audit_problems(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
 def attacks_sentence(card: Mapping[str, Any]) -> str:
     """Return the statement's sentence on attacks."""
     if not card["empirical"].get("results"):
-        return "No attack has been run against this artefact; and where attacks find nothing, that proves nothing."
+        what = "No attack has been run against this artefact"
+        if card["mechanism"].get("kind") == "post_processing":
+            what = "Attacks on what this artefact was made from stand on the cards of that"
+        return f"{what}; and where attacks find nothing, that proves nothing."
     if contradicted(card):
         return (
             "AN AUDIT CONTRADICTS THIS CLAIM: an attack listed under empirical found more than the accounting allows, "
@@ -124,9 +127,8 @@ def planted_text(planted: Mapping[str, Any]) -> str:
     return (
         f"{planted['canaries']} canaries were planted in the training data of this artefact, or of what it was derived "
         f"from, as at most {planted['units']} units of their own; n counts them. If an audit flipped a coin for "
-        "each, those with tails were planted blank (or, under add_or_remove, left out), and their number is not "
-        "disclosed. This is the canaried model. The set was fixed "
-        f"before training by its SHA-256, {planted['sha256']}."
+        "each, those with tails were planted blank (or, under add_or_remove, left out). This is the canaried model. "
+        f"The set was fixed before training by its SHA-256, {planted['sha256']}."
         + (f" Their words come from {planted['words']}." if "words" in planted else "")
     )
 
