@@ -140,10 +140,11 @@ class UnitCollator:
 
     def _refuse_answers_of_others(self, features: Any, drawn: Sequence[tuple[Draw, list[Any]]]) -> None:
         """Refuse ``answers`` of two rows that depend on a third one: what bounds a pair knows of two records."""
-        split = sum(len(rows) for _, rows in drawn[: len(drawn) // 2])
-        if len(drawn) < 2 or not _is_square(features, split + sum(len(rows) for _, rows in drawn[len(drawn) // 2 :])):
+        rows, half = [len(rows) for _, rows in drawn], len(drawn) // 2
+        if not half or not _is_square(features, sum(rows)):
             return
-        for part, where in ((drawn[: len(drawn) // 2], slice(split)), (drawn[len(drawn) // 2 :], slice(split, None))):
+        first, second = slice(sum(rows[:half])), slice(sum(rows[:half]), None)
+        for part, where in ((drawn[:half], first), (drawn[half:], second)):
             if not _equal(self._collated(part)["answers"], features["answers"][where, where]):
                 raise UnsupportedModelError(
                     "Which passages are right answers (answers of collate_rows, or of the views) depends on further "

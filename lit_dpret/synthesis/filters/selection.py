@@ -132,6 +132,8 @@ def write_selection(
 
     def card_of(hashes: Mapping[str, str], claimed: Path) -> dict[str, Any]:
         generation = dict(read_card(claimed)["generation"])
+        trusts = [trust for one in applied for trust in one.trusts]
+        trusts += trusted_beside(claimed, kept.claim) if kept.claim is not None else ()
         return inherit_card(
             kept.claim or claimed,
             {"artifact_type": "dataset", "name": name, "sha256": dict(hashes)},
@@ -139,14 +141,7 @@ def write_selection(
                 tuning=tuning,
                 environment=environment,
                 generation={**generation, "filters": [*generation.get("filters", []), *filters]},
-                assumptions=list(
-                    dict.fromkeys(
-                        [
-                            *(trust for one in applied for trust in one.trusts),
-                            *(trusted_beside(claimed, kept.claim) if kept.claim is not None else ()),
-                        ]
-                    )
-                ),
+                assumptions=list(dict.fromkeys(trusts)),
             ),
             description="a selection of the queries",
         )
