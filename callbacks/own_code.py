@@ -195,7 +195,7 @@ def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
             if not is_library(value.__module__):
                 yield value.__qualname__.replace("<locals>.", "")
         else:
-            kind = getattr(value, "own_class", type(value))
+            kind = value.__class__  # of a weak proxy, that of what it stands for
             if kind is not apart and not is_library(kind.__module__):
                 yield kind.__name__
             elif hasattr(value, "__dict__"):
@@ -220,7 +220,7 @@ def refuse_saved_data(module: Any, data: Any) -> None:
 def _saved(module: Any, data: Any) -> Iterator[tuple[str, str, Any]]:
     """The hyper-parameters of classes from outside this package: whose, their names and values."""
     for owner in (getattr(module, "keeps_hparams_of", module), data):
-        kind = getattr(owner, "own_class", type(owner))
+        kind = type(owner)
         if not kind.__module__.startswith(_KNOWN):
             yield from ((kind.__name__, str(name), value) for name, value in getattr(owner, "hparams", {}).items())
 

@@ -368,8 +368,11 @@ class PrivacyAccountant(Callback):
         if self.log_gate is not None:
             self.log_gate.watch_results()
         if getattr(module, "in_shards", False):
-            with module.whole():
+            by_block = module.by_block()
+            with module.whole() if by_block is None else by_block.placed():
                 self._ranks.together(lambda: module.privacy.attach(module, self.plan, self._gate.stream))
+            if by_block is not None:
+                module.privacy.keep_in(by_block)
 
     # -- resuming ----------------------------------------------------------------------------
 

@@ -211,7 +211,7 @@ class PrivacyCard(Callback):
         if saved:
             module.save_model(model)
         files = [p for p in model.rglob("*") if p.is_file() and not p.name.startswith("privacy_card.")] if saved else []
-        own = getattr(module, "own_class", type(module)).__name__
+        own = type(module).__name__
         subject = subject_of("weights", own, files, root=model if saved else None)
         environment = environment_facts(device=module.device, precision=str(trainer.precision))
         mechanism, began = _mechanism(module) | describe(trainer), _name_of(getattr(module, "pretrained", None))

@@ -62,9 +62,12 @@ def find_size(
 def generate(
     folder: Path, rank: int, world: int, *, sharded: bool = True, steps: int = 4, resume: bool = False,
     privacy: dict[str, Any] | None = None, model: dict[str, Any] | None = None, precision: str = "32-true",
-    lora: bool = False, kill_at: int | None = None,
+    lora: bool = False, kill_at: int | None = None, short_at: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A tied T5 trained by ``task=fit``'s own function, its model and card written; whole weights come back."""
+    """A tied T5 trained by ``task=fit``'s own function, its model and card written; whole weights come back.
+
+    ``short_at``: the forward pass for which memory runs out on the last rank.
+    """
     import functools
     from types import SimpleNamespace
 
@@ -104,6 +107,15 @@ def generate(
 
         module.model = get_peft_model(module.model, LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False))
         tiny_generator.note_built(module)
+    passes, real = [0], type(module).per_row_loss
+
+    def losses(self: Any, rows: Any) -> Any:
+        passes[0] += torch.is_grad_enabled()
+        if passes[0] == short_at and rank == world - 1 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, rows)
+
+    type(module).per_row_loss = losses  # type: ignore[method-assign]
     settings: dict[str, Any] = {"accelerator": "cpu", "devices": world, "max_steps": steps, "max_epochs": -1}
     settings |= {"enable_progress_bar": False, "enable_model_summary": False, "precision": precision}
     if sharded:
@@ -129,7 +141,8 @@ def generate(
     state = [v for each in optimizer.state.values() for v in each.values() if torch.is_tensor(v) and v.dim()]
     local = sum((v.to_local() if hasattr(v, "to_local") else v).numel() for v in state)
     kinds = sorted({str(p.dtype) for p in module.parameters()})
-    return {"weights": found, "held": held, "state": local, "kinds": kinds, "attempt": accountant._gate.attempt}
+    return {"weights": found, "held": held, "state": local, "kinds": kinds, "attempt": accountant._gate.attempt,
+            "in_blocks": module.in_blocks, "passes": passes[0]}  # fmt: skip
 
 
 def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
@@ -140,6 +153,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from lit_dpret.distributed import fsdp, shards
+    from lit_dpret.distributed.blocks import own_blocks
     from lit_dpret.distributed.shards import place_of
     from lit_dpret.errors import UnsupportedModelError
     from lit_dpret.modules import OptimizerSpec
@@ -162,7 +176,7 @@ def pieces(folder: Path, rank: int, world: int) -> dict[str, Any]:
             self.register_buffer("counted", torch.arange(3.0))
 
     module, plain = Tied(), Tied()
-    blocks = [block is module.blocks[i] for i, block in enumerate(fsdp.own_blocks(module))]
+    blocks = [block is module.blocks[i] for i, block in enumerate(own_blocks(module))]
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.add_(rank)  # rank 0's are taken
@@ -360,3 +374,148 @@ def quiet(folder: Path, rank: int, world: int, *, how: str, sharded: bool) -> di
     job = fit if sharded else rank_runs.fit
     found: dict[str, Any] = job(folder, rank, world, mode=mode, steps=12)
     return found
+
+
+def by_block(
+    folder: Path, rank: int, world: int, *, clip_groups: str = "flat", checkpointing: bool = False, half: bool = False,
+    breaks: str | None = None, engine_name: str = "ghost",
+) -> dict[str, Any]:  # fmt: skip
+    """Sums of a tied T5 that are added up block by block, beside those of one process; bytes that were held at once.
+
+    Ranks have different numbers of physical batches, and the last has none. The first unit dominates. ``breaks``: rank
+    0 forgets its step in the ``forward`` pass or the ``sum`` of its second batch, and begins again in smaller ones.
+    """
+    import gc
+
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from lit_dpret.distributed import fsdp
+    from lit_dpret.distributed.block_by_block import BlockByBlock
+    from lit_dpret.distributed.ranks import Ranks
+    from lit_dpret.modules.physical_batches import PhysicalBatches
+    from lit_dpret.privacy.batches import UnitBatch
+    from lit_dpret.privacy.clipping import make_engine
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (world,))
+    words, units = 50, 9
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            shape = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 3, "num_heads": 3, "vocab_size": words}
+            config = T5Config(**shape, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=True)
+            self.t5 = T5ForConditionalGeneration(config)
+            if checkpointing:
+                self.t5.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+        def losses(self, ids: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+            logits = self.t5(input_ids=ids, labels=labels, use_cache=False).logits.float()
+            return nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1) * scale
+
+    random = torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(1, words, (units, n), generator=random) for n in (7, 5))
+    scale = torch.tensor([1e4, *[1.0] * (units - 1)])
+
+    def add_to(engine: Any, model: Model, chosen: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            engine.add(
+                lambda: model.losses(ids[chosen], labels[chosen], scale[chosen]),
+                torch.arange(len(chosen)), torch.ones(len(chosen), dtype=torch.bool),
+            )  # fmt: skip
+
+    def engine_of(model: Model) -> Any:
+        return make_engine(engine_name, model, max_grad_norm=0.1, clip_groups=clip_groups)
+
+    # Units of each rank, a physical batch at a time: the last rank has none, and the first one batch more.
+    first = [[0, 1], [2, 3], [4]]
+    plan = [first, [[5, 6], [7, 8], []], *[[[], [], []]] * (world - 2)] if world > 1 else [[*first, [5, 6], [7, 8]]]
+    model = Model().train()
+    alone = engine_of(model)
+    for chosen in plan[0] if world == 1 else [batch for rows in plan for batch in rows if batch]:
+        add_to(alone, model, torch.tensor(chosen))
+    expected = alone.take()
+
+    dominating = engine_of(model)
+    add_to(dominating, model, torch.tensor([0]))
+    norm = torch.cat([s.flatten() for s in dominating.take().values()]).norm()
+
+    sharded = fsdp.ShardedParameters(model, mesh, compute_dtype=torch.bfloat16 if half else None)
+    if half:  # of the same rounded copies, gathered at once
+        with sharded.whole():
+            at_once = engine_of(model)
+            for chosen in (batch for rows in plan for batch in rows if batch):
+                add_to(at_once, model, torch.tensor(chosen))
+            expected = at_once.take()
+    store = BlockByBlock(sharded, Ranks.here())
+    with store.placed():
+        engine = engine_of(model)
+    engine.store = store
+
+    held = {"weights": 0, "sums": 0}
+    real_ask = store._ask
+
+    def ask(wanted: int) -> list[int]:
+        now = sum(c.memory.untyped_storage().nbytes() // c.memory.element_size() for c in sharded.cuts.values())
+        held["weights"] = max(held["weights"], now)
+        held["sums"] = max(held["sums"], sum(s.numel() for s in engine._sums.values()))
+        return real_ask(wanted)
+
+    store._ask, calls = ask, [0]  # type: ignore[method-assign]
+    broken = [False]
+
+    def contribute(batch: UnitBatch, first: int) -> None:
+        chosen = batch.rows["units"] if batch.rows else torch.zeros(0, dtype=torch.long)
+        calls[0] += 1
+        fails = rank == 0 and breaks is not None and not broken[0] and batch.part == 1
+        if len(chosen):
+            if fails and breaks == "forward":
+                broken[0] = True
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            if fails and breaks == "sum":
+                broken[0] = True
+                real_add, done = store.add, [0]
+
+                def add(part: int, sums: dict[str, Tensor]) -> None:
+                    done[0] += 1
+                    if done[0] == 3:  # two blocks of this batch are added up already
+                        store.add = real_add  # type: ignore[method-assign]
+                        raise torch.OutOfMemoryError("CUDA out of memory.")
+                    real_add(part, sums)
+
+                store.add = add  # type: ignore[method-assign]
+            add_to(engine, model, chosen)
+
+    physical = PhysicalBatches(contribute, engine.forget, store.settle)
+    gaps: list[float] = []
+    alive: list[int] = []
+    for step in range(3):
+        for number, chosen in enumerate(plan[rank]):
+            index = torch.tensor(chosen, dtype=torch.long)
+            batch = UnitBatch(
+                rows={"units": index} if chosen else None, unit_ids=torch.arange(len(chosen)),
+                mask=torch.ones(len(chosen), dtype=torch.bool), attempt=0, step=step, part=number,
+                last=number == len(plan[rank]) - 1,
+            )  # fmt: skip
+            with store.passes():
+                physical.add(batch, may_split=True, advice="")
+            gathered = sum(c.memory.untyped_storage().nbytes() for c in sharded.cuts.values())
+        found = engine.take()
+        whole = {name: own.full_tensor() for name, own in found.items()}
+        assert whole.keys() == expected.keys()
+        gaps.append(max(float((whole[n] - expected[n]).abs().max()) for n in whole))
+        del found, whole
+        gc.collect()
+        alive.append(sum(type(each) is Tensor for each in gc.get_objects()))
+    sizes = [sum(cut.cut.numel() for cut in block.cuts.values()) for block in sharded.blocks]
+    return {
+        "gaps": gaps, "largest": float(max(s.abs().max() for s in expected.values())), "norm": float(norm),
+        "held": held, "rest": sizes[-1], "block": max(sizes[:-1]), "all": sum(sizes), "after": gathered,
+        "alive": alive, "calls": calls[0], "types": sorted({type(p).__name__ for p in model.parameters()}),
+        "padding": sum(c.memory.numel() - c.cut.numel() for c in sharded.cuts.values()),
+    }  # fmt: skip

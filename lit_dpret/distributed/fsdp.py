@@ -1,16 +1,15 @@
-"""Parameters sharded over the ranks by FSDP2: gathered while gradients are clipped, sharded otherwise.
+"""Parameters sharded over the ranks as FSDP2 does: gathered while gradients are clipped, sharded otherwise.
 
-Clipping wants whole layers: a unit's norm is of its gradient in all of them. So the parameters are gathered before the
-first physical batch of a logical step, and given up after the last one. The clipped sums are then added up in float32
-or wider, and each rank noises its shard by flat index, as one process would, and steps on it; what FSDP does by itself
-in a backward pass takes no part.
+Each parameter is a ``DTensor``, cut along its first axis. It is gathered by this module and not by the hooks of
+``fully_shard``: those take for granted that all ranks make the same passes, and here one may make more than another
+(`lit_dpret.distributed.block_by_block`). Clipped sums are added up in float32 or wider, and each rank noises its shard
+by flat index, as one process would, and steps on it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import reduce
@@ -19,16 +18,87 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 from torch.optim import Optimizer
 
+from lit_dpret.distributed.block_by_block import BlockByBlock
+from lit_dpret.distributed.blocks import own_blocks
 from lit_dpret.distributed.handover import Handover, refuse_zero_state, replaced
 from lit_dpret.distributed.ranks import Ranks, noticing_death
 from lit_dpret.distributed.shards import Shard, ShardLayout, like
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.settings import require_number
+
+
+class CutParameter:
+    """One parameter: the shard of this rank, and a plain tensor that holds all of it while it has memory.
+
+    Attributes:
+        cut: This rank's rows, as a ``DTensor``; what an optimizer steps on and a checkpoint holds.
+        whole: The same object all along, so that a clipping engine knows it again.
+        memory: The flat memory of ``whole``; at its end there may be rows to make shards of one size.
+    """
+
+    def __init__(
+        self, parameter: Tensor, places: Sequence[tuple[nn.Module, str]], mesh: Any, dtype: torch.dtype | None
+    ) -> None:
+        world, shape = mesh.size(), parameter.shape
+        rows = -(-shape[0] // world)
+        first = min(mesh.get_local_rank() * rows, shape[0])
+        device = _device_of(mesh)
+        own = parameter.detach()[first : first + rows].contiguous().to(device, copy=True)
+        stride = torch.empty(shape, device="meta").stride()
+        placed: Any = DTensor.from_local(own, mesh, [Rows(0)], run_check=False, shape=shape, stride=stride)
+        self.cut: Any = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+        self.count = rows * (parameter.numel() // max(shape[0], 1))  # of a shard, filled up
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        self.memory = torch.empty(world * self.count, dtype=kind, device=device)
+        # Set to the same memory, and not a view of it: what is written there counts no version of the parameter.
+        plain = torch.empty(0, dtype=kind, device=device).set_(self.memory.untyped_storage(), 0, shape, stride)  # type: ignore[call-overload]
+        self.whole = nn.Parameter(plain, requires_grad=parameter.requires_grad)
+        self._places = places
+        self.free()
+        self.place(whole=False)
+
+    def allocate(self) -> None:
+        self.memory.untyped_storage().resize_(self.memory.numel() * self.memory.element_size())
+
+    def free(self) -> None:
+        self.memory.untyped_storage().resize_(0)
+
+    def place(self, *, whole: bool) -> None:
+        """Put the plain tensor, with or without memory, or the shard into the module."""
+        for store, name in self._places:
+            setattr(store, name, self.whole if whole else self.cut)
+
+    def own(self) -> Tensor:
+        """Return this rank's shard, flat, filled up with zeros, in the type of the gathered copies."""
+        mine = self.cut.to_local().detach().to(self.memory.dtype).reshape(-1)
+        return mine if mine.numel() == self.count else torch.cat([mine, mine.new_zeros(self.count - mine.numel())])
+
+
+class Block:
+    """Parameters that are gathered and freed together, by name."""
+
+    def __init__(self, modules: Sequence[nn.Module], cuts: Mapping[str, CutParameter]) -> None:
+        self.modules, self.cuts = modules, cuts
+        self.gathered = False
+
+    def allocate(self) -> None:
+        for each in self.cuts.values():
+            each.allocate()
+
+    def free(self) -> None:
+        for each in self.cuts.values():
+            each.free()
+        self.gathered = False
+
+    def gather(self, ranks: Ranks) -> None:
+        """Fill the memory from all ranks, which all do so at the same time."""
+        for each in self.cuts.values():
+            ranks.gather_into(each.memory, each.own())
+        self.gathered = True
 
 
 class ShardedParameters:
@@ -41,8 +111,8 @@ class ShardedParameters:
         - What is sharded is what rank 0 holds, whatever the others began with.
 
     Args:
-        module: Becomes the root. Each block of a ``ModuleList`` whose parameters nobody else uses is gathered in one
-            message of its own, the rest in one more.
+        module: Each block of a ``ModuleList`` whose parameters nobody else uses is gathered by itself (``blocks``), the
+            rest together (the last of ``blocks``).
         mesh: One-dimensional: the ranks.
         compute_dtype: What the gathered copies are in; None for that of the parameters, which stay as they are.
     """
@@ -55,30 +125,54 @@ class ShardedParameters:
                     "(1,), or choose trainer=ddp."
                 )
         _as_on_rank_0(module)
-        # What FSDP does in a backward pass takes no part, so a hook that it may lose there is no loss.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, cast_forward_inputs=False)
-        for block in own_blocks(module):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        self.module, self.group, self.world = module, mesh.get_group(), mesh.size()
-        self._sharded = [found for found in module.modules() if isinstance(found, FSDPModule)]
-        for found in self._sharded:  # gathering is done here alone, and so is adding up
-            found.set_reshard_after_backward(False, recurse=False)
-            found.set_requires_gradient_sync(False, recurse=False)
+        self.module, self.world = module, mesh.size()
+        self._ranks = Ranks(mesh.get_local_rank(), mesh.size())
+        alone = own_blocks(module)
+        inside = {id(part): index for index, block in enumerate(alone) for part in block.modules()}
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        of_block: dict[int, int] = {}
+        for part in module.modules():
+            for local, held in part._parameters.items():
+                if held is not None:
+                    places.setdefault(id(held), []).append((part, local))
+                    of_block[id(held)] = inside.get(id(part), len(alone))
+        found: list[dict[str, CutParameter]] = [{} for _ in range(len(alone) + 1)]
+        left = list(module.named_parameters())
+        names = [name for name, _ in left]
+        while left:  # the last reference to each, so that memory falls while shards are made
+            name, parameter = left.pop(0)
+            key = id(parameter)
+            found[of_block[key]][name] = CutParameter(parameter, places[key], mesh, compute_dtype)
+        rest = [part for part in module.modules() if id(part) not in inside]
+        groups = [list(block.modules()) for block in alone] + [rest]
+        self.blocks = [Block(modules, cuts) for modules, cuts in zip(groups, found, strict=True)]
+        by_name = {name: cut for block in self.blocks for name, cut in block.cuts.items()}
+        self.cuts = {name: by_name[name] for name in names}
         self.gathered = False
+        for buffer in module.buffers():
+            buffer.data = buffer.to(_device_of(mesh))
+        for each in (module, *alone):  # a state dict is one of shards, whoever takes it, and whenever
+            each.register_state_dict_pre_hook(_InShards(self))  # type: ignore[no-untyped-call]
+
+    def place(self, *, whole: bool) -> None:
+        """Put plain tensors, with or without memory, or the shards into the module."""
+        for each in self.cuts.values():
+            each.place(whole=whole)
+        self.gathered = whole
 
     def gather(self) -> None:
         with noticing_death():
-            for found in self._sharded:
-                found.unshard()  # of one that is whole, nothing; FSDP cuts them up unasked where a state dict is taken
-        self.gathered = True
+            for block in self.blocks:
+                if not block.gathered:
+                    block.allocate()
+                    block.gather(self._ranks)
+        self.place(whole=True)
 
     def scatter(self) -> None:
         """Keep this rank's shard of every parameter, and free the rest."""
-        for found in self._sharded:
-            found.reshard()
-        self.gathered = False
+        for block in self.blocks:
+            block.free()
+        self.place(whole=False)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -93,17 +187,26 @@ class ShardedParameters:
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sum whole tensors over the ranks by `ShardLayout`; return this rank's shards, cut as the parameters are.
 
-        ``sums`` is by parameter name, of the whole parameter's shape, and is emptied. Parameters are in shards.
+        ``sums`` is by parameter name, of the whole parameter's shape, and is emptied.
         """
-        parameters: dict[str, Any] = {name: p for name, p in self.module.named_parameters() if name in sums}
-        layout = [
-            [_shard_of(name, p, rank, self.world) for name, p in parameters.items()] for rank in range(self.world)
-        ]
-        sizes = {name: p.numel() for name, p in parameters.items()}
         wide = reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
-        none = torch.empty(0, dtype=wide, device=next(iter(sums.values())).device)  # where this rank has no row
-        own = ShardLayout(layout, sizes, Ranks.here()).add_up(sums)
-        return {name: like(p, own.get(name, none).view(p.to_local().shape)) for name, p in parameters.items()}
+        names = [name for name in self.cuts if name in sums]
+        return self.as_shards(self.layout(names).add_up(sums), names, wide)
+
+    def layout(self, names: Sequence[str]) -> ShardLayout:
+        """Return the shards of some parameters on each rank."""
+        shards = [[_shard_of(n, self.cuts[n].cut, rank, self.world) for n in names] for rank in range(self.world)]
+        return ShardLayout(shards, {name: self.cuts[name].cut.numel() for name in names}, self._ranks)
+
+    def as_shards(self, own: Mapping[str, Tensor], names: Sequence[str], wide: torch.dtype) -> dict[str, Tensor]:
+        """Return flat shards as ``DTensor`` s, zeros where there is none."""
+        found = {}
+        for name in names:
+            cut = self.cuts[name].cut
+            local = cut.to_local()
+            flat = own[name] if name in own else torch.zeros(local.numel(), dtype=wide, device=local.device)
+            found[name] = like(cut, flat.view(local.shape))
+        return found
 
     def handover(self, ranks: Ranks) -> Handover:
         return _ShardHandover(self, ranks)
@@ -126,49 +229,68 @@ class ShardedParameters:
             yield
 
 
+class _InShards:
+    """A hook that puts the shards into a module before its state dict is taken; a copy of the module leaves it out."""
+
+    def __init__(self, shards: ShardedParameters | None) -> None:
+        self._shards = shards
+
+    def __call__(self, *_: object) -> None:
+        if self._shards is not None and self._shards.gathered:
+            self._shards.scatter()
+
+    def __deepcopy__(self, memory: object) -> _InShards:
+        return _InShards(None)
+
+    def __reduce__(self) -> Any:
+        return _InShards, (None,)
+
+
 class _ShardHandover(Handover):
-    """Shards of the sums, as ``DTensor`` s; whole parameters from the first physical batch of a step to the last."""
+    """Shards of the sums, as ``DTensor`` s; whole parameters from the first physical batch of a step to the last.
+
+    After ``by_block`` parameters are gathered block by block in place of it.
+    """
 
     in_shards = True
 
     def __init__(self, shards: ShardedParameters, ranks: Ranks) -> None:
         super().__init__(shards.module, ranks)
         self._shards = shards
+        self._by_block: BlockByBlock | None = None
 
     def whole(self) -> AbstractContextManager[object]:
         return self._shards.whole()
 
+    def by_block(self) -> BlockByBlock | None:
+        if self._ranks.world_size > 1:
+            self._by_block = BlockByBlock(self._shards, self._ranks)
+        return self._by_block
+
     def clipping(self) -> AbstractContextManager[object]:
+        if self._by_block is not None:
+            return self._by_block.passes()
         self._shards.gather()
         return nullcontext()
+
+    def settle(self) -> bool:
+        return self._by_block is not None and self._by_block.settle()
 
     def assembled(self, *, here: bool) -> AbstractContextManager[object]:
         return self._shards.assembled(here=here)
 
     def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._by_block is not None:
+            return sums  # of all ranks already
         self._shards.scatter()
         return self._shards.add_up(sums)
 
 
-def own_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: elements of a top-level ``ModuleList`` with exclusive parameters."""
-    users: dict[int, int] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        users[id(parameter)] = users.get(id(parameter), 0) + 1
-    found: list[nn.Module] = []
-    inside: set[int] = set()
-    for layer in module.modules():
-        if not isinstance(layer, nn.ModuleList):
-            continue
-        for block in layer:
-            own: dict[int, int] = {}
-            for _, parameter in block.named_parameters(remove_duplicate=False):
-                own[id(parameter)] = own.get(id(parameter), 0) + 1
-            alone = bool(own) and all(users[key] == count for key, count in own.items())
-            if alone and id(block) not in inside and any(True for _ in block.children()):
-                found.append(block)
-                inside.update(id(part) for part in block.modules())
-    return found
+def _device_of(mesh: Any) -> torch.device:
+    """Return the device of this process in a mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _as_on_rank_0(module: nn.Module) -> None:

@@ -41,6 +41,14 @@ class Handover:
         """Like ``whole``, around each physical batch; parameters may stay gathered until ``add_up``."""
         return self.whole()
 
+    def by_block(self) -> Any:
+        """From now on clip block by block; return what keeps the sums then, or None where parameters are whole."""
+        return None
+
+    def settle(self) -> bool:
+        """Wait until no rank clips any more; return whether another one began the step again, as this one has to."""
+        return False
+
     def assembled(self, *, here: bool) -> AbstractContextManager[object]:
         """Give the module of a rank with ``here`` its whole master weights within the block, for writing."""
         return nullcontext()

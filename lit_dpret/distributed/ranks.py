@@ -101,8 +101,34 @@ class Ranks:
             return rows[0]
         total = torch.empty_like(rows[0])
         with noticing_death():
-            dist.reduce_scatter(total, list(rows), group=_groups().sums)
+            # Of one tensor: for a list of rows a backend makes a copy of them first.
+            reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+            reduce(total, rows.reshape(-1), group=_groups().sums)
         return total
+
+    def gather_into(self, whole: Tensor, part: Tensor, *, only: int | None = None) -> None:
+        """Write the parts ``(n,)`` of all ranks into ``whole``, ``(world size * n,)``, on all ranks or ``only`` one."""
+        if self.world_size == 1:
+            whole.copy_(part)
+            return
+        sent = part.contiguous().view(torch.uint8)
+        with noticing_death():
+            group = _groups().sums
+            if only is None:
+                _gather_flat(whole.view(torch.uint8), sent, group)
+            else:
+                rows = list(whole.view(torch.uint8).view(self.world_size, -1)) if self.rank == only else None
+                dist.gather(sent, rows, dst=only, group=group)
+
+    def words(self, word: int) -> list[int]:
+        """Return the number that each rank says, by rank."""
+        if self.world_size == 1:
+            return [word]
+        found = torch.empty(self.world_size, dtype=torch.long)
+        with noticing_death():
+            _gather_flat(found, torch.tensor([word]), _groups().quick)
+        words: list[int] = found.tolist()
+        return words
 
     def gather_rows(self, row: Tensor) -> Tensor | None:
         """Return the vectors ``(n,)`` of all ranks, ``(world size, n)``, on the CPU of rank 0; None on the others."""
@@ -199,6 +225,12 @@ class Ranks:
 
     def barrier(self) -> None:
         self.gather(None)
+
+
+def _gather_flat(whole: Tensor, part: Tensor, group: Any) -> None:
+    """All-gather into one tensor, by the name that this release of torch has for it."""
+    gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(whole, part, group=group)
 
 
 def _store() -> Any:

@@ -55,34 +55,49 @@ class ShardLayout:
         """Exchange the shards of this rank with the others; a collective call."""
         return cls(ranks.gather(list(own)), sizes, ranks)
 
-    def add_up(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    @property
+    def length(self) -> int:
+        """How many coordinates this rank keeps."""
+        return sum(shard.count for shard in self.own.values())
+
+    def named(self, own: Tensor) -> dict[str, Tensor]:
+        """Return the shards in the flat vector of this rank, ``(length,)``, by name."""
+        begins = accumulate((shard.count for shard in self.own.values()), initial=0)
+        return {name: own[at : at + shard.count] for at, (name, shard) in zip(begins, self.own.items(), strict=False)}
+
+    def add_up(self, sums: dict[str, Tensor], *, into: Tensor | None = None, bucket: int = BUCKET) -> dict[str, Tensor]:
         """Sum whole tensors over all ranks; return this rank's shards of the totals, flat, by name.
 
-        One message per bucket; of each coordinate the total is sent to its rank alone. Names, shapes and types are the
-        same on every rank. ``sums`` is emptied: a tensor is let go as soon as it is sent.
+        One message per ``bucket`` of numbers; of each coordinate the total is sent to its rank alone. Names, shapes and
+        types are the same on every rank. Totals are added to ``into``, ``(length,)``, where it is given; then a rank
+        may lack a tensor, and adds zeros. ``sums`` is emptied: a tensor is let go as soon as it is sent.
         """
-        wide = reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
-        device = next(iter(sums.values())).device
+        adds, own = into is not None, into
+        if own is None:
+            wide = reduce(torch.promote_types, (each.dtype for each in sums.values()), torch.float32)
+            own = torch.empty(self.length, dtype=wide, device=next(iter(sums.values())).device)
         world = self.ranks.world_size
         ends: dict[str, int] = {}  # where the last rank has sent all of a tensor
         for shards in self._layout:
             for end, shard in zip(accumulate(shard.count for shard in shards), shards, strict=True):
                 ends[shard.name] = max(end, ends.get(shard.name, 0))
         longest = max(sum(shard.count for shard in shards) for shards in self._layout)
-        width = max(1, BUCKET // world)
-        own = torch.empty(sum(shard.count for shard in self.own.values()), dtype=wide, device=device)
+        width = max(1, bucket // world)
         for first in range(0, longest, width):
             count = min(width, longest - first)
-            sent = torch.zeros(world, count, dtype=wide, device=device)
+            sent = torch.zeros(world, count, dtype=own.dtype, device=own.device)
             for row, shards in zip(sent, self._layout, strict=True):
                 for place, name, part in _between(shards, first, first + count):
-                    row[place : place + part.stop - part.start] = sums[name].detach().reshape(-1)[part].to(wide)
+                    if not adds or name in sums:
+                        row[place : place + part.stop - part.start] = (
+                            sums[name].detach().reshape(-1)[part].to(own.dtype)
+                        )
             for name in [name for name in sums if ends.get(name, 0) <= first + count]:
                 del sums[name]
             kept = own[first : first + count]
-            kept.copy_(self.ranks.sum_rows(sent)[: len(kept)])
-        begins = accumulate((shard.count for shard in self.own.values()), initial=0)
-        return {name: own[at : at + shard.count] for at, (name, shard) in zip(begins, self.own.items(), strict=False)}
+            total = self.ranks.sum_rows(sent)[: len(kept)]
+            _ = kept.add_(total) if adds else kept.copy_(total)
+        return self.named(own)
 
     def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather flat own shards of one type from all ranks; return whole flat tensors, on the CPU, on rank 0 alone."""

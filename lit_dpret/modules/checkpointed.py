@@ -105,7 +105,7 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         """Change how a checked checkpoint of a private run is written; called last."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own = getattr(self, "own_class", type(self))
+        own = type(self)
         checkpoint[CLASS_KEY] = f"{own.__module__}.{own.__qualname__}"
         checkpoint[OPTIMIZER_KEY] = _optimizer_of(self)
         note(self, checkpoint)

@@ -416,9 +416,28 @@ class Passes:
         loss = (losses[kept] * weights.to(losses.dtype)).sum()
         if not loss.requires_grad:
             return {}
+        if self.module.in_blocks:
+            return self._shortened_gradient(loss)
         found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
         return {name: g for name, g in zip(self._parameters, dense, strict=True) if g is not None}
+
+    def _shortened_gradient(self, loss: Tensor) -> dict[str, Tensor]:
+        """The same, each parameter's `shortened` as soon as it is there: no process may hold all of them."""
+        found: dict[str, Tensor] = {}
+
+        def arrived(name: str, gradient: Tensor) -> Tensor | None:
+            found[name] = shortened(gradient)
+            # Autograd keeps what is returned here until all are there: zeros without memory of their own.
+            return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+
+        handles = [p.register_hook(partial(arrived, name)) for name, p in self._parameters.items()]  # type: ignore[no-untyped-call]
+        try:
+            torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
 
     def _refuse(self, rows: Rows, what: str = _DEPENDS) -> NoReturn:
         """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""
@@ -548,6 +567,24 @@ def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
         return True
     whole, gap = _norm(list(a.values())), _norm([a[name] - b[name] for name in a])
     return math.isfinite(whole) and not gap <= tolerance * whole
+
+
+def shortened(gradient: Tensor, length: int = 4096) -> Tensor:
+    """Return a random projection of a gradient to at most ``length`` numbers, by coins that are always the same.
+
+    It is linear, and keeps a length to some 2 percent (one standard deviation, sqrt(2 / 4096)): each number is given a
+    random sign, and every ``length``-th of them are added up (Charikar et al. 2002, *Finding frequent items*).
+    """
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+    if len(flat) <= length:
+        return flat.clone()
+    coins = torch.Generator(flat.device).manual_seed(0)
+    total = torch.zeros(length, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
+    for part in torch.split(flat, 256 * length):
+        signs = torch.randint(0, 2, part.shape, generator=coins, device=flat.device, dtype=torch.int8).mul_(2).sub_(1)
+        signed = torch.nn.functional.pad(part * signs, (0, -len(part) % length))
+        total += signed.view(-1, length).sum(0, dtype=total.dtype)
+    return total
 
 
 def _norm(tensors: list[Tensor]) -> float:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from lit_dpret.distributed.shards import is_sharded
 from lit_dpret.encoders import TextEncoder
 from lit_dpret.errors import ConfigurationError, first_line
 from lit_dpret.lazy import optional
@@ -96,7 +96,7 @@ def without_adapters(model: nn.Module) -> nn.Module:
 
 def _twin(model: Any) -> Any:
     """Return a copy of a model with adapters. One that is trained in shards cannot be copied, and is built again."""
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not any(is_sharded(parameter) for parameter in model.parameters()):
         return copy.deepcopy(model)
     base = model.get_base_model()
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are then replaced

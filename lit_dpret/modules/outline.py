@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from lit_dpret.distributed.blocks import own_blocks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.fine_tuning import freeze_all_but, refuse_two_choices
 from lit_dpret.modules.language_models import (
@@ -98,6 +99,13 @@ class GeneratorOutline:
     @property
     def largest(self) -> int:
         return max((p.numel() for p in self.model.parameters() if p.requires_grad), default=0)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The weights of the largest block that a strategy gathers by itself, and those outside of any."""
+        found = [sum(p.numel() for p in block.parameters()) for block in own_blocks(self.model)]
+        outside = self.parameters - sum(found)
+        return max([outside, *found]), outside
 
     @classmethod
     def of_settings(

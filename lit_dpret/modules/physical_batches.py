@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from lit_dpret.distributed.block_by_block import BeganAgain
 from lit_dpret.errors import DataError, DeviceMemoryError
 from lit_dpret.memory import give_back_memory, is_out_of_memory
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows
@@ -37,14 +38,21 @@ class PhysicalBatches:
     Args:
         contribute: Adds one physical batch; the number is the place of its first unit in the batch of the loader.
         forget: Forgets everything that was added since the step began.
+        settle: Waits for other ranks; returns whether one of them began the step again, as this one then does. They
+            say so while a batch is contributed, too, by `BeganAgain`.
 
     Attributes:
         limit: Most units at once; None for what the loader hands out.
     """
 
-    def __init__(self, contribute: Callable[[UnitBatch, int], None], forget: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        contribute: Callable[[UnitBatch, int], None],
+        forget: Callable[[], None],
+        settle: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.limit: int | None = None
-        self._contribute, self._forget = contribute, forget
+        self._contribute, self._forget, self._settle = contribute, forget, settle
         self._step: list[UnitBatch] = []
         self._lone = False  # whether a unit of this step fits nowhere
         self._lowered_from: int | None = None  # the limit before this step
@@ -101,7 +109,18 @@ class PhysicalBatches:
             self._step.append(_copy(batch))
         due = [batch]
         drops = drops if may_split else "none"
-        while (failed := self._tried(due, drops=drops == "all")) is not None:
+        while True:
+            try:
+                failed = self._tried(due, drops=drops == "all")
+                again = failed is None and self._settle()
+            except BeganAgain:
+                failed, again = None, True
+            if again:
+                self._forget()
+                due = [_copy(each) for each in self._step]
+                continue
+            if failed is None:
+                break
             at, slots, lacks_memory = failed
             if lacks_memory:
                 give_back_memory()
@@ -161,6 +180,8 @@ class PhysicalBatches:
         try:
             self._contribute(piece_of(batch, slots), slots.start)
             self._fitted = self._fitted or batch.rows is not None
+        except BeganAgain:
+            raise
         except Exception as error:
             lacks_memory = is_out_of_memory(error)
             if isinstance(error, StopIteration) and not drops:

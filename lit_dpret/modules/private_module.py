@@ -57,6 +57,7 @@ from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import naming_arguments
 
 if TYPE_CHECKING:
+    from lit_dpret.distributed.block_by_block import BlockByBlock
     from lit_dpret.distributed.fsdp import ShardedParameters
 
 
@@ -124,10 +125,15 @@ class PrivateModule(Checkpointed):
     #: party, to whom a failure could reveal private rows (`PhysicalBatches`). One that does not fit into memory counts
     #: as zero under every guarantee.
     drops_failing_units: bool = False
+    #: Whether each block's weights are used by calls of its own modules alone, so that they may be gathered for these
+    #: and freed after them, where a strategy shards the weights.
+    gathers_blocks: bool = False
     #: Which functions may not read other rows, and what else can be done, for messages.
     way_out_of_coupling: str = (
         "collate_rows and per_row_loss; or declare coupled_loss = True and choose a mode for coupled losses"
     )
+    #: Whether they are, in this run: no process then holds all weights, or the gradient of all of them.
+    in_blocks: bool = False
     #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
     updating: bool = False
 
@@ -151,7 +157,6 @@ class PrivateModule(Checkpointed):
                 f"privacy={privacy.name} adds none. Choose model.optimizer.name=adam."
             )
         self.automatic_optimization = False
-        self.own_class = type(self)  # fully_shard puts another one in front of it
         self.privacy = privacy
         self.optimizer_spec = optimizer
         self.log_private_loss = log_private_loss
@@ -162,11 +167,11 @@ class PrivateModule(Checkpointed):
         self._ranks = Ranks()
         self._shards: ShardedParameters | None = None
         self._handover = Handover(self, self._ranks)
-        self._physical = PhysicalBatches(self._add_piece, self._forget_step)
+        self._physical = PhysicalBatches(self._add_piece, self._forget_step, lambda: self._handover.settle())
         self._held_error: LitDpretError | None = None
         self._couplings = CouplingCheck()
         self._hooks = HookWatch()
-        self._rehearses = False
+        self._rehearses = self.in_blocks = False
         self._loss_sum = 0.0
         self._losses: list[Tensor] = []
 
@@ -272,7 +277,7 @@ class PrivateModule(Checkpointed):
         self._handover = Handover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
         self._held_error = None
-        self.updating = False
+        self.updating = self.in_blocks = False
         self._couplings.begin()
         self._hooks.begin()
         self._loss_sum = 0.0
@@ -310,6 +315,13 @@ class PrivateModule(Checkpointed):
     def whole(self) -> AbstractContextManager[object]:
         """Let every rank run the module within the block; a collective call."""
         return self._handover.whole()
+
+    def by_block(self) -> BlockByBlock | None:
+        """Return what gathers the weights of one block at a time from now on; None where they are gathered at once."""
+        fits = self.gathers_blocks and self.may_split and not self.drops_failing_units
+        found = self._handover.by_block() if fits and self.privacy.clips_by_block else None
+        self.in_blocks = found is not None
+        return found
 
     @contextmanager
     def assembled(self) -> Iterator[None]:

@@ -106,6 +106,7 @@ class QueryGenerator(PrivateModule):
         ConfigurationError: Two settings contradict each other.
     """
 
+    gathers_blocks = True
     optimizer_spec: OptimizerSpec
 
     def __init__(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lit_dpret.distributed.shards import is_sharded
 from lit_dpret.distributed.xla import fetch, is_lazy, sync_device
 from lit_dpret.errors import UnsupportedModelError
 
@@ -112,7 +113,7 @@ class StateWatch:
         tensor = old.tensor
         if _version(tensor) != old.version:
             return True
-        if old.alias is None:
+        if old.alias is None or not has_memory(tensor):  # or no more: what is gathered again has its own values
             return False
         value = None if old.value is None else self._value(tensor)
         same = value is None or old.value is None or torch.equal(value, old.value)
@@ -150,8 +151,10 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether the values are in one separate block of memory."""
-    return tensor.layout == torch.strided and not tensor.is_meta and not is_lazy(tensor.device)
+    """Return whether the values are in one separate block of memory; a shard's plain parameter may have none."""
+    if tensor.layout != torch.strided or tensor.is_meta or is_lazy(tensor.device):
+        return False
+    return is_sharded(tensor) or not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
 def state_of_part(part: nn.Module) -> OrderedDict[str, Any]:

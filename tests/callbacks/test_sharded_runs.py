@@ -85,6 +85,7 @@ def test_rank_0_writes_the_one_model_that_one_process_would_write(server: Server
     assert server.run("shard_jobs:generate", tmp_path / "2") == [0, 0]
     one, two = told(tmp_path / "1", 0), [told(tmp_path / "2", rank) for rank in (0, 1)]
     assert distance(one, two[0]) < 1e-5 and set(two[0]["held"].values()) == {"DTensor"}
+    assert [one["in_blocks"], *(rank["in_blocks"] for rank in two)] == [False, True, True]
     assert sum(rank["state"] for rank in two) == one["state"] and two[0]["state"] < 0.6 * one["state"]
     left, right = (load_file(tmp_path / name / "model" / "model.safetensors") for name in "12")
     assert left.keys() == right.keys() and all((left[name] - right[name]).abs().max() < 1e-5 for name in left)

@@ -15,6 +15,7 @@ from lit_dpret.privacy.clipping.opacus import OpacusClipping
 from lit_dpret.settings import require_choice
 
 __all__ = [
+    "BY_BLOCK",
     "Bf16GhostClipping",
     "ClipGroups",
     "ClipStats",
@@ -35,6 +36,10 @@ ENGINES: dict[str, type[ClippedSum]] = {
     "opacus": OpacusClipping,
     "loop": LoopClipping,
 }
+
+
+#: Engines that need weights in their passes alone, and make the sum of a parameter from what these left.
+BY_BLOCK = ("ghost", "ghost_tf32", "ghost_bf16")
 
 
 def make_engine(name: str, module: nn.Module, **settings: Any) -> ClippedSum:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Required, TypedDict, get_args
+from typing import Protocol, Required, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +156,28 @@ class ClipSettings(TypedDict, total=False):
     clip_groups: ClipGroups
 
 
+class SumStore(Protocol):
+    """Keeps the sums in place of an engine, where no process may hold all of them (`BlockByBlock`).
+
+    Attributes:
+        parts: The names of the parameters whose sums are handed over together.
+    """
+
+    parts: Sequence[Sequence[str]]
+
+    def free(self) -> None:
+        """Free the weights that passes needed."""
+
+    def add(self, part: int, sums: dict[str, Tensor]) -> None:
+        """Add the sums of a physical batch; they are emptied, and a missing one is zero."""
+
+    def take(self) -> dict[str, Tensor]:
+        """Return what this process keeps of the sums, and begin the next step."""
+
+    def forget(self) -> None:
+        """Forget what was added since the step began."""
+
+
 class ClippedSum(ABC):
     """The sum of clipped unit gradients over the physical batches of one logical step.
 
@@ -173,10 +195,12 @@ class ClippedSum(ABC):
         units_apart: Whether each unit has a forward and a backward pass of its own.
         groups: The names of the parameters that are clipped together.
         bound: The L2 bound on one unit's gradient in each group.
+        store: What keeps the sums in place of the engine; None for the engine itself.
     """
 
     fixed_shapes: bool = False
     units_apart: bool = False
+    store: SumStore | None = None
 
     def __init__(
         self,
@@ -242,6 +266,8 @@ class ClippedSum(ABC):
     def take(self) -> dict[str, Tensor]:
         """Return the sums by parameter name, each shared tensor once and dense, and reset the accumulator."""
         self._refuse_torn_sums()
+        if self.store is not None:
+            return self.store.take()
         sums = {}
         for name, parameter in self.parameters.items():
             found = self._sums.pop(name, None)
@@ -252,6 +278,8 @@ class ClippedSum(ABC):
     def forget(self) -> None:
         self._sums.clear()
         self._torn = False
+        if self.store is not None:
+            self.store.forget()
         if self.fixed_shapes:  # so that the first batch of a step is the same program as the others
             self._sums = {name: _zeros(parameter) for name, parameter in self.parameters.items()}
 

@@ -7,7 +7,9 @@ pairs of (input, output gradient), without the gradient; then one weighted sum p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, Literal, Unpack, get_args
 
 import torch
@@ -160,6 +162,8 @@ class GhostClipping(ClippedSum):
 
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
         losses, contributions = self._recorded(row_loss, batch)
+        if self.store is not None:
+            self.store.free()
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False), whole_products():
             with phase("norms"):
                 written = self._write_out(contributions, batch)
@@ -206,24 +210,34 @@ class GhostClipping(ClippedSum):
         # Cast once, not once for each parameter: accumulators have one dtype or two.
         cast = {dtype: coefficients.to(dtype) for dtype in set(map(accumulator_dtype, self.parameters.values()))}
         weights = {dtype: factors.to(dtype) for dtype in cast}
-        # Popped one by one, so that memory falls while the sum grows.
-        for name in list(written):
-            group = self.group_of[name]
-            for part in written.pop(name):
-                factors_of = weights[part.value.dtype][group]
-                self._sums[name] = part.add_to(self._sums.get(name), factors_of, all_count=all_count[group])
-        for name in list(contributions):
-            parameter, group = self.parameters[name], self.group_of[name]
-            uses, dtype = contributions.pop(name), accumulator_dtype(parameter)
-            total = self._sums.get(name)
-            total = self._add_rows(
-                uses, cast[dtype][group], total, parameter.shape, dtype, rows=rows[group], fixed=batch.fixed
-            )
-            if (singled := alone[group]) is not None:
-                for one in (one for each in singled.groups for one in each.split(1)):
-                    gradient = unit_gradients(uses, parameter.shape, one, torch.float64)[0]
-                    total += gradient.mul_(exactly[group, one.units]).to(dtype)
-            self._sums[name] = total
+
+        def add(names: Sequence[str]) -> None:
+            # Popped one by one, so that memory falls while the sum grows.
+            for name in [name for name in names if name in written]:
+                group = self.group_of[name]
+                for part in written.pop(name):
+                    factors_of = weights[part.value.dtype][group]
+                    self._sums[name] = part.add_to(self._sums.get(name), factors_of, all_count=all_count[group])
+            for name in [name for name in names if name in contributions]:
+                parameter, group = self.parameters[name], self.group_of[name]
+                uses, dtype = contributions.pop(name), accumulator_dtype(parameter)
+                total = self._sums.get(name)
+                total = self._add_rows(
+                    uses, cast[dtype][group], total, parameter.shape, dtype, rows=rows[group], fixed=batch.fixed
+                )
+                if (singled := alone[group]) is not None:
+                    for one in (one for each in singled.groups for one in each.split(1)):
+                        gradient = unit_gradients(uses, parameter.shape, one, torch.float64)[0]
+                        total += gradient.mul_(exactly[group, one.units]).to(dtype)
+                self._sums[name] = total
+
+        if self.store is None:
+            add([*written, *contributions])
+            return
+        for number, names in enumerate(self.store.parts):
+            add(names)
+            self.store.add(number, self._sums)
+            self._sums.clear()
 
     def _backward(self, uses: list[Use], losses: Tensor, batch: UnitRows, *, keep: bool = False) -> Contributions:
         """Gradients of the recorded outputs by parameter, checked where due; ``keep`` leaves the graph as it is."""
@@ -263,6 +277,8 @@ class GhostClipping(ClippedSum):
         tolerance, roundoff = tolerance_of(tensors), roundoff_of(tensors)
         del tensors
         aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
+        if self.store is not None:
+            return self._audited_in_parts(uses, grads, weighted, aliases, batch, tolerance, roundoff, keep=keep)
         leaves = [alias for _, alias in aliases]
         with phase("check_backward"), self._recording_check.watching(uses, grads, batch) as layouts:
             found: list[Tensor | None] = list(
@@ -272,15 +288,61 @@ class GhostClipping(ClippedSum):
         references: dict[str, Tensor] = {}
         for i, (name, _) in enumerate(aliases):
             reference, found[i] = found[i], None
-            if reference is None:
-                continue
-            reference = reference.to_dense() if reference.is_sparse else reference
-            if reference.shape != self.parameters[name].shape:  # a scale, which had a batch axis
-                reference = reference.flatten(0, -2).sum(0)
-            references[name] = references[name].add_(reference) if name in references else reference
+            if reference is not None:
+                self._collect(references, name, reference)
         with phase("check_parameters"):
-            self._recording_check.check_parameters(contributions, references, batch, tolerance, roundoff)
+            comparison = self._recording_check.comparison(contributions, batch)
+            for name, reference in references.items():
+                comparison.add(name, reference)
+            comparison.settle(tolerance, roundoff)
         return contributions
+
+    def _audited_in_parts(
+        self, uses: list[Use], grads: list[Tensor | None], weighted: Tensor, aliases: list[tuple[str, Tensor]],
+        batch: UnitRows, tolerance: float, roundoff: float, *, keep: bool,
+    ) -> Contributions:  # fmt: skip
+        """The same, without autograd's gradients of all parameters at once: once more to the outputs, for the layouts.
+
+        Then to the parameters, of which each is compared as soon as its gradient is there, and let go.
+        """
+        edges = [use.edge for use in uses]
+        with phase("check_backward"), self._recording_check.watching(uses, grads, batch, arriving=False) as layouts:
+            twins = torch.autograd.grad(weighted, edges, allow_unused=True, retain_graph=True)
+            self._recording_check.look_at(twins)
+            del twins
+        contributions = self._by_parameter(uses, grads, layouts, batch, audited=True)
+        comparison = self._recording_check.comparison(contributions, batch)
+        waiting = Counter(name for name, _ in aliases)
+        held: dict[str, Tensor] = {}
+
+        @torch.no_grad()
+        def arrived(name: str, gradient: Tensor) -> Tensor | None:
+            self._collect(held, name, gradient)
+            waiting[name] -= 1
+            if not waiting[name]:
+                comparison.add(name, held.pop(name))
+            # Autograd keeps what is returned here until all are there: zeros without memory of their own.
+            return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+
+        handles = [alias.register_hook(partial(arrived, name)) for name, alias in aliases]  # type: ignore[no-untyped-call]
+        try:
+            with phase("check_parameters"):
+                leaves = [alias for _, alias in aliases]
+                torch.autograd.grad(weighted, leaves, allow_unused=True, retain_graph=keep)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name, reference in held.items():  # another use of it got no gradient
+            comparison.add(name, reference)
+        comparison.settle(tolerance, roundoff)
+        return contributions
+
+    def _collect(self, references: dict[str, Tensor], name: str, reference: Tensor) -> None:
+        """Add autograd's gradient for one call to those of the same parameter."""
+        reference = reference.to_dense() if reference.is_sparse else reference
+        if reference.shape != self.parameters[name].shape:  # a scale, which had a batch axis
+            reference = reference.flatten(0, -2).sum(0)
+        references[name] = references[name] + reference if name in references else reference
 
     @torch.no_grad()
     def _by_parameter(

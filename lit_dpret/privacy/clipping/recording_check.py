@@ -218,12 +218,12 @@ class RecordingCheck:
         self._layouts: dict[object, Layout] = {}
         self._patterns = RowPatterns()
         self._pattern: int | None = None
-        self._parameters_checked = False
+        self.parameters_checked = False
 
     @property
     def wants_parameters(self) -> bool:
         """Return whether to compare the parameters' gradients with autograd's."""
-        return self.always or not self._parameters_checked
+        return self.always or not self.parameters_checked
 
     def may_be_due(self, uses: Sequence[Use], loss: Tensor, batch: UnitRows) -> bool:
         """Return whether to keep the graph for a second pass; known before the first one."""
@@ -251,14 +251,19 @@ class RecordingCheck:
         return self._layouts.get(self._key(use, batch), "row_by_row")
 
     @contextmanager
-    def watching(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> Iterator[list[Layout]]:
-        """Inspect the gradients of the weighted pass as they arrive; yields each use's layout, complete at last."""
-        attribution = _Attribution(uses, grads, batch)
+    def watching(
+        self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows, *, arriving: bool = True
+    ) -> Iterator[list[Layout]]:
+        """Inspect the gradients of the weighted pass as they arrive; yields each use's layout, complete at last.
+
+        Where they do not come ``arriving``, they are given to `look_at`.
+        """
+        attribution = self._attribution = _Attribution(uses, grads, batch)
         layouts: list[Layout] = ["row_by_row"] * len(uses)
         if batch.one_unit:
             yield layouts
             return
-        handles = [attribution.watch(i) for i in range(len(uses))]
+        handles = [attribution.watch(i) for i in range(len(uses))] if arriving else []
         try:
             yield layouts
         finally:
@@ -286,41 +291,64 @@ class RecordingCheck:
             if len(fits) == 1 and attribution.contributing[i] > 1 and self._pattern is not None:
                 self._layouts[self._key(use, batch)] = fits[0]
 
-    def check_parameters(
-        self,
-        contributions: Mapping[str, Sequence[Contribution]],
-        references: Mapping[str, Tensor],
-        batch: UnitRows,
-        tolerance: float,
-        roundoff: float,
-    ) -> None:
-        """Compare the engine's weighted sum with autograd's, parameter by parameter.
+    def look_at(self, twins: Sequence[Tensor | None]) -> None:
+        """Inspect the gradients of the weighted pass at all uses, within `watching`."""
+        for i, twin in enumerate(twins):
+            self._attribution.inspect(i, twin)
 
-        A batch with a broken unit says nothing, since autograd's sum is broken by it, and neither does one whose
-        terms cancel so far that rounding explains the difference: the next batch is asked instead. Once a batch has
-        shown that the two are equal, a difference is one of rounding, as in a row whose gradient consists of it. The
-        bound does not depend on it: what is added is what was clipped.
-        """
-        norms = torch.stack([g.double().norm() for g in references.values()]).tolist() if references else []
+    def comparison(self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Comparison:
+        return Comparison(self, contributions, batch)
+
+    def _known(self, use: Use, batch: UnitRows) -> bool:
+        return self._pattern is not None and self._key(use, batch) in self._layouts
+
+    def _key(self, use: Use, batch: UnitRows) -> object:
+        """A call is known again by its place in the forward pass, its batch axis, and how rows were picked."""
+        return use.site.name, use.call, use.axis == batch.rows, self._pattern
+
+
+class Comparison:
+    """Compare the engine's weighted sum with autograd's, parameter by parameter.
+
+    A batch with a broken unit says nothing, since autograd's sum is broken by it, and neither does one whose terms
+    cancel so far that rounding explains the difference: the next batch is asked instead. Once a batch has shown that
+    the two are equal, a difference is one of rounding, as in a row whose gradient consists of it. The bound does not
+    depend on it: what is added is what was clipped.
+    """
+
+    def __init__(
+        self, check: RecordingCheck, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows
+    ) -> None:
+        self._check, self._contributions, self._batch = check, contributions, batch
+        self._coefficients = (unit_weights(batch) * batch.real)[batch.unit_of_row]
+        self._rows = None if batch.fixed else not_zero(self._coefficients[None])[0]
+        self._seen: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._norms: list[Tensor] = []
+        self._gaps: list[Tensor] = []
+
+    def add(self, name: str, reference: Tensor) -> None:
+        """Compare the sum of one parameter with ``reference``, autograd's."""
+        shape, dtype = reference.shape, accumulator_dtype(reference)
+        uses = self._contributions.get(name, ())
+        found = add_weighted(uses, self._coefficients, None, shape, dtype, rows=self._rows, fixed=self._batch.fixed)
+        # Read together in `settle`: each reading waits for the device.
+        self._norms.append(torch.linalg.vector_norm(reference, dtype=torch.float64))
+        self._gaps.append(found.sub_(reference).norm().double())
+        self._seen[name] = shape, dtype
+
+    def settle(self, tolerance: float, roundoff: float) -> None:
+        """Refuse a parameter whose sums differ by more than rounding explains."""
+        norms = torch.stack(self._norms).tolist() if self._norms else []
         whole = math.hypot(*norms)
         if not math.isfinite(whole):
             return
-        decided = True
-        gaps: list[Tensor] = []
-        coefficients = (unit_weights(batch) * batch.real)[batch.unit_of_row]
-        rows = None if batch.fixed else not_zero(coefficients[None])[0]
-        for name, reference in references.items():
-            dtype = accumulator_dtype(reference)
-            uses = contributions.get(name, ())
-            found = add_weighted(uses, coefficients, None, reference.shape, dtype, rows=rows, fixed=batch.fixed)
-            # Read together below: each reading waits for the device.
-            gaps.append(found.sub_(reference).norm().double())
-        for name, norm, gap in zip(references, norms, torch.stack(gaps).tolist() if gaps else [], strict=True):
+        decided, known = True, self._check.parameters_checked
+        gaps = torch.stack(self._gaps).tolist() if self._gaps else []
+        for (name, (shape, dtype)), norm, gap in zip(self._seen.items(), norms, gaps, strict=True):
             # `not <=`, so that NaN is refused; a share of the whole, for gradients that are all rounding.
             if not gap <= tolerance * (norm + 1e-3 * whole):
-                uses, shape = contributions.get(name, ()), references[name].shape
-                dtype = accumulator_dtype(references[name])
-                if self._parameters_checked or gap <= roundoff * float(rounding_of(uses, coefficients, shape, dtype)):
+                uses = self._contributions.get(name, ())
+                if known or gap <= roundoff * float(rounding_of(uses, self._coefficients, shape, dtype)):
                     decided = False
                     continue
                 raise UnsupportedModelError(
@@ -330,14 +358,7 @@ class RecordingCheck:
                     "to about 1, or choose privacy.engine=loop.",
                     trap="T13",
                 )
-        self._parameters_checked |= decided
-
-    def _known(self, use: Use, batch: UnitRows) -> bool:
-        return self._pattern is not None and self._key(use, batch) in self._layouts
-
-    def _key(self, use: Use, batch: UnitRows) -> object:
-        """A call is known again by its place in the forward pass, its batch axis, and how rows were picked."""
-        return use.site.name, use.call, use.axis == batch.rows, self._pattern
+        self._check.parameters_checked |= decided
 
 
 def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], loss: Tensor) -> None:
@@ -371,11 +392,11 @@ class _Attribution:
         use = self.uses[i]
         if use.site.kind == "scale":  # a leaf: its node only collects, and is not run
             leaf: Any = use.aliases["weight"]
-            handle: RemovableHandle = leaf.register_hook(lambda twin: self._inspect(i, twin))
+            handle: RemovableHandle = leaf.register_hook(lambda twin: self.inspect(i, twin))
             return handle
-        return use.edge.node.register_prehook(lambda arrived: self._inspect(i, arrived[use.edge.output_nr]))
+        return use.edge.node.register_prehook(lambda arrived: self.inspect(i, arrived[use.edge.output_nr]))
 
-    def _inspect(self, i: int, twin: Tensor | None) -> None:
+    def inspect(self, i: int, twin: Tensor | None) -> None:
         g, size = self.grads[i], self.sizes[i]
         if twin is None or g is None or size is None:
             return

@@ -176,6 +176,15 @@ class PrivacyMode(ABC):
         """Return whether each unit is computed in passes of its own, in which no other unit takes part."""
         return getattr(self._sums, "units_apart", False)
 
+    @property
+    def clips_by_block(self) -> bool:
+        """Return whether its sums may be handed over block by block, to what `keep_in` names once it is attached."""
+        return False
+
+    def keep_in(self, store: Any) -> None:
+        """Let a `SumStore` keep the sums from now on."""
+        self._sums.store = store
+
     def contribute(self, module: Any, batch: Any) -> None:
         """Add a `PrivateModule`'s batch with at least one row; some modes need more than the loss of its rows."""
         # An engine for a compiler takes slots of equally many rows; a unit's own rows fill up its slot there.

@@ -16,7 +16,7 @@ from lit_dpret.distributed.strategies import Supported, with_xla
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.budget import ClipGroups, ClipName
-from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.clipping import BY_BLOCK, make_engine
 from lit_dpret.privacy.modes.gaussian import GaussianMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
@@ -80,6 +80,10 @@ class DPSGD(GaussianMode):
             clip_fraction_budget=self.clip_fraction_budget or 0.0,
             engine=self.engine,
         )
+
+    @property
+    def clips_by_block(self) -> bool:
+        return type(self) is DPSGD and self.engine in BY_BLOCK and not self.fixed_shapes
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
         super().attach(module, plan, stream)
