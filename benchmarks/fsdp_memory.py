@@ -1,6 +1,7 @@
-"""Memory of a private step on one of two ranks: DDP, FSDP2 in one piece and block by block.
+"""Memory of a private step on a rank: DDP, and FSDP2 with all weights gathered at once or one block at a time.
 
     python benchmarks/fsdp_memory.py
+    python benchmarks/fsdp_memory.py --scaling --out benchmarks/results/fsdp_scaling_cpu.json
 
 `benchmarks/README.md` says how it measures.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +19,14 @@ import torch.distributed as dist
 from common import CASES, GIVEN_BACK, machine, options, ranks, say, write
 from torch import Tensor, nn
 
-from lit_dpret.costs.measure import peak, reset_peak, resident
+from lit_dpret.costs.measure import LiveBytes, peak, reset_peak, resident
+from lit_dpret.distributed.fsdp import CutParameter, ShardedParameters
 
 HERE = torch.device("cpu")
-WAYS = ("ddp", "fsdp, one piece", "fsdp, by block", "fsdp, by block, bf16")
+WAYS = ("ddp", "fsdp, at once", "fsdp, by block", "fsdp, by block, bf16")
 SHAPES: dict[str, Any] = CASES["t5"]
+#: Bytes of the state of a trained weight: itself, Adam's two moments and the clipped sum, all in float32.
+STATE = 16
 
 
 class Model(nn.Module):
@@ -38,11 +44,35 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
 
 
-def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
+def most_alive(work: Callable[[], object]) -> int:
+    """Return the most bytes that tensors which ``work`` makes hold at once, gathered weights included.
+
+    Not what a backend of messages takes inside of one, nor what a kernel does.
+    """
+    alive = LiveBytes()
+    kept = CutParameter.allocate, CutParameter.free
+
+    def change(cut: Any, how: Callable[[Any], None]) -> None:
+        before = cut.memory.untyped_storage().nbytes()
+        how(cut)
+        alive.now += cut.memory.untyped_storage().nbytes() - before
+        alive.peak = max(alive.peak, alive.now)
+
+    CutParameter.allocate = lambda cut: change(cut, kept[0])  # type: ignore[method-assign]
+    CutParameter.free = lambda cut: change(cut, kept[1])  # type: ignore[method-assign]
+    try:
+        with alive:
+            work()
+    finally:
+        CutParameter.allocate, CutParameter.free = kept  # type: ignore[method-assign]
+    return alive.peak
+
+
+def measure(way: str, shape: dict[str, Any], steps: int, units: int, tokens: tuple[int, int]) -> dict[str, Any]:
     """Do one rank's work: clip, add up, noise, step."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from lit_dpret.distributed import fsdp
+    from lit_dpret.distributed.block_by_block import BlockByBlock
     from lit_dpret.distributed.ranks import Ranks
     from lit_dpret.distributed.shards import like, place_of
     from lit_dpret.modules import OptimizerSpec
@@ -50,37 +80,48 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
     from lit_dpret.privacy.noise import KeyedStream
 
     dist.init_process_group("gloo")
-    group, shards = Ranks.here(), None
+    group, shards, store = Ranks.here(), None, None
     mesh = init_device_mesh("cpu", (group.world_size,))
     group.barrier()
     warm = torch.nn.Linear(8, 8)  # what the first step of an optimizer imports is not the model's
     warm(torch.ones(1, 8)).sum().backward()
     torch.optim.Adam(warm.parameters()).step()
     before = resident(HERE)
-    model = Model(SHAPES[shape])
+    model = Model(shape)
     if way != "ddp":
-        if way == "fsdp, one piece":
-            fsdp.own_blocks = lambda module: []
-        shards = fsdp.ShardedParameters(model, mesh, compute_dtype=torch.bfloat16 if way.endswith("bf16") else None)
-        with shards.whole():
+        shards = ShardedParameters(model, mesh, compute_dtype=torch.bfloat16 if way.endswith("bf16") else None)
+    if shards is not None and "by block" in way:
+        store = BlockByBlock(shards, group)
+
+    def new_engine() -> Any:
+        whole = nullcontext() if shards is None else shards.whole() if store is None else store.placed()
+        with whole:
             engine = make_engine("ghost", model, max_grad_norm=0.1, clip="abadi", clip_groups="flat")
-    else:
-        engine = make_engine("ghost", model, max_grad_norm=0.1, clip="abadi", clip_groups="flat")
+        engine.store = store
+        return engine
+
+    engine = new_engine()
     optimizer = OptimizerSpec(name="adam", lr=1e-3).build(model.parameters(), steps=0)
     stream = KeyedStream(b"s" * 32, "benchmark")
-    vocabulary = SHAPES[shape]["vocab_size"]
-    ids, labels = torch.randint(1, vocabulary, (units, 64)), torch.randint(1, vocabulary, (units, 16))
+    ids, labels = (torch.randint(1, shape["vocab_size"], (units, count)) for count in tokens)
 
-    def step(number: int) -> None:
-        if shards is not None:
+    def clip() -> dict[str, Tensor]:
+        """Return this rank's part of the sum, of two physical batches."""
+        if shards is not None and store is None:
             shards.gather()
-        engine.add(lambda: model.losses(ids, labels), torch.arange(units), torch.ones(units, dtype=torch.bool))
-        sums = engine.take()
-        if shards is not None:
+        for _ in range(2):
+            with nullcontext() if store is None else store.passes():
+                engine.add(lambda: model.losses(ids, labels), torch.arange(units), torch.ones(units, dtype=torch.bool))
+        sums: dict[str, Tensor] = engine.take()
+        if shards is None:
+            group.sum_(sums)
+        elif store is None:
             shards.scatter()
             sums = shards.add_up(sums)
-        else:
-            group.sum_(sums)
+        return sums
+
+    def step(number: int) -> None:
+        sums = clip()
         for name, parameter in model.named_parameters():
             total, start = place_of(sums[name])
             noise = stream.normal(total.shape, attempt=0, step=number, parameter=name, start=start)
@@ -97,33 +138,73 @@ def measure(way: str, shape: str, steps: int, units: int) -> dict[str, Any]:
     highest, held = peak(HERE), resident(HERE)
     state = [v for each in optimizer.state.values() for v in each.values() if torch.is_tensor(v)]
     counted = sum(place_of(t)[0].numel() * t.element_size() for t in (*model.parameters(), *state))
+    found = {"held": held - before, "peak": highest - before, "counted": counted}
+    group.barrier()
+    found["counted_clipping"] = counted + most_alive(clip)
+    engine = new_engine()
+    found["counted_checking"] = counted + most_alive(clip)  # its first batch
     dist.destroy_process_group()
-    parameters = sum(p.numel() for p in model.parameters())
-    return {"held": held - before, "peak": highest - before, "counted": counted, "parameters": parameters}
-
-
-def run(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    words = ["--rank-of", way, "--shape", arguments.shape, "--steps", arguments.steps, "--units", arguments.units]
-    found: dict[str, Any] = ranks(__file__, *words, world=2, timeout=arguments.timeout, **GIVEN_BACK)[0]
+    found["parameters"] = sum(p.numel() for p in model.parameters())
+    if shards is not None:
+        sizes = [sum(cut.cut.numel() for cut in block.cuts.values()) for block in shards.blocks]
+        found |= {"largest_block": max(sizes), "outside_of_blocks": sizes[-1]}
     return found
+
+
+def run(way: str, arguments: argparse.Namespace, *, world: int = 2, layers: int | None = None) -> dict[str, Any]:
+    words: list[object] = ["--rank-of", way, "--shape", arguments.shape, "--steps", arguments.steps]
+    words += ["--units", arguments.units, "--tokens", *arguments.tokens]
+    words += [] if layers is None else ["--layers", layers]
+    found: list[dict[str, Any]] = ranks(__file__, *words, world=world, timeout=arguments.timeout, **GIVEN_BACK)
+    return {name: max(each[name] for each in found) for name in found[0]}  # of the rank that holds most
+
+
+def scaling(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the counted peaks of the rank that holds most, by number of ranks and of layers."""
+    rows = []
+    for layers in arguments.scaling_layers:
+        for world in arguments.scaling_ranks:
+            at_once = ["fsdp, at once"] if layers == max(arguments.scaling_layers) else []
+            for way in (*at_once, "fsdp, by block"):
+                found = run(way, arguments, world=world, layers=layers)
+                share, block = STATE * found["parameters"] / world, 4 * found["largest_block"]
+                row = {"layers": layers, "ranks": world, "way": way, **found, "state_share": round(share)}
+                for name in ("counted_clipping", "counted_checking"):
+                    row[f"{name}_beyond_share_in_blocks"] = round((found[name] - share) / block, 2)
+                rows.append(row)
+                say(json.dumps(row))
+    return rows
 
 
 def main() -> None:
     parser = options(__doc__, "fsdp_memory_cpu.json", steps=3, timeout=600)
-    parser.add_argument("--shape", choices=SHAPES, default="t5-small")
-    parser.add_argument("--units", type=int, default=4, help="of a rank, in one physical batch")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--units", type=int, help="of a rank, in one physical batch; 4, or 1 with --scaling")
+    parser.add_argument("--tokens", type=int, nargs=2, help="of passage and query; 64 and 16, or 2 and 1")
+    parser.add_argument("--scaling", action="store_true", help="over numbers of ranks and of layers")
+    parser.add_argument("--scaling-ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--scaling-layers", type=int, nargs="+", default=[6, 12, 24], help="of encoder and of decoder")
+    parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.shape = arguments.shape or ("t5-3b/8" if arguments.scaling else "t5-small")
+    arguments.units = arguments.units or (1 if arguments.scaling else 4)
+    arguments.tokens = arguments.tokens or ([2, 1] if arguments.scaling else [64, 16])
     if arguments.rank_of:
-        say(json.dumps(measure(arguments.rank_of, arguments.shape, arguments.steps, arguments.units)))
+        shape = SHAPES[arguments.shape] | ({} if arguments.layers is None else {"num_layers": arguments.layers})
+        passage, query = arguments.tokens
+        say(json.dumps(measure(arguments.rank_of, shape, arguments.steps, arguments.units, (passage, query))))
+        return
+    facts = {"shape": arguments.shape, "units": arguments.units, "tokens": arguments.tokens}
+    if arguments.scaling:
+        write({"rows": scaling(arguments), **facts, **machine("torch")}, arguments.out)
         return
     rows = {way: run(way, arguments) for way in WAYS}
     for row in rows.values():
-        for name in ("held", "peak", "counted"):
+        for name in ("held", "peak", "counted", "counted_clipping", "counted_checking"):
             row[f"{name}_to_ddp"] = round(row[name] / rows["ddp"][name], 2)
     say(json.dumps(rows, indent=1))
-    facts = {"rows": rows, "shape": arguments.shape, "units": arguments.units, "ranks": 2, **machine("torch")}
-    write(facts, arguments.out)
+    write({"rows": rows, **facts, "ranks": 2, **machine("torch")}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,36 @@ def validation_rows() -> list[list[str]]:
     return rows
 
 
+def by_block_facts() -> dict[str, str]:
+    """What benchmarks/fsdp_memory.py counted on ranks of a scaled-down T5-XL, and its law for the real one."""
+    path = ROOT / "benchmarks" / "results" / "fsdp_scaling_cpu.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows, beyond = [], "counted_{}_beyond_share_in_blocks".format
+    own = [row for row in found if row["way"] == "fsdp, by block"]
+    for row in own:
+        told = f"{row[beyond('clipping')]:.2f} ({row[beyond('checking')]:.2f})"
+        rows.append([
+            str(row["layers"]), f"{row['parameters'] / 1e6:.1f}M", str(row["ranks"]), size(row["state_share"]),
+            size(row["counted_clipping"]), told,
+        ])  # fmt: skip
+    one, other = ((row["layers"], row[beyond("clipping")]) for row in (own[0], own[-1]))
+    slope = (other[1] - one[1]) / (other[0] - one[0])
+    at_once = [row for row in found if row["way"] == "fsdp, at once"]
+    least, most = (how(row[beyond("clipping")] for row in at_once) for how in (min, max))
+    layers = at_once[0]["layers"]
+    span = f"{least:.0f}" if round(least) == round(most) else f"{least:.0f} to {most:.0f}"
+    xl = outline("google-t5/t5-3b")
+    return {
+        "by_block": table(["layers, each side", "weights", "ranks", "share", "held", "beyond it, in blocks"], rows),
+        "constant": f"{one[1] - slope * one[0]:.2f}",
+        "slope": f"{slope:.3f}",
+        "block_size": size(4 * found[0]["largest_block"]),
+        "at_once_sentence": f"Gathered at once, {layers} layers take {span} blocks beyond the share.",
+        "xl_share": size(16 * xl.parameters / 8),
+        "xl_block": size(4 * xl.blocks[0]),
+    }
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -207,6 +237,7 @@ def page() -> str:
             ["model", "trained", "rows", "memory", "memory, told / real", "time, told / real"], validation_rows()
         ),
         "of_epochs": table(["queries", "steps", "1 GPU", "8 GPUs", "64 GPUs"], epochs_rows("h100-80gb")),
+        **by_block_facts(),
         "encoding": table([*passages, "exact search, 1000 queries"], encoding_rows()),
     }
     text = Path(__file__).with_name("scale.md").read_text(encoding="utf-8")

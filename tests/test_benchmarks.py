@@ -148,6 +148,17 @@ def test_memory_in_shards_is_measured_beside_ddp(tmp_path: Path) -> None:
     assert all(row["peak"] > 0 for row in rows.values())
 
 
+@pytest.mark.slow
+def test_one_block_at_a_time_a_rank_holds_its_share_and_two_blocks_and_its_activations(tmp_path: Path) -> None:
+    given = ("--scaling", "--steps", 1, "--scaling-ranks", 2, 3, "--scaling-layers", 2, 8)
+    rows = results("fsdp_memory", *given, out=tmp_path / "scaling.json")["rows"]
+    for row in rows:
+        for name in ("counted_clipping", "counted_checking"):
+            beyond = row[f"{name}_beyond_share_in_blocks"]
+            assert beyond < 2 if row["way"] == "fsdp, by block" else beyond > 2 * row["layers"]
+    assert len(rows) == 6
+
+
 def test_the_gpu_day_reports_each_part_and_why_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_day = load("gpu_day", monkeypatch)
     parts = {

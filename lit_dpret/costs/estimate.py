@@ -150,4 +150,5 @@ def size(count: float) -> str:
     for unit, power in (("TiB", 40), ("GiB", 30)):
         if count >= 2**power:
             return f"{count / 2**power:.3g} {unit}"
-    return f"{count / 2**20:.3g} MiB"
+    small = count / 2**20
+    return f"{small:.3g} MiB" if small < 999.5 else f"{small:.0f} MiB"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lit_dpret.costs.work import Work
+from lit_dpret.distributed.ranks import BUCKET
 from lit_dpret.settings import require_choice, require_whole
 
 STATES = {"adam": 2, "adamw": 2, "adam_bc": 2, "sgd": 1, "adafactor": 0}
@@ -67,7 +68,7 @@ class Bytes:
     # The same for a self-checking batch: the first of a run or of a resumed one, when there is no sum yet.
     checked: tuple[LinearCost, ...]
     rows: int
-    gathered: int = 0  # weights that are gathered while batches are clipped, where they are sharded
+    gathered: int = 0  # what is gathered while batches are clipped, or added up of one block, where they are sharded
 
     @property
     def lasting(self) -> int:
@@ -136,7 +137,7 @@ def check_sharding(strategy: str, world: int) -> None:
     require_whole("task", {"world_size": world}, 1)
 
 
-def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
+def on_each_device(whole: Bytes, *, strategy: str, world: int, blocks: tuple[int, int] | None = None) -> Bytes:
     """Return the bytes on each of ``world`` devices, from those of a single device.
 
     | strategy | weights | float32 copies, states | sum of clipped gradients | noised gradients |
@@ -145,9 +146,11 @@ def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
     | zero1, zero2 | each | divided | each | divided |
     | zero3 | divided; gathered while a batch is clipped | divided | each | divided |
     | fsdp | none but the float32 ones; gathered while a step is clipped | divided | each | divided |
+    | fsdp, ``blocks`` | none but the float32 ones; one block gathered at a time | divided | divided | divided |
 
-    A unit's norm is of its gradient in all layers, so clipping wants all weights at once, and a rank adds up every
-    weight's gradient of its own rows before anything is reduced. No strategy divides those two: they set the peak.
+    A unit's norm is of its gradient in all layers, so that without ``blocks`` a rank adds up every weight's gradient of
+    its own rows before anything is reduced. ``blocks`` are the weights of the largest block and those outside of any,
+    for the engines that clip one block at a time (`lit_dpret.distributed.block_by_block`).
     """
     check_sharding(strategy, world)
 
@@ -163,7 +166,21 @@ def on_each_device(whole: Bytes, *, strategy: str, world: int) -> Bytes:
         return replace(divided, weights=share(whole.weights), gathered=whole.weights - share(whole.weights))
     # FSDP's shards are float32, and of what is trained they are the copies; gathered copies come beside them.
     kept = 2 * whole.weights - whole.masters if whole.masters else whole.weights
-    return replace(divided, weights=share(kept), gathered=whole.weights)
+    divided = replace(divided, weights=share(kept), gathered=whole.weights)
+    if blocks is None:
+        return divided
+    block, outside = blocks
+    copies = (2 if whole.masters else 4) * (block + outside)
+    # Also where weights are gathered, for a rank serves the others at any time.
+    message = 4 * min(BUCKET, block // 4)
+    # Autograd's gradients of all that is trained, in a batch that is checked.
+    at_once = whole.sums // (2 if whole.masters else 1)
+    checked = tuple(
+        replace(line, fixed=line.fixed - at_once + min(at_once, copies)) if line.fixed >= at_once else line
+        for line in whole.checked
+    )
+    gathered = max(copies, 4 * block) + message
+    return replace(divided, sums=share(whole.sums), gathered=gathered, checked=checked)
 
 
 def rows_that_fit(part: Bytes, memory: float, *, share: float = 0.9) -> int:

@@ -16,6 +16,7 @@ from lit_dpret.costs.measure import seconds_per_normal
 from lit_dpret.costs.memory import check_sharding, estimated_bytes, on_each_device, rows_that_fit
 from lit_dpret.costs.work import PASSES, Work, accelerator, work_of
 from lit_dpret.privacy.budget import NoiseName
+from lit_dpret.privacy.clipping import BY_BLOCK
 from lit_dpret.privacy.clipping.contributions import norm_multiplications
 
 ASSUMED = {
@@ -55,7 +56,9 @@ def predict(
         ``assumed``, and their sums ``seconds_per_step`` (from, to); None where no row fits.
     """
     known, work, on_device = accelerator(device), work_of(outline), secure_rng or noise == "discrete"
-    part = on_each_device(estimated_bytes(outline, work), strategy=strategy, world=world)
+    by_block = strategy == "fsdp" and engine in BY_BLOCK
+    blocks = outline.blocks if by_block else None
+    part = on_each_device(estimated_bytes(outline, work), strategy=strategy, world=world, blocks=blocks)
     rows = rows_that_fit(part, known.memory)
     facts = {
         "kind": "prediction",
@@ -84,7 +87,7 @@ def predict(
     half, low, full = products_of(work, again=outline.gradient_checkpointing, engine=engine)
     values = work.linear_values + work.scores + work.logits
     passes = PASSES * (4 / 3 if outline.gradient_checkpointing else 1) * 2 * values  # two bytes each
-    sent = _sent(outline, strategy, world, batches=math.ceil(on_one / rows))
+    sent = _sent(outline, strategy, world, batches=math.ceil(on_one / rows), by_block=by_block)
     peak = {
         "bfloat16 products": on_one * (half + (low if engine == "ghost_bf16" else 0)) / known.bf16_flops,
         **({"tf32 products": on_one * low / known.tf32_flops} if engine == "ghost_tf32" else {}),
@@ -131,11 +134,14 @@ def products_of(work: Work, *, again: bool, size: int = 2, engine: str = "ghost"
     return work.model_flops - sums + (work.forward_flops if again else 0), low, full
 
 
-def _sent(outline: Any, strategy: str, world: int, *, batches: int) -> float:
+def _sent(outline: Any, strategy: str, world: int, *, batches: int, by_block: bool) -> float:
     sums, weights = 4 * int(outline.trained), 2 * int(outline.parameters)
     if strategy == "ddp":
         weights = 0
         sums *= 2  # an all-reduce is a reduce-scatter and an all-gather
     elif strategy == "zero3":
         weights *= batches  # gathered for every physical batch
+    elif by_block:
+        weights *= 2 * batches  # for its forward and its backward pass, after which its sums are added up
+        sums *= batches
     return (world - 1) / world * (sums + weights)

@@ -66,6 +66,23 @@ def test_sharded_weights_are_whole_while_a_batch_is_clipped_and_so_is_the_sum() 
     assert on_each_device(WHOLE, strategy="fsdp", world=4).gathered == 3000 * 2
 
 
+def test_with_one_block_gathered_at_a_time_what_a_rank_holds_is_its_share_and_two_blocks() -> None:
+    """The largest block of 800 weights; 300 are outside of any."""
+    checked = (LinearCost(0, 9), LinearCost(2 * 1000 + 80, 7))
+    facts: dict[str, Any] = {"weights": 3000, "largest": 10, "optimizer": "adam", "rows": 0, "clipped": ROWS}
+    for half, trained, copies in ((True, 1000, 2 * 1100), (False, 3000, 4 * 1100)):
+        whole = step_bytes(trained=trained, half=half, checked=checked, **facts)
+        part = on_each_device(whole, strategy="fsdp", world=8, blocks=(800, 300))
+        assert part.sums == whole.sums / 8 and part.lasting == (4 * 3000 + 8 * trained) / 8
+        assert part.gathered == max(copies, 4 * 800) + 4 * 200 <= 2 * 4 * 800
+    half_bytes = on_each_device(step_bytes(trained=1000, half=True, checked=checked, **facts), strategy="fsdp", world=8)
+    assert half_bytes.checked == checked, "at once: the gradients of all, beside each other"
+    by_block = on_each_device(
+        step_bytes(trained=1000, half=True, checked=checked, **facts), strategy="fsdp", world=8, blocks=(80, 30)
+    )
+    assert by_block.checked == (checked[0], LinearCost(2 * 110 + 80, 7))
+
+
 def test_rows_fill_what_is_left_and_are_none_where_nothing_is() -> None:
     assert rows_that_fit(WHOLE, 40_000) == 128  # 36,000 less 22,000 is room for 200, and 128 is a power of two
     assert rows_that_fit(WHOLE, 28_000) == 0, "the update alone takes 26,000, more than nine tenths"
