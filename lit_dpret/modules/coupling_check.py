@@ -117,6 +117,7 @@ class CouplingCheck:
                 passes.compare_histories(rows, previous)
             elif module.privacy.candidates not in ("rows", "pool"):
                 passes.compare_histories(rows)
+                passes.compare_pair_histories(rows)
                 passes.compare_alone(rows.first(3), of_pairs=True)
             elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
                 passes.compare_company(rows, (first,))

@@ -257,6 +257,18 @@ class Passes:
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
+    def compare_pair_histories(self, rows: Rows) -> None:
+        """Compare the embeddings of the batch's pairs after itself and after one of other rows."""
+        if is_lazy(self.module.device) or not hasattr(self.module, "pair_batch"):
+            return
+        found = []
+        for before in (rows.as_they_are(), rows.with_other_company(from_kept=True)):
+            self._kept_state.reset()
+            self._embeddings(before)
+            found.append(self._embeddings(rows.as_they_are()))
+        if _differ(found[0], found[1]):
+            self._refuse_memory()
+
     def compare_earlier(self, rows: Rows, earlier: KeptState, public: frozenset[str]) -> None:
         """Compare the losses of the batch with those that it has with the tensors that were kept before other batches.
 

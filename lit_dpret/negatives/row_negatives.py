@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.negatives.base import (
     NOBODY,
     InBatchNegatives,
@@ -34,6 +34,7 @@ from lit_dpret.privacy.user_generators import kept_generators, seed_generators
 
 _ASKED = 9  # so many rows show whether a source remembers others
 _COPIED = 1 << 26
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, np.ndarray, np.generic, torch.Tensor)
 
 Sources = Sequence[NegativeSource] | Mapping[str, NegativeSource]
 
@@ -292,7 +293,7 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
 
     Copies of it are asked, with equal random numbers of the global generators, about other rows and then about the same
     one, in the same epoch and in the next. What a source keeps of the row itself, as a cache does, changes nothing.
-    One that cannot be copied or raises is not examined.
+    What cannot be copied (a lock, a connection) they share. One that raises, as in a later epoch, is not examined.
     """
     seats = [_seat(texts, query) for query in range(len(texts.queries)) if texts.positives(query)][:_ASKED]
     asked, histories = seats[0:1], (seats[1::2], seats[2::2])
@@ -300,13 +301,13 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
     for epoch in (0, 1):
         answers = []
         for history in histories:
+            copied = _copy_of(source, shared, mode)
             try:
                 with kept_generators():
-                    copied = copy.deepcopy(source, dict(shared))
                     for number, others in enumerate((history, asked)):
                         seed_generators(number)
                         found = [list(copied.choose(seat, step=number, epoch=epoch * number)) for seat in others]
-            except Exception:  # somebody's own code may refuse to be copied, or to be asked beside a training
+            except Exception:  # somebody's own code may refuse to be asked beside a training
                 return
             answers.append(found)
         if answers[0] != answers[1]:
@@ -319,6 +320,19 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
             )
 
 
+def _copy_of(source: PassageSource, shared: Mapping[int, Any], mode: str) -> PassageSource:
+    """Return a copy that shares some objects, by their ids; refuse a source without one, which nobody can examine."""
+    try:
+        return copy.deepcopy(source, dict(shared))
+    except Exception as error:  # somebody's own code may refuse in any way
+        raise UnsupportedModelError(
+            f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} cannot be copied "
+            f"({type(error).__name__}: {first_line(error)}), so that nothing shows whether it names passages by "
+            "requests for other queries. Give it a __deepcopy__ that shares what cannot be copied.",
+            trap="T11",
+        ) from error
+
+
 def _seat(texts: TrainTexts, query: int) -> Seat:
     places = texts.positives(query)
     groups = texts.group_of(torch.tensor(places))
@@ -328,4 +342,12 @@ def _seat(texts: TrainTexts, query: int) -> Seat:
 def _is_shared(value: Any) -> bool:
     """Whether copies of a source share an object: an encoder, or what is too large to be copied."""
     size = getattr(value, "nbytes", 0) if isinstance(value, (np.ndarray, torch.Tensor)) else 0
-    return isinstance(value, nn.Module) or size > _COPIED
+    if isinstance(value, nn.Module) or size > _COPIED:
+        return True
+    if hasattr(value, "__dict__") or isinstance(value, (*_PLAIN, list, tuple, dict, set, frozenset)):
+        return False
+    try:
+        copy.deepcopy(value)
+    except Exception:  # a lock, a connection, a file
+        return True
+    return False

@@ -125,7 +125,7 @@ class ReadByLoss:
     (``getattr(self, "bank")``) is not.
     """
 
-    _FIRST = ("forward", "per_row_loss", "__call__")
+    _FIRST = ("forward", "per_row_loss", "__call__", "pair_batch", "copied_loss", "coefficients")
 
     def __init__(self, module: nn.Module, callbacks: list[Any]) -> None:
         self._roots, self._callbacks = module, callbacks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -395,6 +396,30 @@ def test_answers_that_depend_on_a_third_row_are_refused_and_those_of_two_rows_ar
     with pytest.raises(UnsupportedModelError, match="answers") as refused:
         fit(tmp_path / "run", of_mode(mode, kind=Denoised), data, steps=6)
     assert refused.value.trap == "T11"
+
+
+class Centred(FrozenDualEncoder):
+    """Takes the mean of the batch before from its embeddings."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.center: Any = 0.0
+
+    def pair_batch(self, rows: Any) -> Any:
+        pairs, center = super().pair_batch(rows), self.center
+        with torch.no_grad():
+            self.center = pairs.embed_queries(rows["query"]).mean(0)
+        return replace(
+            pairs,
+            embed_queries=lambda features: nn.functional.normalize(self.embed(features, "query") - center),
+            embed_passages=lambda features: nn.functional.normalize(self.embed(features, "passage") - center),
+        )
+
+
+def test_pairs_that_remember_the_batch_before_are_refused(tmp_path: Path) -> None:
+    mode = LogitDP(max_logit_grad_norm=0.1, norms="brute_force", noise_seed=1, **NOISE)
+    with pytest.raises(UnsupportedModelError, match="keeps of one batch"):
+        fit(tmp_path / "run", of_mode(mode, kind=Centred), data_module(tmp_path / "data", **SAMPLING), steps=2)
 
 
 @pytest.mark.parametrize("head", ["query", "both", "shared"])

@@ -91,7 +91,20 @@ class Inside(Own):
         return self.inner.choose(seat, step=step, epoch=epoch)
 
 
-@pytest.mark.parametrize("kind", [OfTheEpochBefore, OfTheRowBefore, InTurn, Inside])
+class Locked(OfTheRowBefore):
+    """Remembers, and holds what cannot be copied."""
+
+    def prepare(self, *arguments: Any, **settings: Any) -> None:
+        super().prepare(*arguments, **settings)
+        self.lock = threading.Lock()
+
+
+class Single(Own):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is one of these")
+
+
+@pytest.mark.parametrize("kind", [OfTheEpochBefore, OfTheRowBefore, InTurn, Inside, Locked, Single])
 def test_a_source_that_remembers_other_rows_is_refused(kind: type[Own]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"model\.negatives\.own") as refused:
         learn(kind(per_query=1))
