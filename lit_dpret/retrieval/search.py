@@ -80,8 +80,9 @@ def search(
         - Scores are float64 dot products rounded to float32, and the passages returned are the first k under (score
           descending, ``tie_rank`` ascending): exact, ties included.
         - Scores and indices do not depend on how many queries and passages are multiplied at a time (`QUERY_CHUNK`,
-          `PASSAGE_CHUNK`). No more of their scores are held, and of passages in a file (`FileRows`) little more
-          than a chunk: memory does not grow with the corpus, but for 16 bytes of a passage's rank.
+          `PASSAGE_CHUNK`). No more of their scores are held, of few queries `_AT_ONCE`, and of passages in a file
+          (`FileRows`) little more than a chunk for each thread: memory does not grow with the corpus, but for 16 bytes
+          of a passage's rank.
 
     Args:
         query_embeddings: Shape ``(queries, dim)``; a tensor or an array of numpy.
