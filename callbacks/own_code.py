@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
-from lit_dpret.privacy.content import readable_content
+from lit_dpret.privacy.content import content_of_rows, readable_content
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
@@ -317,7 +317,7 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
         found, own = [], []
         for first in (before, before, before, other):
             _ask(dataset, first)
-            found.append(readable_content(_ask(dataset, unit)[1]))
+            found.append(content_of_rows(list(answer_of(_ask(dataset, unit))[1])))
             own.append(own_generators(islice(objects_in(dataset), _OBJECTS)))
         # The first answer may have filled a cache, and be another object than the next ones.
         if found[1] != found[2] or own[1] != own[2]:

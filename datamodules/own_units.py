@@ -15,7 +15,7 @@ from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import ALL_OF_ONE, EACH_ROW, UNNAMED, Unit
-from lit_dpret.privacy.content import content_of
+from lit_dpret.privacy.content import content_of_rows
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import batch_among, naming_arguments
 
@@ -178,7 +178,7 @@ class UnitDataModule(SampledDataModule):
         with kept_generators():
             for row in range(len(self.dataset)):
                 seed_everywhere(row)  # of what the data set draws, as for an augmentation
-                part = content_of((self._name_of(row), self.dataset[row]))
+                part = content_of_rows((self._name_of(row), self.dataset[row]))
                 found.update(len(part).to_bytes(8, "big") + part)
         return found.hexdigest()
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
+import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from jsonschema import Draft202012Validator
 from lightning.pytorch.callbacks import Callback
 from own_modules import Classifier, card_in, data, fit, made, rows
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from lit_dpret import PrivacyAccountant, UnitDataModule, cards
 from lit_dpret.cards.card import write_card
@@ -25,6 +28,7 @@ from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.content import content_of
+from lit_dpret.privacy.user_code import is_library
 
 # -- which rows are one unit -----------------------------------------------------------------------------------
 
@@ -213,6 +217,56 @@ def test_a_loader_of_ones_own_that_shuffles_the_rows_is_refused(tmp_path: Path) 
     with pytest.raises(DataError) as refused:
         fit(tmp_path, made(noise_multiplier=4.0), Reshuffling(Mined(), expected_batch_size=20), max_steps=2)
     assert refused.value.trap == "T38"
+
+
+class Lazy:
+    """Is sent to worker processes by its number, and loads itself there."""
+
+    def __init__(self, of: LazyRows, number: int) -> None:
+        self.of, self.number = of, number
+
+    def __reduce__(self) -> Any:
+        return int, (self.number,)
+
+
+class Held:
+    def __init__(self, of: LazyRows, number: int) -> None:
+        self.of, self.number, self.lock = of, number, threading.Lock()
+
+
+class LazyRows(Mined):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __getitem__(self, row: int) -> Any:
+        return self.kind(self, row)
+
+
+def loaded(found: list[Any]) -> Any:
+    return default_collate([row.of.rows[row.number] for row in found])
+
+
+class Fingerprinted(UnitDataModule):
+    def data_fingerprint(self, key: bytes) -> str:
+        return "of one's own"
+
+
+@pytest.mark.parametrize("kind", [Lazy, Held])
+@pytest.mark.parametrize("module", [UnitDataModule, Fingerprinted])
+def test_rows_whose_content_cannot_be_compared_are_refused(kind: Any, module: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be compared") as refused:
+        private = made(noise_multiplier=4.0, collate_fn=loaded)
+        fit(tmp_path, private, module(LazyRows(kind), expected_batch_size=20), max_steps=2)
+    assert refused.value.trap == "T38"
+
+
+def test_a_package_of_a_project_is_no_library_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ModuleType("profile")
+    own.__file__ = str(tmp_path / "profile.py")
+    assert is_library("profile") and is_library("torch.nn")
+    monkeypatch.setitem(sys.modules, "profile", own)
+    assert not is_library("profile")
 
 
 class PerWorker(Mined):

@@ -25,7 +25,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.module_state import KeptState
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, map_rows, take_rows
 from lit_dpret.privacy.clipping.base import trainable
-from lit_dpret.privacy.collation import leaves
+from lit_dpret.privacy.collation import is_square, leaves
 from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
@@ -74,7 +74,7 @@ class Rows:
         inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
         data = None if self.batch.data_rows is None else self.batch.data_rows[inside]
         part = replace(
-            self.batch, rows=take_rows(self.batch.rows, inside), unit_ids=self.batch.unit_ids[inside], data_rows=data
+            self.batch, rows=_part_of(self.batch.rows, inside), unit_ids=self.batch.unit_ids[inside], data_rows=data
         )
         return Rows(self.module, part, slots)
 
@@ -83,7 +83,7 @@ class Rows:
         slot, alone = self.batch.smallest or (self.slots[0], None)
         slots = [slot, *(other for other in self.slots if other != slot)][:2]
         inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
-        rows = take_rows(self.batch.rows, inside)
+        rows = _part_of(self.batch.rows, inside)
         return Rows(
             self.module, replace(self.batch, rows=rows, unit_ids=self.batch.unit_ids[inside], alone=alone), slots
         )
@@ -93,14 +93,14 @@ class Rows:
 
     def as_they_are(self) -> Any:
         """Nested dicts of their own, since a module may write into them."""
-        return take_rows(self.batch.rows, slice(None))
+        return _part_of(self.batch.rows, slice(None))
 
     def with_other_company(self, *, from_kept: bool) -> Any:
         """Every row that is not kept replaced by a copy of one row: a kept one, or the last of the others."""
         source = self.kept.nonzero()[0] if from_kept or len(self._others) < 2 else self._others[-1:]
         index = torch.arange(len(self.kept), device=self.kept.device)
         index[self._others] = source
-        return take_rows(self.batch.rows, index)
+        return _part_of(self.batch.rows, index)
 
     def extreme(self, company: int = 3) -> tuple[Any, Any]:
         """Return the row with the largest finite numbers among few others, as the last, and without them."""
@@ -111,23 +111,31 @@ class Rows:
         finite = sizes.isfinite()  # those of other rows would make the gradients of weights NaN
         order = sizes.masked_fill(~finite, -1.0).argsort(descending=True)
         order = order[: min(company + 1, max(1, int(finite.sum())))].flip(0)
-        return take_rows(self.batch.rows, order), take_rows(self.batch.rows, order[-1:])
+        return _part_of(self.batch.rows, order), _part_of(self.batch.rows, order[-1:])
 
     def others_alone(self) -> tuple[Any, Tensor]:
         """Return the replaced rows and their places; without the first, so that even and odd places change."""
         places = self._others[len(self._others) > 1 :]
-        return take_rows(self.batch.rows, places), places
+        return _part_of(self.batch.rows, places), places
 
     def alone(self) -> Any:
         """Return the kept rows without the others, collated without them where the loader did so."""
         collated = self.batch.alone if self.batch.data_rows is None else None
         if collated is None or len(leaves(collated)[0]) != int(self.kept.sum()):
-            return take_rows(self.batch.rows, self.kept.nonzero().flatten())
+            return _part_of(self.batch.rows, self.kept.nonzero().flatten())
         units = self.batch.unit_ids[self.kept]
         mask = torch.zeros_like(self.batch.mask).index_fill_(0, units, True)
         own = replace(self.batch, rows=take_rows(collated, slice(None)), unit_ids=units, mask=mask, alone=None)
         self.module.before_batch(own)
         return own.rows
+
+
+def _part_of(rows: Any, index: slice | Tensor) -> Any:
+    """Take some rows, and of the answers of all rows to each other, ``(rows, rows)``, their columns as well."""
+    found = take_rows(rows, index)
+    if isinstance(rows, dict) and is_square(rows, len(leaves(rows)[0])):
+        found["answers"] = found["answers"][:, index]
+    return found
 
 
 class _Seen(NamedTuple):

@@ -122,7 +122,7 @@ class UnitCollator:
 
     def _answers_of_all(self, parts: Sequence[Any], drawn: Sequence[tuple[Draw, list[Any]]]) -> dict[str, Tensor]:
         """Return ``answers`` of all rows, booleans ``(rows, rows)``; a unit by itself knows its own columns alone."""
-        if len(parts) < 2 or not all(_is_square(part, len(rows)) for part, (_, rows) in zip(parts, drawn, strict=True)):
+        if len(parts) < 2 or not all(is_square(part, len(rows)) for part, (_, rows) in zip(parts, drawn, strict=True)):
             return {}
         together, seed = [row for _, rows in drawn for row in rows], drawn[0][0].seed
         found = []
@@ -141,7 +141,7 @@ class UnitCollator:
     def _refuse_answers_of_others(self, features: Any, drawn: Sequence[tuple[Draw, list[Any]]]) -> None:
         """Refuse ``answers`` of two rows that depend on a third one: what bounds a pair knows of two records."""
         rows, half = [len(rows) for _, rows in drawn], len(drawn) // 2
-        if not half or not _is_square(features, sum(rows)):
+        if not half or not is_square(features, sum(rows)):
             return
         first, second = slice(sum(rows[:half])), slice(sum(rows[:half]), None)
         for part, where in ((drawn[:half], first), (drawn[half:], second)):
@@ -277,7 +277,8 @@ def _units_joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
         ) from error
 
 
-def _is_square(part: Any, rows: int) -> bool:
+def is_square(part: Any, rows: int) -> bool:
+    """Return whether features hold ``answers``, booleans ``(rows, rows)``."""
     answers = part.get("answers") if isinstance(part, dict) else None
     return isinstance(answers, Tensor) and answers.dtype == torch.bool and answers.shape == (rows, rows)
 

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_dpret.errors import DataError, first_line
+from lit_dpret.privacy.user_code import is_installed
+
 
 class _ByValue(pickle.Pickler):
     """Pickle what is equal into equal bytes: wherever a tensor lies, whatever order a set has in this process."""
@@ -31,6 +34,14 @@ class _ByValue(pickle.Pickler):
         if isinstance(value, type):  # a class of a function cannot be found again by its name
             return ("class", value.__module__, value.__qualname__)
         return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Refuse an object whose own class says what is written of it: that may be its number alone."""
+        for name in ("__reduce__", "__reduce_ex__", "__getstate__"):
+            method = getattr(type(value), name, None)
+            if not is_installed(getattr(method, "__module__", None)) and method is not getattr(object, name, None):
+                raise pickle.PicklingError(f"{type(value).__name__}.{name} says what is pickled of it")
+        return NotImplemented
 
 
 def content_of(value: Any) -> bytes:
@@ -120,8 +131,22 @@ def _as_array(leaf: Any) -> Any:
 
 
 def readable_content(rows: Any) -> bytes | None:
-    """Return the content of some rows; None of those that no worker process could send either."""
+    """Return the content of some rows; None of those that cannot be read (`content_of_rows`)."""
     try:
         return content_of(list(rows))
     except Exception:
         return None
+
+
+def content_of_rows(rows: Any) -> bytes:
+    """Return the content of rows of a training data set; refuse those whose content nobody can compare."""
+    try:
+        return content_of(rows)
+    except Exception as error:
+        raise DataError(
+            f"The rows of the training data set cannot be compared ({type(error).__name__}: {first_line(error)}), so "
+            "that nothing shows whether they stay as they are, and whose they are. Let it return tensors, arrays, "
+            "texts and numbers, in tuples, dicts or plain objects, without locks and connections and without a "
+            "__reduce__ or __getstate__ of its own.",
+            trap="T38",
+        ) from error

@@ -7,11 +7,14 @@ uses. What it looks up by a name that it makes while it runs is not seen.
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
+from importlib import metadata
 from itertools import islice
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -39,9 +42,31 @@ _CachedFunction: Any = type(lru_cache(lambda: None))
 
 
 def is_library(module: str | None) -> bool:
-    """Return whether a module, by its name, belongs to this package, to what it stands on or to Python."""
+    """Return whether a module belongs to this package, to what it stands on or to Python, by its name and place."""
     root = str(module).partition(".")[0]
-    return root in LIBRARIES or root in sys.stdlib_module_names
+    return (root in LIBRARIES or root in sys.stdlib_module_names) and is_installed(root)
+
+
+def is_installed(module: str | None) -> bool:
+    """Return whether a module lies where Python or an installer put it; a project may have a package of any name."""
+    root = str(module).partition(".")[0]
+    found = sys.modules.get(root)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
+    return file is None or root == "lit_dpret" or _is_installed_at(root, str(file))
+
+
+@lru_cache(maxsize=1024)
+def _is_installed_at(root: str, file: str) -> bool:
+    path, names = Path(file).resolve(), ("stdlib", "platstdlib", "purelib", "platlib")
+    places = [sysconfig.get_path(name) for name in names]
+    places += [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+    if any(path.is_relative_to(Path(place).resolve()) for place in places):
+        return True
+    for name in metadata.packages_distributions().get(root, ()):  # into a folder of its own, or as an editable clone
+        found = metadata.distribution(name)
+        if path.is_relative_to(Path(str(found.locate_file(""))).resolve()) or name.lower().replace("-", "_") == root:
+            return True
+    return False
 
 
 def codes_of(function: FunctionType) -> list[CodeType]:
