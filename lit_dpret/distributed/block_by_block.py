@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 _IDLE, _AGAIN = -1, -2
 
 
-class BeganAgain(Exception):
-    """Another rank began the logical step again, so this one has to; its sums are forgotten already."""
+class BeganAgain(BaseException):
+    """Another rank began the logical step again, so this one has to; its sums are forgotten already.
+
+    No ``except Exception``, of a check or of the user's, may go on after it: the total would lack this rank's units.
+    """
 
 
 class BlockByBlock:
@@ -87,6 +90,8 @@ class BlockByBlock:
             handle = register_module_forward_pre_hook(self._before_forward)
             try:
                 with saved_tensors_hooks(self._pack, self._unpack):
+                    if self._blocks[self._rest].cuts:  # the module itself may read them, which is no call of a module
+                        self._need(self._rest)
                     yield
                 while not self._settled:
                     self.settle()

@@ -180,8 +180,6 @@ class PhysicalBatches:
         try:
             self._contribute(piece_of(batch, slots), slots.start)
             self._fitted = self._fitted or batch.rows is not None
-        except BeganAgain:
-            raise
         except Exception as error:
             lacks_memory = is_out_of_memory(error)
             if isinstance(error, StopIteration) and not drops:

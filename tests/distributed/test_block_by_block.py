@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from rank_runs import Server, ledger, told, weights
 
+from lit_dpret.distributed.block_by_block import BeganAgain
+
 BY_BLOCK: dict[str, tuple[int, dict[str, Any]]] = {
     "two ranks": (2, {}), "three ranks": (3, {}), "checkpointing": (2, {"checkpointing": True}),
     "per layer": (2, {"clip_groups": "per_layer"}), "bfloat16": (2, {"half": True}),
@@ -36,6 +38,14 @@ def test_sums_that_are_added_up_block_by_block_are_those_of_one_process(
     if "breaks" in given:
         calls = [told(tmp_path, rank)["calls"] for rank in range(world)]
         assert calls[0] > 9 and all(count > 9 for count in calls[1:]), "what is in the total cannot be taken back alone"
+
+
+def test_no_handler_of_errors_goes_on_after_another_rank_began_again() -> None:
+    with pytest.raises(BeganAgain):
+        try:
+            raise BeganAgain
+        except Exception:  # as a check has that meets code of the user's
+            pass
 
 
 def test_where_blocks_are_gathered_one_by_one_all_ranks_begin_again_with_it(server: Server, tmp_path: Path) -> None:

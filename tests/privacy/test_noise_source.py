@@ -258,7 +258,12 @@ def test_the_card_drops_the_attacks_on_floating_point_noise_and_says_what_it_sti
 
 @pytest.mark.parametrize(
     ("start", "told"),
-    [({"public": True}, False), ({"floating_point": True}, True), ({"floating_point": False}, False), ({}, True)],
+    [
+        ({"public": True}, False),
+        ({"randomness": {"rng": "ChaCha20", "secure": True, "floating_point": True}}, True),
+        ({"randomness": {"rng": "ChaCha20", "secure": True, "floating_point": False}}, False),
+        ({}, True),
+    ],
 )
 def test_a_run_that_started_from_floating_point_noise_does_not_drop_its_attacks(
     start: dict[str, Any], told: bool, tmp_path: Path
