@@ -51,7 +51,7 @@ def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
 
 
 def generator(
-    *, privacy: PrivacyMode | None = None, seed: int = 0, lr: float = 1e-2, **settings: Any
+    *, privacy: PrivacyMode | None = None, seed: int = 0, lr: float = 1e-2, optimizer: str = "adam", **settings: Any
 ) -> QueryGenerator:
     """A new, random generator."""
     torch.manual_seed(seed)
@@ -60,7 +60,7 @@ def generator(
         "max_query_length": 8, "dropout": 0.0,
     }  # fmt: skip
     return QueryGenerator(
-        privacy=privacy or NoPrivacy(), optimizer=OptimizerSpec(name="adam", lr=lr), **defaults | settings
+        privacy=privacy or NoPrivacy(), optimizer=OptimizerSpec(name=optimizer, lr=lr), **defaults | settings
     )
 
 

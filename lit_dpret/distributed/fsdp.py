@@ -350,8 +350,21 @@ class ShardingStrategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         # Before Lightning takes it apart; what is mapped is not read.
-        refuse_zero_state(torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True))
-        return super().load_checkpoint(checkpoint_path, weights_only=True)
+        found = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
+        refuse_zero_state(found)
+        states, own = found.get("optimizer_states", []), self.optimizers
+        if not states or any(state["state"] for state in states):
+            return super().load_checkpoint(checkpoint_path, weights_only=True)
+        # Lightning asks for the first parameter that has a state, and of plain SGD none has one.
+        self.optimizers = []
+        try:
+            loaded = super().load_checkpoint(checkpoint_path, weights_only=True)
+        finally:
+            self.optimizers = own
+        for optimizer, state in zip(own, states, strict=True):
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group.update({name: value for name, value in saved.items() if name != "params"})
+        return loaded
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return Lightning's state; also for an optimizer before its first step, unchanged.

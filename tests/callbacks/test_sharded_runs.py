@@ -121,6 +121,13 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert ledger(tmp_path / "alone") == ledger(tmp_path / "moved")
 
 
+def test_a_run_whose_optimizer_keeps_no_state_goes_on(server: Server, tmp_path: Path) -> None:
+    for given in ({"kill_at": 3}, {"resume": True}):
+        ended = server.run("shard_jobs:generate", tmp_path / "run", world=2, model={"optimizer": "sgd"}, **given)
+        assert ended == [1 if "kill_at" in given else 0] * 2
+    assert told(tmp_path / "run", 0)["attempt"] == 1
+
+
 DECODER_ONLY: dict[str, Any] = {
     "config": {"model_type": "llama", **DECODERS["llama"], "tie_word_embeddings": True}, "prompt": "{passage} Ask: ",
 }  # fmt: skip
