@@ -65,6 +65,7 @@ class BlockByBlock:
         self._sums: dict[int, Tensor] = {}  # of each part that any rank added, this rank's shards in one
         self._offered: dict[str, Tensor] = {}
         self._added = self._tells_again = self._settled = False
+        self._has_to_begin = False  # until `forget`: a handler of the user's may have gone on after `BeganAgain`
         largest = max(sum(shards.cuts[n].memory.numel() for n in names) for names in self.parts)
         # A quarter of the largest block, so that a message takes little beside it.
         self._bucket = min(BUCKET, max(largest // 4, 1))
@@ -163,6 +164,8 @@ class BlockByBlock:
 
     def take(self) -> dict[str, Tensor]:
         """Return this rank's shards of the sums, zeros included, and begin the next step."""
+        if self._has_to_begin:
+            raise BeganAgain
         own = {
             name: flat for part, sums in self._sums.items() for name, flat in self._layouts[part].named(sums).items()
         }
@@ -172,7 +175,7 @@ class BlockByBlock:
     def forget(self) -> None:
         """Forget what this rank added in this step: where it added something, all ranks begin again."""
         self._tells_again = self._tells_again or self._added
-        self._added = False
+        self._added = self._has_to_begin = False
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -187,6 +190,8 @@ class BlockByBlock:
         return False
 
     def _ask(self, wanted: int) -> list[int]:
+        if self._has_to_begin:
+            raise BeganAgain
         # What memory is wanted for a message is found out before the others wait for this rank, and not after.
         most = self._bucket + max(
             (each.length for n, each in enumerate(self._layouts) if n not in self._sums), default=0
@@ -203,6 +208,7 @@ class BlockByBlock:
         if _AGAIN in words:
             self._sums, self._added = {}, False
             if wanted != _AGAIN:
+                self._has_to_begin = True
                 raise BeganAgain
             return words
         for each in sorted({*words} - {_IDLE}):

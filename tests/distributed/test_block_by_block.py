@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rank_runs import Server, ledger, told, weights
 
-from lit_dpret.distributed.block_by_block import BeganAgain
+from lit_dpret.distributed.block_by_block import BeganAgain, BlockByBlock
 
 BY_BLOCK: dict[str, tuple[int, dict[str, Any]]] = {
     "two ranks": (2, {}), "three ranks": (3, {}), "checkpointing": (2, {"checkpointing": True}),
@@ -46,6 +46,13 @@ def test_no_handler_of_errors_goes_on_after_another_rank_began_again() -> None:
             raise BeganAgain
         except Exception:  # as a check has that meets code of the user's
             pass
+    store = object.__new__(BlockByBlock)  # of which a bare `except:` in code of the user's asks for more
+    store._has_to_begin, store._added, store._tells_again = True, False, False
+    for ask in (lambda: store._ask(-1), store.take):
+        with pytest.raises(BeganAgain):
+            ask()
+    store.forget()
+    assert not store._has_to_begin
 
 
 def test_where_blocks_are_gathered_one_by_one_all_ranks_begin_again_with_it(server: Server, tmp_path: Path) -> None:
