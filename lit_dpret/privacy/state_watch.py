@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -48,28 +49,42 @@ class StateWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._batches = 0
+        self._held: list[Tensor | None] = []
+        self._named: dict[str, Tensor] = {}
         self._seen: dict[str, _Seen] = {}
         self._read: dict[str, int] = {}
 
     def before(self) -> None:
         self._batches += 1
-        now = self._tensors()
-        self._seen, self._read = {name: self._look(tensor) for name, tensor in now.items()}, self._read_values(now)
+        if not self._holds_the_same():
+            self._held, self._named = _held_by(self._module), _named_in(self._module)
+        seen = self._seen
+        self._seen = {name: self._look(tensor, seen.get(name)) for name, tensor in self._named.items()}
+        self._read = self._read_values(self._named)
 
     def after(self) -> None:
-        seen, self._seen = self._seen, {}
-        now = self._tensors()
-        values = self._read_values(now)
+        if not self._holds_the_same():
+            self._refuse_others(_named_in(self._module))
+        values = self._read_values(self._named)
+        for name, old in self._seen.items():
+            if self._differs(old) or values.get(name) != self._read.get(name):
+                self._refuse(name, "written", old.tensor)
+        if getattr(self._module, "in_shards", False):  # weights that were gathered are freed now
+            self._seen = {}
+
+    def _holds_the_same(self) -> bool:
+        """Return whether the module holds the tensors of the last walk; without their names, which take longer."""
+        now = _held_by(self._module)
+        return len(now) == len(self._held) and all(map(is_, now, self._held))
+
+    def _refuse_others(self, now: Mapping[str, Tensor]) -> None:
         for name, tensor in now.items():
-            old = seen.pop(name, None)
-            if old is None:
+            if (old := self._seen.get(name)) is None:
                 self._refuse(name, "added", tensor)
             if tensor is not old.tensor:
                 self._refuse(name, "replaced", tensor)
-            if self._differs(old) or values.get(name) != self._read.get(name):
-                self._refuse(name, "written", tensor)
-        for name, old in seen.items():
-            self._refuse(name, "removed", old.tensor)
+        for name in self._seen.keys() - now.keys():
+            self._refuse(name, "removed", self._seen[name].tensor)
 
     def _refuse(self, name: str, how: str, tensor: Tensor) -> NoReturn:
         parameter = isinstance(tensor, nn.Parameter)
@@ -80,28 +95,17 @@ class StateWatch:
             trap="T14" if parameter and how == "replaced" else "T11",
         )
 
-    def _tensors(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        parts = [("", self._module)]
-        for prefix, part in parts:  # grows meanwhile; named_modules takes twice as long, twice in every batch
-            for name, each in part._modules.items():
-                if each is not None:
-                    parts.append((f"{prefix}{name}.", each))
-            for registry in (part._parameters, part._buffers):
-                for name, tensor in registry.items():
-                    if tensor is not None:
-                        found[prefix + name] = tensor
-        return found
-
     def _read_values(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """A checksum of every XLA tensor in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
-        # A power of two has one bit: later looks get rarer, and each costs a transfer.
-        if self._batches & (self._batches - 1):
+        if not self._compares_values:
             return {}
         promised = {name: tensor for name, tensor in tensors.items() if is_lazy(tensor.device)}
         return dict(zip(promised, checksums(promised.values()), strict=True))
 
-    def _look(self, tensor: Tensor) -> _Seen:
+    def _look(self, tensor: Tensor, seen: _Seen | None) -> _Seen:
+        """Return what ``tensor`` is now; what was ``seen`` of it last, where nothing happened since."""
+        if seen is not None and not self._compares_values and self._is_untouched(tensor, seen):
+            return seen
         if not has_memory(tensor):
             return _Seen(tensor, None, _version(tensor), None)
         value = self._value(tensor)
@@ -109,16 +113,29 @@ class StateWatch:
         kept = value.clone() if value is not None and self._is_small_buffer(tensor) else value
         return _Seen(tensor, tensor.detach(), _version(tensor), kept)
 
+    @staticmethod
+    def _is_untouched(tensor: Tensor, seen: _Seen) -> bool:
+        if tensor is not seen.tensor or seen.alias is None or seen.value is not None:
+            return False
+        return tensor.is_set_to(seen.alias) and _version(tensor) == seen.version
+
     def _differs(self, old: _Seen) -> bool:
         tensor = old.tensor
-        if _version(tensor) != old.version:
+        if old.version is not None and tensor._version != old.version:
             return True
-        if old.alias is None or not has_memory(tensor):  # or no more: what is gathered again has its own values
+        if old.alias is None or (old.value is None and tensor.is_set_to(old.alias)):
+            return False
+        if not has_memory(tensor):  # no more: what is gathered again has its own values
             return False
         value = None if old.value is None else self._value(tensor)
         same = value is None or old.value is None or torch.equal(value, old.value)
         # `.data = other` swaps the memory and counts no version.
         return not (same and tensor.is_set_to(old.alias))
+
+    @property
+    def _compares_values(self) -> bool:
+        """Whether values are compared: later looks get rarer, since each costs time, and a transfer on XLA."""
+        return not self._batches & (self._batches - 1)  # a power of two has one bit
 
     def _is_small_buffer(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, nn.Parameter) and tensor.numel() * tensor.element_size() <= SMALL
@@ -127,7 +144,26 @@ class StateWatch:
         """Return the values of ``tensor``, or a checksum of them; None where they are not compared in this batch."""
         if self._is_small_buffer(tensor):
             return bits_of(tensor)
-        return checksum(tensor) if self._batches & (self._batches - 1) == 0 else None
+        return checksum(tensor) if self._compares_values else None
+
+
+def _held_by(module: nn.Module) -> list[Tensor | None]:
+    """Return all parameters and buffers in one order, also those that are None."""
+    found: list[Tensor | None] = []
+    parts = [module]
+    for part in parts:  # grows meanwhile; modules() takes several times as long
+        if part._modules:
+            parts += [each for each in part._modules.values() if each is not None]
+        if part._parameters:
+            found += part._parameters.values()
+        if part._buffers:
+            found += part._buffers.values()
+    return found
+
+
+def _named_in(module: nn.Module) -> dict[str, Tensor]:
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return dict(every)
 
 
 def _version(tensor: Tensor) -> int | None:
