@@ -103,23 +103,30 @@ def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -
     return register_module_forward_pre_hook(ask)
 
 
-def refuse_set_later(module: Any, accountant: Any) -> None:
-    """Refuse weights changed since the module's construction, unless they are counted or declared."""
-    counted = accountant.counted_by_others or accountant.start() is not None or runs_behind(module)
-    if counted or accountant.init_from_is_public or not (names := set_later(module)):
+def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
+    """Refuse weights and buffers that are neither as built, nor as a counted run left them, nor declared public."""
+    if accountant.counted_by_others or accountant.init_from_is_public:
         return
+    if not (names := set_later(module, accountant.known_runs(module, data))):
+        return
+    start = accountant.start()
+    way = (
+        "start from the run that trained them (init_from), or declare that they contain nothing private, which the "
+        "card will name: PrivacyAccountant(init_from_is_public=True)."
+        if start is None
+        else f"and load what {start.knob}={start.folder} saved before the module is built (before make_private)."
+    )
     raise ConfigurationError(
-        f"{_listed(names)} of {type(module).__name__} was set after the module was built, or trained before it, so the "
-        "private data behind it are unknown. Set weights in the constructor, start from the run that trained them "
-        "(init_from), or declare that they contain nothing private, which the card will name: "
-        "PrivacyAccountant(init_from_is_public=True).",
+        f"{_listed(names)} of {type(module).__name__} was set after the module was built, or trained before it, and "
+        "not by a run that this one counts, so the private data behind it are unknown. Set weights and buffers in the "
+        f"constructor, {way}",
         trap="T30",
     )
 
 
 def declared_weights(module: Any, accountant: Any) -> list[str]:
-    """Return for the card the weights that are public only by ``init_from_is_public``, besides those of a start."""
-    names = set_later(module) if accountant.init_from_is_public and accountant.start() is None else []
+    """Return for the card the weights that are public only by ``init_from_is_public``."""
+    names = set_later(module) if accountant.init_from_is_public else []
     return [
         f"No private data went into {_listed(names)}, set after {type(module).__name__} was built or trained before, "
         "as declared (init_from_is_public)."

@@ -248,7 +248,7 @@ def _starts_unseen(run: Candidate) -> None:
     counters = (callback for callback in run.callbacks if hasattr(callback, "known_runs"))
     if (counter := next(counters, None)) is not None:
         refuse_other_weights(run.module, counter, run.data)
-        refuse_set_later(run.module, counter)
+        refuse_set_later(run.module, counter, run.data)
 
 
 def _shows_nothing_beside_a_total(run: Candidate) -> None:

@@ -227,6 +227,10 @@ def start_assumptions(records: Sequence[Mapping[str, Any]], model: str | None = 
     return [
         Assumption(f"The ledger of the model {what} ({start['name']}) is whole.", "unverified"),
         *([Assumption(made, "unverified")] if start.get("derived") else []),
+        *([] if _is_of(records, HISTOGRAM) else [Assumption(
+            f"No private data went into the weights that the module was built with but by {start['name']}.",
+            "unverified",
+        )]),
         Assumption(f"What one {unit} of these data holds is in at most one {unit} of the data of {start['name']}.",
                    "unverified"),
         *(assumption_of(start["name"], one) for one in start.get("assumptions", ())),

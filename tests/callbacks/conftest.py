@@ -13,6 +13,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def forget() -> None:
         monkeypatch.setattr(trained, "_values", {})
+        monkeypatch.setattr(trained, "_left", {})
         monkeypatch.setattr(passed, "_noted", [])
         monkeypatch.setattr(trained, "_built", set())
         monkeypatch.setattr(trained, "_stepped", type(trained._stepped)())

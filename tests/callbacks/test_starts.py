@@ -494,6 +494,63 @@ def test_a_start_that_is_named_counts_what_trained_it(tmp_path: Path) -> None:
     refused(tmp_path / "elsewhere", module)
 
 
+def trained_further(module: nn.Module) -> None:
+    optimizer = torch.optim.Adam(module.parameters())
+    module.net(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+    module.zero_grad()
+
+
+def copied_over(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.net[0].weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("changed", [trained_further, copied_over])
+def test_a_start_that_is_named_counts_nothing_that_came_after_it(
+    changed: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    module = trained_by("dp", tmp_path / "first")
+    changed(module)
+    assert "init_from" in str(refused(tmp_path, module, accountant=PrivacyAccountant(
+        run_dir=tmp_path / "second", init_from=tmp_path / "first", eps_log_points=1
+    )))  # fmt: skip
+    for path in checkpoint(tmp_path / "first").parent.iterdir():
+        path.unlink()
+    with pytest.raises(LitDpretError) as raised:  # and so does a resume from the start
+        fit(tmp_path / "first", module, numbers(), steps=6, resume=True)
+    assert raised.value.trap == "T30"
+
+
+class Tables(Kept):
+    """It keeps tables that are saved with it: random ones, and counts."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer("table", torch.randn(8, 4))
+        self.register_buffer("counts", torch.zeros(4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["table", "counts"])
+def test_a_buffer_that_was_set_after_the_module_was_built_is_refused(name: str, tmp_path: Path) -> None:
+    begin(tmp_path / "built", Tables(privacy=dp(tmp_path, noise_multiplier=4.0)))
+    module = Tables(privacy=dp(tmp_path, noise_multiplier=4.0))
+    module.get_buffer(name)[2] += 3
+    assert name in str(refused(tmp_path, module))
+
+
+def test_all_that_a_run_saved_may_be_loaded_to_start_from_it(
+    tmp_path: Path, another_process: Callable[[], None]
+) -> None:
+    first = Tables(privacy=dp(tmp_path, noise_multiplier=4.0))
+    fit(tmp_path / "first", first, numbers(), steps=4, extra=[PrivacyCard(run_dir=tmp_path / "first")])
+    another_process()
+    given = Tables.load_from_checkpoint(checkpoint(tmp_path / "first"), privacy=dp(tmp_path, noise_multiplier=4.0))
+    begin(tmp_path, given, accountant=PrivacyAccountant(
+        run_dir=tmp_path / "second", init_from=tmp_path / "first", eps_log_points=1
+    ))  # fmt: skip
+
+
 def test_no_privacy_may_go_on_from_anything(tmp_path: Path) -> None:
     module = trained_by("dp", tmp_path / "first")
     module.privacy = NoPrivacy()

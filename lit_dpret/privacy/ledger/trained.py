@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType, NoneType
@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.passed import fingerprint_of, is_common, looked_at, passed_in
+from lit_dpret.privacy.state_watch import checksum, has_memory
 
 #: Where state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
@@ -46,6 +47,8 @@ class TrainedIn(NamedTuple):
 
 # By the shape of the tensor, so that most others are told apart without a look at their values.
 _values: dict[tuple[int, ...], dict[int | None, frozenset[TrainedIn]]] = {}
+# By run, all values that it left, also those that another one may have by chance.
+_left: dict[str, set[int]] = {}
 # Weights of one new module may well be copied into another.
 _built: set[int] = set()
 # Parameters that an optimizer of this process has changed, whoever called it.
@@ -148,34 +151,47 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 
 
 def note_built(module: nn.Module) -> None:
-    """Store the fingerprints of the parameters of ``module``, and of their casts, after its constructor.
+    """Store the fingerprints of the `weights` of ``module``, and of their casts, after its constructor.
 
     Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
     changed before, nor of copies of such: where their values come from, nobody noted.
     """
     if any(map(is_lazy, module.parameters())):
         return
-    own = list(_parameters(module).values())
+    own = list(weights(module).values())
     shapes = {each.shape for each in own}
     stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
     changed = {fingerprint_of(values) for values in stepped if not is_common(values)}
     kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
-    found = [values for each in kept if (values := looked_at(each)) is not None]
-    vars(module)[_BUILT] = built = frozenset(fingerprint_of(cast) for values in found for cast in _casts(values))
+    vars(module)[_BUILT] = built = frozenset(found for each in kept for found in _fingerprints_of_casts(each))
     _built.update(built)
 
 
-def set_later(module: nn.Module) -> list[str]:
-    """Return the names of parameters whose values no constructor in this process set."""
+def _fingerprints_of_casts(tensor: Tensor) -> list[int]:
+    if (values := looked_at(tensor)) is not None:
+        return [fingerprint_of(cast) for cast in _casts(values)]
+    whole = _whole_numbers(tensor)
+    return [] if whole is None else [whole]
+
+
+def _whole_numbers(tensor: Tensor) -> int | None:
+    """Return a checksum of a table of whole numbers or flags, such as counts; None for others."""
+    return None if tensor.is_floating_point() or not has_memory(tensor) else int(checksum(tensor))
+
+
+def set_later(module: nn.Module, runs: Collection[str] = ()) -> list[str]:
+    """Return the names of `weights` whose values neither a constructor in this process set, nor one of ``runs``."""
     built = vars(module).get(_BUILT)
     if built is None:
         return []
-    now = {name: fingerprint(parameter) for name, parameter in _parameters(module).items()}
-    return [name for name, found in now.items() if found is not None and found not in built and found not in _built]
-
-
-def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in weights(module).items() if isinstance(tensor, nn.Parameter)}
+    made_later = getattr(module, "made_of_public", ())
+    now = {name: (each, _fingerprints_of_casts(each)[:1]) for name, each in weights(module).items()}
+    return [
+        name for name, (each, found) in now.items()
+        if name not in made_later and found and found[0] not in built and found[0] not in _built
+        and not any(found[0] in _left.get(run, ()) for run in runs)
+        and not any(run.run in runs for run in passed_in(each))
+    ]  # fmt: skip
 
 
 def fingerprint(tensor: Tensor) -> int | None:
@@ -210,7 +226,11 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None
     """Record, for this process, the values of tensors that changed since ``before`` the runs."""
     runs = frozenset(runs)
     for name, tensor in tensors:
-        values = looked_at(tensor) if isinstance(tensor, Tensor) else None
+        if not isinstance(tensor, Tensor):
+            continue
+        for run in runs:
+            _left.setdefault(run.run, set()).update(_fingerprints_of_casts(tensor))
+        values = looked_at(tensor)
         if values is None or before.get(name) in (None, fingerprint_of(values)):
             continue
         if isinstance(tensor, nn.Parameter):  # no tensor of a checkpoint, which would take the name into the file
@@ -223,7 +243,7 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None
 
 
 def remember_loaded(state: Mapping[str, Any], module: nn.Module, runs: Iterable[TrainedIn]) -> None:
-    """Record what a state dict of ``runs`` will load into the trained parameters of ``module``."""
+    """Record what a state dict of ``runs`` will load into ``module``."""
     before = {name: fingerprint(tensor) for name, tensor in weights(module).items() if tensor.requires_grad}
     remember(((name, value) for name, value in state.items() if fingerprint(value) not in _built), before, runs)
 
