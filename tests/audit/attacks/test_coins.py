@@ -35,7 +35,7 @@ def test_coins_are_read_as_they_were_written_and_by_their_owner_alone(tmp_path: 
     assert "q1" not in repr(coins)
 
 
-def test_broken_or_newer_coins_are_refused(tmp_path: Path) -> None:
+def test_broken_newer_or_too_few_coins_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         Coins.read(tmp_path)
     path = Coins({"q1": True, "q2": False}).write(tmp_path)
@@ -45,9 +45,6 @@ def test_broken_or_newer_coins_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("coins/2", "coins/1").replace("true", "1"))
     with pytest.raises(DataError, match="does not state for each query"):
         Coins.read(tmp_path)
-
-
-def test_too_few_queries_for_both_sides_are_refused() -> None:
     with pytest.raises(DataError, match="too few"):
         Coins.toss(["q1"])
 

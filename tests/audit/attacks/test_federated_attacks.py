@@ -87,13 +87,10 @@ def test_own_queries_stand_in_for_those_that_are_asked() -> None:
     assert own_texts(np.empty((0, 16)), (texts, embeddings), (texts, embeddings)) is None
 
 
-@pytest.mark.parametrize("unsent", [0, 17])
-def test_too_few_others_are_refused(unsent: int) -> None:
-    with pytest.raises(DataError, match=r"Lower task\.candidates"):
-        identify_requests(rows(5, 0), rows(5, 0), rows(unsent, 1), candidates=10, tops=(1,))
-
-
-def test_more_guesses_than_candidates_are_refused() -> None:
+def test_too_few_others_and_more_guesses_than_candidates_are_refused() -> None:
+    for unsent in (0, 17):
+        with pytest.raises(DataError, match=r"task\.candidates"):
+            identify_requests(rows(5, 0), rows(5, 0), rows(unsent, 1), candidates=10, tops=(1,))
     with pytest.raises(ConfigurationError, match=r"task\.candidates=10"):
         identify_requests(rows(5, 0), rows(5, 0), rows(90, 1), candidates=10, tops=(1, 10))
 
@@ -147,12 +144,11 @@ def test_noise_on_every_row_hides_what_is_smaller() -> None:
     assert told.recall.value < 0.1 and (told.precision is None or told.precision.low < 0.2)
 
 
-def test_nothing_is_told_where_there_is_nothing_to_tell_apart() -> None:
-    assert separate_tokens(moved_rows(*table(TOUCHED)), np.array([], dtype=int), OTHERS) is None
-
-
 def test_rows_of_another_space_and_foreign_tokens_are_refused() -> None:
     with pytest.raises(DataError, match="cannot be compared"):
         nearness(rows(3, 0, dim=4), rows(3, 0, dim=5))
     with pytest.raises(DataError, match="of another tokenizer"):
         separate_tokens(moved_rows(*table(TOUCHED)), IDS, np.array([500]))
+    assert separate_tokens(moved_rows(*table(TOUCHED)), np.array([], dtype=int), OTHERS) is None, (
+        "nothing to tell apart"
+    )

@@ -19,13 +19,6 @@ def test_a_bigram_model_adds_one_to_every_count() -> None:
     np.testing.assert_allclose(model.mean_log_probs(["zzz"]), [(math.log(1 / 7) + math.log(1 / 5)) / 2])
 
 
-def test_the_probabilities_after_a_word_add_up_to_one() -> None:
-    model = BigramModel(["a b a", "b c"])
-    after_a = [(model._pairs["a", second] + 1) / (model._firsts["a"] + model._choices) for second in "abc"]
-    rest = 2 / (model._firsts["a"] + model._choices)  # the unknown word, and the end that "a b a" has once
-    assert sum(after_a) + rest + model._pairs["a", "\x03"] / (model._firsts["a"] + model._choices) == pytest.approx(1)
-
-
 def test_a_query_that_the_release_echoes_scores_higher_than_a_stranger_of_the_same_words() -> None:
     release = ["does flood insurance cover my house"] * 3 + ["how to file a claim"]
     queries = ["does flood insurance cover my house", "my house cover does insurance flood"]
@@ -41,9 +34,6 @@ def test_nearest_scores_are_the_mean_of_the_highest_cosines() -> None:
     np.testing.assert_allclose(nearest_scores(np.array([[2.0, 0.0]]), release), [0.0], atol=1e-12)  # all three
     many = np.random.default_rng(0).standard_normal((600, 2))
     assert nearest_scores(many, release, nearest=1).shape == (600,)
-
-
-def test_embeddings_of_two_spaces_are_refused() -> None:
     with pytest.raises(DataError, match="cannot be compared"):
         nearest_scores(np.ones((1, 2)), np.ones((1, 3)))
 
@@ -55,13 +45,10 @@ def test_repetition_is_exact_but_for_case_and_punctuation_or_by_a_share_of_ngram
     # "how to file", "to file a", "file a claim", "a claim in" of five 3-grams; short queries have none
     assert repeated(queries, release, overlap=0.8).tolist() == [True, True, False, False, False]
     assert repeated(queries, release, overlap=0.9).tolist() == [True, False, False, False, False]
+    parts = ["how to file it", "to file a letter", "file a claim"]  # n-grams of several queries do not add up
+    assert repeated(["how to file a claim"], parts, overlap=0.6).tolist() == [False]
     with pytest.raises(ConfigurationError, match="overlap=0"):
         repeated(queries, release, overlap=0)
-
-
-def test_ngrams_of_several_synthetic_queries_do_not_add_up() -> None:
-    release = ["how to file it", "to file a letter", "file a claim"]
-    assert repeated(["how to file a claim"], release, overlap=0.6).tolist() == [False]
 
 
 @pytest.mark.parametrize(("trained", "eps"), [(550, 0.0918), (600, 0.2950), (700, 0.7293), (900, 2.0152)])
@@ -71,8 +58,5 @@ def test_golden_bounds_of_disclosures(trained: int, eps: float) -> None:
     assert planned == pytest.approx(eps, abs=1e-4)
     found = disclosures(queries=10_000, repeated=1000, trained=trained, delta=1e-5).evidence.eps_lower
     assert planned - 0.04 < found < planned
-
-
-def test_a_release_that_repeats_nothing_proves_nothing() -> None:
-    found = disclosures(queries=100, repeated=0, trained=0, delta=0.0)
-    assert (found.phantoms, found.excess, found.precision, found.evidence.eps_lower) == (0, 0, 0.5, 0.0)
+    nothing = disclosures(queries=100, repeated=0, trained=0, delta=0.0)
+    assert (nothing.phantoms, nothing.excess, nothing.precision, nothing.evidence.eps_lower) == (0, 0, 0.5, 0.0)

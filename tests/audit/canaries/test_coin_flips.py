@@ -50,8 +50,12 @@ def texts(units: list[tuple[Any, ...]]) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("place", [0, 7, COUNT - 1])
 @pytest.mark.parametrize("neighbours", ["zero_out", "add_or_remove", "replace_one"])
-def test_flipping_a_coin_makes_one_neighbour_under_the_relation(neighbours: str, place: int, tmp_path: Path) -> None:
+def test_flipping_a_coin_makes_one_neighbour_under_the_relation_and_is_told_by_nothing_before_the_audit(
+    neighbours: str, place: int, tmp_path: Path
+) -> None:
     found = coins(tmp_path)
+    assert found.planted(neighbours).facts == {"canaries": COUNT, "units": COUNT, "sha256": found.facts["sha256"]}
+    assert not any(str(row.query) in repr(found) for row in found.rows) and "True" not in repr(found)
     included = tuple(coin ^ (at == place) for at, coin in enumerate(found.included))
     with_it, without = sorted(
         (found, replace(found, included=included)), key=lambda one: one.included[place], reverse=True
@@ -67,16 +71,13 @@ def test_flipping_a_coin_makes_one_neighbour_under_the_relation(neighbours: str,
     assert other[place] == (() if neighbours == "zero_out" else texts([(found.twins[place],)])[0])
 
 
-@pytest.mark.parametrize("neighbours", ["zero_out", "add_or_remove", "replace_one"])
-def test_what_is_told_before_the_audit_does_not_depend_on_the_coins(neighbours: str, tmp_path: Path) -> None:
-    found = coins(tmp_path)
-    assert found.planted(neighbours).facts == {"canaries": COUNT, "units": COUNT, "sha256": found.facts["sha256"]}
-    assert not any(str(row.query) in repr(found) for row in found.rows) and "True" not in repr(found)
-
-
-def test_canaries_and_twins_are_all_different(tmp_path: Path) -> None:
+def test_canaries_and_twins_are_all_different_single_and_of_fair_coins(tmp_path: Path) -> None:
     found = coins(tmp_path)
     assert len({*texts([(row,) for row in found.rows]), *texts([(row,) for row in found.twins])}) == 2 * COUNT
+    with pytest.raises(ConfigurationError, match="2 copies"):
+        coins(tmp_path, repetitions=(2,))
+    with pytest.raises(ConfigurationError, match=r"include=1\.0"):
+        coins(tmp_path, include=1.0)
     for row, twin in zip(found.rows, found.twins, strict=True):
         assert (row.passage_id, row.passage) == (twin.passage_id, twin.passage) and row.query != twin.query
 
@@ -110,13 +111,6 @@ def test_other_settings_and_a_lost_file_are_refused_when_a_run_goes_on(tmp_path:
     (tmp_path / "run" / "canaries.json").unlink()
     with pytest.raises(ResumeError, match="begun without the canaries"):
         in_run(tmp_path, begun=True, resume=True)
-
-
-def test_canaries_with_copies_or_an_unfair_coin_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="2 copies"):
-        coins(tmp_path, repetitions=(2,))
-    with pytest.raises(ConfigurationError, match=r"include=1\.0"):
-        coins(tmp_path, include=1.0)
 
 
 # -- images --------------------------------------------------------------------------------------

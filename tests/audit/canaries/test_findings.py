@@ -101,11 +101,8 @@ def test_a_mechanism_that_tells_all_secrets_with_probability_delta_is_not_contra
     assert not any(cell.contradictions for cell in told)
     pure = cells_of(outcomes({0: [1] * 9}, copies=1), candidates=100, limits={1: Limits(top=0.5, eps=0.5)}, delta=0.0)
     assert pure[0].contradictions  # where nothing may be told with any probability, the same ranks are one
-
-
-def test_ranks_of_one_training_contradict_a_claim_whose_delta_is_small() -> None:
-    limits = {1: Limits(top=0.5, leak=1.0, eps=0.5, delta=1e-7)}
-    told = cells_of(outcomes({0: [1] * 9}, copies=1), candidates=100, limits=limits, delta=1e-7)
+    small = {1: Limits(top=0.5, leak=1.0, eps=0.5, delta=1e-7)}
+    told = cells_of(outcomes({0: [1] * 9}, copies=1), candidates=100, limits=small, delta=1e-7)
     assert "at delta=1e-07" in told[0].contradictions[0]
 
 
@@ -132,8 +129,5 @@ def test_an_outcome_is_read_from_what_was_stored_and_mixed_files_are_refused() -
     assert Outcome.of(2, {**score, "never_drawn": False, "log_probability": math.log(0.5)}, leak).chance == 0.5
     with pytest.raises(DataError, match="canary a"):
         Outcome.of(0, score, {**leak, "name": "b"})
-
-
-def test_a_table_of_nothing_is_refused() -> None:
     with pytest.raises(DataError):
         cells_of([], candidates=100, limits={})

@@ -40,7 +40,7 @@ def planted(tmp_path: Path, suite: CanarySuite = SUITE, **settings: Any) -> tupl
     return data, canaries
 
 
-def test_each_copy_is_one_unit_beside_those_of_the_data(tmp_path: Path) -> None:
+def test_each_copy_is_one_unit_with_an_id_of_its_own_beside_those_of_the_data(tmp_path: Path) -> None:
     plain = log(tmp_path)
     plain.use_unit("query")
     data, canaries = planted(tmp_path)
@@ -55,16 +55,10 @@ def test_each_copy_is_one_unit_beside_those_of_the_data(tmp_path: Path) -> None:
         assert [(r.query, r.passage) for r in row] == [
             (canary.query_with(canary.secret), canary.passage_with(canary.secret))
         ]
-
-
-@pytest.mark.parametrize("unit", ["query", "pair"])
-def test_copies_have_ids_of_their_own_under_every_unit(unit: Any, tmp_path: Path) -> None:
-    data = log(tmp_path)
-    plant(data, SUITE.make(data))
-    data.use_unit(unit)
-    units = data.train_units()
-    ids = [row.query_id for place in range(data.n_units) for row in units.rows(place)]
-    assert len(set(ids)) == len(ids) == data.n_units
+    for unit in ("query", "pair"):
+        data.use_unit(unit)
+        ids = [row.query_id for place in range(data.n_units) for row in data.train_units().rows(place)]
+        assert len(set(ids)) == len(ids) == data.n_units
 
 
 def test_no_split_and_no_list_of_passages_holds_a_canary(tmp_path: Path) -> None:
@@ -127,52 +121,32 @@ def test_one_copy_more_of_a_canary_changes_the_sum_by_no_more_than_the_bound(tmp
     assert canaries.canaries[-1].included
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"), [({"duplicates": "merge"}, "duplicates=keep")], ids=["merged duplicates"]
-)
-def test_data_that_would_make_copies_one_unit_are_refused(
-    settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    data = log(tmp_path, **settings)
-    with pytest.raises(ConfigurationError, match=reason):
-        plant(data, SUITE.make(data))
-
-
-def test_nothing_is_planted_twice_or_after_the_sampler(tmp_path: Path) -> None:
+def test_data_that_canaries_cannot_be_planted_in_are_refused(tmp_path: Path) -> None:
     data, canaries = planted(tmp_path)
     with pytest.raises(ConfigurationError, match="already"):
         plant(data, canaries)
-    late = log(tmp_path)
+    with pytest.raises(ConfigurationError, match="in_batch"):  # before negatives are mined in the train queries
+        TrainTexts.of(data)
+    late, merged = log(tmp_path), log(tmp_path, duplicates="merge")
     late.attach([], list)
     with pytest.raises(ConfigurationError, match="before fit"):
         plant(late, canaries)
-
-
-def test_images_take_no_canaries_of_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="duplicates=keep"):
+        plant(merged, SUITE.make(merged))
     images = ImagesDataModule.__new__(ImagesDataModule)
     with pytest.raises(ConfigurationError, match="no pairs of texts"):
         plant(images, CanarySet((), {}, ""))  # type: ignore[arg-type]
 
 
-def test_a_file_of_canaries_is_its_owners_alone_and_reads_back(tmp_path: Path) -> None:
-    canaries = SUITE.make(log(tmp_path))
-    path = write_canaries(canaries, tmp_path / "run")
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert read_canaries(tmp_path / "run") == canaries
-
-
-def test_a_resume_takes_the_canaries_of_the_file_and_refuses_another_suite(tmp_path: Path) -> None:
-    suite = CanarySuite(repetitions=(1,))
-    first = plant_in_run(log(tmp_path), suite, tmp_path / "run", resume=False)
-    assert plant_in_run(log(tmp_path), suite, tmp_path / "run", resume=True) == first
+def test_a_resume_takes_the_canaries_of_the_owners_file_and_refuses_another_suite(tmp_path: Path) -> None:
+    suite = CanarySuite(repetitions=(1,))  # without a seed every run has secrets of its own
+    first, other = (plant_in_run(log(tmp_path), suite, tmp_path / name, resume=False) for name in ("run", "other"))
+    assert {c.secret for c in first.canaries}.isdisjoint(c.secret for c in other.canaries)
+    assert plant_in_run(log(tmp_path), suite, tmp_path / "run", resume=True) == first == read_canaries(tmp_path / "run")
     with pytest.raises(ResumeError, match="another suite"):
         plant_in_run(log(tmp_path), CanarySuite(repetitions=(2,)), tmp_path / "run", resume=True)
-
-
-def test_without_a_seed_every_run_has_secrets_of_its_own(tmp_path: Path) -> None:
-    data = log(tmp_path)
-    made = [CanarySuite().make(data) for _ in range(2)]
-    assert {c.secret for c in made[0].canaries}.isdisjoint(c.secret for c in made[1].canaries)
+    path = write_canaries(first, tmp_path / "again")
+    assert path.stat().st_mode & 0o777 == 0o600 and read_canaries(tmp_path / "again") == first
 
 
 def test_a_planted_passage_cannot_replace_one_of_the_data(tmp_path: Path) -> None:
@@ -183,9 +157,3 @@ def test_a_planted_passage_cannot_replace_one_of_the_data(tmp_path: Path) -> Non
     )  # fmt: skip
     with pytest.raises(DataError, match="p0"):
         plant(data, CanarySet((false,), {}, ""))
-
-
-def test_negatives_that_look_through_the_train_queries_refuse_canaries_before_they_are_mined(tmp_path: Path) -> None:
-    data, _ = planted(tmp_path)
-    with pytest.raises(ConfigurationError, match="in_batch"):
-        TrainTexts.of(data)

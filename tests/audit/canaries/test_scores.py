@@ -65,6 +65,8 @@ def test_the_perplexity_is_that_of_the_secret_alone_unless_the_query_is_asked_fo
     with torch.no_grad():
         logits = model(input_ids=passage, labels=ids).logits[0].double()
     by_hand = -logits.log_softmax(1).gather(1, ids[0][:, None])[:, 0] / math.log(2)
+    ranks = [score_canaries(generator, [canary(secret=each)], decoding=DECODING)[0].rank for each in CANDIDATES]
+    assert sorted(ranks) == [1, 2, 3, 4, 5], "where none was planted, ranks are uniform"
     secret, query = (score_canaries(generator, [one], decoding=DECODING, span=s)[0].bits for s in ("secret", "query"))
     assert secret == pytest.approx(float(by_hand[2:-1].sum()), rel=1e-5)
     assert query == pytest.approx(float(by_hand.sum()), rel=1e-5)
@@ -86,11 +88,6 @@ def test_a_secret_in_the_passage_is_judged_by_the_query_that_it_leads_to(generat
     assert found.log_probability is None
 
 
-def test_ranks_of_secrets_that_were_never_planted_are_uniform(generator: GeneratorModel) -> None:
-    ranks = [score_canaries(generator, [canary(secret=secret)], decoding=DECODING)[0].rank for secret in CANDIDATES]
-    assert sorted(ranks) == [1, 2, 3, 4, 5]
-
-
 def test_the_probability_of_a_leak_is_the_frequency_of_leaks(module: QueryGenerator, generator: GeneratorModel) -> None:
     one = canary(secret="0000000011")
     remember(module, one.query_with(one.secret), one.passage, steps=25)
@@ -103,17 +100,14 @@ def test_the_probability_of_a_leak_is_the_frequency_of_leaks(module: QueryGenera
     assert leak.found / draws >= chance - 4 * spread - 1e-9
 
 
-def test_leaks_are_looked_for_without_giving_the_secret_away(generator: GeneratorModel) -> None:
-    for side in ("passage", "both"):
-        one = canary(side=side)
-        assert one.secret not in prompt_without_secret(one)
-        assert draw_leaks(generator, [one], decoding=DECODING, draws=2, seed=0)[0].copied is not None
-
-
 def test_what_is_drawn_for_a_canary_does_not_depend_on_the_others(generator: GeneratorModel) -> None:
     pair = [canary(), canary(name="d", passage="kuri lana")]
     alone = [draw_leaks(generator, [one], decoding=DECODING, draws=3, seed=4)[0] for one in pair]
     assert draw_leaks(generator, pair, decoding=DECODING, draws=3, seed=4) == alone
+    for side in ("passage", "both"):  # nor is the secret given away to it
+        one = canary(side=side)
+        assert one.secret not in prompt_without_secret(one)
+        assert draw_leaks(generator, [one], decoding=DECODING, draws=2, seed=0)[0].copied is not None
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,9 @@ def test_a_file_of_another_format_than_its_name_says_is_refused(
         CanarySuite(queries=str(tmp_path / name)).make(data)
 
 
-@pytest.mark.parametrize("around", ["{}", "q25 {} (asked twice)", "- {}!"])
-@pytest.mark.parametrize("name", ["own.txt", "own.tsv", "own.jsonl"])
+@pytest.mark.parametrize(
+    ("name", "around"), [("own.txt", "{}"), ("own.tsv", "q25 {} (asked twice)"), ("own.jsonl", "- {}!")]
+)
 def test_a_file_that_holds_a_train_query_is_refused(
     name: str, around: str, data: PairsDataModule, tmp_path: Path
 ) -> None:

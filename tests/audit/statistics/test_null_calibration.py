@@ -35,8 +35,6 @@ def extremes(scores: CanaryScores) -> Evidence:
 
 ON_SCORES: dict[str, Callable[[CanaryScores], Evidence]] = {
     "one run": partial(one_run_audit, delta=DELTA),
-    "one run, all": partial(one_run_audit, delta=0.0, strategy=Bonferroni()),
-    "one run, hull": partial(one_run_audit, delta=DELTA, strategy=HULL),
     "one run, explicit": partial(one_run_audit, delta=DELTA, strategy=Explicit(threshold=0.5)),
     "one run, split": partial(one_run_audit, delta=DELTA, strategy=Split()),
     "one run, both ways": extremes,

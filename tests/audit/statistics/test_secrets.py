@@ -61,8 +61,7 @@ def test_the_papers_number_is_found_and_has_no_confidence(
 
 
 @pytest.mark.parametrize(
-    ("trainings", "first", "second"),
-    [(60, 0.0029, 0.0033), (100, 0.0065, 0.0036), (300, 0.0105, 0.0041), (1000, 0.0132, 0.0043)],
+    ("trainings", "first", "second"), [(60, 0.0029, 0.0033), (300, 0.0105, 0.0041), (1000, 0.0132, 0.0043)]
 )
 def test_a_mean_rank_is_bounded_as_the_quoted_monte_carlo_says(trainings: int, first: float, second: float) -> None:
     """Ours is exact, the quoted values are rounded and drawn; they are furthest off where the bound is near 0."""

@@ -163,12 +163,9 @@ def test_every_text_is_in_half_of_the_models_and_halves_are_repeatable() -> None
     found = balanced_halves(501, 8, seed=3)
     assert (found.sum(axis=0) == 4).all() and found.sum(axis=1).min() > 200
     assert (found == balanced_halves(501, 8, seed=3)).all() and (found != balanced_halves(501, 8, seed=4)).any()
-
-
-@pytest.mark.parametrize("models", [2, 5, True])
-def test_an_odd_number_of_models_or_too_few_are_refused(models: int) -> None:
-    with pytest.raises(ConfigurationError, match="even number from 4"):
-        balanced_halves(10, models, seed=0)
+    for models in (2, 5, True):
+        with pytest.raises(ConfigurationError, match="even number from 4"):
+            balanced_halves(10, models, seed=0)
 
 
 def test_signals_outside_are_those_of_models_without_the_text() -> None:
@@ -187,13 +184,9 @@ def test_shadow_attacks_find_members_that_the_loss_alone_does_not() -> None:
     alone = auc(CanaryScores.of(target["loss"][attacked], member[attacked]))
     for scores in found.values():
         assert auc(CanaryScores.of(scores[attacked], member[attacked])) > max(0.9, alone + 0.2)
-
-
-def test_the_slope_is_the_one_with_which_a_known_model_is_attacked_best() -> None:
-    _, matrix, _, population = simulated(0.3)
     assert 0 <= offline_slope(matrix, population) <= 1
-    with pytest.raises(DataError, match="RMIA needs texts that the target was not trained on"):
-        shadow_scores(simulated(0.3)[0], matrix, population=np.array([], dtype=int))
+    with pytest.raises(DataError, match="RMIA"):
+        shadow_scores(target, matrix, population=np.array([], dtype=int))
 
 
 def test_without_a_leak_no_attack_is_told_from_chance_more_often_than_its_confidence_allows() -> None:

@@ -31,17 +31,21 @@ def regression(**settings: Any) -> Regression:
 
 
 @pytest.mark.parametrize(  # with the room that each leaves for rounding
-    ("engine", "least"), [("ghost", 0.99), ("ghost_tf32", 0.975), ("ghost_bf16", 0.985), ("loop", 0.99)]
+    ("engine", "least"), [("ghost_tf32", 0.975), ("ghost_bf16", 0.985), ("loop", 0.99)]
 )
 def test_a_private_module_passes_with_its_own_rows(engine: str, least: float) -> None:
-    report = assert_private(regression(engine=engine), lines(), 1.0, DELTA, trials=FEW)
+    passes(regression(engine=engine), least)
+
+
+def passes(module: Regression, least: float) -> None:
+    report = assert_private(module, lines(), 1.0, DELTA, trials=FEW)
     assert least < report.sensitivity <= 1.001, "a loud unit must reach the bound, or clipping was not tested"
     assert report.noise == pytest.approx(1.0, abs=0.06)  # 64 draws of 49 coordinates: four standard errors
     assert report.eps_lower_bound <= 1.0
 
 
 @pytest.mark.parametrize(
-    "settings", [{"clip": "automatic"}, {"neighbours": "replace_one"}, {"secure_rng": True}, {"noise": "discrete"}]
+    "settings", [{"clip": "automatic", "secure_rng": True}, {"neighbours": "replace_one", "noise": "discrete"}]
 )
 def test_every_way_to_clip_and_count_passes(settings: dict[str, Any]) -> None:
     assert_private(regression(**settings), lines(), 1.0, DELTA, trials=FEW)
@@ -102,14 +106,14 @@ def test_a_module_in_float64_passes() -> None:
     assert assert_private(module, rows, 1.0, DELTA, trials=FEW).sensitivity <= 1 + 1e-6
 
 
-def test_the_module_is_left_as_it_was() -> None:
+def test_a_private_module_passes_and_is_left_as_it_was() -> None:
     module = regression()
     module.net[0].eval()
     mode, before = module.privacy, {n: p.detach().clone() for n, p in module.named_parameters()}
     gradient = torch.ones_like(module.net[0].weight)
     module.net[0].weight.grad = gradient
     attributes = set(module.__dict__)
-    assert_private(module, lines(), 1.0, DELTA, trials=FEW)
+    passes(module, least=0.99)
     assert module.privacy is mode and not hasattr(mode, "_plan")
     assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
     assert module.net[0].weight.grad is gradient and module.net[3].weight.grad is None
