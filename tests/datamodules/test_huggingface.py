@@ -126,17 +126,14 @@ def test_files_of_another_kind_are_told_how_to_be_written(name: str, way_out: st
 
 
 @pytest.mark.parametrize("knob", ["user_column", "query_id_column", "passage_id_column", "split_column"])
-def test_a_column_that_was_named_and_is_missing_is_refused(knob: str, write: Write) -> None:
+def test_a_column_that_was_named_and_is_missing_is_refused_and_others_are_not_read(knob: str, write: Write) -> None:
+    rows = [{**row, "user_id": "x", "split": "sft", "query_id": ["a list"]} for row in ROWS]
+    data = HuggingFaceDataModule(path=write("log.jsonl", rows), **COLUMNS)
+    assert data.collection.users == {} and list(data.collection.queries) == ["row-1", "row-2", "row-3"]
     path = write("log.jsonl", ROWS)
     with pytest.raises(DataError, match="no key 'nobody'; found: question, answer, person, part, key") as error:
         HuggingFaceDataModule(path=path, **COLUMNS, **{knob: "nobody"}).setup("fit")
     assert "How deep" not in str(error.value)
-
-
-def test_columns_that_were_not_named_are_not_read(write: Write) -> None:
-    rows = [{**row, "user_id": "x", "split": "sft", "query_id": ["a list"]} for row in ROWS]
-    data = HuggingFaceDataModule(path=write("log.jsonl", rows), **COLUMNS)
-    assert data.collection.users == {} and list(data.collection.queries) == ["row-1", "row-2", "row-3"]
 
 
 def test_the_first_rows_of_each_split_can_be_asked_for(folder: Path) -> None:

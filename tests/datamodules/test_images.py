@@ -48,22 +48,15 @@ def test_every_format_gives_bytes_and_labels(
     assert len(data.labelled("test")[0]) == len(data.labelled("test")[1]) > 0
 
 
-def test_pixels_and_labels_arrive_as_they_were_written(tmp_path: Path) -> None:
-    images, labels = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path)).labelled("train")
-    assert torch.equal(images, torch.from_numpy(tiny.pixels(tiny.TRAIN)))
-    assert labels.tolist() == [i % 10 for i in range(tiny.TRAIN)]
-
-
-def test_a_pickled_batch_keeps_channels_rows_and_columns(tmp_path: Path) -> None:
-    images, labels = ImagesDataModule(source="cifar10", folder=tiny.cifar10_pickles(tmp_path)).labelled("train")
-    assert torch.equal(images[2:4], torch.from_numpy(tiny.pixels(2, seed=2)))
-    assert labels[2:4].tolist() == [2, 3]
-
-
-def test_the_hubs_struct_of_bytes_reads_like_plain_bytes(tmp_path: Path) -> None:
-    plain = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path / "a")).labelled("train")
-    struct = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path / "b", as_struct=True)).labelled("train")
-    assert torch.equal(plain[0], struct[0])
+def test_pixels_and_labels_arrive_as_they_were_written_in_channels_rows_and_columns(tmp_path: Path) -> None:
+    for as_struct in (False, True):  # plain bytes, or a struct of them as on the hub
+        folder = tiny.parquet(tmp_path / str(as_struct), as_struct=as_struct)
+        images, labels = ImagesDataModule(source="cifar10", folder=folder).labelled("train")
+        assert torch.equal(images, torch.from_numpy(tiny.pixels(tiny.TRAIN)))
+        assert labels.tolist() == [i % 10 for i in range(tiny.TRAIN)]
+    pickled = ImagesDataModule(source="cifar10", folder=tiny.cifar10_pickles(tmp_path / "pickles"))
+    images, labels = pickled.labelled("train")
+    assert torch.equal(images[2:4], torch.from_numpy(tiny.pixels(2, seed=2))) and labels[2:4].tolist() == [2, 3]
 
 
 def test_the_coarse_labels_of_cifar100_are_its_own(tmp_path: Path) -> None:
@@ -125,32 +118,24 @@ def test_rows_carry_a_random_number_of_their_draw_that_a_repeated_run_repeats(tm
     assert {draw for _, draw in rows}.isdisjoint(draw for batch in other for _, draw in batch.rows or [])
 
 
-def test_a_fingerprint_is_keyed_and_notices_one_pixel(tmp_path: Path) -> None:
+def test_a_fingerprint_is_keyed_and_notices_one_pixel_and_a_row_shows_none(tmp_path: Path) -> None:
     data = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path))
     same = ImagesDataModule(source="cifar10", folder=tmp_path)
     changed = ImagesDataModule(source="cifar10", folder=tmp_path)
+    assert repr(same.train_units().rows(0)[0]) == "ImageRow(image_id='train/0', draw=0)"
     pixel = changed.train_units().rows(3)[0].image[0, 0, 0]
     pixel += 1
     assert data.data_fingerprint(KEY) == same.data_fingerprint(KEY)
     assert len({data.data_fingerprint(KEY), data.data_fingerprint(bytes(32)), changed.data_fingerprint(KEY)}) == 3
 
 
-def test_a_row_shows_neither_pixels_nor_label(tmp_path: Path) -> None:
-    row = ImagesDataModule(source="cifar10", folder=tiny.parquet(tmp_path)).train_units().rows(0)[0]
-    assert repr(row) == "ImageRow(image_id='train/0', draw=0)"
-
-
-def test_a_user_is_no_unit_of_images(tmp_path: Path) -> None:
-    data = ImagesDataModule(source="cifar10", folder=tmp_path)
-    with pytest.raises(ConfigurationError, match=r"privacy\.unit=user"):
-        data.use_unit("user")
-
-
-def test_a_sample_is_refused_where_the_number_of_images_is_private(tmp_path: Path) -> None:
+def test_users_are_no_unit_of_images_nor_is_a_sample_one_of_a_private_number(tmp_path: Path) -> None:
     data = ImagesDataModule(source="cifar10", folder=tmp_path, max_images=5)
     data.use_unit("pair", "zero_out")
     with pytest.raises(ConfigurationError, match=r"max_images=5 cannot go with privacy\.neighbours=add_or_remove"):
         data.use_unit("pair", "add_or_remove")
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit=user"):
+        data.use_unit("user")
 
 
 # -- refusals --------------------------------------------------------------------------------

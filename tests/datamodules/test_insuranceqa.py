@@ -73,17 +73,14 @@ def test_the_installed_data_equals_the_converted_folder(installed: InsuranceQADa
     assert ours.fingerprint(key) == theirs.fingerprint(key)
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lit-dpret\[quickstart\]'"):
-        InsuranceQADataModule()
-
-
-def test_a_version_of_the_package_without_data_is_recognised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(ConfigurationError, match=r"insuranceqa-data==1\.0"):
-        InsuranceQADataModule()
+def test_without_the_package_or_its_data_the_extra_and_the_version_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    without_data = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    for spec, told in ((None, r"'lit-dpret\[quickstart\]'"), (without_data, r"insuranceqa-data==1\.0")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
+        with pytest.raises(ConfigurationError, match=told):
+            InsuranceQADataModule()
 
 
 @pytest.mark.parametrize(
@@ -111,14 +108,11 @@ def test_a_broken_file_of_the_package_is_refused(
     assert str(path) in str(error.value) and reason in str(error.value) and "secret" not in str(error.value)
 
 
-def test_a_missing_file_of_the_package_is_refused(package: Path) -> None:
-    (package / "valid.json.gz").unlink()
-    with pytest.raises(DataError, match=r"valid\.json\.gz does not exist"):
-        InsuranceQADataModule(folder=package).prepare_data()
-
-
-def test_an_answer_that_does_not_exist_is_refused(package: Path, write: Write) -> None:
+def test_an_answer_or_a_file_that_does_not_exist_is_refused(package: Path, write: Write) -> None:
     broken: dict[str, Any] = {"0": {**QUESTION, "answers": ["9"]}}
     write("train.json.gz", gzip.compress(json.dumps(broken).encode()))
     with pytest.raises(DataError, match="unknown passage 'a9'"):
         InsuranceQADataModule(folder=package).setup()
+    (package / "valid.json.gz").unlink()
+    with pytest.raises(DataError, match=r"valid\.json\.gz does not exist"):
+        InsuranceQADataModule(folder=package).prepare_data()

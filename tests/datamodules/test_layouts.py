@@ -42,40 +42,32 @@ def test_compressed_and_other_formats_give_the_same_folder(harbour_copy: Path, h
     rows = (harbour_copy / "qrels" / "dev.tsv").read_text().replace("\t", ",")
     (harbour_copy / "qrels" / "validation.csv").write_text(rows)
     (harbour_copy / "qrels" / "dev.tsv").unlink()
+    (harbour_copy / "qrels" / "train.jsonl").write_text("not read beside its TSV")
     ours, theirs = read_parts(**folder_parts(harbour_copy)), read_parts(**folder_parts(harbour))
     assert ours.passages == theirs.passages and ours.qrels == theirs.qrels and ours.queries == theirs.queries
-
-
-def test_a_tsv_of_qrels_is_preferred_to_its_jsonl_mirror(harbour_copy: Path) -> None:
-    (harbour_copy / "qrels" / "train.jsonl").write_text("not read")
-    assert len(read_parts(**folder_parts(harbour_copy)).qrels["train"]) == 5
 
 
 @pytest.mark.parametrize(
     ("gone", "wanted"), [("corpus.jsonl", "corpus.jsonl"), ("queries.jsonl", "queries.jsonl"), ("qrels", "qrels/train")]
 )
-def test_a_folder_that_lacks_a_part_is_refused_with_what_it_holds(harbour_copy: Path, gone: str, wanted: str) -> None:
+def test_a_folder_that_lacks_a_part_or_has_one_twice_is_refused(harbour_copy: Path, gone: str, wanted: str) -> None:
     (harbour_copy / gone).rename(harbour_copy.parent / "elsewhere")
     with pytest.raises(DataError, match=f"lacks {wanted}.*it holds: .*(corpus|queries).jsonl"):
         folder_parts(harbour_copy)
-
-
-def test_two_files_for_one_split_are_refused(harbour_copy: Path) -> None:
+    (harbour_copy.parent / "elsewhere").rename(harbour_copy / gone)
     (harbour_copy / "qrels" / "valid.tsv").write_text("x")
     with pytest.raises(DataError, match=r"both dev\.tsv and valid\.tsv"):
         folder_parts(harbour_copy)
 
 
 @pytest.mark.parametrize("reader", [open_corpus, read_queries])
-def test_a_missing_key_is_refused_with_the_keys_found(write: Write, reader: Callable[[Path], object]) -> None:
+def test_a_missing_key_is_refused_with_the_keys_found_and_a_repeated_id_with_both_lines(
+    write: Write, reader: Callable[[Path], object]
+) -> None:
     with pytest.raises(DataError, match=r"line 2: no key 'text'; found: _id, body\."):
         reader(write("x.jsonl", [{"_id": "a", "text": "t"}, {"_id": "b", "body": "secret"}]))
     with pytest.raises(DataError, match=r"line 2: no column '_id' or 'id'; found: key, text\."):
         reader(write("x.tsv", "key\ttext\na\tsecret\n"))
-
-
-@pytest.mark.parametrize("reader", [open_corpus, read_queries])
-def test_a_duplicate_id_is_refused_with_both_lines(write: Write, reader: Callable[[Path], object]) -> None:
     path = write("x.jsonl", '{"_id": "a", "text": "t"}\n\n{"_id": "b", "text": "t"}\n{"id": "a", "text": "u"}\n')
     with pytest.raises(DataError, match=r"line 4: id 'a' was already given on line 1\."):
         reader(path)
@@ -153,13 +145,10 @@ def test_a_log_without_a_header_or_with_its_columns_swapped_shows_none_of_its_te
         read_qrels(write("r.jsonl", qrels), passages=PASSAGES, queries=QUERIES)
 
 
-def test_whole_grades_stored_as_floats_are_read(write: Write) -> None:
+@pytest.mark.parametrize("grade", [1.5, float("nan"), True, None, [1], "1.0"])
+def test_a_grade_that_is_no_whole_number_is_refused(write: Write, grade: object) -> None:
     path = write("r.jsonl", [{"query_id": "q1", "corpus_id": "p1", "score": 2.0}])
     assert read_qrels(path, passages=PASSAGES, queries=QUERIES) == {"q1": {"p1": 2}}
-
-
-@pytest.mark.parametrize("grade", [1.5, float("nan"), float("inf"), True, None, [1], "1.0"])
-def test_a_grade_that_is_no_whole_number_is_refused(write: Write, grade: object) -> None:
     path = write("r.jsonl", [{"query_id": "q1", "corpus_id": "p1", "score": grade}])
     with pytest.raises(DataError, match=r"line 1: grade score=.* is not a whole number"):
         read_qrels(path, passages=PASSAGES, queries=QUERIES)

@@ -25,6 +25,8 @@ FILES = {
     "qrels.dev.small": "1048585\t0\t7067032\t1\n",
     "qrels.dev": "1048585\t0\t7067032\t1\n2\t0\t0\t1\n",
 }
+# A query of the train split, with another text among those of dev.
+TWO_TEXTS = {"queries.dev.small": "121352\tanother text\n", "qrels.dev.small": "121352\t0\t1\t1\n"}
 
 
 @pytest.fixture
@@ -106,12 +108,8 @@ def test_a_bad_line_is_refused_and_left_out_where_problems_are_collected(
     problems = Problems()
     found = MSMarcoDataModule(folder=folder).read_collection(problems)
     assert problems.total == 1 and found.qrels["train"] == {"121352": {"1": 1, "0": 1}}
-
-
-def test_a_query_with_two_texts_in_two_splits_is_refused(folder: Path) -> None:
-    for name, line in (("queries.dev.small", "121352\tanother text\n"), ("qrels.dev.small", "121352\t0\t1\t1\n")):
-        with (folder / f"{name}.tsv").open("a", encoding="utf-8") as file:
-            file.write(line)
+    for part, more in FILES.items():
+        (folder / f"{part}.tsv").write_text(more + TWO_TEXTS.get(part, ""), encoding="utf-8")
     with pytest.raises(DataError, match="query '121352' has another text in the train split"):
         MSMarcoDataModule(folder=folder).setup("fit")
 

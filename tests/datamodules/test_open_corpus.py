@@ -90,7 +90,7 @@ def test_both_ways_complain_alike_and_an_incomplete_store_is_not_kept(name: str,
     assert not list(cache.iterdir())
 
 
-def test_a_store_is_built_once_and_anew_for_a_changed_file(
+def test_a_store_is_built_once_and_anew_for_a_changed_file_or_where_it_was_damaged(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write("corpus.jsonl", RECORDS)
@@ -100,15 +100,9 @@ def test_a_store_is_built_once_and_anew_for_a_changed_file(
         assert open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts == first
     write("corpus.jsonl", [*RECORDS, {"_id": "new", "text": "new"}])
     second = open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts
-    assert second["new"] == "new" and "new" not in first
-
-
-def test_a_damaged_store_is_built_anew(write: Write, tmp_path: Path) -> None:
-    path = write("corpus.jsonl", RECORDS)
-    store = open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts
-    assert isinstance(store, PassageStore)
-    store.path.write_bytes(b"")
-    assert len(open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts) == len(RECORDS)
+    assert isinstance(second, PassageStore) and second["new"] == "new" and "new" not in first
+    second.path.write_bytes(b"")  # as after damage
+    assert len(open_corpus(path, CorpusSettings(in_memory=False, cache_dir=tmp_path / "cache")).texts) == 10
 
 
 def test_what_a_killed_process_left_is_cleared_away_and_what_another_writes_is_not(
@@ -135,6 +129,9 @@ def test_auto_holds_what_is_small(write: Write, monkeypatch: pytest.MonkeyPatch)
     assert auto.holds(plain) and CorpusSettings().holds(packed) and not CorpusSettings(in_memory=False).holds(packed)
     monkeypatch.setattr(layouts, "_LARGE", 150)
     assert auto.holds(plain) and not auto.holds(packed)
+    for value in ("yes", 1.0, None):
+        with pytest.raises(ConfigurationError, match=r"datamodule\.in_memory="):
+            PairsDataModule(folder="x", in_memory=value)  # type: ignore[arg-type]
 
 
 def test_stores_lie_in_the_users_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +140,6 @@ def test_stores_lie_in_the_users_cache_unless_told_otherwise(tmp_path: Path, mon
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_cache() == tmp_path / ".cache" / "lit-dpret" / "passages"
-
-
-@pytest.mark.parametrize("value", ["yes", 1.0, None])
-def test_in_memory_is_true_false_or_auto(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"datamodule\.in_memory="):
-        PairsDataModule(folder="x", in_memory=value)
 
 
 def test_training_data_is_the_same_whether_passages_are_held_or_not(harbour: Path, tmp_path: Path) -> None:

@@ -80,11 +80,8 @@ def test_columns_of_a_log_may_have_other_names(write: Write) -> None:
 def test_the_data_is_somewhere_exactly_once(given: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match=r"one of datamodule\.folder, datamodule\.pairs"):
         PairsDataModule(**given)  # type: ignore[arg-type]
-
-
-def test_parts_go_together(harbour: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"datamodule\.corpus is not set"):
-        PairsDataModule(queries=harbour / "queries.jsonl", qrels=harbour / "qrels")
+        PairsDataModule(queries="queries.jsonl", qrels="qrels")
 
 
 @pytest.mark.parametrize(
@@ -148,16 +145,17 @@ def test_the_data_is_checked_and_prepared_by_setup(harbour_copy: Path) -> None:
     assert datamodule.collection.queries["t1"] == "when does the harbour fill?"
 
 
-def test_without_a_unit_of_privacy_there_are_no_units(harbour: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"privacy\.unit"):
-        PairsDataModule(folder=harbour).train_units()
-
-
-def test_the_unit_cannot_change_under_an_attached_sampler(harbour: Path) -> None:
+def test_units_and_a_loader_need_a_unit_and_a_plan_under_which_it_cannot_change(harbour: Path) -> None:
     datamodule = attached(harbour)
     datamodule.use_unit("query")
     with pytest.raises(ConfigurationError, match=r"privacy\.unit=pair.*units of query"):
         datamodule.use_unit("pair")
+    bare = PairsDataModule(folder=harbour)
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit"):
+        bare.train_units()
+    bare.use_unit("query")
+    with pytest.raises(ConfigurationError, match="pair_rows"):
+        bare.train_dataloader()
 
 
 def test_a_query_limit_is_refused_where_n_is_not_public(harbour: Path) -> None:
@@ -210,24 +208,11 @@ def test_pairs_are_no_unit_where_settings_take_rows_out_by_what_they_say(harbour
         datamodule.use_unit("pair")
 
 
-def test_without_a_privacy_plan_there_is_no_train_loader(harbour: Path) -> None:
-    datamodule = PairsDataModule(folder=harbour)
-    datamodule.use_unit("query")
-    with pytest.raises(ConfigurationError, match="pair_rows"):
-        datamodule.train_dataloader()
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_train_loader_gives_what_the_attached_sampler_draws(harbour: Path, num_workers: int) -> None:
-    loader = attached(harbour, num_workers=num_workers).train_dataloader()
+    loader, before = attached(harbour, num_workers=num_workers).train_dataloader(), torch.get_rng_state()
     assert list(loader) == EXPECTED and len(loader) == 2
-
-
-def test_iterating_leaves_torch_s_random_state_alone(harbour: Path) -> None:
-    loader = attached(harbour).train_dataloader()
-    before = torch.get_rng_state()
-    list(loader)
-    assert torch.equal(before, torch.get_rng_state())
+    assert num_workers or torch.equal(before, torch.get_rng_state())
 
 
 def test_the_fingerprint_follows_the_data_and_how_it_is_grouped(harbour: Path, harbour_copy: Path) -> None:
@@ -266,13 +251,10 @@ def test_each_row_is_a_unit_only_where_nothing_names_queries(
     datamodule = PairsDataModule(pairs=log, **settings)
     datamodule.use_unit(unit)
     assert (datamodule.unit_by, datamodule.n_units) == (by, 2 if by or unit == "pair" else 1)
-
-
-def test_a_log_in_which_some_records_have_ids_has_units_of_its_own_kind(write: Write) -> None:
-    log = write(
-        "log.jsonl", [{"query": "wet cellar", "passage": "pump"}, {"query": "mole", "passage": "x", "query_id": "q"}]
+    some = write(
+        "some.jsonl", [{"query": "wet", "passage": "pump"}, {"query": "mole", "passage": "x", "query_id": "q"}]
     )
-    datamodule = PairsDataModule(pairs=log)
+    datamodule = PairsDataModule(pairs=some)
     datamodule.use_unit("query")
     assert datamodule.unit_by == PARTLY_NAMED
 

@@ -36,13 +36,13 @@ def test_a_store_is_the_dictionary_of_its_passages_in_its_order(store: PassageSt
     assert list(store.values()) == list(PASSAGES.values())
     assert list(store.items()) == list(PASSAGES.items())
     assert all(store[name] == text for name, text in PASSAGES.items())
+    assert "p500" not in store and store.get("p500") is None
+    with pytest.raises(KeyError, match="p500"):
+        store["p500"]
+    assert 10 not in store  # type: ignore[comparison-overlap]
 
 
-@pytest.mark.parametrize(
-    "part",
-    [slice(3), slice(2, 9), slice(490, 600), slice(9, 2), slice(None, None, 3), slice(5, None, -1), slice(-2, None)],
-    ids=str,
-)
+@pytest.mark.parametrize("part", [slice(490, 600), slice(9, 2), slice(5, None, -3), slice(-2, None)], ids=str)
 def test_parts_of_the_texts_can_be_asked_for_like_those_of_a_list(store: PassageStore, part: slice) -> None:
     texts = list(PASSAGES.values())
     assert store.values()[part] == texts[part]
@@ -50,13 +50,6 @@ def test_parts_of_the_texts_can_be_asked_for_like_those_of_a_list(store: Passage
     with pytest.raises(IndexError):
         store.values()[len(texts)]
     assert "ten" in store.values() and "eleven" not in store.values()
-
-
-def test_what_is_not_in_a_store_is_a_missing_key(store: PassageStore) -> None:
-    assert "p500" not in store and store.get("p500") is None
-    with pytest.raises(KeyError, match="p500"):
-        store["p500"]
-    assert 10 not in store  # type: ignore[comparison-overlap]
 
 
 @settings(max_examples=40, deadline=None)

@@ -47,6 +47,8 @@ def test_queries_without_a_passage_are_left_out_when_asked(data: Collection) -> 
         spoilt.check()
     mended = drop_queries_without_passage(spoilt).check()
     assert mended.queries.keys() == data.queries.keys() - {"t5"}
+    zero = replace(data, qrels={**data.qrels, "test": {"e2": {"p1": 0}}})
+    assert "e2" in drop_queries_without_passage(zero).qrels["test"], "a test query stays for the evaluator"
 
 
 def test_which_train_queries_have_a_passage_moves_no_other_query(harbour_copy: Path) -> None:
@@ -63,16 +65,8 @@ def test_which_train_queries_have_a_passage_moves_no_other_query(harbour_copy: P
     assert len(set(found)) == 2
 
 
-def test_a_test_query_judged_all_zero_stays_for_the_evaluator(data: Collection) -> None:
-    zero = replace(data, qrels={**data.qrels, "test": {"e2": {"p1": 0}}})
-    assert "e2" in drop_queries_without_passage(zero).qrels["test"]
-
-
-def test_overlap_counts_repeated_queries_and_shared_positives(data: Collection) -> None:
+def test_the_overlap_is_counted_and_dropping_it_removes_train_queries_only(data: Collection) -> None:
     assert report_overlap(data) == {"dev": Overlap(queries=0, passages=1), "test": Overlap(queries=1, passages=1)}
-
-
-def test_dropping_the_overlap_removes_train_queries_only(data: Collection) -> None:
     cleaned = drop_overlap(data)
     assert [query for query, judged in cleaned.qrels["train"].items() if judged] == ["t1", "t2", "t3", "t5"]
     assert list(cleaned.qrels["train"]) == list(data.qrels["train"]), "as units they all stay"
@@ -80,14 +74,12 @@ def test_dropping_the_overlap_removes_train_queries_only(data: Collection) -> No
     assert report_overlap(cleaned) == {"dev": Overlap(queries=0, passages=0), "test": Overlap(queries=0, passages=0)}
 
 
-def test_without_limits_nothing_is_left_out(large: Collection) -> None:
-    unchanged = sample(large, **NO_LIMITS)
-    assert (unchanged.passages, unchanged.queries, unchanged.qrels) == (large.passages, large.queries, large.qrels)
-
-
 def test_a_sample_holds_so_many_passages_and_only_queries_they_answer(large: Collection) -> None:
     small = sample(large, **{**NO_LIMITS, "max_passages": 100})
     assert len(small.passages) == 100
+    assert len(sample(large, **{**NO_LIMITS, "max_passages": 150, "max_eval_queries": 7}).qrels["test"]) == 7
+    whole = sample(large, **NO_LIMITS)
+    assert (whole.passages, whole.queries, whole.qrels) == (large.passages, large.queries, large.qrels)
     for split, qrels in small.qrels.items():
         assert 0 < sum(map(bool, qrels.values())) < len(large.qrels[split])
         for query, judged in large.qrels[split].items():
@@ -162,11 +154,6 @@ def test_with_a_query_limit_removing_one_lets_another_in(large: Collection) -> N
     train = {q: judged for q, judged in large.qrels["train"].items() if q != next(iter(before))}
     after = records(sample(replace(large, qrels={**large.qrels, "train": train}), **limits))
     assert len(before) == len(after) == 40 and len(after.keys() - before.keys()) == 1
-
-
-def test_evaluation_queries_are_limited_after_the_passages(large: Collection) -> None:
-    small = sample(large, **{**NO_LIMITS, "max_passages": 150, "max_eval_queries": 7})
-    assert len(small.qrels["test"]) == 7
 
 
 def test_a_sample_that_leaves_no_query_is_refused_by_its_knob(data: Collection) -> None:

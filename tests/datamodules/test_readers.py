@@ -48,18 +48,24 @@ def test_every_format_gives_the_same_records(write: Write, tmp_path: Path) -> No
         assert [record for _, record in RecordFile(path)] == RECORDS, path.name
 
 
-def test_line_numbers_count_blank_lines_and_lines_inside_quotes(write: Write) -> None:
-    assert [n for n, _ in RecordFile(write("x.jsonl", '{"a": 1}\n\n{"a": 2}'))] == [1, 3]
-    assert [n for n, _ in RecordFile(write("x.csv", 'a,b\n1,"two\nlines"\n3,4\n'))] == [2, 4]
+BOM, LONG = "\ufeff", "x" * 200_000
 
 
-def test_a_quote_mark_in_a_tsv_file_is_a_character_like_any_other(write: Write) -> None:
-    path = write("x.tsv", 'a\tb\n"low\twater"\n"\t\n')
-    assert [record for _, record in RecordFile(path)] == [{"a": '"low', "b": 'water"'}, {"a": '"', "b": ""}]
-
-
-def test_a_byte_order_mark_is_not_part_of_the_first_key(write: Write) -> None:
-    assert [record for _, record in RecordFile(write("x.tsv", "\ufeffa\tb\r\n1\t2\r\n"))] == [{"a": "1", "b": "2"}]
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("x.tsv", 'a\tb\n"low\twater"\n"\t\n', [(2, {"a": '"low', "b": 'water"'}), (3, {"a": '"', "b": ""})]),
+        ("x.tsv", BOM + "a\tb\r\n1\t2\r\n", [(2, {"a": "1", "b": "2"})]),
+        ("x.tsv", f"a\tb\n1\t{LONG}\n", [(2, {"a": "1", "b": LONG})]),  # longer than the csv module likes
+        ("x.csv", 'a,b\n1,"two\nlines"\n3,4\n', [(2, {"a": "1", "b": "two\nlines"}), (4, {"a": "3", "b": "4"})]),
+        ("x.jsonl", '{"a": 1}\n\n{"a": 2}', [(1, {"a": 1}), (3, {"a": 2})]),
+    ],
+    ids=["quote marks of a TSV", "byte order mark", "long text", "lines inside quotes", "blank lines"],
+)
+def test_records_and_their_lines_are_read_as_they_stand(
+    name: str, content: str, expected: list[Any], write: Write
+) -> None:
+    assert list(RecordFile(write(name, content))) == expected
 
 
 def test_several_zstd_frames_are_one_file(write: Write) -> None:
@@ -85,16 +91,6 @@ def test_malformed_jsonl_is_refused_with_its_line_and_without_its_text(write: Wr
     assert "secret" not in str(error.value)
 
 
-def test_a_line_that_ends_early_is_told_with_the_column_of_its_end(write: Write) -> None:
-    with pytest.raises(DataError, match="column 6"):
-        list(RecordFile(write("x.jsonl", '{"a": \n{"a": 1}\n')))
-
-
-def test_a_gzip_file_under_a_plain_name_is_recognised(write: Write) -> None:
-    with pytest.raises(DataError, match=r"compressed with gzip; rename it to x\.jsonl\.gz"):
-        list(RecordFile(write("x.jsonl", gzip.compress(b'{"a": 1}\n'))))
-
-
 def test_a_wrong_or_cut_zstd_file_is_refused(write: Write) -> None:
     whole = zstd(b"".join(b'{"a": %d}\n' % (i * i) for i in range(50_000)))
     for packed in (b"not zstd at all", whole[: len(whole) // 2]):
@@ -111,19 +107,18 @@ def test_a_format_whose_package_is_missing_names_the_pip_command(
         list(RecordFile(write(name, b"x")))
 
 
-def test_a_column_named_twice_is_refused(write: Write) -> None:
-    with pytest.raises(DataError, match="column 'a' twice"):
-        list(RecordFile(write("x.csv", "a,a\n1,2\n")))
-
-
-def test_a_quote_that_never_ends_is_refused(write: Write) -> None:
-    with pytest.raises(DataError, match=r"line 2: not a readable table row"):
-        list(RecordFile(write("x.csv", 'a,b\n1,"two\n3,4\n')))
-
-
-def test_a_text_longer_than_the_csv_module_likes_is_read(write: Write) -> None:
-    text = "x" * 200_000
-    assert [record for _, record in RecordFile(write("x.tsv", f"a\tb\n1\t{text}\n"))] == [{"a": "1", "b": text}]
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("x.jsonl", b'{"a": \n{"a": 1}\n', "column 6"),  # where the line ends too early
+        ("x.jsonl", gzip.compress(b'{"a": 1}\n'), r"compressed with gzip; rename it to x\.jsonl\.gz"),
+        ("x.csv", b"a,a\n1,2\n", "column 'a' twice"),
+        ("x.csv", b'a,b\n1,"two\n3,4\n', "line 2: not a readable table row"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(name: str, content: bytes, reason: str, write: Write) -> None:
+    with pytest.raises(DataError, match=reason):
+        list(RecordFile(write(name, content)))
 
 
 def test_a_file_is_not_read_again_for_every_repeated_id(write: Write) -> None:

@@ -35,17 +35,13 @@ def sides(collection: Collection) -> dict[str, str]:
     return {query: split for split, qrels in collection.qrels.items() for query in qrels}
 
 
-def test_every_query_is_in_one_split_with_all_its_judgements() -> None:
+def test_every_query_is_in_one_split_with_all_its_judgements_and_those_of_a_user_in_the_same() -> None:
     found = split_collection(LOG, fractions=SHARES)
     assert list(found.qrels) == list(SPLITS)
     assert {query: judged for qrels in found.qrels.values() for query, judged in qrels.items()} == LOG.qrels["train"]
     assert sum(map(len, found.qrels.values())) == len(LOG.queries)
     assert found.check() is found
-
-
-def test_all_queries_of_a_user_are_on_one_side() -> None:
-    found = sides(split_collection(LOG, fractions=SHARES))
-    assert len({(LOG.users[query], split) for query, split in found.items()}) == 60
+    assert len({(LOG.users[query], split) for query, split in sides(found).items()}) == 60
 
 
 @pytest.mark.parametrize("collection", [ANONYMOUS, replace(LOG, users={"q1": "u1"})])
@@ -55,11 +51,14 @@ def test_all_copies_of_a_text_are_on_one_side_where_users_are_unknown(collection
     assert len({(text, found[name]) for name, text in texts.items()}) == len(set(texts.values())) < 300
 
 
-def test_the_split_does_not_depend_on_the_order_of_the_file() -> None:
+def test_the_split_depends_neither_on_the_order_of_the_file_nor_on_an_earlier_split() -> None:
     mixed = list(LOG.qrels["train"].items())
     random.Random(0).shuffle(mixed)
     shuffled = replace(LOG, qrels={"train": dict(mixed)}, queries=dict(reversed(LOG.queries.items())))
-    assert sides(split_collection(shuffled, fractions=SHARES)) == sides(split_collection(LOG, fractions=SHARES))
+    first = split_collection(LOG, fractions=SHARES)
+    assert sides(split_collection(shuffled, fractions=SHARES)) == sides(first)
+    again = split_collection(first, fractions=SHARES, seed=3)
+    assert sides(again) == sides(split_collection(LOG, fractions=SHARES, seed=3))
 
 
 def test_removing_a_record_moves_no_other_one() -> None:
@@ -81,11 +80,6 @@ def test_another_seed_gives_another_split_and_the_shares_are_kept() -> None:
     assert sizes == pytest.approx(SHARES, abs=0.02)
 
 
-def test_splits_that_there_are_already_are_taken_together() -> None:
-    again = split_collection(split_collection(LOG, fractions=SHARES), fractions=SHARES, seed=3)
-    assert sides(again) == sides(split_collection(LOG, fractions=SHARES, seed=3))
-
-
 def test_a_split_that_would_be_empty_is_refused() -> None:
     tiny = replace(LOG, qrels={"train": {"q1": {"p1": 1}}}, users={})
     with pytest.raises(DataError, match=r"leaves (train|dev|test) empty\. Change task\.fractions or task\.split_seed"):
@@ -103,11 +97,6 @@ def _halves(collection: Collection, seed: int) -> Collection:
     return split_collection(replace(collection, qrels=qrels), fractions={"train": 0.5, "test": 0.5}, seed=seed)
 
 
-def test_users_are_needed_to_split_by_them() -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.split_by=user: no query of log has a user id"):
-        split_collection(ANONYMOUS, fractions=SHARES, by="user")
-
-
 @pytest.mark.parametrize(
     ("fractions", "told"),
     [
@@ -121,6 +110,8 @@ def test_users_are_needed_to_split_by_them() -> None:
 def test_impossible_fractions_are_refused(fractions: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         checked_fractions(fractions)
+    with pytest.raises(ConfigurationError, match=r"task\.split_by=user"):
+        split_collection(ANONYMOUS, fractions=SHARES, by="user")
 
 
 def test_a_written_split_reads_back_as_it_was(tmp_path: Path) -> None:

@@ -62,16 +62,10 @@ def test_questions_paragraphs_and_articles_become_queries_passages_and_domains(f
     assert found.domains == {"q1": "Super Bowl 50", "q2": "Super Bowl 50", "q3": "Super Bowl 50", "q4": "Tides"}
     assert sorted(found.passage_domains.values()) == ["Super Bowl 50", "Super Bowl 50", "Tides"]
     assert data.evaluation_split == "dev"
-
-
-def test_equal_paragraphs_are_one_passage(folder: Path) -> None:
-    qrels = SquadDataModule(folder=folder).collection.qrels
-    assert qrels["train"]["q1"] == qrels["train"]["q2"] == qrels["dev"]["q4"] != qrels["train"]["q3"]
-
-
-def test_one_file_is_the_split_that_its_name_says(folder: Path) -> None:
-    assert list(SquadDataModule(folder=folder / "train-v1.1.json").collection.qrels) == ["train"]
-    assert list(SquadDataModule(folder=folder / "dev-v1.1.json.gz").collection.qrels) == ["dev"]
+    judged = found.qrels["train"]
+    assert judged["q1"] == judged["q2"] == found.qrels["dev"]["q4"] != judged["q3"], "equal paragraphs are one passage"
+    for name, split in (("train-v1.1.json", "train"), ("dev-v1.1.json.gz", "dev")):
+        assert list(SquadDataModule(folder=folder / name).collection.qrels) == [split]
 
 
 def test_unanswerable_questions_are_left_out_or_refused(folder: Path) -> None:
@@ -83,18 +77,15 @@ def test_unanswerable_questions_are_left_out_or_refused(folder: Path) -> None:
         SquadDataModule(folder=folder, unanswerable="keep")  # type: ignore[arg-type]
 
 
-def test_two_versions_of_a_split_are_refused(folder: Path) -> None:
+def test_a_folder_with_two_versions_of_a_split_or_without_one_is_refused_and_one_of_beir_read(
+    folder: Path, harbour: Path
+) -> None:
     write(folder / "train-v2.0.json", ARTICLES[:1])
     with pytest.raises(DataError, match=r"holds both train-v1\.1\.json and train-v2\.0\.json; keep one"):
         SquadDataModule(folder=folder).prepare_data()
-
-
-def test_a_folder_without_squad_is_refused(tmp_path: Path) -> None:
+    (folder / "empty").mkdir()
     with pytest.raises(DataError, match=r"holds neither train-v1\.1\.json.*check datamodule\.folder"):
-        SquadDataModule(folder=tmp_path).prepare_data()
-
-
-def test_a_beir_folder_is_read_as_one(harbour: Path) -> None:
+        SquadDataModule(folder=folder / "empty").prepare_data()
     data = SquadDataModule(folder=harbour)
     assert data.evaluation_split == "test" and data.collection.users
 

@@ -38,9 +38,6 @@ def test_equal_texts_and_what_crosses_the_splits_are_found() -> None:
     assert sorted(found["queries"]["examples"]) == [["a", "b"], ["c", "d"]]
     assert found["passages"] == {"texts": 1, "ids": 3, "examples": [["p1", "p3", "p4"]]}
     assert found["shared_with_train"] == {"test": {"queries": 1, "positive_passages": 1}}
-
-
-def test_no_more_examples_than_asked_for() -> None:
     found = find_duplicates(DATA, examples=1)
     assert [len(found[side]["examples"]) for side in ("queries", "passages")] == [1, 1]
     assert found["queries"]["texts"] == 2 and find_duplicates(DATA, examples=0)["queries"]["examples"] == []
@@ -59,6 +56,8 @@ def test_lengths_are_quantiles_of_what_was_measured_and_the_share_that_is_cut() 
 
 
 def test_what_a_cap_keeps_is_what_training_keeps() -> None:
+    assert count_users(replace(DATA, users={})) is None
+    assert count_users(replace(DATA, qrels={"test": DATA.qrels["test"]})) is None
     found = count_users(DATA)
     assert found is not None
     assert (found["users"], found["rows"], len(found["queries_without_user"])) == (2, 4, 1)
@@ -83,20 +82,7 @@ def test_what_a_cap_keeps_is_what_training_keeps() -> None:
 
 
 def test_texts_with_characters_that_nobody_sees_are_counted() -> None:
-    texts = [
-        "plain",
-        "a\x00b",
-        "zero\u200bwidth",
-        "\u202eturned",
-        "\ufeffmark",
-        "two\nlines",
-        "tab\there",
-        "می\u200cخواهم",
-    ]
+    seen = ["plain", "two\nlines", "tab\there", "می\u200cخواهم"]
+    texts = [*seen, "a\x00b", "zero\u200bwidth", "\u202eturned", "\ufeffmark"]
     assert count_invisible(texts, of_one_line=False) == 4
     assert count_invisible(texts, of_one_line=True) == 5
-
-
-def test_without_users_there_is_nothing_to_say_about_them() -> None:
-    assert count_users(replace(DATA, users={})) is None
-    assert count_users(replace(DATA, qrels={"test": DATA.qrels["test"]})) is None

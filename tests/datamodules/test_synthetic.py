@@ -31,13 +31,14 @@ def written(tmp_path: Path, harbour: Path) -> Path:
 def test_a_synthesised_folder_is_training_data_with_a_card(written: Path) -> None:
     datamodule = SyntheticDataModule(folder=written)
     datamodule.prepare_data()
-    assert [(row.query_id, row.passage_id) for row in datamodule.pair_rows()] == [
-        ("genQ0", "p1"),
-        ("genQ1", "p1"),
-        ("genQ2", "p7"),
-    ]
+    rows = [(row.query_id, row.passage_id) for row in datamodule.pair_rows()]
+    assert rows == [("genQ0", "p1"), ("genQ1", "p1"), ("genQ2", "p7")]
     assert datamodule.privacy_card_path == written / "privacy_card.json"
     assert len(datamodule.public_passages()) == 8
+    for name in ("train.tsv", "train.jsonl"):
+        (written / "qrels" / name).rename(written / "qrels" / name.replace("train", "test"))
+    with pytest.raises(DataError, match="nothing to train on"):
+        SyntheticDataModule(folder=written).prepare_data()
 
 
 @pytest.mark.parametrize("content", [None, "not json", "[]", "{}"])
@@ -55,17 +56,7 @@ def test_a_folder_without_a_readable_card_is_refused(written: Path, content: str
         _ = datamodule.privacy_card_path
 
 
-def test_a_missing_card_can_be_accepted_and_is_then_none(written: Path) -> None:
-    (written / "privacy_card.json").unlink()
-    with pytest.raises(DataError, match=r"datamodule\.require_privacy_card=false"):
-        SyntheticDataModule(folder=written).setup()
-    datamodule = SyntheticDataModule(folder=written, require_privacy_card=False)
-    with pytest.warns(UserWarning, match="no privacy claim to inherit"):
-        datamodule.setup()
-    assert datamodule.privacy_card_path is None
-
-
-def test_queries_that_were_made_of_passages_alone_have_no_claim_and_nobody_is_warned_of_it(
+def test_a_missing_card_can_be_accepted_with_a_warning_but_for_queries_made_of_passages_alone(
     written: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     made = SyntheticDataModule(folder=written)
@@ -73,6 +64,13 @@ def test_queries_that_were_made_of_passages_alone_have_no_claim_and_nobody_is_wa
     folder = write_pseudo_queries(made.public_passages(), tmp_path / "pseudo")
     SyntheticDataModule(folder=folder, require_privacy_card=False).setup()
     assert not [one for one in recwarn if "privacy claim" in str(one.message)]
+    (written / "privacy_card.json").unlink()
+    with pytest.raises(DataError, match=r"datamodule\.require_privacy_card=false"):
+        SyntheticDataModule(folder=written).setup()
+    datamodule = SyntheticDataModule(folder=written, require_privacy_card=False)
+    with pytest.warns(UserWarning, match="no privacy claim to inherit"):
+        datamodule.setup()
+    assert datamodule.privacy_card_path is None
 
 
 def test_evaluation_queries_come_from_the_other_datamodule_and_its_train_split_does_not(
@@ -123,13 +121,6 @@ def test_an_id_with_two_meanings_is_refused(written: Path, harbour: Path) -> Non
         path.write_text(path.read_text().replace("genQ2", "e1"))
     with pytest.raises(DataError, match="'e1' is also that of an evaluation query"):
         SyntheticDataModule(folder=written, evaluation=PairsDataModule(folder=harbour)).setup()
-
-
-def test_a_folder_without_train_qrels_is_refused(written: Path) -> None:
-    for name in ("train.tsv", "train.jsonl"):
-        (written / "qrels" / name).rename(written / "qrels" / name.replace("train", "test"))
-    with pytest.raises(DataError, match="nothing to train on"):
-        SyntheticDataModule(folder=written).prepare_data()
 
 
 def test_only_the_listed_queries_are_trained_on(written: Path, tmp_path: Path) -> None:

@@ -33,29 +33,24 @@ def without(data: Collection, query_id: str) -> Collection:
     return replace(data, qrels={**data.qrels, "train": train})
 
 
-def test_all_rows_of_a_query_are_one_unit(data: Collection) -> None:
-    assert grouped(GroupedUnitDataset(data, unit="query")) == [
-        [("t1", "p1"), ("t1", "p2")],
-        [("t2", "p4"), ("t2", "p3")],
-        [("t3", "p1")],
-        [("t4", "p5"), ("t4", "p6")],
-        [("t5", "p3")],
-    ]
-
-
-def test_all_rows_of_a_user_are_one_unit(data: Collection) -> None:
-    assert grouped(GroupedUnitDataset(data, unit="user")) == [
-        [("t1", "p1"), ("t1", "p2"), ("t4", "p5"), ("t4", "p6")],
-        [("t2", "p4"), ("t2", "p3"), ("t3", "p1")],
-        [("t5", "p3")],
-    ]
+def test_all_rows_of_a_query_or_of_a_user_are_one_unit(data: Collection) -> None:
+    rows = {"t1": ["p1", "p2"], "t2": ["p4", "p3"], "t3": ["p1"], "t4": ["p5", "p6"], "t5": ["p3"]}
+    for unit, owned in (("query", list(rows)), ("user", ["t1 t4", "t2 t3", "t5"])):
+        expected = [[(query, passage) for query in queries.split() for passage in rows[query]] for queries in owned]
+        assert grouped(GroupedUnitDataset(data, unit=unit)) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("unit", ["query", "pair", "user"])
 def test_every_positive_pair_is_in_exactly_one_unit(data: Collection, unit: TextUnit) -> None:
-    rows = list(itertools.chain(*grouped(GroupedUnitDataset(data, unit=unit))))
+    units = GroupedUnitDataset(data, unit=unit)
+    rows = list(itertools.chain(*grouped(units)))
     expected = [(query, passage) for query in data.qrels["train"] for passage in data.positives("train", query)]
     assert sorted(rows) == sorted(expected) and ("t2", "p8") not in rows
+    if unit == "pair":  # a row knows no positive but its own
+        assert all(row.positives == {row.passage_id} for each in range(len(units)) for row in units.rows(each))
+    for outside in (-1, len(units)):
+        with pytest.raises(IndexError):
+            units.rows(outside)
 
 
 def test_a_row_carries_its_texts_and_its_own_positives(data: Collection) -> None:
@@ -67,11 +62,6 @@ def test_a_row_carries_its_texts_and_its_own_positives(data: Collection) -> None
         passage="Ropes A wet rope shrinks, so leave some slack overnight.",
         positives=frozenset({"p3", "p4"}),
     )
-
-
-def test_under_pair_a_row_knows_no_positive_but_its_own(data: Collection) -> None:
-    units = GroupedUnitDataset(data, unit="pair")
-    assert all(row.positives == {row.passage_id} for unit in range(len(units)) for row in units.rows(unit))
 
 
 @pytest.mark.parametrize("unit", ["query", "pair", "user"])
@@ -108,13 +98,9 @@ def test_equal_texts_stay_apart_by_default_and_join_when_merged(data: Collection
     assert kept.rows(2)[0].positives == {"p1"}
     pairs = GroupedUnitDataset(data, unit="pair", duplicates="merge")
     assert [("t1", "p1"), ("t3", "p1")] in grouped(pairs) and len(pairs) == 7
-
-
-def test_erasing_one_of_two_merged_copies_changes_a_unit_instead_of_removing_it(data: Collection) -> None:
-    """Why merging is not simply stronger, and not the default."""
-    before = GroupedUnitDataset(data, unit="query", duplicates="merge")
-    after = GroupedUnitDataset(without(data, "t3"), unit="query", duplicates="merge")
-    assert len(before) == len(after) and before.rows(0) != after.rows(0)
+    erased = GroupedUnitDataset(without(data, "t3"), unit="query", duplicates="merge")
+    # Erasing one of two copies changes a unit instead of removing it: why merging is not the default.
+    assert len(merged) == len(erased) and merged.rows(0) != erased.rows(0)
 
 
 def test_the_most_units_of_a_user_are_counted_where_users_are_known(data: Collection) -> None:
@@ -129,11 +115,6 @@ def test_the_most_units_of_a_user_are_counted_where_users_are_known(data: Collec
     assert GroupedUnitDataset(replace(data, users={}), unit="query").most_units_of_a_user() is None
 
 
-def test_merging_across_users_is_refused(data: Collection) -> None:
-    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=merge.*privacy\.unit=user"):
-        GroupedUnitDataset(data, unit="user", duplicates="merge")
-
-
 def test_the_cap_keeps_the_same_rows_whatever_the_file_order(data: Collection) -> None:
     backwards = {query: dict(reversed([*judged.items()])) for query, judged in reversed([*data.qrels["train"].items()])}
     shuffled = replace(data, qrels={**data.qrels, "train": backwards})
@@ -144,17 +125,8 @@ def test_the_cap_keeps_the_same_rows_whatever_the_file_order(data: Collection) -
         assert max(map(len, ours)) == limit
     uncapped = grouped(GroupedUnitDataset(data, unit="user", max_rows_per_unit=99))
     assert uncapped == grouped(GroupedUnitDataset(data, unit="user"))
-
-
-def test_a_capped_query_still_knows_all_its_positives(data: Collection) -> None:
-    assert GroupedUnitDataset(data, unit="query", max_rows_per_unit=1).rows(1)[0].positives == {"p3", "p4"}
-
-
-def test_a_unit_outside_the_data_set_is_refused(data: Collection) -> None:
-    units = GroupedUnitDataset(data, unit="query")
-    for unit in (-1, 5):
-        with pytest.raises(IndexError):
-            units.rows(unit)
+    capped = GroupedUnitDataset(data, unit="query", max_rows_per_unit=1)
+    assert capped.rows(1)[0].positives == {"p3", "p4"}, "a capped query still knows all its positives"
 
 
 def test_unknown_choices_and_splits_are_refused(data: Collection) -> None:
@@ -162,6 +134,8 @@ def test_unknown_choices_and_splits_are_refused(data: Collection) -> None:
         GroupedUnitDataset(data, unit="document")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates='drop' is not one of keep, merge"):
         GroupedUnitDataset(data, unit="query", duplicates="drop")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=merge.*privacy\.unit=user"):
+        GroupedUnitDataset(data, unit="user", duplicates="merge")
     with pytest.raises(DataError, match="no split 'train'"):
         GroupedUnitDataset(replace(data, qrels={"test": data.qrels["test"]}), unit="query")
 
