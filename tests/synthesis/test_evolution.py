@@ -48,12 +48,9 @@ def test_a_query_votes_for_the_nearest_and_of_equal_ones_for_the_first() -> None
     assert nearest(np.array([1.0, 0.1], dtype=np.float32), candidates, 1) == [0]
     assert nearest(np.array([1.0, 0.1], dtype=np.float32), candidates, 2) == [0, 2]
     assert nearest(np.array([0.1, 1.0], dtype=np.float32), candidates, 9) == [1, 0, 2]
-
-
-def test_first_choices_of_all_queries_come_before_second_ones() -> None:
-    candidates = np.eye(3, dtype=np.float32)
     queries = np.array([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]], dtype=np.float32)
-    assert list(votes([[0, 1], [1]], queries, candidates, 2)) == [[0, 2, 1, 1], [2, 1]]
+    given = list(votes([[0, 1], [1]], queries, np.eye(3, dtype=np.float32), 2))
+    assert given == [[0, 2, 1, 1], [2, 1]], "first choices of all queries come before second ones"
 
 
 def test_survivors_have_more_than_the_threshold_and_the_best_come_first() -> None:
@@ -63,19 +60,13 @@ def test_survivors_have_more_than_the_threshold_and_the_best_come_first() -> Non
         survivors(counts, least=9.0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_offspring_adds_up_and_is_the_exact_share_rounded_down_or_up(seed: int) -> None:
-    counts = np.random.default_rng(seed).integers(1, 40, size=17).astype(float)
-    numbers = offspring(counts, 100, seed=seed)
-    assert sum(numbers) == 100
-    assert (np.abs(numbers - 100 * counts / counts.sum()) < 1 + 1e-9).all()
-    assert offspring(counts, 0, seed=seed) == [0] * 17
-
-
-def test_a_text_stands_once_among_candidates_and_one_without_words_not_at_all() -> None:
-    texts = ["a", "b", "a", " ", ""]
-    found = distinct([Candidate(passage_id=f"p{i}", draw=0, text=text) for i, text in enumerate(texts)])
-    assert [each.passage_id for each in found] == ["p0", "p1"]
+def test_offspring_adds_up_and_is_the_exact_share_rounded_down_or_up() -> None:
+    for seed in range(20):
+        counts = np.random.default_rng(seed).integers(1, 40, size=17).astype(float)
+        numbers = offspring(counts, 100, seed=seed)
+        assert sum(numbers) == 100
+        assert (np.abs(numbers - 100 * counts / counts.sum()) < 1 + 1e-9).all()
+        assert offspring(counts, 0, seed=seed) == [0] * 17
 
 
 def test_names_are_never_given_twice_and_lead_back_to_their_passage() -> None:
@@ -85,3 +76,6 @@ def test_names_are_never_given_twice_and_lead_back_to_their_passage() -> None:
     record = {"passage_id": names[-1], "draw": 0, "text": "x", "log_prob": -1.0, "finished": True}
     found = Candidate.of_record(record)
     assert (found.passage_id, found.draw, found.name) == ("a#b", 2, names[-1])
+    texts = ["a", "b", "a", " ", ""]
+    once = distinct([Candidate(passage_id=f"p{i}", draw=0, text=text) for i, text in enumerate(texts)])
+    assert [each.passage_id for each in once] == ["p0", "p1"], "each text once, and none without words"

@@ -89,31 +89,19 @@ def reference(model: PreTrainedModel, passage_tokens: list[int], u: np.ndarray, 
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"top_p": 0.5},
-        {"top_p": 1.0},
-        {"temperature": 0.5, "top_p": 0.95},
-        {"temperature": 2.0, "top_k": 5},
-        {"top_k": 1},
-        {"min_new_tokens": 4},
-        {"min_new_tokens": 0},
-        {"max_new_tokens": 1},
+        {}, {"top_p": 1.0}, {"temperature": 0.5, "top_p": 0.95}, {"temperature": 2.0, "top_k": 5, "min_new_tokens": 4},
+        {"top_k": 1, "min_new_tokens": 0}, {"max_new_tokens": 1},
     ],
-)
+)  # fmt: skip
 def test_it_equals_a_reference_that_takes_one_row_at_a_time_without_cache(settings: dict[str, Any]) -> None:
     model, tokens = model_and_passages(6)
     u = numbers(6, 10)
-    for ours, ids, row in zip(drawn(model, tokens, u, **settings), tokens, u, strict=True):
+    made = drawn(model, tokens, u, **settings)
+    assert settings or len({len(row.tokens) for row in made}) >= 3, "else the shrinking of the batch goes untested"
+    for ours, ids, row in zip(made, tokens, u, strict=True):
         theirs = reference(model, ids, row, Decoding(**{"max_new_tokens": 10, **settings}))
         assert (ours.tokens, ours.finished) == (theirs.tokens, theirs.finished)
         assert ours.log_prob == pytest.approx(theirs.log_prob, abs=1e-9)
-
-
-def test_rows_end_at_different_times_in_these_tests() -> None:
-    """Else the shrinking of the batch would go untested."""
-    model, tokens = model_and_passages(6)
-    lengths = {len(row.tokens) for row in drawn(model, tokens, numbers(6, 10))}
-    assert len(lengths) >= 3
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -179,8 +167,8 @@ def test_tokens_come_with_the_probabilities_of_their_nucleus(settings: dict[str,
     torch.testing.assert_close(torch.from_numpy(log_probs), logits[0].double().log_softmax(0)[torch.from_numpy(tokens)])
 
 
-@pytest.mark.parametrize("top_k", [None, 3, HEADS[0], HEADS[0] + 40])
-@pytest.mark.parametrize("spread", [0.0, 0.05, 1.5, 3.0])
+@pytest.mark.parametrize("top_k", [None, 3, HEADS[0] + 40])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 3.0])
 def test_a_large_vocabulary_is_sorted_only_as_far_as_needed_and_gives_the_same(
     spread: float, top_k: int | None
 ) -> None:
@@ -228,7 +216,7 @@ def by_sorting(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> i
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 300, 5000])
-@pytest.mark.parametrize("spread", [0.0, 0.05, 1.0, 5.0, 1000.0])
+@pytest.mark.parametrize("spread", [0.0, 0.05, 5.0, 1000.0])
 @pytest.mark.parametrize("decimals", [1, 12])
 def test_it_is_the_token_that_sorting_gives(vocabulary: int, spread: float, decimals: int) -> None:
     """Few decimals make many equal scores; a forbidden token is never drawn."""
@@ -255,8 +243,7 @@ def test_the_largest_number_below_one_does_not_leave_the_nucleus() -> None:
 
 
 DECODINGS = [
-    Decoding(top_p=0.8), Decoding(top_p=1.0), Decoding(top_p=0.5, temperature=0.7), Decoding(top_p=0.9, top_k=3),
-    Decoding(top_p=1e-6),
+    Decoding(top_p=1.0), Decoding(top_p=0.5, temperature=0.7), Decoding(top_p=0.9, top_k=3), Decoding(top_p=1e-6),
 ]  # fmt: skip
 
 
@@ -272,14 +259,10 @@ def test_a_token_has_the_probability_with_which_the_sampler_takes_it(decoding: D
     assert ((exact.numpy() == 0) == (shares == 0)).all()
 
 
-def test_equal_scores_are_ordered_as_the_sampler_orders_them() -> None:
-    logits = torch.zeros(1, 10)
-    decoding = Decoding(top_p=0.3)
+def test_equal_scores_are_ordered_alike_and_an_end_mark_is_not_drawn_too_early_nor_anything_too_late() -> None:
+    logits, decoding = torch.zeros(1, 10), Decoding(top_p=0.3)
     drawable = [drawn_log_probs(logits, torch.tensor([token]), decoding)[0].exp().item() for token in range(10)]
     assert drawable == pytest.approx([1 / 3] * 3 + [0] * 7)
-
-
-def test_an_end_mark_is_not_drawn_too_early_nor_anything_too_late() -> None:
     logits, tokens = torch.zeros(3, 4), torch.tensor([1, 1, 1])
     found = drawn_log_probs(logits, tokens, Decoding(top_p=1.0, min_new_tokens=1, max_new_tokens=2), ends=[1])
     assert found[0] == found[2] == -math.inf and found[1].exp().item() == pytest.approx(0.25)

@@ -107,40 +107,30 @@ def test_why_the_list_must_be_public_depends_on_the_neighbours(
     assert ("which the claim (zero-out) takes as known" in told) == (relation == "zero_out")
 
 
-def test_a_generator_without_a_card_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_generator_without_a_card_and_a_card_without_a_generator_are_refused(source: Path, tmp_path: Path) -> None:
     bare = generator().save_model(tmp_path / "g")
     with pytest.raises(DataError, match=r"privacy_card\.json"):
         synthesize(bare, PASSAGES, tmp_path / "set", **SETTINGS)
+    shutil.copy(source / "privacy_card.json", tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"lit_dpret_generator\.json"):
+        synthesize(tmp_path, PASSAGES, tmp_path / "set", **SETTINGS)
 
 
-def test_a_card_that_is_about_other_weights_is_refused_before_the_work(source: Path, tmp_path: Path) -> None:
-    swapped = tmp_path / "g"
-    shutil.copytree(source, swapped)
-    generator(seed=3).save_model(tmp_path / "other")
-    shutil.copy(tmp_path / "other" / "model.safetensors", swapped / "model.safetensors")
-    with pytest.raises(DataError, match=r"model\.safetensors"):
-        synthesize(swapped, PASSAGES, tmp_path / "set", **SETTINGS)
-    assert not (tmp_path / "set").exists()
-
-
-@pytest.mark.parametrize("change", ["added", "sharded"])
+@pytest.mark.parametrize("change", ["added", "sharded", "others"])
 def test_weights_that_the_card_does_not_list_are_refused(source: Path, tmp_path: Path, change: str) -> None:
     """An adapter that lies beside the weights is loaded with them, and shards are loaded in their place."""
     swapped = tmp_path / "g"
     shutil.copytree(source, swapped)
-    if change == "added":
+    if change == "others":
+        other = generator(seed=3).save_model(tmp_path / "other")
+        shutil.copy(other / "model.safetensors", swapped / "model.safetensors")
+    elif change == "added":
         (swapped / "adapter_config.json").write_text("{}")
     else:
         (swapped / "model.safetensors").rename(swapped / "model-00001-of-00001.safetensors")
     with pytest.raises(DataError, match=r"adapter_config|model"):
         synthesize(swapped, PASSAGES, tmp_path / "set", **SETTINGS)
     assert not (tmp_path / "set").exists()
-
-
-def test_a_folder_that_is_no_generator_is_refused(source: Path, tmp_path: Path) -> None:
-    shutil.copy(source / "privacy_card.json", tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"lit_dpret_generator\.json"):
-        synthesize(tmp_path, PASSAGES, tmp_path / "set", **SETTINGS)
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_work(
@@ -153,12 +143,6 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(
     with pytest.raises(StorageError, match="0 MB free"):
         synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS)
     assert not (tmp_path / "set" / "manifest.jsonl").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_refused(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be written"):
-        synthesize(source, PASSAGES, tmp_path / "file" / "set", **SETTINGS)
 
 
 def test_a_disk_that_fills_up_keeps_what_is_finished(
@@ -184,10 +168,11 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(
     assert content(out) == content(whole)
 
 
-def test_somebody_elses_files_are_not_replaced(source: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_or_holds_somebody_elses_files_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text("mine")
-    with pytest.raises(StorageError, match="will not be replaced"):
-        synthesize(source, PASSAGES, tmp_path, **SETTINGS)
+    for folder, told in ((tmp_path, "will not be replaced"), (tmp_path / "corpus.jsonl" / "set", "cannot be written")):
+        with pytest.raises(StorageError, match=told):
+            synthesize(source, PASSAGES, folder, **SETTINGS)
     assert (tmp_path / "corpus.jsonl").read_text() == "mine"
 
 
@@ -198,7 +183,8 @@ def test_two_processes_do_not_write_one_folder(source: Path, tmp_path: Path) -> 
         with pytest.raises(StorageError, match="another process"):
             synthesize(source, PASSAGES, out, **SETTINGS)
 
-    synthesize(source, {"p": "bana"}, out, progress=again, **SETTINGS)
+    synthesize(source, {"p": "bana", "q": " "}, out, progress=again, **SETTINGS)
+    assert {query["metadata"]["passage_id"] for query in lines(out / "queries.jsonl")} == {"p"}, "q has no text"
 
 
 @pytest.mark.parametrize(
@@ -213,18 +199,11 @@ def test_passages_that_cannot_be_written_are_refused(source: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "change",
     [
-        {"queries_per_passage": 0},
-        {"group_size": 0},
-        {"precision": "16-true"},
-        {"device": "abacus"},
-        {"language": "English"},
-        {"license": "CC BY 4.0"},
-        {"workers": -1},
-        {"workers": 1.5},
-        {"groups_in_flight": 0},
+        {"queries_per_passage": 0}, {"group_size": 0}, {"precision": "16-true"}, {"device": "abacus"},
+        {"language": "English"}, {"license": "CC BY 4.0"}, {"workers": -1}, {"workers": 1.5}, {"groups_in_flight": 0},
         {"threads": 0},
     ],
-)
+)  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(source: Path, tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(change))):
         synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | change)
@@ -248,11 +227,6 @@ def test_empty_queries_are_dropped_and_repeated_ones_merged(tmp_path: Path) -> N
     assert [row["_id"] for row in lines(tmp_path / "corpus.jsonl")] == ["b", "c"]
     assert lines(tmp_path / "corpus.jsonl")[0]["text"] == "B\ttab\nline"
     assert set(hashes) == set(DATA_FILES)
-
-
-def test_passages_without_text_get_no_query(source: Path, tmp_path: Path) -> None:
-    out = synthesize(source, {"p": "bana delo", "q": " "}, tmp_path / "set", **SETTINGS)
-    assert {query["metadata"]["passage_id"] for query in lines(out / "queries.jsonl")} == {"p"}
 
 
 def test_bfloat16_writes_the_same_queries_each_time_and_says_so(source: Path, tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ def test_a_topic_is_the_nearest_centroid_of_public_passages_and_fitting_is_repea
     vectors = tower.encode(TEXTS, "query").numpy()
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     assert found.tolist() == (vectors @ np.array(bins.spec()["centroids"]).T).argmax(axis=1).tolist()
+    equally_near = [[0.0] * tower.dim] * 3
+    bins = TopicBins(topics=3, encoder=str(encoder), encoder_is_public=True, centroids=equally_near)
+    assert bins.assign(TEXTS, [""] * 4).tolist() == [0] * 4, "the first is taken"
 
 
 @pytest.mark.slow
@@ -82,12 +85,6 @@ def test_no_query_has_a_say_in_the_bin_of_another_one(encoder: Path) -> None:
                 assert np.delete(found, gone).tolist() == again.tolist()
                 tried += 1
     assert tried
-
-
-def test_of_centroids_that_are_equally_near_the_first_is_taken(encoder: Path) -> None:
-    dim = TextEncoder.from_pretrained(encoder).dim
-    bins = TopicBins(topics=3, encoder=str(encoder), encoder_is_public=True, centroids=[[0.0] * dim] * 3)
-    assert bins.assign(TEXTS, [""] * 4).tolist() == [0] * 4
 
 
 def test_bins_can_be_made_again_from_what_is_stored(encoder: Path) -> None:

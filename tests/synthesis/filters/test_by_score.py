@@ -148,7 +148,9 @@ def test_the_generator_scores_its_own_queries_by_what_it_recorded(
     assert checked > 10
 
 
-def test_a_cross_encoder_gives_the_logit_of_the_pair_and_cuts_the_longer_text(cross_encoder_folder: Path) -> None:
+def test_a_cross_encoder_gives_the_logit_of_the_pair_with_the_longer_text_cut_and_that_of_sentence_transformers(
+    cross_encoder_folder: Path,
+) -> None:
     scorer = CrossEncoder.load(cross_encoder_folder)
     query, passage = "bana delo", " ".join(["fibi"] * 40)
     tokens = scorer.tokenizer(query, passage, truncation="longest_first", max_length=24, return_tensors="pt")
@@ -156,15 +158,11 @@ def test_a_cross_encoder_gives_the_logit_of_the_pair_and_cuts_the_longer_text(cr
     with torch.inference_mode():
         expected = float(scorer.model(**tokens).logits)
     assert scorer.score([query], [passage])[0] == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_cross_encoder_scores_as_sentence_transformers_does(cross_encoder_folder: Path) -> None:
     library = pytest.importorskip("sentence_transformers", reason="compares with sentence-transformers")
     theirs = library.CrossEncoder(str(cross_encoder_folder), activation_fn=torch.nn.Identity(), device="cpu")
     queries, passages = ["bana delo", "fibi"], ["gomu kuri", "bana bana bana delo fibi"]
-    expected = theirs.predict(list(zip(queries, passages, strict=True)))
-    ours = CrossEncoder.load(cross_encoder_folder).score(queries, passages)
-    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    predicted = theirs.predict(list(zip(queries, passages, strict=True)))
+    np.testing.assert_allclose(scorer.score(queries, passages), predicted, rtol=1e-5)
 
 
 def test_what_is_no_cross_encoder_is_refused(
@@ -427,9 +425,6 @@ def test_scores_that_are_not_numbers_and_filters_that_keep_nothing_are_refused()
         Fixed({"q0": math.nan, "q1": 1.0}).choose(released)
     with pytest.raises(DataError, match="None of 2 queries passes the filter fixed"):
         apply_filters(released, [Fixed({"q0": -1.0, "q1": -1.0})])
-
-
-def test_a_data_set_without_log_probabilities_needs_a_model() -> None:
     with pytest.raises(ConfigurationError, match="records no log_prob"):
         LanguageModelScore(keep_share=0.5).choose(made(("x", "a")))
 

@@ -164,8 +164,5 @@ def test_a_malformed_label_is_refused_by_line(line: str, tmp_path: Path) -> None
     (tmp_path / "labels.tsv").write_text(f"q0\tp0\tp1\t0.5\n{line}\n")
     with pytest.raises(DataError, match=r"labels.tsv line 2"):
         read_labels(tmp_path / "labels.tsv")
-
-
-def test_a_file_of_labels_that_is_not_there_is_told_by_its_setting(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"model.negatives.labelled.file=.*labels.tsv cannot be read: No such file"):
-        read_labels(tmp_path / "labels.tsv")
+    with pytest.raises(DataError, match=r"model.negatives.labelled.file=.*no.tsv"):
+        read_labels(tmp_path / "no.tsv")

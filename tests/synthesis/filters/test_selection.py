@@ -39,12 +39,6 @@ def parts(folder: Path) -> Parts:
     )
 
 
-def test_a_selection_of_everything_has_the_same_files(released: ReleasedQueries, data: Path, tmp_path: Path) -> None:
-    out = write_selection(released, tmp_path / "all", applied=[])
-    for name in DATA_FILES:
-        assert (out / name).read_bytes() == (data / name).read_bytes()
-
-
 def test_a_claim_that_cannot_be_inherited_leaves_no_queries_without_a_card(
     released: ReleasedQueries, tmp_path: Path
 ) -> None:
@@ -60,6 +54,9 @@ def test_a_claim_that_cannot_be_inherited_leaves_no_queries_without_a_card(
 def test_what_is_kept_keeps_its_id_and_only_its_passages_are_written(
     released: ReleasedQueries, data: Path, tmp_path: Path
 ) -> None:
+    everything = write_selection(released, tmp_path / "all", applied=[])
+    for name in DATA_FILES:
+        assert (everything / name).read_bytes() == (data / name).read_bytes()
     kept = released.only([i % 5 == 3 for i in range(len(released))])
     out = write_selection(kept, tmp_path / "some", applied=[])
     whole = (data / "queries.jsonl").read_text().splitlines()
@@ -118,6 +115,8 @@ def test_nothing_is_written_over_and_no_filter_is_no_task(data: Path, tmp_path: 
     assert (tmp_path / "filtered" / "mine.txt").read_text() == "x"
     with pytest.raises(ConfigurationError, match=r"filter=round_trip"):
         Filter(data=data, filters={})
+    with pytest.raises(DataError, match=r"check task\.data"):
+        load_released(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -128,11 +127,6 @@ def test_a_setting_of_the_task_is_refused_before_anything_is_written(settings: d
     """A folder of queries that is left without its card could be taken for another one."""
     with pytest.raises(ConfigurationError, match=message):
         Filter(data="set", filters={"language_model": LanguageModelScore(keep_share=1.0)}, **settings)
-
-
-def test_a_missing_folder_is_told_by_the_setting_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"check task\.data"):
-        load_released(tmp_path / "nowhere")
 
 
 def test_a_model_that_was_declared_public_is_named_on_the_card_as_declared(

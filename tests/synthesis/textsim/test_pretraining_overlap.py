@@ -47,7 +47,7 @@ def test_it_finds_what_a_slow_search_finds(monkeypatch: pytest.MonkeyPatch) -> N
     texts = [" ".join(rng.choices("abcdef", k=rng.randrange(1, 9))) for _ in range(400)]
     expected = [by_eye(text, documents) for text in texts]
     assert 20 < sum(expected) < 380
-    assert which(texts, documents) == expected
+    assert which(texts, documents) == which(texts, documents[::-1]) == expected
     for n in (1, 3):
         assert which(texts, documents, n=n) == expected
         found = find_in_corpus({"texts": texts}, documents, n=n)[0]["texts"].ngram
@@ -62,15 +62,6 @@ def test_one_pass_serves_several_lists_and_counts_the_corpus() -> None:
     found, corpus = find_in_corpus(lists, iter(["who pays? he asked", "so " + PASSAGE]))
     assert [found[name].exact.positives for name in lists] == [1, 1]
     assert (corpus.documents, corpus.words) == (2, 4 + 1 + len(PASSAGE.split()))
-
-
-def test_the_order_and_the_cut_of_the_stream_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = [f"number {i} of the documents says {i * 7}" for i in range(30)]
-    texts = [f"documents says {i}" for i in range(60)]
-    expected = which(texts, documents)
-    assert 0 < sum(expected) < 60
-    monkeypatch.setattr(pretraining_overlap, "_CHUNK", 20)
-    assert which(texts, documents) == which(texts, documents[::-1]) == expected
 
 
 def test_a_share_of_a_sample_bounds_that_of_the_corpus() -> None:
