@@ -59,18 +59,14 @@ def test_each_cell_is_the_epsilon_of_that_law_and_relation(matrix: dict[Any, Any
     for relation in ("zero_out", "replace_one"):
         assert matrix["shuffle", relation]["epsilon"] == of(shuffle, relation)
     assert not matrix["shuffle", "zero_out"]["amplified"] and matrix["poisson", "zero_out"]["amplified"]
+    refused = {key for key, row in matrix.items() if row["accountant"] is None}  # which no library judges
+    assert refused == {("fixed_size", "zero_out"), ("fixed_size", "add_or_remove"), ("shuffle", "add_or_remove")}
+    for key in refused:
+        assert matrix[key]["epsilon"] is None and f"sampling={key[0]}" in matrix[key]["why"]
     fixed = matrix["fixed_size", "replace_one"]
     assert (fixed["epsilon"], fixed["accountant"]) == (
         of(FixedSize(batch_size=80, n=N), "replace_one", "rdp"), "rdp",
     )  # fmt: skip
-
-
-def test_what_no_library_judges_has_no_number_and_says_so(matrix: dict[Any, Any]) -> None:
-    refused = {key for key, row in matrix.items() if row["accountant"] is None}
-    assert refused == {("fixed_size", "zero_out"), ("fixed_size", "add_or_remove"), ("shuffle", "add_or_remove")}
-    for key in refused:
-        assert matrix[key]["epsilon"] is None
-        assert f"sampling={key[0]}" in matrix[key]["why"]
 
 
 @pytest.mark.slow
@@ -199,7 +195,7 @@ def test_larger_batches_and_fewer_passes_have_less_noise_for_their_size(table: d
     assert ratios == sorted(ratios)
 
 
-@pytest.mark.parametrize(("n", "batch"), [(532_000, 1024), (12_889, 256), (2000, 40), (100, 50), (40, 1), (9, 9)])
+@pytest.mark.parametrize(("n", "batch"), [(532_000, 1024), (2000, 40), (40, 1), (9, 9)])
 def test_batch_sizes_are_doublings_of_the_planned_one(n: int, batch: int) -> None:
     sizes = batch_sizes(n, batch)
     assert batch in sizes and sizes == sorted(set(sizes)) and len(sizes) <= 10

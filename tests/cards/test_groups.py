@@ -135,16 +135,6 @@ def test_what_is_charged_without_amplification_is_charged_so_for_several_units_t
     assert card["claim"]["user_level_epsilon"] == pytest.approx(epsilon([five], delta=DELTA, neighbours="zero_out"))
 
 
-def test_without_a_guarantee_there_is_none_for_several_units(tmp_path: Path) -> None:
-    card = trained(tmp_path, max_units_per_user=3).card(
-        assumptions=[Assumption("Each gradient was clipped.", "refuted")]
-    )
-    assert card["claim"]["user_level_epsilon"] is None
-    assert {group["epsilon"] for group in card["accounting"]["groups"]} == {None}
-    bare = Run(tmp_path / "bare", None, mode="none").train().card()
-    assert bare["claim"]["user_level_epsilon"] is None and bare["accounting"] is None
-
-
 def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_the_claim(tmp_path: Path) -> None:
     run = trained(tmp_path, max_units_per_user=3)
     path = write_card(run.card(), run.folder)
@@ -159,6 +149,11 @@ def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_th
     assert all(facts[name] is None for name in facts if name.startswith("epsilon_"))
     assert broken["empirical"]["ceilings"] is None
     assert not any(show_epsilon(of(units)) in card_markdown(broken) for units in (2, 3, 5, 10))
+    doubted = run.card(assumptions=[Assumption("Each gradient was clipped.", "refuted")])
+    assert doubted["claim"]["user_level_epsilon"] is None
+    assert {group["epsilon"] for group in doubted["accounting"]["groups"]} == {None}
+    bare = Run(tmp_path / "bare", None, mode="none").train().card()
+    assert bare["claim"]["user_level_epsilon"] is None and bare["accounting"] is None
 
 
 @pytest.mark.parametrize("bound", [0, 2.5, True, 10_000])

@@ -60,13 +60,11 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", folder, *who, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_package_that_only_lies_in_a_repository_has_no_commit(repository: Path) -> None:
+def test_a_checkout_is_named_by_its_commit_and_says_whether_files_differ_from_it(repository: Path) -> None:
     git(repository, "add", "other.py")
     git(repository, "commit", "-qm", "another project, whose environment lies inside it")
-    assert code_commit() is None
-
-
-def test_a_checkout_is_named_by_its_commit_and_says_whether_files_differ_from_it(repository: Path) -> None:
+    assert code_commit() is None, "the package only lies there"
+    code_commit.cache_clear()
     git(repository, "add", ".")
     git(repository, "commit", "-qm", "all")
     commit = git(repository, "rev-parse", "HEAD").strip()
@@ -167,6 +165,7 @@ def test_a_run_registers_its_protocols_before_its_first_release_and_its_card_nam
     ]
     assert kinds.index(PROTOCOL_EVENT) < kinds.index("intent")
     card = read_card(folder)
+    assert card["pretraining"]["model"] == "unstated"
     (one,) = card["empirical"]["pre_registered"]
     assert (one["name"], one["sha256"]) == ("protocol.md", file_sha256(path))
     assert one["sha256"] in (folder / "privacy_card.html").read_text(encoding="utf-8")
@@ -197,18 +196,12 @@ def test_a_resumed_run_keeps_its_protocols_and_takes_no_new_ones(tmp_path: Path)
         go_on(2, True, path)
 
 
-def test_a_record_after_the_first_announced_step_registers_nothing(tmp_path: Path) -> None:
+def test_a_derived_artefact_has_the_protocols_that_its_parent_registered_before_its_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", make_plan())
     note_protocols(run.ledger, [protocol(tmp_path)])
     run.step(0)
     run.ledger.append("event", name=PROTOCOL_EVENT, protocols=[{"name": "late.md", "sha256": "0" * 64}])
     assert [one["name"] for one in registered(run.ledger.records)] == ["protocol.md"]
-
-
-def test_a_derived_artefact_has_the_protocols_of_its_parent(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", make_plan())
-    note_protocols(run.ledger, [protocol(tmp_path)])
-    run.train()
     write_card(run.card(), run.folder)
     child = inherit_card(run.folder, subject_of("dataset", "made"), description="drawing")
     assert child["empirical"]["pre_registered"] == read_card(run.folder)["empirical"]["pre_registered"] != []
@@ -244,9 +237,7 @@ def test_an_index_finds_its_encoder_where_it_was_left(made: Chain, tmp_path: Pat
     assert told_from("/somewhere/else", tmp_path) == tmp_path.name
 
 
-@pytest.mark.parametrize(
-    ("pretrained", "told"), [("org/name", "org/name"), (None, "unstated"), (f"/{OWNER}/models/small", "small")]
-)
+@pytest.mark.parametrize(("pretrained", "told"), [("org/name", "org/name"), (f"/{OWNER}/models/small", "small")])
 def test_a_card_names_a_model_by_its_hub_or_by_its_folder_alone(pretrained: Any, told: str, tmp_path: Path) -> None:
     module = Regression(privacy=dp(tmp_path))
     module.pretrained = pretrained

@@ -103,7 +103,13 @@ def test_the_claim_is_the_composition_of_both_runs_and_the_card_says_which_is_wh
     assert str(tmp_path) not in (tmp_path / "child" / LEDGER_NAME).read_text(encoding="utf-8")
     text = card_markdown(card)
     assert "about both trainings together" in text and "of its own budget of 50" in text
-    assert verify_card(read_card(tmp_path / "child"), tmp_path / "child" / "privacy_ledger.jsonl") == []
+    ledger = tmp_path / "child" / LEDGER_NAME
+    assert verify_card(read_card(tmp_path / "child"), ledger) == []
+    assert "claim.epsilon" in verify_card(forge(card, epsilon=cost(5)), ledger)[0], "a claim of its own run alone"
+    assert len(verify_card(forge({**card, "parents": []}), ledger)) == 1
+    third = finished(begun(tmp_path / "grandchild", tmp_path / "child"), 4)
+    assert third["claim"]["epsilon"] == pytest.approx(cost(19), rel=1e-9)
+    assert [entry["name"] for entry in third["parents"]] == ["child", "parent"]
 
 
 def test_the_card_states_what_the_claim_of_the_start_rests_on_and_leaves_open(tmp_path: Path) -> None:
@@ -155,13 +161,6 @@ def test_a_start_that_private_rows_interrupted_is_told_and_not_handed_on(tmp_pat
         refuse_told_failures(tmp_path / "child" / CARD_NAME, "task.checkpoint=child", "the weights")
 
 
-def test_a_third_run_composes_all_three(parent: Path, tmp_path: Path) -> None:
-    finished(begun(tmp_path / "child", parent), 5)
-    card = finished(begun(tmp_path / "grandchild", tmp_path / "child"), 4)
-    assert card["claim"]["epsilon"] == pytest.approx(cost(19), rel=1e-9)
-    assert [entry["name"] for entry in card["parents"]] == ["child", "parent"]
-
-
 def of_one_person(*runs: tuple[int, int]) -> float:
     """Epsilon by dp-accounting's own mixture, for so many units of one person in so many steps of each run."""
     total: Any = None
@@ -210,15 +209,6 @@ def test_a_claim_at_a_delta_that_allows_publishing_somebody_behind_the_start_say
     loose = Run(tmp_path / "loose", small)
     note_start(loose.ledger, read_start(parent, public=False))
     assert any("1/n of the run before it" in text for text in loose.train(2).card()["cautions"])
-
-
-def test_a_card_that_claims_its_own_run_alone_does_not_verify(parent: Path, tmp_path: Path) -> None:
-    card = finished(begun(tmp_path / "child", parent), 5)
-    ledger = tmp_path / "child" / "privacy_ledger.jsonl"
-    forged = forge(card, epsilon=cost(5))
-    assert "claim.epsilon" in verify_card(forged, ledger)[0]
-    orphan = forge({**card, "parents": []})
-    assert len(verify_card(orphan, ledger)) == 1
 
 
 def test_without_a_card_only_a_declaration_makes_a_start_public(tmp_path: Path) -> None:

@@ -41,13 +41,11 @@ def test_a_declared_search_is_priced_beside_the_claim_and_not_instead_of_it(tmp_
         assert f"epsilon = {show_epsilon(cost())}" in text and "geometric distribution of mean 10" in text
         assert "NOT ACCOUNTED" not in text
     assert any("scored are not covered at all" in gap and show_epsilon(cost()) in gap for gap in card["not_covered"])
-
-
-def test_the_law_of_the_number_of_runs_is_geometric_unless_it_is_stated(tmp_path: Path) -> None:
-    run = trained(tmp_path)
     unstated = {key: value for key, value in SEARCH.items() if key != "runs_law"}
-    assert run.card(tuning=unstated)["tuning"]["epsilon"] == cost()
+    assert run.card(tuning=unstated)["tuning"]["epsilon"] == cost(), "the law is geometric unless it is stated"
     assert run.card(tuning=SEARCH | {"runs_law": 0.0})["tuning"]["epsilon"] < cost()
+    doubted = run.card(tuning=SEARCH, assumptions=[Assumption("Each gradient was clipped.", "refuted")])["tuning"]
+    assert doubted["epsilon"] is None and doubted["accounted"] is False, "without a guarantee there is no price"
 
 
 @pytest.mark.parametrize(("law", "neighbours"), [(TRUNCATED, "add_or_remove"), (LAW, "replace_one")])
@@ -71,11 +69,6 @@ def test_a_search_is_priced_by_what_its_run_is_charged_with(
 ) -> None:
     run = Run(tmp_path / "run", make_plan(planned)).train(law=ran.to_dict())
     assert run.card(tuning=SEARCH)["tuning"]["epsilon"] == pytest.approx(cost(charged))
-
-
-def test_without_a_guarantee_a_search_has_no_price(tmp_path: Path) -> None:
-    card = trained(tmp_path).card(tuning=SEARCH, assumptions=[Assumption("Each gradient was clipped.", "refuted")])
-    assert card["tuning"]["epsilon"] is None and card["tuning"]["accounted"] is False
 
 
 def test_a_derived_artefact_keeps_its_parents_price_in_what_is_not_covered(tmp_path: Path) -> None:
