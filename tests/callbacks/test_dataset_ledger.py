@@ -71,9 +71,22 @@ def stopped(folder: Path, module: Regression, *, after: int, extra: Sequence[L.C
             train(folder, module, extra=[*extra, StopAfter(after)], **settings)
 
 
-def test_runs_add_up_until_the_limit_refuses_one_before_anything_is_made(tmp_path: Path) -> None:
+class Watch(L.Callback):
+    """What stands in the ledger of the data set before each batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, list[dict[str, Any]]()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        self.seen.extend(entries(self.folder)[-1:])
+
+
+def test_runs_reserve_all_steps_and_add_up_until_the_limit_refuses_one_before_anything_is_made(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        train(tmp_path / name, module(tmp_path))
+        train(tmp_path / name, module(tmp_path), extra=[watch := Watch(tmp_path)])
+        assert watch.seen[0]["kind"] == "reserve", "before the first coin"
+        [planned] = watch.seen[0]["releases"]
+        assert (planned["count"], planned["noise_multiplier"]) == (6, NOISE)
     value = cost(tmp_path / "a", tmp_path / "b")
     assert total(tmp_path).epsilon == pytest.approx(value, rel=1e-12) and 0.28 < value < LIMIT
     with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps=0\.45 .* 2 other runs") as refusal:
@@ -81,19 +94,6 @@ def test_runs_add_up_until_the_limit_refuses_one_before_anything_is_made(tmp_pat
     assert f"{value:.4g}" in str(refusal.value)
     assert not (tmp_path / "c" / "privacy_ledger.jsonl").exists()
     assert total(tmp_path).epsilon == pytest.approx(value, rel=1e-12)
-
-
-def test_all_steps_are_reserved_before_the_first_coin(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
-
-    class Watch(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-            seen.extend(entries(tmp_path)[-1:])
-
-    train(tmp_path / "a", module(tmp_path), extra=[Watch()])
-    assert seen[0]["kind"] == "reserve"
-    [planned] = seen[0]["releases"]
-    assert (planned["count"], planned["noise_multiplier"]) == (6, NOISE)
 
 
 def test_a_run_that_ends_early_is_counted_as_planned_until_it_goes_on_to_its_end(tmp_path: Path) -> None:
@@ -378,26 +378,21 @@ def test_an_older_copy_of_a_ledger_does_not_let_go_of_a_run_that_was_counted(tmp
         ({"total_eps": 0.0}, r"privacy\.total_eps=0"),
         ({"total_eps": float("nan")}, r"privacy\.total_eps=nan"),
         ({"total_eps": None}, r"privacy\.total_eps"),
+        ({"dataset_ledger": "a/data.jsonl"}, "inside the run folder"),
     ],
 )
-def test_settings_that_limit_nothing_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+def test_settings_that_limit_nothing_and_a_ledger_in_the_run_folder_are_refused(
+    tmp_path: Path, settings: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=named):
         train(tmp_path / "a", module(tmp_path, **settings))
 
 
-def test_a_ledger_in_the_run_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="inside the run folder"):
-        train(tmp_path / "a", module(tmp_path, dataset_ledger=tmp_path / "a" / "data.jsonl"))
-
-
-def test_another_unit_of_the_same_file_is_refused(tmp_path: Path) -> None:
+def test_the_card_states_the_total_of_one_unit_when_the_run_ended(tmp_path: Path) -> None:
     train(tmp_path / "a", module(tmp_path))
     with pytest.raises(ConfigurationError, match=r"privacy\.unit=user"):
-        train(tmp_path / "b", module(tmp_path, unit="user"))
-
-
-def test_the_card_states_the_total_when_the_run_ended(tmp_path: Path) -> None:
-    train(tmp_path / "a", module(tmp_path))
+        train(tmp_path / "other", module(tmp_path, unit="user"))
     train(tmp_path / "b", module(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "b")])
     card = read_card(tmp_path / "b" / "privacy_card.json")
     stated = card["accounting"]["dataset_total"]

@@ -428,8 +428,10 @@ CUT: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["random_passage", "own_passage", "echo"])
-@pytest.mark.parametrize("family", CUT)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*((family, "random_passage") for family in CUT), ("generator", "own_passage"), ("dual encoder", "echo")],
+)
 def test_a_secret_that_the_model_would_not_read_to_its_end_is_refused_before_anything_is_written(
     family: str, kind: Any, tmp_path: Path
 ) -> None:

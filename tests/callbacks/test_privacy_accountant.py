@@ -46,6 +46,20 @@ def killed_run(tmp_path: Path, at: int, data: Any = None, *, reserve: int = 0, *
     return folder
 
 
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed in its fourth step, and its secret."""
+    folder = tmp_path_factory.mktemp("killed")
+    killed_run(folder, 3)
+    return folder
+
+
+@pytest.fixture
+def killed(made_once: Path, tmp_path: Path) -> Path:
+    """A copy of it, to go on with."""
+    return Path(shutil.copytree(made_once, tmp_path, dirs_exist_ok=True)) / "run"
+
+
 def begin_with_the_streams_of(run: Path, other: Path) -> None:
     """Give ``other`` the first ledger record of ``run``: the same run id, and nothing released yet."""
     other.mkdir()
@@ -110,13 +124,12 @@ def test_a_killed_run_resumes_to_the_weights_and_epsilon_of_an_uninterrupted_one
     assert len(replays) == expected, "steps after the last checkpoint are repeated, not paid for again"
 
 
-def test_without_replay_repeated_steps_draw_fresh_noise_and_are_charged(tmp_path: Path) -> None:
-    folder = killed_run(tmp_path, 3)
-    accountant = PrivacyAccountant(eps_log_points=1, run_dir=folder, resume=True, replay="never")
+def test_without_replay_repeated_steps_draw_fresh_noise_and_are_charged(killed: Path, tmp_path: Path) -> None:
+    accountant = PrivacyAccountant(eps_log_points=1, run_dir=killed, resume=True, replay="never")
     with pytest.raises(BudgetExceededError, match="already spent"):
-        fit(folder, seeded(tmp_path), accountant=accountant, resume=True)
-    assert spent(folder) <= 3.0
-    keys = noise_keys(records(folder))
+        fit(killed, seeded(tmp_path), accountant=accountant, resume=True)
+    assert spent(killed) <= 3.0
+    keys = noise_keys(records(killed))
     assert len(keys) == len(set(keys)) == 6 and {attempt for attempt, _ in keys} == {0, 1}
 
 
@@ -147,13 +160,12 @@ def test_steps_that_were_made_again_are_charged_and_the_card_says_what_that_take
         assert [each["holds"] for each in told] == ["unverified"] and "2 steps" in told[0]["text"]
 
 
-def test_a_lost_secret_means_fresh_noise(tmp_path: Path) -> None:
-    folder = killed_run(tmp_path, 3)
+def test_a_lost_secret_means_fresh_noise(killed: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").unlink()
     with pytest.raises(BudgetExceededError):
-        fit(folder, seeded(tmp_path), resume=True)
-    assert {attempt for attempt, _ in noise_keys(records(folder))} == {0, 1}
-    assert spent(folder) <= 3.0
+        fit(killed, seeded(tmp_path), resume=True)
+    assert {attempt for attempt, _ in noise_keys(records(killed))} == {0, 1}
+    assert spent(killed) <= 3.0
 
 
 @pytest.mark.parametrize("made", [0, 3])
@@ -206,33 +218,26 @@ def test_a_shuffled_epoch_is_paid_for_whole_once_and_again_by_a_fresh_attempt(tm
     assert spent(folder) <= 3.0 and len(noise_keys(records(folder))) == 6
 
 
-def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(tmp_path: Path) -> None:
-    folder = killed_run(tmp_path, 3)
+def test_a_step_that_does_not_repeat_bit_by_bit_is_refused_and_then_charged(killed: Path, tmp_path: Path) -> None:
     disturbed = seeded(tmp_path)
     original = disturbed.per_row_loss
     disturbed.per_row_loss = lambda rows: original(rows) * 1.0001  # type: ignore[method-assign]
     with pytest.raises(ResumeError, match="bit by bit"):
-        fit(folder, disturbed, resume=True)
+        fit(killed, disturbed, resume=True)
     with pytest.raises(BudgetExceededError):
-        fit(folder, seeded(tmp_path), resume=True)
-    assert {attempt for attempt, _ in noise_keys(records(folder))} == {0, 1}
+        fit(killed, seeded(tmp_path), resume=True)
+    assert {attempt for attempt, _ in noise_keys(records(killed))} == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"noise_multiplier": 5.0}, "noise_multiplier"),
-        ({"max_grad_norm": 2.0}, "max_grad_norm"),
-        ({"clip_groups": "per_layer"}, "clip_groups"),
-        ({"engine": "ghost_bf16"}, "engine"),
-        ({"eps": 4.0}, "eps"),
-        ({"secure_rng": True}, "secure_rng"),
-    ],
-)
-def test_a_resume_with_another_mechanism_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    folder = killed_run(tmp_path, 3)
-    with pytest.raises(ResumeError, match=named):
-        fit(folder, seeded(tmp_path, **change), resume=True)
+def test_a_resume_with_another_mechanism_or_data_set_is_refused(killed: Path, tmp_path: Path) -> None:
+    for change in (
+        {"noise_multiplier": 5.0}, {"max_grad_norm": 2.0}, {"clip_groups": "per_layer"}, {"engine": "ghost_bf16"},
+        {"eps": 4.0}, {"secure_rng": True},
+    ):  # fmt: skip
+        with pytest.raises(ResumeError, match=next(iter(change))):
+            fit(killed, seeded(tmp_path, **change), resume=True)
+    with pytest.raises(ResumeError, match="data set"):
+        fit(killed, seeded(tmp_path), Numbers(content="b"), resume=True)
 
 
 CALIBRATED_QUICKLY: dict[str, Any] = {"noise_multiplier": None, "accountant": "rdp"}
@@ -298,19 +303,12 @@ def test_a_run_without_budget_for_its_last_steps_is_finished_with_those_that_it_
     assert records(folder)[-1]["kind"] == "end" and records(folder)[-1]["steps"] == made_steps
 
 
-def test_a_resume_with_fewer_steps_claims_those_that_were_planned(tmp_path: Path) -> None:
-    folder = killed_run(tmp_path, 3)
-    fit(folder, seeded(tmp_path), resume=True, extra=[PrivacyCard(run_dir=folder)], steps=4)
-    assert len(noise_keys(records(folder))) == 4
+def test_a_resume_with_fewer_steps_claims_those_that_were_planned(killed: Path, tmp_path: Path) -> None:
+    fit(killed, seeded(tmp_path), resume=True, extra=[PrivacyCard(run_dir=killed)], steps=4)
+    assert len(noise_keys(records(killed))) == 4
     whole = fit(tmp_path / "whole", seeded(tmp_path), extra=[PrivacyCard(run_dir=tmp_path / "whole")])
     assert whole.global_step == 6
-    assert read_card(folder)["claim"]["epsilon"] == pytest.approx(read_card(tmp_path / "whole")["claim"]["epsilon"])
-
-
-def test_a_resume_with_another_data_set_is_refused(tmp_path: Path) -> None:
-    folder = killed_run(tmp_path, 3)
-    with pytest.raises(ResumeError, match="data set"):
-        fit(folder, seeded(tmp_path), Numbers(content="b"), resume=True)
+    assert read_card(killed)["claim"]["epsilon"] == pytest.approx(read_card(tmp_path / "whole")["claim"]["epsilon"])
 
 
 def test_a_mode_that_says_that_it_adds_less_noise_is_charged_for_what_it_says(
@@ -381,13 +379,12 @@ def test_a_run_that_a_released_number_stopped_claims_the_epsilon_of_its_plan(tmp
     assert verify_card(stopped, tmp_path / "stopped" / "privacy_ledger.jsonl") == []
 
 
-@pytest.mark.parametrize("monitor", ["privacy/eps_spent", "privacy/delta", "step", "epoch"])
-def test_a_checkpoint_may_be_chosen_by_what_no_data_decide(monitor: str, tmp_path: Path) -> None:
-    best = ModelCheckpoint(
-        dirpath=tmp_path / "kept", monitor=monitor, mode="max", every_n_train_steps=1, filename="best"
-    )
-    fit(tmp_path / "run", seeded(tmp_path), steps=2, extra=[best])
-    assert (tmp_path / "kept" / "best.ckpt").is_file() and spent(tmp_path / "run") > 0
+def test_a_checkpoint_may_be_chosen_by_what_no_data_decide(tmp_path: Path) -> None:
+    by = ["privacy/eps_spent", "privacy/delta", "step", "epoch"]
+    settings = {"mode": "max", "every_n_train_steps": 1, "filename": "best"}
+    best = [ModelCheckpoint(dirpath=tmp_path / name, monitor=name, **settings) for name in by]
+    fit(tmp_path / "run", seeded(tmp_path), steps=2, extra=best)
+    assert all((tmp_path / name / "best.ckpt").is_file() for name in by) and spent(tmp_path / "run") > 0
 
 
 class TellsItsLoss(Regression):
@@ -414,12 +411,8 @@ def test_a_private_number_under_such_a_name_is_refused(
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle", "full_batch"])
 def test_every_law_runs_and_stays_in_budget(tmp_path: Path, sampling: str) -> None:
-    fit(
-        tmp_path / "run",
-        seeded(tmp_path, noise_multiplier=4.0),
-        Numbers(sampling=sampling, rows_per_unit="all"),
-        steps=4,
-    )
+    module = seeded(tmp_path, noise_multiplier=4.0)
+    fit(tmp_path / "run", module, Numbers(sampling=sampling, rows_per_unit="all"), steps=4)
     assert spent(tmp_path / "run") <= 3.0
 
 
@@ -448,8 +441,8 @@ def test_the_secret_reaches_no_file_of_the_run(tmp_path: Path) -> None:
             assert secret not in content and secret.hex().encode() not in content, path
 
 
-def test_a_copied_run_folder_never_adds_the_same_noise_to_two_sums(tmp_path: Path) -> None:
-    shutil.copytree(killed_run(tmp_path, 3), tmp_path / "copy")
+def test_a_copied_run_folder_never_adds_the_same_noise_to_two_sums(killed: Path, tmp_path: Path) -> None:
+    shutil.copytree(killed, tmp_path / "copy")
     drawn: list[dict[tuple[Any, ...], torch.Tensor]] = []
     honest = KeyedStream.normal
     for name, dropout in (("run", 0.1), ("copy", 0.5)):

@@ -71,9 +71,12 @@ WAYS: dict[str, tuple[Callable[[Path, str, Any], None], str]] = {
 
 
 @pytest.mark.parametrize(
-    "words", ["does medicare pay for my new teeth", "chosen on Does Medicare pay, for my new TEETH"]
+    ("way", "words"),
+    [
+        ("tuning_note", "does medicare pay for my new teeth"),
+        *((way, "chosen on Does Medicare pay, for my new TEETH") for way in WAYS),
+    ],
 )
-@pytest.mark.parametrize("way", WAYS)
 def test_a_query_of_the_run_in_a_published_text_is_refused_before_the_run(way: str, words: str, tmp_path: Path) -> None:
     act, knob = WAYS[way]
     with pytest.raises(ConfigurationError, match=knob) as refused:
