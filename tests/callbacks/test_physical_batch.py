@@ -110,29 +110,24 @@ def test_where_attempts_do_not_fail_doubling_stops_while_there_is_room() -> None
     )
     assert (size, made) == (2, [1, 2])
 
-
-def test_another_failure_is_raised_as_it_is() -> None:
     def attempt(size: int) -> None:
         raise RuntimeError("no such layer")
 
-    with pytest.raises(RuntimeError, match="no such layer"):
+    with pytest.raises(RuntimeError, match="no such layer"):  # another failure is raised as it is
         largest_that_fits(attempt, most=4)
 
 
 def test_what_cannot_be_tried_is_refused(tmp_path: Path) -> None:
+    assert PairsDataModule(pairs="x", physical_batch_size="auto").finds_physical_batch_size
+    assert not PairsDataModule(pairs="x", physical_batch_size=8).finds_physical_batch_size
+    with pytest.raises(ConfigurationError, match="physical_batch_size='many'"):
+        PairsDataModule(pairs="x", physical_batch_size="many")
     with pytest.raises(ConfigurationError, match=r"auto tries batches.*longest_rows"):
         fit(tmp_path / "a", Regression(privacy=dp(tmp_path)), auto(), steps=2)
     coupled = Growing(room=4, privacy=NoPrivacy())
     coupled.coupled_loss = True
     with pytest.raises(ConfigurationError, match="units of a physical batch are compared with each other"):
         fit(tmp_path / "b", coupled, auto(), steps=2)
-
-
-def test_the_setting_is_a_number_or_auto() -> None:
-    assert PairsDataModule(pairs="x", physical_batch_size="auto").finds_physical_batch_size
-    assert not PairsDataModule(pairs="x", physical_batch_size=8).finds_physical_batch_size
-    with pytest.raises(ConfigurationError, match="physical_batch_size='many'"):
-        PairsDataModule(pairs="x", physical_batch_size="many")
 
 
 FULL: dict[str, Any] = {"sampling": "full_batch", "expected_batch_size": 20}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +117,14 @@ def test_noise_by_a_published_seed_repeats_and_leaves_no_claim_on_the_card(tmp_p
     other = traced(tmp_path / "c", tmp_path, seed=0, noise_seed=8)
     assert equal(*seeded) == (True, True) and equal(seeded[0], other) == (False, False)
     assert not (tmp_path / "secret").exists(), "no secret is needed, and none is touched"
+    traced(tmp_path / "d", tmp_path, seed=0, first=tmp_path / "a")  # which goes on without a seed, and stays marked
+    assert read_card(tmp_path / "d")["claim"]["guarantee"] == "not_proved"
     card = read_card(tmp_path / "a" / "privacy_card.json")
     assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
     broken = [a["text"] for a in card["assumptions"] if a["holds"] is False]
     assert any("privacy.noise_seed" in text for text in broken)
     plan = PrivacyLedger.read(tmp_path / "a" / "privacy_ledger.jsonl").records[0]
     assert plan["noise_seed"] == 7 and "privacy.noise_seed" in (tmp_path / "a" / "privacy_card.md").read_text("utf-8")
-
-
-def test_a_run_that_was_seeded_once_stays_marked(tmp_path: Path) -> None:
-    traced(tmp_path / "a", tmp_path, seed=0, noise_seed=7)
-    traced_again = tmp_path / "b"
-    traced(traced_again, tmp_path, seed=0, first=tmp_path / "a")
-    claim = json.loads((traced_again / "privacy_card.json").read_text(encoding="utf-8"))["claim"]
-    assert claim["guarantee"] == "not_proved"
 
 
 def test_a_seed_of_the_noise_is_a_whole_number() -> None:
@@ -161,14 +154,10 @@ def test_a_killed_run_repeats_its_step_bit_by_bit_and_ends_where_the_whole_one_d
     fit(tmp_path / "killed", resumed, resume=True)
     for (name, one), two in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, two), name
+    with pytest.raises(ResumeError, match="noise"):
+        fit(tmp_path / "killed", regression(tmp_path, noise="gaussian", noise_seed=7), resume=True)
     kinds = [record["kind"] for record in PrivacyLedger.read(tmp_path / "killed" / LEDGER_NAME).records]
     assert kinds.count("replay") == 1 and kinds.count("intent") == 6
-
-
-def test_a_run_that_goes_on_with_other_noise_is_refused(tmp_path: Path) -> None:
-    fit(tmp_path / "run", regression(tmp_path), steps=2)
-    with pytest.raises(ResumeError, match="noise"):
-        fit(tmp_path / "run", regression(tmp_path, noise="gaussian"), resume=True, steps=2)
 
 
 def test_the_card_of_a_run_says_which_noise_it_was_and_holds_against_its_ledger(

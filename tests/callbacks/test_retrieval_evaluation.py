@@ -201,16 +201,15 @@ def test_a_benchmark_may_share_a_common_query_with_the_log(tmp_path: Path) -> No
     assert list(logged(tmp_path, "val/ndcg@10")) == [6]
 
 
-def test_judgements_of_unknown_passages_are_refused_before_the_run(tmp_path: Path) -> None:
+def test_judgements_of_unknown_passages_and_a_model_that_does_not_retrieve_are_refused(
+    tmp_path: Path,
+) -> None:
     class Unknown(Judged):
         def public_passages(self) -> dict[str, str]:
             return {"p1": "a"}
 
     with pytest.raises(DataError, match="unknown passage 'p2'"):
         run(tmp_path, RetrievalEvaluation(data="public"), data=Unknown())
-
-
-def test_a_model_that_does_not_retrieve_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="Regression has none"):
         run(tmp_path, RetrievalEvaluation(data="public"), Regression(privacy=dp(tmp_path)))
 
@@ -321,18 +320,15 @@ def test_a_run_under_an_inherited_claim_chooses_by_no_other_number_than_one_of_i
     assert raised.value.trap == "T25"
 
 
-def test_real_queries_behind_synthetic_data_are_not_taken_for_synthetic(tmp_path: Path, made: Path) -> None:
-    callback = RetrievalEvaluation(data="synthetic", datamodule=Made(made, evaluation=Judged()))
-    with pytest.raises(ConfigurationError, match="come from its evaluation, which holds real ones"):
-        callback.refuse_undeclared(retriever(tmp_path), None)
-
-
-def test_queries_with_a_privacy_card_are_not_taken_for_public(tmp_path: Path, made: Path) -> None:
-    callback = RetrievalEvaluation(data="public", split="train", datamodule=Made(made))
-    with pytest.raises(ConfigurationError, match="data=public"):
-        callback.refuse_undeclared(retriever(tmp_path), None)
-    real = RetrievalEvaluation(data="public", datamodule=Made(made, evaluation=Judged()))
-    real.refuse_undeclared(retriever(tmp_path), None)
+def test_queries_with_a_privacy_card_are_not_taken_for_public_nor_real_ones_behind_them_for_synthetic(
+    tmp_path: Path, made: Path
+) -> None:
+    real, module = Made(made, evaluation=Judged()), retriever(tmp_path)
+    for data, split, behind in (("public", "train", Made(made)), ("synthetic", "dev", real)):
+        callback = RetrievalEvaluation(data=data, split=split, datamodule=behind)
+        with pytest.raises(ConfigurationError, match=f"data={data}|which holds real ones"):
+            callback.refuse_undeclared(module, None)
+    RetrievalEvaluation(data="public", datamodule=real).refuse_undeclared(module, None)
 
 
 def test_training_on_synthetic_queries_inherits_nothing_once_private_metrics_were_let_out(

@@ -218,17 +218,12 @@ def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
 # -- what W&B writes -----------------------------------------------------------------------------------
 
 
-def test_the_log_of_a_command_has_no_times() -> None:
-    with initialize_config_module(config_module=CONFIG_MODULE, version_base="1.3"):
-        settings = compose("train", return_hydra_config=True).hydra.job_logging
-    formats = [one.format for one in settings.formatters.values()]
-    assert formats and not any("asctime" in one or "relativeCreated" in one for one in formats)
-
-
 def test_no_warning_of_a_command_is_written_into_its_folder() -> None:
     """A warning may depend on private rows, and the folder is handed on."""
     with initialize_config_module(config_module=CONFIG_MODULE, version_base="1.3"):
         settings = compose("train", return_hydra_config=True).hydra.job_logging
+    formats = [one.format for one in settings.formatters.values()]
+    assert formats and not any("asctime" in one or "relativeCreated" in one for one in formats), "nor any time"
     attached = [
         *settings.root.handlers,
         *(name for one in settings.get("loggers", {}).values() for name in one.handlers),
@@ -273,13 +268,7 @@ def test_wandb_without_a_key_is_refused_before_the_training(
     monkeypatch.setattr(wandb, "login", login)
     with pytest.raises(ConfigurationError, match=r"logger\.wandb\.offline"):
         PublicWandbLogger(save_dir=tmp_path)
-
-
-def test_a_mode_that_wandb_takes_for_online_is_refused_before_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offlin")
+    monkeypatch.setenv("WANDB_MODE", "offlin")  # which W&B takes for online
     with pytest.raises(ConfigurationError, match="WANDB_MODE='offlin'"):
         PublicWandbLogger(save_dir=tmp_path)
 
