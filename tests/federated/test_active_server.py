@@ -46,7 +46,7 @@ def test_a_server_that_shows_each_silo_other_survivors_is_refused_and_learns_not
     assert server.refusals.count("lists not signed") == n - colluders and "signed already" in server.refusals
 
 
-@pytest.mark.parametrize(("n", "threshold", "colluders"), WITHHELD)
+@pytest.mark.parametrize(("n", "threshold", "colluders"), WITHHELD[::2])
 def test_without_a_roster_the_same_server_reads_the_vector_as_the_docs_say(
     n: int, threshold: int, colluders: int
 ) -> None:
@@ -54,7 +54,7 @@ def test_without_a_roster_the_same_server_reads_the_vector_as_the_docs_say(
     assert np.abs(server.withhold() - server.vectors[VICTIM]).max() < 1e-6
 
 
-@pytest.mark.parametrize(("n", "threshold"), [(5, 3), (5, 4), (10, 6), (10, 7), (20, 11), (20, 14), (7, 5)])
+@pytest.mark.parametrize(("n", "threshold"), [(5, 3), (7, 5), (10, 7), (20, 14)])
 def test_the_number_of_colluders_that_is_promised_is_exact(n: int, threshold: int) -> None:
     """With one more two lists both get their signatures, and both secrets of a silo are known."""
     bound = 2 * threshold - n
@@ -245,9 +245,10 @@ def failing(*names: str) -> type[Drifts]:
     return Fails
 
 
-@pytest.mark.parametrize("roster", [True, False])
-@pytest.mark.parametrize("lost", [set(), {5}])
-@pytest.mark.parametrize("names", [NAMES[1:], NAMES[:3], (NAMES[0], NAMES[2], NAMES[4])])
+@pytest.mark.parametrize(("names", "lost", "roster"), [
+    (NAMES[1:], set(), True), (NAMES[:3], {5}, True), ((NAMES[0], NAMES[2], NAMES[4]), {5}, True),
+    (NAMES[1:], {5}, False), (NAMES[:3], set(), False),
+])  # fmt: skip
 def test_a_server_that_withholds_shares_does_not_learn_which_silos_have_no_update(
     names: tuple[str, ...], lost: set[int], roster: bool, tmp_path: Path
 ) -> None:

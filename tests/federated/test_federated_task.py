@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tiny_silos import ran, tokenizer
+from tiny_tasks import no_parts
 
 from lit_dpret.cli import run
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
@@ -28,13 +29,7 @@ from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import FederatedPrivacy, Stage1, Stage2
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.systems import (
-    SystemResult,
-    SystemRunner,
-    alone,
-    train_alone,
-    trained_alone,
-)
+from lit_dpret.federated.systems import SystemResult, SystemRunner, alone, train_alone, trained_alone
 from lit_dpret.federated.transport import InProcessFederation
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -61,13 +56,8 @@ def plan(**changes: Any) -> FederationPlan:
 
 
 def parts(folder: Path, made: FederationPlan | None, *, resume: bool = False) -> Parts:
-    def nothing(**_: Any) -> None:
-        return None
-
-    return Parts(
-        run_dir=folder, make_privacy=nothing, make_datamodule=nothing, make_module=nothing, make_trainer=nothing,
-        make_federation=lambda: made, resume=resume, command="python train.py experiment=pdd_as2 resume=true",
-    )  # fmt: skip
+    command = "python train.py experiment=pdd_as2 resume=true"
+    return no_parts(folder, make_federation=lambda: made, resume=resume, command=command)
 
 
 # -- what is done, and what is not done again --------------------------------------------------
@@ -267,34 +257,26 @@ def settings_examples(folder: Path, tmp_path: Path) -> int:
 # -- encoders ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def distilbert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_a_distilbert_folder_cut_to_two_layers_trains_under_a_budget(silos: dict[str, Path], tmp_path: Path) -> None:
     from transformers import DistilBertConfig, DistilBertModel
 
-    folder = tmp_path_factory.mktemp("distilbert") / "tiny"
     words = tokenizer(planted_words(Planted(**TINY)))
     torch.manual_seed(0)
     shape = DistilBertConfig(
         vocab_size=len(words), dim=16, n_layers=3, n_heads=2, hidden_dim=32, max_position_embeddings=24,
         dropout=0.0, attention_dropout=0.0, initializer_range=0.3,
     )  # fmt: skip
-    DistilBertModel(shape).save_pretrained(folder)
-    words.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("train_embeddings", [True, False])
-def test_a_distilbert_folder_cut_to_two_layers_trains_under_a_budget(
-    train_embeddings: bool, distilbert: Path, silos: dict[str, Path], tmp_path: Path
-) -> None:
+    DistilBertModel(shape).save_pretrained(tmp_path / "distilbert")
+    words.save_pretrained(tmp_path / "distilbert")
     made = plan(
-        model={**MODEL, "encoder": str(distilbert), "layers": 2, "train_embeddings": train_embeddings},
+        model={**MODEL, "encoder": str(tmp_path / "distilbert"), "layers": 2, "train_embeddings": False},
         stage1={**ONE, "warmup_rounds": 0}, privacy=EPS,
     )  # fmt: skip
-    client = SiloClient(silos["client0"], tmp_path, made.settings(0), made.model, secret_file=tmp_path / "secret")
+    state, secret = tmp_path / "state", tmp_path / "secret"
+    client = SiloClient(silos["client0"], state, made.settings(0), made.model, secret_file=secret)
     start = start_of(made.model)
     layers = {name.split("layer.")[1][0] for name in start if "layer." in name}
-    assert layers == {"0", "1"} and any("position_embeddings" in name for name in start) is train_embeddings
+    assert layers == {"0", "1"} and not any("position_embeddings" in name for name in start)
     update = client.train_shared(start, 0)
     assert set(update) == set(start) and all(not torch.equal(update[name], start[name]) for name in start)
     assert 0 < (client.epsilon() or 0) < 20

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -115,25 +114,6 @@ def test_the_secure_mean_is_the_weighted_mean_and_names_who_is_left_out() -> Non
 
 
 # -- whole runs ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_both_stages_run_and_a_second_start_makes_nothing_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two = replace(SIZE, clients=2)
-    first = federation(tmp_path, size=two).run()
-    assert set(first.systems) == {"bm25", "stage1", "stage2"} and not first.faults
-    assert all(first.sent[phase] > 0 for phase in ("stage 1", "requests", "responses"))
-    for per_client in first.systems.values():
-        for values in per_client.values():
-            for k in (1, 20, 100):
-                assert (values[f"passage/success@{k}"] >= values[f"sentence/success@{k}"]).all()
-    monkeypatch.setattr("lit_dpret.federated.silo.fit_epochs", lambda *_, **__: pytest.fail("trained again"))
-    again = federation(tmp_path, size=two).run()
-    for system, per_client in first.systems.items():
-        for name, values in per_client.items():
-            assert all(np.array_equal(values[key], again.systems[system][name][key]) for key in values)
 
 
 def test_a_state_folder_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -54,10 +54,6 @@ def combined(start: Weights, updates: dict[str, Weights], run: PddAs2, faults: l
     return next_weights(start, updates, dict.fromkeys(updates, 1.0), run, where="round 0", faults=told)[0]
 
 
-def away(found: Weights, start: Weights) -> float:
-    return float(torch.cat([(found[key] - start[key]).flatten() for key in start]).norm())
-
-
 # -- the rules ----------------------------------------------------------------------------------
 
 
@@ -86,8 +82,7 @@ def test_the_rules_are_those_of_their_papers(count: int, seed: int) -> None:
     torch.testing.assert_close(flat("multi_krum"), stacked[kept].mean(0), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("malicious", [1, 2])
+@pytest.mark.parametrize(("name", "malicious"), [*((name, 2) for name in RULES), ("median", 1)])
 def test_silos_within_the_norm_that_pull_one_way_decide_the_mean_and_not_the_rules(name: str, malicious: int) -> None:
     """Each weight of what the rules make lies between those of the honest silos."""
     start, updates = some(9)
@@ -216,8 +211,7 @@ def test_no_sum_of_honest_silos_is_void_however_it_is_rounded(
     mean_of(start, total, fixed, clients=count, limit=limit, norm=None)
 
 
-@pytest.mark.parametrize("limit", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("count", [3, 10, 100])
+@pytest.mark.parametrize(("count", "limit"), [(3, 0.5), (3, 3.0), (10, 1.0), (100, 0.5), (100, 3.0)])
 def test_a_sum_that_is_taken_moves_no_weight_beyond_the_limit_however_little_it_weighs(
     count: int, limit: float
 ) -> None:
@@ -287,19 +281,11 @@ def test_weights_are_counts_or_equal_or_capped() -> None:
         client_weights({"a": 0}, "examples")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"w": torch.full((3, 2), float("nan"))}, "client 'c1': 'w' contains values that are not finite"),
-        ({"w": torch.zeros(2, 3)}, r"client 'c1': 'w' has shape \(2, 3\)"),
-        ({"x": torch.zeros(1)}, "client 'c1': 1 tensors are missing or too many, 'x'"),
-    ],
-)
-def test_a_bad_update_is_named_with_its_client(change: dict[str, torch.Tensor], message: str) -> None:
+def test_an_update_with_a_tensor_too_many_is_named_with_its_client() -> None:
+    """One that is not finite or of a wrong shape stands in `test_pdd_as2`."""
     found = updates(2, 0)
-    found["c1"] |= change
-    with pytest.raises(DataError, match=message):
-        check_weights("client 'c1'", found["c1"], found["c0"])
+    with pytest.raises(DataError, match=r"client 'c1'.*'x'"):
+        check_weights("client 'c1'", found["c1"] | {"x": torch.zeros(1)}, found["c0"])
 
 
 def test_only_what_is_trained_travels_and_it_comes_back_as_it_was() -> None:

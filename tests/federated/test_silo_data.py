@@ -28,7 +28,6 @@ from lit_dpret.federated.data import (
 from lit_dpret.federated.data.planted import Planted, meaning
 from lit_dpret.federated.data.questions import (
     Question,
-    covering,
     read_genres,
     read_newsqa,
     silos_by_article,
@@ -182,12 +181,6 @@ def test_a_sample_is_drawn_by_a_public_seed_and_each_split_has_a_limit_of_its_ow
 def test_too_few_domains_of_a_size_are_refused_with_the_knobs() -> None:
     with pytest.raises(DataError, match=r"task\.min_train"):
         silos_by_domain(collection(), clients=2, min_train=5, min_test=1)
-
-
-def test_an_answer_is_the_sentence_with_most_of_its_span() -> None:
-    assert covering([(0, 10), (10, 20)], 7, 13) == 0
-    assert covering([(0, 10), (11, 20)], 9, 16) == 1
-    assert covering([(0, 10)], 10, 12) is None
 
 
 def test_articles_become_clients_and_paragraphs_stay_on_one_side() -> None:

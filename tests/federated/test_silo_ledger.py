@@ -105,12 +105,6 @@ def test_the_planned_noise_just_fits_the_budget() -> None:
     assert split_budget(BUDGET, laws, accountant="rdp").training < plan.training
 
 
-def test_queries_and_passages_have_ledgers_of_their_own(tmp_path: Path) -> None:
-    queries, passages = ledger(tmp_path), ledger(tmp_path, PrivacyBudget(eps=4.0, delta=1e-3, unit="passage"))
-    centroids(queries, torch.randn(9, 4), 5.0)
-    assert passages.epsilon() == 0.0 and queries.path != passages.path
-
-
 @pytest.mark.parametrize(("knob", "other"), [("privacy.unit", "pair"), ("datamodule.duplicates", "merge")])
 def test_one_file_takes_one_kind_of_unit(knob: str, other: str, tmp_path: Path) -> None:
     centroids(ledger(tmp_path), torch.randn(20, 4), 4.0)
