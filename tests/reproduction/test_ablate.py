@@ -80,16 +80,6 @@ def test_a_row_goes_on_from_a_head_trained_on_synthetic_queries_and_claims_both(
     assert row["settings"]["start"] == "seen"
 
 
-@pytest.mark.parametrize("change", [{"head_dim": 4}, {"privacy": partial(NoPrivacy)}])
-def test_a_head_goes_on_whole_and_under_a_guarantee(change: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="start"):
-        replace(recipes(tmp_path)["base"], start="made", **change)
-    known = recipes(tmp_path)
-    known["on"] = replace(known["base"], start="made")
-    with pytest.raises(ConfigurationError, match=r"task\.only"):
-        study(tmp_path, variants=known, only=["on"])
-
-
 @pytest.mark.slow
 def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim(tmp_path: Path) -> None:
     told = study(tmp_path).run(parts(tmp_path))
@@ -154,24 +144,33 @@ def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("row", "change", "knob"),
     [
-        ({"queries": "tiny"}, "queries=tiny cannot go with privacy=public_passages"),
-        ({"queries": "pseudo"}, "queries=pseudo are public"),
-        ({"head": "none"}, "task.variants: head"),
-        ({"head_dim": 0}, "head_dim=0 must be at least 1"),
+        ("direct", {"queries": "tiny"}, "queries=tiny"),
+        ("direct", {"queries": "pseudo"}, "queries=pseudo"),
+        ("direct", {"head": "none"}, "task.variants: head"),
+        ("direct", {"head_dim": 0}, "head_dim=0"),
+        ("base", {"start": "made", "head_dim": 4}, "start"),
+        ("base", {"start": "made", "privacy": partial(NoPrivacy)}, "start"),
+        ("none", {"head": "query", "pseudo_labels": 2}, "pseudo_labels=2"),
+        ("made", {"head": "both", "pseudo_labels": 2}, "pseudo_labels=2"),
+        ("made", {"pseudo_labels": 0}, "pseudo_labels=0"),
     ],
-)
-def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        replace(recipes(tmp_path)["direct"], **change)
+)  # fmt: skip
+def test_a_recipe_that_makes_no_sense_is_refused(row: str, change: dict[str, Any], knob: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=knob):
+        replace(recipes(tmp_path)[row], **change)
 
 
-def test_unknown_and_unprotected_generators_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.variants\.made\.queries=tiny is not one of task\.generators"):
+def test_unknown_and_unprotected_generators_and_a_start_that_is_not_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"task\.variants\.made\.queries=tiny"):
         study(tmp_path, generators={})
     with pytest.raises(ConfigurationError, match="promises nothing"):
         replace(generators(tmp_path)["tiny"], privacy=partial(NoPrivacy))
+    known = recipes(tmp_path)
+    known["on"] = replace(known["base"], start="made")
+    with pytest.raises(ConfigurationError, match=r"task\.only"):
+        study(tmp_path, variants=known, only=["on"])
 
 
 def warm(folder: Path, start: Path) -> dict[str, Any]:
@@ -260,7 +259,7 @@ def write_teacher(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def test_rows_learn_the_margins_of_a_public_teacher_between_passages_of_the_list(tmp_path: Path) -> None:
+def test_rows_learn_the_margins_of_one_public_teacher_between_passages_of_the_list(tmp_path: Path) -> None:
     source = write_teacher(tmp_path / "teacher")
     taught(tmp_path, source).run(parts(tmp_path))
     run = tmp_path / "run"
@@ -282,6 +281,15 @@ def test_rows_learn_the_margins_of_a_public_teacher_between_passages_of_the_list
     own, other = scorer.score([asked[one.query_id]] * 2, [texts[one.passage_id], texts[one.negative_id]], batch_size=2)
     assert one.margin == pytest.approx(own - other, abs=1e-4)
     assert "of the queries that the parent" in json.dumps(read_card(run / "labelled-seed0")["assumptions"])
+    write_teacher(tmp_path / "teacher", seed=1)
+    with pytest.raises(ResumeError, match=r"labels2-.*task\.teacher="):
+        taught(tmp_path, source).run(parts(tmp_path, resume=True))
+    retriever(privacy=NoPrivacy()).encoder.backbone.save_pretrained(tmp_path / "encoder")
+    with pytest.raises(UnsupportedModelError, match="cross-encoder"):
+        taught(tmp_path, tmp_path / "encoder").run(parts(tmp_path, resume=True))
+    write_parent_card(source)
+    with pytest.raises(PrivateDataError, match=r"task\.teacher="):
+        taught(tmp_path, source).run(parts(tmp_path, resume=True))
 
 
 def test_without_a_teacher_its_rows_are_left_out_unless_they_are_asked_for(
@@ -297,25 +305,3 @@ def test_without_a_teacher_its_rows_are_left_out_unless_they_are_asked_for(
     few = {name: row for name, row in taught(tmp_path, None).variants.items() if name in ("none", "labelled")}
     assert "none" in taught(tmp_path, missing, variants=few, only=None).run(parts(tmp_path))
     assert "left out: task.variants.labelled" in capsys.readouterr().out
-
-
-def test_a_teacher_of_private_data_and_another_one_than_before_are_refused(tmp_path: Path) -> None:
-    source = write_teacher(tmp_path / "teacher")
-    taught(tmp_path, source, only=["none", "labelled"]).run(parts(tmp_path))
-    write_teacher(tmp_path / "teacher", seed=1)
-    with pytest.raises(ResumeError, match=r"labels2-.* was made by another cross-encoder than task\.teacher="):
-        taught(tmp_path, source, only=["none", "labelled"]).run(parts(tmp_path, resume=True))
-    retriever(privacy=NoPrivacy()).encoder.backbone.save_pretrained(tmp_path / "encoder")
-    with pytest.raises(UnsupportedModelError, match="cross-encoder"):
-        taught(tmp_path, tmp_path / "encoder").run(parts(tmp_path, resume=True))
-    write_parent_card(source)
-    with pytest.raises(PrivateDataError, match=r"task\.teacher=.* was trained on private data of its own"):
-        taught(tmp_path, source).run(parts(tmp_path, resume=True))
-
-
-@pytest.mark.parametrize("change", [{"queries": None, "privacy": partial(NoPrivacy)}, {"head": "both"}])
-def test_a_teacher_reads_made_queries_and_trains_a_query_head(tmp_path: Path, change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"pseudo_labels=2 cannot go with queries="):
-        replace(recipes(tmp_path)["made"], **{"head": "query", "pseudo_labels": 2} | change)
-    with pytest.raises(ConfigurationError, match="pseudo_labels=0 must be at least 1"):
-        replace(recipes(tmp_path)["made"], pseudo_labels=0)

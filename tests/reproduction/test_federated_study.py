@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_tasks import no_parts
 
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
@@ -51,11 +52,8 @@ def plan(**settings: Any) -> FederationPlan:
 
 
 def parts(folder: Path, *, resume: bool = False, **settings: Any) -> Parts:
-    def nothing(**_: Any) -> None: ...
-
-    return Parts(
-        run_dir=folder, resume=resume, make_privacy=nothing, make_datamodule=nothing, make_module=nothing,
-        make_trainer=nothing, make_federation=lambda: plan(**settings), command="python train.py ...",
+    return no_parts(
+        folder, resume=resume, make_federation=lambda: plan(**settings), command="python train.py ..."
     )  # fmt: skip
 
 

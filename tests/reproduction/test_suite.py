@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,11 @@ def composed(*overrides: str) -> Any:
         return compose("train", overrides=list(overrides))
 
 
+@cache
+def target_of(*settings: str) -> str:
+    return str(composed(*settings, "run_dir=run").task._target_)
+
+
 EXPERIMENTS = ["paper_002", "paper_002_full", "paper_004", "paper_004_full"]
 
 
@@ -257,9 +263,9 @@ def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: 
     assert set(task.parts) <= needed | helping
     settings = OmegaConf.to_container(task.parts, resolve=True)
     assert isinstance(settings, dict)
-    for name, part in settings.items():
-        own = composed(*[word.replace("=None", "=null") for word in part["settings"]], f"run_dir=run/{name}")
-        assert own.task._target_.startswith(("lit_dpret.tasks.", "reproduction."))
+    for part in settings.values():
+        made = target_of(*[word.replace("=None", "=null") for word in part["settings"]])
+        assert made.startswith(("lit_dpret.tasks.", "reproduction."))
         assert part["sizes"], "a page says how ours differs in size"
 
 

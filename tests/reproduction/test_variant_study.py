@@ -133,18 +133,6 @@ def test_every_variant_takes_the_step_that_its_learning_rate_says(finished: Path
     assert all(run["first_step"] > 0.5 and run["mean_step"] > 0 for run in settings)
 
 
-def test_a_floor_of_adam_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.adam_eps"):
-        study(adam_eps=0.0)
-
-
-@pytest.mark.slow
-def test_a_study_grows_by_seeds(tmp_path: Path) -> None:
-    study(only=["non_private"], seeds=[0]).run(parts(tmp_path))
-    study(only=["non_private"], seeds=[0, 1]).run(parts(tmp_path, resume=True))
-    assert [run.seed for run in read_runs(tmp_path / "run" / "report" / "runs.jsonl")] == [0, 1]
-
-
 def test_no_card_of_a_study_states_an_epsilon_since_its_losses_are_shown(finished: Path) -> None:
     for name, guarantee in (("logit_dp", "not_proved"), ("non_private", "none")):
         claim = read_card(finished / "run" / f"{name}_seed0")["claim"]
@@ -187,7 +175,8 @@ def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert set(partial_report.run(parts(tmp_path, resume=True))) == {"logit_dp"}
     with pytest.raises(ResumeError):
         study(only=["logit_dp", "non_private"], seeds=[0], epochs=2).run(parts(tmp_path, resume=True))
-    chosen.run(parts(tmp_path, resume=True))
+    study(only=["logit_dp", "non_private"], seeds=[0, 1]).run(parts(tmp_path, resume=True))  # and it grows by a seed
+    assert {run.seed for run in read_runs(tmp_path / "run" / "report" / "runs.jsonl")} == {0, 1}
     assert (tmp_path / "run" / "logit_dp_seed0" / "stage.json").stat().st_mtime_ns == made
     assert read_curve(tmp_path / "run" / "non_private_seed0" / "curve.jsonl").steps == [1, 2, 3]
 
@@ -246,6 +235,8 @@ def test_a_study_without_a_budget_is_refused(tmp_path: Path) -> None:
 def test_a_variant_out_of_range_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.variants"):
         Variant(**{"label": "x", "privacy": NoPrivacy, "lr": 0.1} | changes)
+    with pytest.raises(ConfigurationError, match=r"task\.adam_eps"):
+        study(adam_eps=0.0)
 
 
 @pytest.mark.slow
