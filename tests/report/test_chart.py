@@ -31,7 +31,7 @@ def test_bars_are_as_long_as_their_means_and_whiskers_reach_their_bounds() -> No
     assert (high - left) == pytest.approx(short * 1.5, abs=0.2)
 
 
-@pytest.mark.parametrize("top", [0.001, 0.37, 0.62, 0.99, 1.0, 55.0])
+@pytest.mark.parametrize("top", [0.001, 0.99, 55.0])
 def test_nothing_leaves_the_drawing(top: float) -> None:
     drawing = parse([row("a" * 80, top / 2, 0.0, top)])
     width = float(drawing.get("width", ""))

@@ -27,18 +27,15 @@ def facts(neighbours: Any = "zero_out", **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "made",
     [
-        {},
-        pytest.param({"sampling": "truncated_poisson"}, marks=pytest.mark.slow),
         {"sampling": "shuffle"},
         {"sampling": "full_batch"},
-        pytest.param({"neighbours": "replace_one"}, marks=pytest.mark.slow),
         pytest.param(
             {"neighbours": "replace_one", "sampling": "fixed_size", "accountant": "rdp", "noise_multiplier": 30.0},
             marks=pytest.mark.slow,
         ),
         {"neighbours": "add_or_remove", "n_public": None, "sample_rate": 0.02},
     ],
-    ids=lambda made: "-".join(map(str, made.values())) or "default",
+    ids=lambda made: "-".join(map(str, made.values())),
 )
 def test_every_kind_of_plan_can_be_drawn(made: dict[str, Any], tmp_path: Path) -> None:
     picture = draw_plan(facts(**made), tmp_path / "plan.png").read_bytes()

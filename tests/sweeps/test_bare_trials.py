@@ -45,15 +45,6 @@ def test_a_choice_among_trials_of_which_one_has_no_privacy_is_not_accounted(bare
     assert "no epsilon covers the choice" in write_report(sweep_of(tmp_path)).text
 
 
-def test_a_choice_among_private_trials_is_accounted_by_the_limit_of_their_ledger(tmp_path: Path) -> None:
-    told = sweep(tmp_path, bare=0).describe()
-    found = tuning_facts(None, None, told, 1e-5)
-    assert found["accounted"] is True and found["epsilon"] == 4.0
-    assert sweep_limit(told, 1e-5) == 4.0
-    text = write_report(sweep_of(tmp_path)).text
-    assert "epsilon of all trials together covers" in text and "nothing covers those that were scored" in text
-
-
 def test_the_best_of_private_trainings_has_the_epsilon_of_all_whatever_they_were_scored_on(tmp_path: Path) -> None:
     # One Gaussian step each, scored by a public number that rises with one unit's coordinate: the best of ten is ten
     # looks at that unit, and claims of one training do not hold for it.
@@ -62,6 +53,7 @@ def test_the_best_of_private_trainings_has_the_epsilon_of_all_whatever_they_were
     )
     assert (quiet["data"], quiet["accounted"], quiet["epsilon"]) == ("private", True, 4.0), "also where none is named"
     told = SweepFolder.read(tmp_path / "s").describe()
+    assert sweep_limit(told, 1e-5) == 4.0
     for declared in (None, {"data": "public"}):
         found = tuning_facts(declared, None, told, 1e-5)
         assert (found["data"], found["accounted"], found["epsilon"]) == ("private", True, 4.0)
