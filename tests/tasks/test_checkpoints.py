@@ -186,48 +186,56 @@ def test_a_run_with_a_ledger_of_its_data_prints_the_total(tmp_path: Path, capsys
         Verify(card=ledger).run(no_parts(tmp_path / "check"))
 
 
-def test_the_empty_ledger_of_a_finished_run_is_refused_by_its_name(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def trial(root: Path, *, resume: bool) -> dict[str, float]:
+    """A run with checkpoints and a card, in a folder of ``root``."""
+    folder = root / "run"
 
-    def fit(*, resume: bool) -> None:
-        def callbacks() -> list[Any]:
-            return [PrivacyAccountant(run_dir=folder, resume=resume), PrivacyCard(run_dir=folder)]
+    def callbacks() -> list[Any]:
+        saving = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=2)
+        return [PrivacyAccountant(run_dir=folder, resume=resume), PrivacyCard(run_dir=folder), saving]
 
-        Fit(min_free_mb=1).run(trial_parts(tmp_path, folder, make_callbacks=callbacks, resume=resume))
+    return Fit(min_free_mb=1).run(trial_parts(root, folder, make_callbacks=callbacks, resume=resume))
 
-    fit(resume=False)
-    (folder / "privacy_ledger.jsonl").write_bytes(b"")
-    with pytest.raises(LedgerError, match="privacy_ledger"):
-        fit(resume=True)
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A folder with a finished run, and its results; tests copy it."""
+    root = tmp_path_factory.mktemp("finished")
+    return root, trial(root, resume=False)
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
     ("lost", "refused"), [(None, False), ("privacy_card.json", False), ("model/model.safetensors", True)]
 )
-def test_a_finished_run_is_left_alone_unless_its_card_is_lost(lost: str | None, refused: bool, tmp_path: Path) -> None:
+def test_a_finished_run_is_left_alone_unless_its_card_is_lost(
+    lost: str | None, refused: bool, finished: tuple[Path, dict[str, float]], tmp_path: Path
+) -> None:
     """A card that was made from it names its card by the SHA-256."""
-    folder = tmp_path / "run"
-
-    def fit(*, resume: bool) -> dict[str, float]:
-        def callbacks() -> list[Any]:
-            saving = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=2)
-            return [PrivacyAccountant(run_dir=folder, resume=resume), PrivacyCard(run_dir=folder), saving]
-
-        return Fit(min_free_mb=1).run(trial_parts(tmp_path, folder, make_callbacks=callbacks, resume=resume))
-
-    first = fit(resume=False)
+    folder = Path(shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)) / "run"
     if lost is not None:
         (folder / lost).unlink()
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = files_of(folder)
     if refused:
         with pytest.raises(ResumeError, match=rf"resume=true.*{re.escape(str(folder))}"):
-            fit(resume=True)
-        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+            trial(tmp_path, resume=True)
+        assert before == files_of(folder)
         (folder / "privacy_card.json").unlink()
-    assert fit(resume=True) == pytest.approx(first)
-    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert (before == after) == (lost is None)
+    assert trial(tmp_path, resume=True) == pytest.approx(finished[1])
+    assert (before == files_of(folder)) == (lost is None)
     assert noise_keys(records(folder)) == [(0, step) for step in range(STEPS)] and (folder / (lost or "")).exists()
+
+
+def test_the_empty_ledger_of_a_finished_run_is_refused_by_its_name(
+    finished: tuple[Path, dict[str, float]], tmp_path: Path
+) -> None:
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "run" / "privacy_ledger.jsonl").write_bytes(b"")
+    with pytest.raises(LedgerError, match="privacy_ledger"):
+        trial(tmp_path, resume=True)
 
 
 def begin_with_the_streams_of(run: Path, other: Path) -> None:
@@ -268,8 +276,9 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [cut, hole, empty])
-@pytest.mark.parametrize("names", ["last.ckpt", "*.ckpt"])
+@pytest.mark.parametrize(
+    ("damage", "names"), [(cut, "last.ckpt"), (hole, "last.ckpt"), (hole, "*.ckpt"), (empty, "*.ckpt")]
+)
 def test_a_broken_checkpoint_is_passed_over_and_the_run_ends_with_the_same_weights(
     damage: Callable[[Path], None], names: str, whole: tuple[Photographs, torch.Tensor, float], tmp_path: Path
 ) -> None:

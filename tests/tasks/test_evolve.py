@@ -318,7 +318,7 @@ def test_a_finished_run_is_no_answer_to_another_question(
     evolve(world, evolved, resume=True)
 
 
-@pytest.mark.parametrize("change", [{"population": 11}, {"threshold": 1.0}, {"top_p": 0.5}, {"keep": 3}])
+@pytest.mark.parametrize("change", [{"population": 11}, {"top_p": 0.5}])
 def test_a_run_is_not_resumed_with_other_settings(
     change: dict[str, Any], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

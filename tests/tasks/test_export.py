@@ -125,18 +125,14 @@ def test_a_run_in_bfloat16_leaves_and_exports_its_float32_masters(settings: dict
     assert any(not torch.equal(value, value.bfloat16().float()) for value in left.values())
 
 
-@pytest.mark.parametrize("settings", [{}, {"towers": "separate", "lora": {"r": 2, "target_modules": ["query"]}}])
-def test_the_newest_checkpoint_of_a_private_run_keeps_its_claim(settings: dict[str, Any], tmp_path: Path) -> None:
-    module = trained(tmp_path, private(tmp_path), **settings)
+def test_the_newest_checkpoint_of_a_private_run_keeps_its_claim(tmp_path: Path) -> None:
+    module = trained(tmp_path, private(tmp_path), towers="separate", lora={"r": 2, "target_modules": ["query"]})
     Export(checkpoint=tmp_path / "run").run(no_parts(tmp_path / "out"))
     towers = load_towers(tmp_path / "out" / "model")
     texts = ["flood insurance", "my house", "what is the best life policy"]
     torch.testing.assert_close(towers.query_encoder.encode(texts, "query"), module.encode_queries(texts))
     torch.testing.assert_close(towers.passage_encoder.encode(texts, "passage"), module.encode_passages(texts))
-    card, parent = (
-        read_card(tmp_path / "out" / "model" / "privacy_card.json"),
-        read_card(tmp_path / "run" / "privacy_card.json"),
-    )
+    card, parent = (read_card(tmp_path / name) for name in ("out/model", "run"))
     assert card["claim"]["epsilon"] == parent["claim"]["epsilon"] > 0
     assert card["parents"][0]["name"] == "DualEncoder"
     assert card["environment"]["hardware"].startswith("cpu") and card["environment"]["precision"] == "float32"
@@ -229,13 +225,8 @@ def test_a_card_that_is_missing_or_against_its_ledger_leaves_no_weights(private_
 def evaluation_of(model: Path, folder: Path, **facts: Any) -> Path:
     """What `task=evaluate` writes of a model."""
     metrics = {"nDCG@10": {"mean": 0.5, "low": 0.4, "high": 0.6}}
-    known = {
-        "metrics": metrics,
-        "queries": 20,
-        "split": "test",
-        "whose": "public",
-        "fingerprints": fingerprints(load_towers(model)),
-    }
+    known = {"metrics": metrics, "queries": 20, "split": "test", "whose": "public"}
+    known |= {"fingerprints": fingerprints(load_towers(model))}
     path = folder / "evaluation.json"
     path.write_text(json.dumps(known | facts))
     return path
@@ -526,8 +517,7 @@ def test_an_export_takes_nothing_of_an_earlier_one_with_it(name: str, made: Path
     assert [p.name for p in (tmp_path / name).iterdir()] == ["stale.jsonl"]
 
 
-@pytest.mark.parametrize("size", [1500, 12_000])
-@pytest.mark.parametrize("name", ["data", "model"])
+@pytest.mark.parametrize(("name", "size"), [("data", 1500), ("model", 12_000)])
 def test_a_full_disk_blocks_no_next_export(name: str, size: int, made: Path, private_run: Path, tmp_path: Path) -> None:
     task = Export(data=made) if name == "data" else Export(checkpoint=private_run)
     new = tmp_path / "out" / name

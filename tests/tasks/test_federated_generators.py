@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tiny_generator import generator, tokenizer
 from tiny_silos import encoder
+from tiny_tasks import no_parts
 
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, LitDpretError, PrivateDataError, ResumeError
@@ -45,14 +46,8 @@ def over(root: Path, **changes: Any) -> FederationPlan:
 
 
 def parts(folder: Path, made: FederationPlan | None, *, resume: bool = False, model: Any = None) -> Parts:
-    def nothing(**_: Any) -> None:
-        return None
-
-    return Parts(
-        run_dir=folder, make_privacy=nothing, make_datamodule=nothing, make_trainer=nothing, resume=resume,
-        make_module=model or (lambda *, privacy: generator(privacy=privacy, tokenizer=tokenizer(WORDS))),
-        make_federation=lambda: made,
-    )  # fmt: skip
+    make_module = model or (lambda *, privacy: generator(privacy=privacy, tokenizer=tokenizer(WORDS)))
+    return no_parts(folder, resume=resume, make_module=make_module, make_federation=lambda: made)
 
 
 def task(**changes: Any) -> FederatedGenerators:

@@ -149,7 +149,7 @@ def test_own_units_that_share_rows_are_refused(chain: Path, tmp_path: Path, monk
     assert refused.value.trap == "T38" and not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize("declared", ["unknown", "none", "private"])
+@pytest.mark.parametrize("declared", ["none", "private"])
 def test_how_its_settings_were_chosen_is_declared_of_itself(chain: Path, declared: str, tmp_path: Path) -> None:
     counted(chain, tmp_path / "run", {"tuning_data": declared})
     told = read_card(tmp_path / "run")["tuning"]

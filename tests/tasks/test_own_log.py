@@ -137,7 +137,6 @@ def test_a_folder_of_others_stays(tmp_path: Path) -> None:
     ("given", "by_rule"),
     [
         ({"longest": 128}, {"task.generator_batch", "the length of passages"}),
-        ({"longest": 128, "passage_length": 16}, {"task.generator_batch"}),
         ({"longest": 16}, {"task.generator_batch"}),
         ({"longest": 16, "generator_batch": 8}, set()),
     ],

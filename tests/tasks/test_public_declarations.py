@@ -93,10 +93,15 @@ def test_another_encoder_measures_the_same_queries_as_declared(trained: Path, tm
     assert (tmp_path / "out" / "evaluation.json").is_file()
 
 
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return make_chain(tmp_path_factory.mktemp("made") / "chain")
+
+
 @pytest.fixture
-def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
-    """A chain whose private run was keyed by the user's own secret."""
-    made = make_chain(tmp_path / "chain")
+def chain(made_once: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
+    """A chain of one's own, whose private run was keyed by the user's own secret."""
+    made = Chain(Path(shutil.copytree(made_once.root, tmp_path / "chain")))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     place = default_secret_file().expanduser()
     place.parent.mkdir(parents=True)

@@ -16,12 +16,12 @@ def test_only_the_first_k_count_and_a_query_without_a_ranking_is_a_miss() -> Non
     assert hits({"a": "s", "b": "t"}, ranked, 3) == {"a": True, "b": True}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_query_keeps_its_passage_and_passages_move_together(seed: int) -> None:
-    wrong = wrong_sources(SOURCES, seed)
-    assert all(wrong[query] != passage for query, passage in SOURCES.items())
-    moved = {(SOURCES[query], wrong[query]) for query in SOURCES}
-    assert len(moved) == 7 and {after for _, after in moved} == set(SOURCES.values())
+def test_no_query_keeps_its_passage_and_passages_move_together() -> None:
+    for seed in range(20):
+        wrong = wrong_sources(SOURCES, seed)
+        assert all(wrong[query] != passage for query, passage in SOURCES.items())
+        moved = {(SOURCES[query], wrong[query]) for query in SOURCES}
+        assert len(moved) == 7 and {after for _, after in moved} == set(SOURCES.values())
 
 
 def test_the_control_is_a_function_of_the_seed() -> None:
