@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType
 
+import torch
+from lightning.pytorch.trainer import call
 from torch.utils.data import dataloader
 from torch.utils.data._utils import signal_handling
 
@@ -23,6 +27,10 @@ _OF_THE_DISK = (*_FULL, errno.EROFS, errno.EIO)
 _READING = {dataloader.__file__, signal_handling.__file__}
 #: Code that is called from it and reads no row.
 _DRAWING = PrivateBatchSampler.__iter__.__code__
+#: Where torch's optimizers and schedules are.
+_UPDATING = f"{Path(torch.optim.__file__).parent}{os.sep}"
+#: Where Lightning calls the hooks of modules and callbacks, which may have kept rows.
+_HOOKS = call.__file__
 
 
 def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
@@ -38,6 +46,13 @@ def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
     if isinstance(error, OSError) and error.errno in (_FULL if reading else _OF_THE_DISK):
         return False
     return at_hand or reading
+
+
+def fails_in_update(error: BaseException) -> bool:
+    """Return whether an error comes from an optimizer or schedule of torch, and from no hook of Lightning within."""
+    files = [code.co_filename for code in _passed(error)]
+    first = next((at for at, file in enumerate(files) if file.startswith(_UPDATING)), None)
+    return first is not None and _HOOKS not in files[first:]
 
 
 def hear_no_worker() -> None:

@@ -59,6 +59,7 @@ class OwnWeights:
         self._passed.note(self._held, held_by(self._callbacks, self._shapes))
 
     def remember(self, values: Iterable[tuple[str, Any]]) -> None:
+        """Remember values as this run's: of a module, or of its state dict."""
         remember(values, self._before, [self._run])
 
 
@@ -105,11 +106,11 @@ def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -
 
 def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
     """Refuse weights and buffers that are neither as built, nor as a counted run left them, nor declared public."""
-    if accountant.counted_by_others or accountant.init_from_is_public:
+    start = accountant.start()
+    if accountant.counted_by_others or (start is None and accountant.init_from_is_public):
         return
     if not (names := set_later(module, accountant.known_runs(module, data))):
         return
-    start = accountant.start()
     way = (
         "start from the run that trained them (init_from), or declare that they contain nothing private, which the "
         "card will name: PrivacyAccountant(init_from_is_public=True)."
@@ -125,8 +126,8 @@ def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
 
 
 def declared_weights(module: Any, accountant: Any) -> list[str]:
-    """Return for the card the weights that are public only by ``init_from_is_public``."""
-    names = set_later(module) if accountant.init_from_is_public else []
+    """Return for the card the weights that are public only by ``init_from_is_public``, besides those of a start."""
+    names = set_later(module) if accountant.init_from_is_public and accountant.start() is None else []
     return [
         f"No private data went into {_listed(names)}, set after {type(module).__name__} was built or trained before, "
         "as declared (init_from_is_public)."

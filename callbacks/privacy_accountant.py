@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
 from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
-from lit_dpret.callbacks.endings import ends_by_rows, hear_no_worker
+from lit_dpret.callbacks.endings import ends_by_rows, fails_in_update, hear_no_worker
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
@@ -45,6 +45,7 @@ from lit_dpret.callbacks.resuming import (
     learning_rates,
     refuse_checkpoint_of_other_run,
     refuse_other_positions,
+    refuse_short_schedules,
     tell_repeated,
     tell_restored_rates,
 )
@@ -62,7 +63,7 @@ from lit_dpret.privacy.ledger.judgement import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger, ledger_identity
 from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
-from lit_dpret.privacy.ledger.trained import TrainedIn, values_of
+from lit_dpret.privacy.ledger.trained import TrainedIn, extra_states, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -155,6 +156,7 @@ class PrivacyAccountant(Callback):
         self._weights: OwnWeights | None = None
         self._noted: set[str] = set()
         self._begun = self._ended = self._in_batch = self._with_rows = self._counts_epochs = False
+        self._step = 0
         self._strange: str | None = None
         self._unchanged: UnchangedUnits | None = None
         self._updates.reset()
@@ -365,6 +367,9 @@ class PrivacyAccountant(Callback):
         module: Any = pl_module
         self._ranks.together(lambda: refuse_own_optimizers(trainer, module))
         self._rates = learning_rates(trainer)
+        refuse_short_schedules(trainer, self.planned_steps)
+        if (refuse_another := getattr(module, "refuse_another_optimizer", None)) is not None:
+            refuse_another()
         if self.log_gate is not None:
             self.log_gate.watch_results()
         if getattr(module, "in_shards", False):
@@ -459,7 +464,7 @@ class PrivacyAccountant(Callback):
         )
         self._gate.begin(self._restored, state if replays else None)
         if self.resume and run is not None:
-            tell_repeated(run, self._gate.steps_done)
+            tell_repeated(run, self._gate.steps_done, self.planned_steps)
         if module.privacy.guarantee == "dp":
             declare = self._note_kept if module.log_private_loss else None
             self._checkpoint_gate = CheckpointGate(trainer, module, self._between.put_together(False), declare)
@@ -485,7 +490,7 @@ class PrivacyAccountant(Callback):
         self._writes.refuse_before_first_batch()
         if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
             watch()
-        self._in_batch = True
+        self._in_batch, self._step = True, batch.step
         self._between.begin_batch(batch.step)
         if self.plan is not None:
             self._require_drawn(batch)
@@ -647,7 +652,10 @@ class PrivacyAccountant(Callback):
             if late and self._gate.steps_done:
                 self._gate.forfeit()
             if begun and hasattr(self, "_run"):  # this rank holds the ledger
-                failed = self.plan is not None and ends_by_rows(exception, at_hand=self._in_batch or self._with_rows)
+                # Once a step is recorded, its update is made of what was released.
+                of_update = self._gate.steps_done > self._step and fails_in_update(exception)
+                at_hand = self._with_rows or (self._in_batch and not of_update)
+                failed = self.plan is not None and ends_by_rows(exception, at_hand=at_hand)
                 if isinstance(exception, OSError) and not failed:
                     self._gate.take_forfeits()  # nothing more may fit on the disk; an end can be written on resume
                 else:
@@ -676,7 +684,7 @@ class PrivacyAccountant(Callback):
     def _remember(self, module: Any) -> None:
         if self._weights is not None:
             self._weights.note_step()
-            self._weights.remember(values_of(module))
+            self._weights.remember([*values_of(module), *extra_states(module)])
 
     def _allow_calls(self) -> None:
         if self._calls is not None:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_dpret.callbacks.checkpoint_files import newest_checkpoint
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ResumeError, told
+from lit_dpret.errors import ConfigurationError, ResumeError, told
 from lit_dpret.privacy.ledger.private_run import Position, PrivateRun
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
 
@@ -63,14 +63,27 @@ def _own_checkpoint(trainer: Any, run: PrivateRun, run_dir: Path | None) -> str 
     return None
 
 
-def tell_repeated(run: PrivateRun, first: int) -> None:
-    """Report which steps, from ``first`` on, a resume repeats, and whether they are charged again."""
+def tell_repeated(run: PrivateRun, first: int, planned: int) -> None:
+    """Report which steps, from ``first`` to ``planned``, a resume repeats, and whether they are charged again."""
     begun = run.intents
     free = (run.attempt, first) in begun  # as far as this attempt came; another had other keys
     last = max((step for attempt, step in begun if not free or attempt == run.attempt), default=-1) + 1
+    last = min(last, planned)
     if last > first:
         how = "with the same noise, at no further cost" if free else "with fresh noise, and are charged again"
         sys.stderr.write(told(f"resume=true goes on after step {first}: steps {first + 1}-{last} are repeated {how}\n"))
+
+
+def refuse_short_schedules(trainer: L.Trainer, planned: int) -> None:
+    """Refuse a schedule of a fixed length, such as OneCycleLR, that raises an error before the last planned step."""
+    for config in trainer.lr_scheduler_configs:
+        length = getattr(config.scheduler, "total_steps", None)
+        if isinstance(length, int) and config.interval == "step" and planned // config.frequency > length:
+            raise ConfigurationError(
+                f"{type(config.scheduler).__name__}(total_steps={length}) of configure_optimizers ends before the "
+                f"{planned} planned steps, and would end the run there with an error. Give it total_steps={planned}, "
+                "or lower trainer.max_steps."
+            )
 
 
 def learning_rates(trainer: L.Trainer) -> list[float]:

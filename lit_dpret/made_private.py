@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError, first_line
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError, first_line
 from lit_dpret.modules import OptimizerSpec, PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY, is_plain, plain_value
 from lit_dpret.modules.private_module import save_weights
@@ -113,6 +113,12 @@ class MadePrivate(PrivateModule):
             _rename(checkpoint, lambda name: name.removeprefix(_INNER))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if CLASS_KEY not in checkpoint and not any(name.startswith(_INNER) for name in checkpoint["state_dict"]):
+            raise ResumeError(
+                f"The checkpoint of {type(self).__name__} was written by a plain training, which no card would count. "
+                "Continue from a checkpoint of this run folder, or omit trainer.fit(ckpt_path=).",
+                trap="T30",
+            )
         if checkpoint.get(CLASS_KEY) == _name_of(type(self.module)):
             _rename(checkpoint, lambda name: _INNER + name)
         super().on_load_checkpoint(checkpoint)
@@ -300,11 +306,31 @@ def _is_own(module: nn.Module, hook: str) -> bool:
     return isinstance(module, L.LightningModule) and own is not inspect.getattr_static(L.LightningModule, hook, None)
 
 
+class _Place(int):
+    """A place in a tuple or list, and no key of a dict."""
+
+
+class _Field(str):
+    """A name in a named tuple, or in a mapping that is no dict, of this ``kind``."""
+
+    kind: Any
+
+
+def _field(name: str, kind: type) -> _Field:
+    made = _Field(name)
+    made.kind = kind
+    return made
+
+
 def _as_dicts(batch: Any) -> Any:
-    """Return a collated batch as nested dicts, as a `UnitBatch` holds them; those of tuples and lists have numbers."""
-    if isinstance(batch, (Mapping, tuple, list)):
-        named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-        return {name: _as_dicts(value) for name, value in named}
+    """Return a collated batch as nested dicts, as a `UnitBatch` holds them; their keys tell `_as_collated` the rest."""
+    if isinstance(batch, Mapping):
+        plain = type(batch) is dict or not all(isinstance(name, str) for name in batch)
+        return {name if plain else _field(name, type(batch)): _as_dicts(value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return {_field(name, type(batch)): _as_dicts(getattr(batch, name)) for name in batch._fields}
+    if isinstance(batch, (tuple, list)):
+        return {_Place(place): _as_dicts(value) for place, value in enumerate(batch)}
     return batch
 
 
@@ -315,7 +341,13 @@ def _as_collated(rows: Any) -> Any:
     if rows.keys() == {_LONE}:
         return rows[_LONE]
     made = {name: _as_collated(value) for name, value in rows.items()}
-    return made if any(not isinstance(name, int) for name in made) else tuple(made.values())
+    key = next(iter(made), None)
+    if isinstance(key, _Place):
+        return tuple(made.values())
+    if isinstance(key, _Field):
+        named = {str(name): value for name, value in made.items()}
+        return key.kind(named) if issubclass(key.kind, Mapping) else key.kind(**named)
+    return made
 
 
 def _refuse_other_features(features: Any, rows: int, place: str = "") -> None:

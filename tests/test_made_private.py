@@ -7,9 +7,10 @@ import copy
 import logging
 import math
 import re
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import dp_accounting
 import lightning as L
@@ -705,3 +706,51 @@ def test_padding_that_counts_is_refused_whoever_holds_the_longest_text(long: int
     with pytest.raises(UnsupportedModelError) as refused:
         fit(tmp_path, made(_Summing(), collate_fn=_padded, noise_multiplier=4.0), units, max_steps=1)
     assert refused.value.trap == "T11"
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def in_mapping(found: list[Any]) -> UserDict[str, Tensor]:
+    return UserDict(zip("xy", default_collate(found), strict=True))
+
+
+@pytest.mark.parametrize("kind", [Pair, UserDict, dict])
+def test_the_loss_gets_what_collate_fn_returned(kind: Any, tmp_path: Path) -> None:
+    x, y = rows().tensors
+    seen = set()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        seen.add(type(batch))
+        given = (
+            (batch.x, batch.y)
+            if kind is Pair
+            else (batch["x"], batch["y"])
+            if kind is UserDict
+            else (batch[1], batch[0])
+        )
+        return row_loss(model, given)
+
+    one = {Pair: Pair, UserDict: lambda x, y: (x, y), dict: lambda x, y: {1: x, 0: y}}[kind]
+    items = [one(*each) for each in zip(x, y, strict=True)]
+    collate = {"collate_fn": in_mapping} if kind is UserDict else {}
+    fit(tmp_path, made(per_row_loss=loss, **collate), data(items), max_steps=2)
+    assert seen == {kind}
+
+
+def test_a_checkpoint_of_a_plain_training_is_refused_by_name(tmp_path: Path) -> None:
+    class Plainly(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return row_loss(self, batch).mean()
+
+    runner = L.Trainer(
+        max_steps=1, logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False,
+        default_root_dir=tmp_path, enable_model_summary=False,
+    )  # fmt: skip
+    runner.fit(Plainly(), DataLoader(rows(), batch_size=20))
+    runner.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(ResumeError) as found:
+        fit(tmp_path / "run", made(Plainly()), ckpt_path=tmp_path / "plain.ckpt")
+    assert found.value.trap == "T30"

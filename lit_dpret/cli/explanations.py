@@ -24,6 +24,7 @@ _MOST_MEANT = 3
 _MOST_CHOICES = 5  # that are told to have a setting; one that many have is not a hint
 _TYPED = r"[a-z]\w*(?:\.\w+)*"  # the name of a setting
 UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
+_AGAIN = "then give the command again, with resume=true if its run had begun."
 _CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)
 
 
@@ -34,10 +35,10 @@ def explain(error: BaseException) -> str | None:
             return _by_full_name(str(cause))
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             file = cause.filename2 or cause.filename or "no file named"  # of two, the second is written to
-            return f"the disk is full ({file}). Free space, then resume=true."
+            return f"the disk is full ({file}). Free space, {_AGAIN}"
         if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
             file = cause.filename2 or cause.filename or "a file"
-            return f"{file} is larger than the file system or a limit (ulimit -f) allows. Raise it, then resume=true."
+            return f"{file} is larger than the file system or a limit (ulimit -f) allows. Raise it, {_AGAIN}"
         if isinstance(cause, OSError) and cause.errno == errno.EEXIST and Path(cause.filename or "").is_file():
             return f"{cause.filename} is a file, and a folder is needed there. Choose another {_folder_knob()}."
         if isinstance(cause, OSError) and cause.errno in _CANNOT_WRITE and cause.filename:
@@ -45,9 +46,9 @@ def explain(error: BaseException) -> str | None:
         if isinstance(cause, MarkedYAMLError) and cause.problem_mark is not None:  # a file of --config-dir
             return f"{cause.problem_mark.name} is not YAML (line {cause.problem_mark.line + 1}: {cause.problem})."
         if type(cause).__name__ == "SafetensorError" and "Error while serializing" in str(cause):
-            return f"weights could not be written ({cause}). Free space, then resume=true."
+            return f"weights could not be written ({cause}). Free space, {_AGAIN}"
         if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
-            return "a checkpoint could not be written (is the disk full?). Free space, then resume=true."
+            return f"a checkpoint could not be written (is the disk full?). Free space, {_AGAIN}"
         if (lost := lost_rank(cause)) is not None:
             return str(lost)
         if isinstance(cause, ValueError) and str(cause).startswith("Config group override"):  # of Hydra: null, a number

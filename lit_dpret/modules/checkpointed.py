@@ -22,6 +22,7 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 CLASS_KEY = "lit_dpret_class"
 #: Where a checkpoint keeps the settings of its optimizer.
 OPTIMIZER_KEY = "lit_dpret_optimizer"
+_CLASS = "class"
 _NOT_KEPT = ("self", "__class__", "privacy", "optimizer")
 
 
@@ -43,6 +44,8 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         - Checkpoints and state dicts name the runs that trained their weights on private data, and a module into
           which they are loaded remembers them.
     """
+
+    _saved_optimizer: Mapping[str, Any] = {}
 
     def keep_settings(self, settings: Mapping[str, Any]) -> None:
         """Store the plain ones of a constructor's ``locals()`` in every checkpoint, for ``load_from_checkpoint``."""
@@ -89,16 +92,18 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         if trainer is not None and trainer.state.fn == "fit" and type(trainer.strategy).__name__ != "ZeroStrategy":
             refuse_zero_state(checkpoint)
         if trainer is not None and trainer.state.fn == "fit":
-            self._refuse_another_optimizer(checkpoint.get(OPTIMIZER_KEY, {}))
+            self._saved_optimizer = checkpoint.get(OPTIMIZER_KEY, {})
+            self.refuse_another_optimizer()  # one of its own is built later, and then asked about
 
-    def _refuse_another_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Refuse settings that the state of the optimizer in a checkpoint would replace without a word."""
-        now = _optimizer_of(self)
+    def refuse_another_optimizer(self) -> None:
+        """Refuse another optimizer than the checkpoint's, whose state would replace its settings without a word."""
+        saved, now = self._saved_optimizer, _optimizer_of(self)
         for name in sorted(saved.keys() & now.keys()):
             if saved[name] != now[name]:
+                what = "configure_optimizers returns " if name == _CLASS else f"model.optimizer.{name}="
                 raise ResumeError(
-                    f"model.optimizer.{name}={now[name]}, and the checkpoint was trained with {saved[name]}, which its "
-                    "optimizer keeps. State that value, or begin a new run in another hydra.run.dir."
+                    f"{what}{now[name]}, and the checkpoint was trained with {saved[name]}, whose state it keeps. "
+                    "State that one, or begin a new run in another hydra.run.dir."
                 )
 
     def complete_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -133,9 +138,11 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
 
 
 def _optimizer_of(module: Any) -> dict[str, Any]:
-    """Return the settings of a module's optimizer as plain values; nothing where it builds one of its own."""
+    """Return the settings of a module's optimizer as plain values, and its class, which may be its own choice."""
     spec = getattr(module, "optimizer_spec", None)
-    return {} if spec is None else {name: plain_value(value) for name, value in asdict(spec).items()}
+    settings = {} if spec is None else {name: plain_value(value) for name, value in asdict(spec).items()}
+    found = [] if module._trainer is None else module.trainer.optimizers
+    return settings | ({_CLASS: " and ".join(type(each).__name__ for each in found)} if found else {})
 
 
 def is_plain(value: Any) -> bool:

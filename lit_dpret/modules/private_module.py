@@ -277,6 +277,7 @@ class PrivateModule(Checkpointed):
         self._handover = Handover(self, self._ranks) if kept is None else kept.handover(self._ranks)
         self._physical.begin()
         self._held_error = None
+        self._saved_optimizer = {}
         self.updating = self.in_blocks = False
         self._couplings.begin()
         self._hooks.begin()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lit_dpret.errors import ConfigurationError, LedgerError, StorageError
 from lit_dpret.privacy.ledger.dataset_account import RunLock
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import holds_a_run
 from lit_dpret.sweeps.file import SweepFile, Trial
 from lit_dpret.sweeps.folder import SWEEP, TRIALS, SweepFolder
 
@@ -116,7 +116,7 @@ def _run(sweep: SweepFolder, file: SweepFile, trial: Trial, folder: Path, offlin
     """Run one trial to its end; the reason where it failed."""
     environment = environment_of(sweep, trial, offline=offline)
     words = file.command_line(trial, environment)
-    if (folder / LEDGER_NAME).exists():
+    if holds_a_run(folder):
         words.append("resume=true")
     try:
         folder.mkdir(parents=True, exist_ok=True)

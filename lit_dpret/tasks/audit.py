@@ -138,6 +138,8 @@ class Audit:
         cells = cells_of(planted, candidates=candidates, limits=limits, tables=tables, **law) if planted else []
         sure = 1 - ALARM / (2 * max(1, len(tossed)))
         coins, surely = (self._coins(found, law.get("delta", 0.0), level) for level in (0.95, sure))
+        for copies in sorted(tossed - {one["score"]["copies"] for one in found if one["score"]["included"]}):
+            say(f"{copies} copies: no coin included a canary, so no bound follows from them")
         above = [one for one in surely if claimed and one.eps_lower > claim["epsilon"]]
         rows = [CanaryRow(model=privacy_line(card), cell=cell, candidates=candidates) for cell in cells]
         facts = {
@@ -201,7 +203,7 @@ class Audit:
         for copies in sorted({one["score"]["copies"] for one in found}):
             scores = [one["score"] for one in found if one["score"]["copies"] == copies]
             included = [score["included"] for score in scores]
-            if all(included):
+            if len(set(included)) == 1:  # without coins all are, and with few of them sometimes none is
                 continue
             values = CanaryScores.of([score["margin"] for score in scores], included)
             evidence.append(one_run_audit(values, delta=delta, copies=copies, confidence=confidence))

@@ -111,7 +111,8 @@ def choose_suspects(data: Any, others: Others, coins: Coins | None, *, count: in
     unanswered = len(single) - len(free)
     free = [free[place] for place in rng.permutation(len(free))]
     absent = [query for query in free if query in held_out]
-    apart = min(MOST_POPULATION, len(absent) // 4)
+    # With coins, of all queries and not of the tails: how many are attacked would depend on the coins.
+    apart = min(MOST_POPULATION, len(free) // 8 if others == "coins" else len(absent) // 4)
     if others == "coins":
         chosen = free[: min(count, len(free) - 2 * apart)]
     else:

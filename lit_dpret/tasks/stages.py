@@ -14,15 +14,10 @@ from lit_dpret.cards.file import CARD_NAME, read_card
 from lit_dpret.datamodules.identity import content_sha256
 from lit_dpret.errors import ResumeError
 from lit_dpret.files import json_sha256, write_whole
-from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
+from lit_dpret.privacy.ledger.run_ledger import STAGES_NAME
 
 DONE = "stage.json"
-MARK = "pipeline.fingerprint"
-
-
-def holds_a_run(folder: Path) -> bool:
-    """Return whether a run, or a task of several, was started in a folder or below it."""
-    return any(True for name in (LEDGER_NAME, MARK) for _ in folder.rglob(name))
+MARK = STAGES_NAME
 
 
 def settings_fingerprint(task: object, *, but: Collection[str] = (), **more: object) -> str:

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from stand_ins import Numbers, Regression, StopAfter, dp, fit, granted, records, weights
 from tiny_generator import generator
 from tiny_models import tiny_bert, tiny_tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, get_worker_info
 
 from lit_dpret.callbacks import PrivacyCard
@@ -28,7 +28,7 @@ from lit_dpret.callbacks.refusals import refuse_endless_losses
 from lit_dpret.cards.card import verify_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import Contract, TextEncoder
-from lit_dpret.errors import ConfigurationError, DataError, DivergenceError
+from lit_dpret.errors import ConfigurationError, DataError, DivergenceError, ResumeError
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.modules.private_module import refuse_infinite
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
@@ -218,6 +218,82 @@ def test_an_end_for_another_reason_keeps_the_claim_of_all_planned_steps(kind: st
     assert records(folder)[-1]["reason"] != "failed"
     claim = card(folder)["claim"]
     assert claim["guarantee"] == "dp" and "may depend on what it had released" in claim["statement"]
+
+
+class Scheduled(Regression):
+    """Its optimizer and schedule are its own."""
+
+    divisor, kind, length = 3.5, torch.optim.SGD, None
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=0.01)
+        if self.length is not None:
+            schedule: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=self.length)
+        else:
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (self.divisor - step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def scheduled(folder: Path, **settings: Any) -> Scheduled:
+    module = Scheduled(privacy=dp(folder))
+    for name, value in settings.items():
+        setattr(module, name, value)
+    return module
+
+
+def test_a_schedule_that_fails_keeps_the_claim_and_a_corrected_one_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ZeroDivisionError):
+        fit(run, scheduled(tmp_path, divisor=4), steps=STEPS, extra=[PrivacyCard()])
+    assert card(run)["claim"]["guarantee"] == "dp"
+    fit(run, scheduled(tmp_path), steps=STEPS, extra=[PrivacyCard()], resume=True)
+    assert card(run)["claim"]["epsilon"] <= 3 and granted(run)[-1][1] == STEPS - 1
+
+
+def test_an_error_of_a_callback_in_the_optimizers_step_may_be_that_of_a_private_row(tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    run, failing = tmp_path / "run", LambdaCallback(on_before_optimizer_step=fails)
+    with pytest.raises(ZeroDivisionError):
+        fit(run, Regression(privacy=dp(tmp_path)), steps=STEPS, extra=[PrivacyCard(), failing])
+    assert card(run)["claim"]["guarantee"] == "not_proved"
+
+
+class Inner(Regression):
+    """Its loss takes steps of an optimizer on copies, which fail at a private row."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        losses = super().per_row_loss(rows)
+        if self.trainer.global_step >= 2:
+            torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1).step(lambda: 1 / 0)
+        return losses
+
+
+def test_an_error_of_an_optimizer_in_the_loss_may_be_that_of_a_private_row(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(ZeroDivisionError):
+        fit(run, Inner(privacy=dp(tmp_path)), steps=STEPS, extra=[PrivacyCard()])
+    assert card(run)["claim"]["guarantee"] == "not_proved"
+
+
+def test_a_schedule_that_is_shorter_than_the_run_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="total_steps=4"):
+        fit(tmp_path / "run", scheduled(tmp_path, length=4), steps=STEPS)
+    assert granted(tmp_path / "run") == []
+    fit(tmp_path / "longer", scheduled(tmp_path, length=STEPS), steps=STEPS)
+
+
+def test_a_resume_with_another_optimizer_of_ones_own_is_refused_before_a_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(run, scheduled(tmp_path), steps=STEPS, extra=[PrivacyCard(), StopAfter(3)])
+    before = len(records(run))
+    with pytest.raises(ResumeError, match="Adam"):
+        fit(run, scheduled(tmp_path, kind=torch.optim.Adam), steps=STEPS, extra=[PrivacyCard()], resume=True)
+    assert not {"intent", "release"} & {record["kind"] for record in records(run)[before:]}
+    fit(run, scheduled(tmp_path), steps=STEPS, extra=[PrivacyCard()], resume=True)
+    assert card(run)["claim"]["guarantee"] == "dp"
 
 
 def test_the_releases_of_such_a_run_are_counted_as_any_others(tmp_path: Path) -> None:

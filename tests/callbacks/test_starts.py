@@ -550,6 +550,36 @@ def test_a_buffer_that_was_set_after_the_module_was_built_is_refused(name: str, 
     assert name in str(refused(tmp_path, module))
 
 
+class Extra(Kept):
+    """It saves a number beside its tensors."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.shift = 0.0
+
+    def get_extra_state(self) -> Any:
+        return {"shift": self.shift}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.shift = state["shift"]
+
+
+def test_an_extra_state_that_was_set_after_the_module_was_built_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path / "built", Extra(privacy=dp(tmp_path, noise_multiplier=4.0)))
+    module = Extra(privacy=dp(tmp_path, noise_multiplier=4.0))
+    module.shift = 1.5
+    assert "_extra_state" in str(refused(tmp_path, module))
+
+
+def test_a_start_that_is_declared_public_is_no_declaration_for_what_came_after_it(tmp_path: Path) -> None:
+    module = private(tmp_path)
+    module.save_model(tmp_path / "public")
+    trained_further(module)
+    refused(tmp_path, module, accountant=PrivacyAccountant(
+        run_dir=tmp_path / "second", init_from=tmp_path / "public", init_from_is_public=True, eps_log_points=1
+    ))  # fmt: skip
+
+
 def test_all_that_a_run_saved_may_be_loaded_to_start_from_it(
     tmp_path: Path, another_process: Callable[[], None]
 ) -> None:

@@ -36,6 +36,9 @@ if given["how"] == "refused":
 if given["how"] == "killed_once" and not (folder / "privacy_ledger.jsonl").exists():
     (folder / "privacy_ledger.jsonl").write_text("")
     os.kill(os.getpid(), 9)
+if given["how"] == "pipeline" and not (folder / "pipeline.fingerprint").exists():
+    (folder / "pipeline.fingerprint").write_text("")
+    os.kill(os.getpid(), 9)
 if given["how"] == "crashed":
     sys.exit(3)
 if given["how"] == "silent":
@@ -101,11 +104,12 @@ def test_the_reason_of_a_trial_that_failed_is_a_sentence_of_its_own(how: str, tm
     assert re.search(r"[^.]\. Those", str(found.value)), found.value
 
 
-def test_a_trial_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    made, file = sweep(tmp_path, "killed_once", "ok")
+@pytest.mark.parametrize("how", ["killed_once", "pipeline"])
+def test_a_trial_that_was_killed_goes_on_where_it_stopped(how: str, tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, how, "ok")
     assert list(go(made, file).failed.values()) == ["was ended by SIGKILL"]
     assert go(made, file).failed == {}
-    assert calls(made) == ["how=killed_once x=1.0", "how=ok x=1.0", "how=killed_once x=1.0 resume=true"]
+    assert calls(made) == [f"how={how} x=1.0", "how=ok x=1.0", f"how={how} x=1.0 resume=true"]
 
 
 def test_what_a_trial_reached_and_what_it_printed_is_for_its_owner_alone(tmp_path: Path) -> None:

@@ -107,6 +107,14 @@ def test_the_audit_of_an_encoder_draws_nothing(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "audit" / CANARIES).exists()
 
 
+def test_an_audit_ends_also_where_no_coin_included_a_canary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(tmp_path, NoPrivacy, suite=replace(SUITE, count=2, include=0.5, seed=5), steps=2)
+    audited(tmp_path, run)
+    report = json.loads((tmp_path / "audit" / "audit.json").read_text(encoding="utf-8"))
+    assert [one["score"]["included"] for one in report["canaries"]] == [False] * 2 and report["one_run"] == []
+    assert "no coin included" in capsys.readouterr().out
+
+
 def test_other_weights_in_a_runs_place_are_not_audited_and_its_cards_stay(tmp_path: Path) -> None:
     run = trained(tmp_path, NoPrivacy, suite=replace(SUITE, count=4), steps=2)
     before = read_card(run), read_card(run / "model")

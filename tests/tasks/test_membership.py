@@ -314,10 +314,10 @@ def test_who_is_attacked_rests_on_no_coin_and_who_cannot_be_asked_is_left_out(ma
     train = list(data.collection.split("train"))
     data.collection.qrels["train"]["q5"].clear()  # as where a sample of passages holds none of its answers
     attacked = []
-    for flip in (False, True):
-        coins = Coins({query: (place % 2 == 0) != flip for place, query in enumerate(train)})
+    for heads in ({0}, {1}, {0, 1, 2}):  # of each four: also how many are attacked rests on no coin
+        coins = Coins({query: place % 4 in heads for place, query in enumerate(train)})
         found = choose_suspects(data, "coins", coins, count=100, rows=2, seed=1)
         attacked.append(found.ids[: found.attacked])
         assert not found.member[found.population].any()
         assert found.left_out == 2 and found.unanswered == 1 and not {"q0", "q1", "q5"} & set(found.ids)
-    assert attacked[0] == attacked[1]
+    assert attacked[0] == attacked[1] == attacked[2]

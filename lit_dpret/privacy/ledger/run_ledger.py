@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lit_dpret.errors import ConfigurationError, LedgerError, schema_problem
@@ -304,7 +305,14 @@ def _realised_law(record: Mapping[str, Any]) -> SamplingLaw | None:
 
 
 LEDGER_NAME = "privacy_ledger.jsonl"
+#: Where a task of several runs notes its settings, in its folder.
+STAGES_NAME = "pipeline.fingerprint"
 KINDS = ("plan", "intent", "release", "replay", "event", "end", "repair")
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Return whether a run, or a task of several, was started in a folder or below it."""
+    return any(True for name in (LEDGER_NAME, STAGES_NAME) for _ in folder.rglob(name))
 
 
 class PrivacyLedger(ChainedFile):

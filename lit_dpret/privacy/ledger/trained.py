@@ -8,9 +8,11 @@ that come another way have no known origin (`set_later`).
 from __future__ import annotations
 
 import json
+import pickle
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
@@ -33,6 +35,8 @@ TRAINED_KEY = "lit_dpret_trained_in"
 NOTE_NAME = "lit_dpret_trained_in.json"
 _MARK = "_lit_dpret_trained_in"
 _BUILT = "_lit_dpret_built_with"
+#: What torch calls the state of a part that is no tensor of it.
+_EXTRA = "_extra_state"
 # Lists of a million of them are common, and hold no weights.
 _SCALARS = frozenset((str, bytes, int, float, complex, bool, NoneType))
 
@@ -151,7 +155,7 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 
 
 def note_built(module: nn.Module) -> None:
-    """Store the fingerprints of the `weights` of ``module``, and of their casts, after its constructor.
+    """Store the fingerprints of the `weights` and extra states of ``module``, and of casts, after its constructor.
 
     Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
     changed before, nor of copies of such: where their values come from, nobody noted.
@@ -163,7 +167,8 @@ def note_built(module: nn.Module) -> None:
     stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
     changed = {fingerprint_of(values) for values in stepped if not is_common(values)}
     kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
-    vars(module)[_BUILT] = built = frozenset(found for each in kept for found in _fingerprints_of_casts(each))
+    found = {number for each in kept for number in _fingerprints_of_casts(each)}
+    vars(module)[_BUILT] = built = frozenset(found | {_digest(each) for _, each in extra_states(module)})
     _built.update(built)
 
 
@@ -180,18 +185,39 @@ def _whole_numbers(tensor: Tensor) -> int | None:
 
 
 def set_later(module: nn.Module, runs: Collection[str] = ()) -> list[str]:
-    """Return the names of `weights` whose values neither a constructor in this process set, nor one of ``runs``."""
+    """Return the names of `weights` and extra states that neither a constructor in this process set, nor ``runs``."""
     built = vars(module).get(_BUILT)
     if built is None:
         return []
+    known = built.union(_built, *(_left.get(run, ()) for run in runs))
     made_later = getattr(module, "made_of_public", ())
-    now = {name: (each, _fingerprints_of_casts(each)[:1]) for name, each in weights(module).items()}
-    return [
-        name for name, (each, found) in now.items()
-        if name not in made_later and found and found[0] not in built and found[0] not in _built
-        and not any(found[0] in _left.get(run, ()) for run in runs)
+    now = {name: each for name, each in weights(module).items() if name not in made_later}
+    later = [
+        name for name, each in now.items()
+        if not known.issuperset(_fingerprints_of_casts(each)[:1])
         and not any(run.run in runs for run in passed_in(each))
     ]  # fmt: skip
+    return [*later, *(name for name, each in extra_states(module) if _digest(each) not in known)]
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield what parts put beside their tensors into a state dict, by the name that it has there."""
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is nn.Module.get_extra_state:
+            continue
+        try:
+            state = part.get_extra_state()
+        except Exception:  # not there yet; whatever a run saves is compared from its setup on
+            continue
+        yield f"{name}.{_EXTRA}".lstrip("."), state
+
+
+def _digest(state: object) -> int:
+    try:
+        content = pickle.dumps(state)
+    except Exception:  # no checkpoint can hold it either
+        content = type(state).__qualname__.encode()
+    return int.from_bytes(blake2b(content, digest_size=16).digest(), "little")
 
 
 def fingerprint(tensor: Tensor) -> int | None:
@@ -226,10 +252,12 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None
     """Record, for this process, the values of tensors that changed since ``before`` the runs."""
     runs = frozenset(runs)
     for name, tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            continue
+        extra = name.rpartition(".")[2] == _EXTRA
+        left = [_digest(tensor)] if extra else _fingerprints_of_casts(tensor) if isinstance(tensor, Tensor) else ()
         for run in runs:
-            _left.setdefault(run.run, set()).update(_fingerprints_of_casts(tensor))
+            _left.setdefault(run.run, set()).update(left)
+        if extra or not isinstance(tensor, Tensor):
+            continue
         values = looked_at(tensor)
         if values is None or before.get(name) in (None, fingerprint_of(values)):
             continue
