@@ -29,9 +29,9 @@ from lit_dpret.cli.explanations import causes, explain, lost_rank
 from lit_dpret.config import CONFIG_MODULE, format_help, names
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import ConfigurationError, WorkerError
-from lit_dpret.privacy.ledger.run_ledger import holds_a_run
 from lit_dpret.tasks.parts import Parts, as_typed
 from lit_dpret.tasks.silo_command import silo_command
+from lit_dpret.tasks.stages import holds_a_run
 
 __all__ = [
     "CONFIG_MODULE",

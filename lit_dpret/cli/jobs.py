@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lit_dpret.errors import ResumeError
-from lit_dpret.privacy.ledger.run_ledger import holds_a_run
+from lit_dpret.tasks.stages import holds_a_run
 
 _VARIED = ("params", "search_space")  # the settings of a sweeper that hold those of its jobs
 

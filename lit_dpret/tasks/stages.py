@@ -15,6 +15,7 @@ from lit_dpret.datamodules.identity import content_sha256
 from lit_dpret.errors import ResumeError
 from lit_dpret.files import json_sha256, write_whole
 from lit_dpret.privacy.ledger.run_ledger import STAGES_NAME
+from lit_dpret.privacy.ledger.run_ledger import holds_a_run as holds_a_run
 
 DONE = "stage.json"
 MARK = STAGES_NAME
