@@ -7,9 +7,9 @@ and the ledger never hears of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,6 +20,28 @@ from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_ro
 from lit_dpret.progress import tell_here
 
 Drops = Literal["none", "memory", "all"]
+
+
+class Tally(NamedTuple):
+    """What became of the units of one step on one rank."""
+
+    units: int = 0
+    kept: int = 0
+    lone: bool = False  # whether one fits nowhere
+    fitted: bool = False  # whether any unit ever did
+
+
+def refuse_where_none_fits(tallies: Sequence[Tally], step: int, advice: str) -> None:
+    """Refuse a step with a rank on which none of several units fits, and any step before a unit fits on some rank.
+
+    Where a rank has one unit, the end of the run would tell how long that one is.
+    """
+    fitted = any(each.fitted for each in tallies)
+    if any(each.lone and not each.kept and (each.units > 1 or not fitted) for each in tallies):
+        raise DeviceMemoryError(
+            f"Memory ran out on every unit of step {step}, before the step was noised or charged. {advice} "
+            "Then go on with resume=true."
+        )
 
 
 class PhysicalBatches:
@@ -43,6 +65,7 @@ class PhysicalBatches:
 
     Attributes:
         limit: Most units at once; None for what the loader hands out.
+        tally: What became of the units of the last step that was contributed.
     """
 
     def __init__(
@@ -52,6 +75,7 @@ class PhysicalBatches:
         settle: Callable[[], bool] = lambda: False,
     ) -> None:
         self.limit: int | None = None
+        self.tally = Tally()
         self._contribute, self._forget, self._settle = contribute, forget, settle
         self._step: list[UnitBatch] = []
         self._lone = False  # whether a unit of this step fits nowhere
@@ -143,20 +167,10 @@ class PhysicalBatches:
                 self._lower_limit(max(1, (slots.stop - slots.start) // 2))
             due = [_copy(each) for each in self._step]
         if batch.last:
-            if self._lone:
-                self._refuse_where_none_fits(batch.step, advice)
+            units = sum(int(batch.mask.sum()) for batch in self._step)
+            kept = sum(int(batch.mask[slots].sum()) for batch in self._step for slots in self._slots(batch))
+            self.tally = Tally(units, kept, lone=self._lone, fitted=self._fitted)
             self.begin()
-
-    def _refuse_where_none_fits(self, step: int, advice: str) -> None:
-        """Refuse a step of several units of which none fits, and any before the first that does: nothing is trained."""
-        units = sum(int(batch.mask.sum()) for batch in self._step)
-        kept = sum(int(batch.mask[slots].sum()) for batch in self._step for slots in self._slots(batch))
-        if kept == 0 and (units > 1 or not self._fitted):
-            self._forget()
-            raise DeviceMemoryError(
-                f"Memory ran out on every unit of step {step}, before the step was noised or charged. {advice} "
-                "Then go on with resume=true."
-            )
 
     def _lower_limit(self, most: int) -> None:
         self.limit = most

@@ -39,7 +39,7 @@ from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.coupling_check import CouplingCheck, prepares_itself
 from lit_dpret.modules.module_state import OF_A_RUN, HookWatch
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.physical_batches import Drops, PhysicalBatches, memory_advice
+from lit_dpret.modules.physical_batches import Drops, PhysicalBatches, memory_advice, refuse_where_none_fits
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows
 from lit_dpret.privacy.ledger.gate import (
     ALWAYS,
@@ -398,6 +398,8 @@ class PrivateModule(Checkpointed):
             )
         if batch.last:
             self._ranks.together(self._raise_held_error, quick=True)
+            if drops == "memory":
+                refuse_where_none_fits(self._ranks.gather(self._physical.tally, quick=True), batch.step, advice)
             try:
                 with _wide_defaults():
                     self._logical_step(guard, batch.attempt, batch.step)

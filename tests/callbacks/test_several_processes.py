@@ -221,7 +221,7 @@ def test_a_rank_on_which_nothing_fits_ends_all_of_them_unpaid(server: Server, tm
     assert server.run("short_of_memory", tmp_path / "short", **settings) == [REFUSED, REFUSED]
     for rank in (0, 1):
         seen = told(tmp_path / "short", rank)
-        assert seen["error"] == "DeviceMemoryError" and "a single unit" in seen["text"], seen
+        assert seen["error"] == "DeviceMemoryError" and "resume=true" in seen["text"], seen
     paid = intents(tmp_path / "short")
     assert paid == [(0, step) for step in range(len(paid))] and len(paid) < 6
     assert server.run("fit", tmp_path / "short", data=DATA, resume=True) == [0, 0]

@@ -41,7 +41,7 @@ def test_every_format_gives_the_same_records(write: Write, tmp_path: Path) -> No
         write("z.jsonl.zst", zstd(jsonl.read_bytes())),
         write("x.tsv", '_id\ttext\na\tone, two\nb\tthe "third"\u2028word\n'),
         write("x.csv", '_id,text\na,"one, two"\nb,"the ""third""\u2028word"\n'),
-        write("y.csv.gz", gzip.compress(b'_id,text\na,"one, two"\nb,"the ""third""\xe2\x80\xa8word"\n')),
+        write("y.csv.gz", gzip.compress(b'_id,text\na,"one, two"\nb,"the ""third""\xe2\x80\xa8word"\n', mtime=0)),
         parquet(tmp_path / "x.parquet", RECORDS),
     ]
     for path in files:
@@ -111,7 +111,7 @@ def test_a_format_whose_package_is_missing_names_the_pip_command(
     ("name", "content", "reason"),
     [
         ("x.jsonl", b'{"a": \n{"a": 1}\n', "column 6"),  # where the line ends too early
-        ("x.jsonl", gzip.compress(b'{"a": 1}\n'), r"compressed with gzip; rename it to x\.jsonl\.gz"),
+        ("x.jsonl", gzip.compress(b'{"a": 1}\n', mtime=0), r"compressed with gzip; rename it to x\.jsonl\.gz"),
         ("x.csv", b"a,a\n1,2\n", "column 'a' twice"),
         ("x.csv", b'a,b\n1,"two\n3,4\n', "line 2: not a readable table row"),
     ],

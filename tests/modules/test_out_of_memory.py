@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.errors import DataError, DeviceMemoryError, ResumeError, UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.modules.physical_batches import PhysicalBatches, piece_of, slots_of
+from lit_dpret.modules.physical_batches import PhysicalBatches, Tally, piece_of, refuse_where_none_fits, slots_of
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping.ghost import GhostClipping
@@ -117,6 +118,24 @@ def test_a_model_of_which_no_unit_fits_ends_the_run_unpaid_and_a_smaller_one_goe
     fit(tmp_path / "run", WholeNumbers(privacy=private(tmp_path)), Numbers(physical_batch_size=2), steps=STEPS,
         resume=True)  # fmt: skip
     assert sorted(noise_keys(records(tmp_path / "run"))) == [(0, step) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ends"),
+    [
+        ([Tally(1, 0, lone=True)], True),
+        ([Tally(1, 0, lone=True, fitted=True)], False),
+        ([Tally(2, 0, lone=True, fitted=True)], True),
+        ([Tally(2, 1, lone=True, fitted=True)], False),
+        ([Tally(3, 3, fitted=True), Tally(1, 0, lone=True)], False),
+        ([Tally(3, 3, fitted=True), Tally(2, 0, lone=True)], True),
+        ([Tally(0, 0), Tally(1, 0, lone=True)], True),
+        ([Tally(0, 0), Tally(0, 0)], False),
+    ],
+)
+def test_the_only_unit_of_a_rank_ends_no_run_in_which_units_fit_elsewhere(ranks: list[Tally], ends: bool) -> None:
+    with pytest.raises(DeviceMemoryError) if ends else nullcontext():
+        refuse_where_none_fits(ranks, 0, "")
 
 
 class _HasALongText(WholeNumbers):
