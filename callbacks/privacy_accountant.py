@@ -52,7 +52,7 @@ from lit_dpret.callbacks.resuming import (
 from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, refuse_own_optimizers, strategy_name
 from lit_dpret.callbacks.unseen_writes import UnseenWrites, UpdateCounter
 from lit_dpret.cards.start import Start, note_start, read_start
-from lit_dpret.distributed.ranks import Ranks
+from lit_dpret.distributed.ranks import Ranks, is_of_lost_rank
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, UnsupportedModelError, told
 from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon, show_delta
 from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
@@ -651,11 +651,8 @@ class PrivacyAccountant(Callback):
         try:
             if late and self._gate.steps_done:
                 self._gate.forfeit()
+            failed = begun and self.plan is not None and self._ends_by_rows(exception)
             if begun and hasattr(self, "_run"):  # this rank holds the ledger
-                # Once a step is recorded, its update is made of what was released.
-                of_update = self._gate.steps_done > self._step and fails_in_update(exception)
-                at_hand = self._with_rows or (self._in_batch and not of_update)
-                failed = self.plan is not None and ends_by_rows(exception, at_hand=at_hand)
                 if isinstance(exception, OSError) and not failed:
                     self._gate.take_forfeits()  # nothing more may fit on the disk; an end can be written on resume
                 else:
@@ -664,6 +661,18 @@ class PrivacyAccountant(Callback):
             self._count_no_epochs(trainer)
             if hasattr(self, "_run"):
                 self._close()
+
+    def _ends_by_rows(self, error: BaseException) -> bool:
+        """Judge by this rank's own error, or by what the rank that went before said, and say so to the others."""
+        by_rows, by_none = (f"{self._identity} {self._gate.attempt} {word}" for word in ("rows", "no row"))
+        if is_of_lost_rank(error):
+            found = self._ranks.word_was_left(by_rows) or not self._ranks.word_was_left(by_none)
+        else:
+            # Once a step is recorded, its update is made of what was released.
+            of_update = self._gate.steps_done > self._step and fails_in_update(error)
+            found = ends_by_rows(error, at_hand=self._with_rows or (self._in_batch and not of_update))
+        self._ranks.leave_word(by_rows if found else by_none)
+        return found
 
     def _count_no_epochs(self, trainer: L.Trainer) -> None:
         if self._counts_epochs:

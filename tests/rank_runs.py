@@ -265,6 +265,8 @@ def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "b
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
             if where == "setup" and rank == whose:
                 self.end()
+            if where == "batch end":  # before the accountant, which a module adds behind the user's callbacks
+                trainer.callbacks.insert(0, trainer.callbacks.pop(trainer.callbacks.index(self)))
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             if where == "batch" and whose in (rank, -1) and batch.step == at:
@@ -273,6 +275,10 @@ def doomed(rank: int, *, whose: int, at: int, how: str = "kill", where: str = "b
                     module.hparams["kept_number"] = 0.5
                 elif self.parts == part + 1:
                     self.end()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if where == "batch end" and whose == rank and batch.last and batch.step == at:
+                self.end()
 
         def end(self) -> None:
             if how == "kill":

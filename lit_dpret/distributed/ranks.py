@@ -262,6 +262,12 @@ def lost_rank(error: BaseException) -> WorkerError | None:
     )
 
 
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Return whether an error says that another rank went, and nothing of why."""
+    behind = error.__cause__ if isinstance(error, WorkerError) else error
+    return behind is not None and lost_rank(behind) is not None
+
+
 @contextmanager
 def noticing_death() -> Iterator[None]:
     """Translate a broken connection into an error that names the lost rank."""

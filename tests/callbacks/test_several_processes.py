@@ -325,6 +325,17 @@ def test_a_rank_that_fails_alone_takes_the_others_with_it(how: str, error: str, 
     assert sorted(set(granted(tmp_path / "run"))) == [(0, step) for step in range(STEPS)]
 
 
+@pytest.mark.parametrize(("how", "reason"), [("error", "failed"), pytest.param("interrupt", "WorkerError", marks=SLOW)])
+def test_why_another_rank_went_decides_about_the_claim(how: str, reason: str, server: Server, tmp_path: Path) -> None:
+    doom = {"whose": 1, "at": 3, "how": how, "where": "batch end"}  # rank 0 is done with its batch, and waits
+    statuses = server.run("fit", tmp_path / "run", steps=STEPS, doom=doom, timeout=90)
+    assert 0 not in statuses and told(tmp_path / "run", 0)["error"] == "WorkerError"
+    (end,) = (
+        one for one in PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records if one["kind"] == "end"
+    )
+    assert end["reason"] == reason
+
+
 @pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=SLOW), (2, 1)])
 def test_another_number_of_ranks_goes_on_with_fresh_noise_and_charges_it(
     before: int, after: int, server: Server, tmp_path: Path
