@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from types import CodeType
+from types import FrameType
 
 import torch
 from lightning.pytorch.trainer import call
@@ -17,6 +18,7 @@ from torch.utils.data._utils import signal_handling
 
 from lit_dpret.errors import BudgetExceededError, DivergenceError, LedgerError, ResumeError, StorageError
 from lit_dpret.privacy.sampling import PrivateBatchSampler
+from lit_dpret.privacy.user_code import is_library
 
 #: The budget, the ledger and the weights know of releases alone, and a full disk or a person of no row.
 _OF_NO_ROW = (BudgetExceededError, DivergenceError, LedgerError, ResumeError, StorageError)
@@ -31,26 +33,38 @@ _DRAWING = PrivateBatchSampler.__iter__.__code__
 _UPDATING = f"{Path(torch.optim.__file__).parent}{os.sep}"
 #: Where Lightning calls the hooks of modules and callbacks, which may have kept rows.
 _HOOKS = call.__file__
+#: Hooks that are given batches of other data.
+_OF_OTHER_ROWS = ("on_validation", "on_test", "on_predict")
 
 
 def ends_by_rows(error: BaseException, *, at_hand: bool) -> bool:
     """Return whether an error that ends a run may follow from a private row.
 
-    So may every error while rows are read or computed (``at_hand``), since it is not known why it happened; but not
-    that the budget is spent, that the released weights diverged, that the disk is full, or that somebody ends the run.
+    So may every error while rows are read or computed (``at_hand``) or given to a hook of the user's own, since it is
+    not known why it happened; but not that the budget is spent, that the released weights diverged, that the disk is
+    full, or that somebody ends the run.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, *_OF_NO_ROW)):
         return False
-    passed = set(_passed(error))
+    passed = {frame.f_code for frame in _passed(error)}
     reading = not _READING.isdisjoint(code.co_filename for code in passed) and _DRAWING not in passed
     if isinstance(error, OSError) and error.errno in (_FULL if reading else _OF_THE_DISK):
         return False
-    return at_hand or reading
+    return at_hand or reading or _in_hook_with_batch(error)
+
+
+def _in_hook_with_batch(error: BaseException) -> bool:
+    """Return whether an error comes from code of the user's own in a hook of Lightning's that is given a batch."""
+    for caller, called in pairwise(_passed(error)):
+        hook = str(caller.f_locals.get("hook_name", "")) if caller.f_code.co_filename == _HOOKS else ""
+        if "batch" in hook and not hook.startswith(_OF_OTHER_ROWS) and not is_library(called.f_globals["__name__"]):
+            return True
+    return False
 
 
 def fails_in_update(error: BaseException) -> bool:
     """Return whether an error comes from an optimizer or schedule of torch, and from no hook of Lightning within."""
-    files = [code.co_filename for code in _passed(error)]
+    files = [frame.f_code.co_filename for frame in _passed(error)]
     first = next((at for at, file in enumerate(files) if file.startswith(_UPDATING)), None)
     return first is not None and _HOOKS not in files[first:]
 
@@ -63,8 +77,8 @@ def hear_no_worker() -> None:
         signal_handling._SIGCHLD_handler_set = False  # type: ignore[attr-defined]
 
 
-def _passed(error: BaseException) -> Iterator[CodeType]:
+def _passed(error: BaseException) -> Iterator[FrameType]:
     trace = error.__traceback__
     while trace is not None:
-        yield trace.tb_frame.f_code
+        yield trace.tb_frame
         trace = trace.tb_next

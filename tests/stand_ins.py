@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lit_dpret.audit.testing import assert_private
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
+from lit_dpret.errors import ResumeError
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
@@ -174,15 +175,19 @@ class KillAt(Callback):
             raise Killed
 
 
+class Stopped(ResumeError, RuntimeError):
+    """Of a class that no private row can cause."""
+
+
 class StopAfter(Callback):
-    """Ends the run by an error after so many logical steps."""
+    """Ends the run by such an error after so many logical steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
         if batch.last and batch.step + 1 == self.steps:
-            raise RuntimeError("stop")
+            raise Stopped("stop")
 
 
 def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

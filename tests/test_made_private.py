@@ -203,7 +203,7 @@ def test_the_trained_weights_lie_beside_the_card_and_in_the_module_itself(tmp_pa
 def test_its_step_keeps_the_promise() -> None:
     x, y = rows(6).tensors
     private = made()
-    assert_private(private, {0: x, 1: (y + 1) % 3}, eps=1.0, delta=1e-5)
+    assert_private(private, private.collate_rows(list(zip(x, (y + 1) % 3, strict=True))), eps=1.0, delta=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tiny_models import tiny_bert, tiny_tokenizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, get_worker_info
 
-from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks.doctor import examine
 from lit_dpret.callbacks.refusals import refuse_endless_losses
 from lit_dpret.cards.card import verify_card
@@ -200,8 +200,16 @@ def test_an_end_that_a_private_row_may_have_caused_is_one_word_and_claims_nothin
 def test_an_end_for_another_reason_keeps_the_claim_of_all_planned_steps(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     if kind == "callback":
+
+        def fails(trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                raise RuntimeError("stop")
+
+        twice = Numbers(sample_rate=0.5, expected_batch_size=None)
         with pytest.raises(RuntimeError, match="stop"):
-            fit(folder, Regression(privacy=dp(tmp_path)), steps=STEPS, extra=[PrivacyCard(), StopAfter(2)])
+            fit(folder, Regression(privacy=dp(tmp_path, noise_multiplier=8.0)), twice, steps=STEPS,
+                extra=[PrivacyCard(), LambdaCallback(on_train_epoch_start=fails)])  # fmt: skip
+        assert granted(folder)
     elif kind == "person":
 
         def interrupt(trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
@@ -248,6 +256,20 @@ def test_a_schedule_that_fails_keeps_the_claim_and_a_corrected_one_goes_on(tmp_p
     assert card(run)["claim"]["guarantee"] == "dp"
     fit(run, scheduled(tmp_path), steps=STEPS, extra=[PrivacyCard()], resume=True)
     assert card(run)["claim"]["epsilon"] <= 3 and granted(run)[-1][1] == STEPS - 1
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_an_error_of_a_callback_that_is_given_a_batch_may_be_that_of_a_private_row(hook: str, tmp_path: Path) -> None:
+    def fails(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise ValueError
+
+    run, failing = tmp_path / "run", LambdaCallback(**{hook: fails})  # type: ignore[arg-type]
+    counting = [PrivacyAccountant(run_dir=run, eps_log_points=1), PrivacyCard()]
+    around = [failing, *counting] if hook == "on_train_batch_start" else [*counting, failing]
+    with pytest.raises(ValueError):
+        fit(run, Regression(privacy=dp(tmp_path)), steps=STEPS, callbacks=around)
+    assert records(run)[-1]["reason"] == "failed" and card(run)["claim"]["guarantee"] == "not_proved"
 
 
 def test_an_error_of_a_callback_in_the_optimizers_step_may_be_that_of_a_private_row(tmp_path: Path) -> None:
