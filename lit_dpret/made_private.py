@@ -119,7 +119,10 @@ class MadePrivate(PrivateModule):
                 "Continue from a checkpoint of this run folder, or omit trainer.fit(ckpt_path=).",
                 trap="T30",
             )
-        if checkpoint.get(CLASS_KEY) == _name_of(type(self.module)):
+        # By its names, since the class may be imported from elsewhere by now.
+        if checkpoint.get(CLASS_KEY) == _name_of(type(self.module)) or (
+            checkpoint["state_dict"].keys() == self.module.state_dict().keys()
+        ):
             _rename(checkpoint, lambda name: _INNER + name)
         super().on_load_checkpoint(checkpoint)
 
@@ -346,8 +349,17 @@ def _as_collated(rows: Any) -> Any:
         return tuple(made.values())
     if isinstance(key, _Field):
         named = {str(name): value for name, value in made.items()}
-        return key.kind(named) if issubclass(key.kind, Mapping) else key.kind(**named)
+        return _mapping(key.kind, named) if issubclass(key.kind, Mapping) else key.kind(**named)
     return made
+
+
+def _mapping(kind: type[Any], named: dict[str, Any]) -> Any:
+    """Return a mapping of this kind; a dict where its constructor takes something else, as that of a defaultdict."""
+    try:
+        found = kind(named)
+        return found if found.keys() == named.keys() else named
+    except Exception:
+        return named
 
 
 def _refuse_other_features(features: Any, rows: int, place: str = "") -> None:

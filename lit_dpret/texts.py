@@ -97,7 +97,7 @@ def train_queries(data: Any) -> Iterator[str]:
     units = data.train_units()
     for unit in range(len(units)):
         for row in units.rows(unit):
-            if not isinstance(text := getattr(row, "query", None), str):
+            if not isinstance(text := None if isinstance(row, Mapping) else getattr(row, "query", None), str):
                 return  # rows of another kind, all of which it may cost much to read
             yield text
 

@@ -7,8 +7,9 @@ import copy
 import logging
 import math
 import re
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -713,31 +714,27 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-def in_mapping(found: list[Any]) -> UserDict[str, Tensor]:
-    return UserDict(zip("xy", default_collate(found), strict=True))
+def mapping_of(kind: Any) -> Any:
+    made = {UserDict: UserDict, defaultdict: partial(defaultdict, list)}[kind]
+    return lambda found: made(zip("xy", default_collate(found), strict=True))
 
 
-@pytest.mark.parametrize("kind", [Pair, UserDict, dict])
+@pytest.mark.parametrize("kind", [Pair, UserDict, defaultdict, dict])
 def test_the_loss_gets_what_collate_fn_returned(kind: Any, tmp_path: Path) -> None:
     x, y = rows().tensors
     seen = set()
 
     def loss(model: Any, batch: Any) -> Tensor:
         seen.add(type(batch))
-        given = (
-            (batch.x, batch.y)
-            if kind is Pair
-            else (batch["x"], batch["y"])
-            if kind is UserDict
-            else (batch[1], batch[0])
-        )
-        return row_loss(model, given)
+        if kind is Pair:
+            return row_loss(model, (batch.x, batch.y))
+        return row_loss(model, (batch[1], batch[0]) if kind is dict else (batch["x"], batch["y"]))
 
-    one = {Pair: Pair, UserDict: lambda x, y: (x, y), dict: lambda x, y: {1: x, 0: y}}[kind]
+    one: Any = {Pair: Pair, dict: lambda x, y: {1: x, 0: y}}.get(kind, lambda *both: both)
     items = [one(*each) for each in zip(x, y, strict=True)]
-    collate = {"collate_fn": in_mapping} if kind is UserDict else {}
+    collate = {"collate_fn": mapping_of(kind)} if kind in (UserDict, defaultdict) else {}
     fit(tmp_path, made(per_row_loss=loss, **collate), data(items), max_steps=2)
-    assert seen == {kind}
+    assert seen == {dict if kind is defaultdict else kind}  # whose constructor takes a factory first
 
 
 def test_a_checkpoint_of_a_plain_training_is_refused_by_name(tmp_path: Path) -> None:
@@ -754,3 +751,11 @@ def test_a_checkpoint_of_a_plain_training_is_refused_by_name(tmp_path: Path) -> 
     with pytest.raises(ResumeError) as found:
         fit(tmp_path / "run", made(Plainly()), ckpt_path=tmp_path / "plain.ckpt")
     assert found.value.trap == "T30"
+
+
+def test_a_resume_goes_on_though_the_class_is_imported_from_elsewhere(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
+    fit(tmp_path / "run", made(), callbacks=[kept])
+    moved = type("Moved", (Classifier,), {"__module__": "elsewhere"})
+    (path,) = (tmp_path / "kept").glob("*step=4.ckpt")
+    fit(tmp_path / "run", made(moved()), callbacks=[PrivacyAccountant(resume=True)], ckpt_path=path)

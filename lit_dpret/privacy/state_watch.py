@@ -6,7 +6,7 @@ Most writes show at once, because PyTorch counts them; one through ``.data`` is 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
@@ -182,8 +182,27 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
         sync_device(lazy[0].device)
         fetched = iter(fetch(lazy))
         found = [next(fetched) if is_lazy(tensor.device) else tensor for tensor in found]
-    sums = [checksum(tensor).cpu() if has_memory(tensor) else torch.tensor(0) for tensor in found]
+    sums = [_checksum_of_parts(parts_of(tensor)) for tensor in found]
     return torch.stack(sums).tolist() if sums else []
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors with memory that hold the values: itself, those of a sparse one, or none."""
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.detach().coalesce()
+        return [whole.indices(), whole.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor] if has_memory(tensor) else []
+
+
+def _checksum_of_parts(parts: Sequence[Tensor]) -> Tensor:
+    total = torch.tensor(0)
+    for part in parts:
+        total = total * 31 + checksum(part).cpu()
+    return total
 
 
 def has_memory(tensor: Tensor) -> bool:

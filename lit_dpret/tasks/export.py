@@ -399,8 +399,9 @@ def load_module(path: Path) -> Any:
         raise DataError(f"{path} does not name its class: lit-dpret did not write it.")
     if not name.startswith(OURS):
         raise ConfigurationError(
-            f"{path} is a checkpoint of {name}, which is not of this package. In Python, "
-            f"{name.rpartition('.')[2]}.load_from_checkpoint(path).save_model(folder) does the same."
+            f"{path} is a checkpoint of {name}, which is not of this package, so that only your code can read it: "
+            f"{name.rpartition('.')[2]}.load_from_checkpoint(path). What its run saved, with its card, is in model/ of "
+            "the run's folder."
         )
     module_name, _, attribute = name.rpartition(".")
     found = getattr(importlib.import_module(module_name), attribute, None)

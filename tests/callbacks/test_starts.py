@@ -540,13 +540,17 @@ class Tables(Kept):
         super().__init__(**settings)
         self.register_buffer("table", torch.randn(8, 4))
         self.register_buffer("counts", torch.zeros(4, dtype=torch.long))
+        self.register_buffer("pairs", torch.eye(4).to_sparse())
 
 
-@pytest.mark.parametrize("name", ["table", "counts"])
+@pytest.mark.parametrize("name", ["table", "counts", "pairs"])
 def test_a_buffer_that_was_set_after_the_module_was_built_is_refused(name: str, tmp_path: Path) -> None:
     begin(tmp_path / "built", Tables(privacy=dp(tmp_path, noise_multiplier=4.0)))
     module = Tables(privacy=dp(tmp_path, noise_multiplier=4.0))
-    module.get_buffer(name)[2] += 3
+    if name == "pairs":
+        module.pairs = torch.cov(torch.randn(4, 9)).to_sparse()
+    else:
+        module.get_buffer(name)[2] += 3
     assert name in str(refused(tmp_path, module))
 
 

@@ -38,6 +38,15 @@ class WritesABuffer(Centred):
         self.centre.data.copy_(mean_of(batch))
 
 
+class WritesASparseBuffer(Centred):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer("table", torch.eye(2).to_sparse())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.table = (torch.ones(2, 2) * mean_of(batch)).to_sparse()
+
+
 class ReplacesABuffer(Centred):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.centre = mean_of(batch)
@@ -136,7 +145,7 @@ class WritesAtTheEndOfEpochs(Centred):
 
 ATTACKS = [
     CentredOnTheFirstBatch, WritesWhileTheOptimizerSteps, KeepsAnArray, KeepsAnObject,
-    WritesABuffer, ReplacesABuffer, WritesBeforeTheStep, WritesAfterTheStep, WritesAFrozenWeight, WritesATrainedWeight,
+    WritesABuffer, WritesASparseBuffer, ReplacesABuffer, WritesBeforeTheStep, WritesAfterTheStep, WritesAFrozenWeight, WritesATrainedWeight,
     KeepsAnAttribute, EditsTheNoisedGradient,
 ]  # fmt: skip
 

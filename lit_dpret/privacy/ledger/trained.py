@@ -19,15 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lit_dpret.distributed.shards import is_sharded
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.passed import fingerprint_of, is_common, looked_at, passed_in
-from lit_dpret.privacy.state_watch import checksum, has_memory
+from lit_dpret.privacy.state_watch import checksums, parts_of
 
 #: Where state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
@@ -175,13 +177,9 @@ def note_built(module: nn.Module) -> None:
 def _fingerprints_of_casts(tensor: Tensor) -> list[int]:
     if (values := looked_at(tensor)) is not None:
         return [fingerprint_of(cast) for cast in _casts(values)]
-    whole = _whole_numbers(tensor)
-    return [] if whole is None else [whole]
-
-
-def _whole_numbers(tensor: Tensor) -> int | None:
-    """Return a checksum of a table of whole numbers or flags, such as counts; None for others."""
-    return None if tensor.is_floating_point() or not has_memory(tensor) else int(checksum(tensor))
+    if is_sharded(tensor) or is_functorch_wrapped_tensor(tensor):
+        return []
+    return checksums([tensor]) if parts_of(tensor) else []  # of whole numbers, sparse, or of a subclass
 
 
 def set_later(module: nn.Module, runs: Collection[str] = ()) -> list[str]:
