@@ -12,13 +12,14 @@ from typing import Annotated, Any
 from lit_dpret.datamodules import InsuranceQADataModule
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError, LitDpretError, UnplannedError
+from lit_dpret.privacy.ledger.run_ledger import STAGES_NAME
 from lit_dpret.settings import Least
 from lit_dpret.tasks.check_data import PAGE, CheckData
 from lit_dpret.tasks.fit import PlannedFit
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.rulers import fitting_batch, fitting_length, make_rulers
-from lit_dpret.tasks.stages import MARK, Stages
+from lit_dpret.tasks.stages import Stages
 
 SPLIT, CHECK = "split", "check"
 
@@ -71,7 +72,7 @@ class OwnLog(Pipeline):
         """Return the settings that read the log with a test split: those given, or those of a split that is written."""
         folder, check = parts.run_dir / SPLIT, parts.run_dir / CHECK
         begun = Stages(check, resume=parts.resume, fingerprint="task=own_log")
-        if folder.exists() and not (check / MARK).exists():
+        if folder.exists() and not (check / STAGES_NAME).exists():
             raise ConfigurationError(f"{folder} is of another task. Choose another hydra.run.dir.")
         data.prepare_data()
         is_split, splits = True, set[str]()  # or unreadable, which the check reports, as every other problem
@@ -86,7 +87,7 @@ class OwnLog(Pipeline):
                 "Call one of them test, or leave the splits out: then the log is split by user."
             )
         # The report is written last, and is as private as the log; it is kept beside the split for the owner.
-        if not ((check / MARK).exists() and (check / PAGE).exists() and (is_split or folder.exists())):
+        if not ((check / STAGES_NAME).exists() and (check / PAGE).exists() and (is_split or folder.exists())):
             shutil.rmtree(folder, ignore_errors=True)
             (check / PAGE).unlink(missing_ok=True)
             check.mkdir(mode=0o700, exist_ok=True)
@@ -97,7 +98,7 @@ class OwnLog(Pipeline):
                     replace(parts, run_dir=check, command=program), show=False
                 )
             except LitDpretError:  # the corrected log may take the folder
-                (check / MARK).unlink()
+                (check / STAGES_NAME).unlink()
                 raise
             say(f"no problems in the log; the whole check: {check / PAGE}")
         if is_split:

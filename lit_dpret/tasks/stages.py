@@ -18,7 +18,6 @@ from lit_dpret.privacy.ledger.run_ledger import STAGES_NAME
 from lit_dpret.privacy.ledger.run_ledger import holds_a_run as holds_a_run
 
 DONE = "stage.json"
-MARK = STAGES_NAME
 
 
 def settings_fingerprint(task: object, *, but: Collection[str] = (), **more: object) -> str:
@@ -50,7 +49,7 @@ class Stages:
         self.run_dir, self.resume = run_dir, resume
         self._fingerprint, self._scratch = fingerprint, tuple(scratch)
         self.seconds: dict[str, float] = {}
-        mark, self._data = run_dir / MARK, ""
+        mark, self._data = run_dir / STAGES_NAME, ""
         if mark.exists() and not resume:
             raise ResumeError(
                 f"{run_dir} holds an earlier run of this task. Use resume=true to continue it, or choose another "
@@ -81,7 +80,7 @@ class Stages:
         """
         # For the owner alone: where a task reads private texts, the hash is one of them, and they can be guessed.
         mark = f"{self._fingerprint}\n{data}" if (data := self._data or self._begun_on) else self._fingerprint
-        write_whole(self.run_dir / MARK, mark, owner_only=True)
+        write_whole(self.run_dir / STAGES_NAME, mark, owner_only=True)
         return self
 
     def is_done(self, name: str) -> bool:
@@ -99,7 +98,7 @@ class Stages:
         if self.is_done(name):
             return self.result(name)
         folder = self.run_dir / name
-        before = None if (self.run_dir / MARK).exists() else self._files()
+        before = None if (self.run_dir / STAGES_NAME).exists() else self._files()
         self.begin()
         folder.mkdir(exist_ok=True)
         start = time.monotonic()
@@ -108,7 +107,7 @@ class Stages:
         except BaseException:
             if before is not None and self._files() == before:
                 shutil.rmtree(folder)
-                (self.run_dir / MARK).unlink()
+                (self.run_dir / STAGES_NAME).unlink()
             raise
         for card in folder.rglob(CARD_NAME):
             if read_card(card.parent)["claim"]["guarantee"] != "dp":
@@ -123,7 +122,7 @@ class Stages:
         return {
             path
             for path in found
-            if path.parts[0] not in (MARK, *self._scratch)
+            if path.parts[0] not in (STAGES_NAME, *self._scratch)
             and not path.parts[0].startswith(".")
             and path.suffix != ".log"
         }

@@ -145,8 +145,8 @@ class WritesAtTheEndOfEpochs(Centred):
 
 ATTACKS = [
     CentredOnTheFirstBatch, WritesWhileTheOptimizerSteps, KeepsAnArray, KeepsAnObject,
-    WritesABuffer, WritesASparseBuffer, ReplacesABuffer, WritesBeforeTheStep, WritesAfterTheStep, WritesAFrozenWeight, WritesATrainedWeight,
-    KeepsAnAttribute, EditsTheNoisedGradient,
+    WritesABuffer, WritesASparseBuffer, ReplacesABuffer, WritesBeforeTheStep, WritesAfterTheStep, WritesAFrozenWeight,
+    WritesATrainedWeight, KeepsAnAttribute, EditsTheNoisedGradient,
 ]  # fmt: skip
 
 

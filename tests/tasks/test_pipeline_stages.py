@@ -17,12 +17,13 @@ from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
+from lit_dpret.privacy.ledger.run_ledger import STAGES_NAME
 from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY, TrainedIn, mark_trained
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.tasks import Pipeline
 from lit_dpret.tasks.round_trip import KEPT, check_round_trip
-from lit_dpret.tasks.stages import MARK, Stages
+from lit_dpret.tasks.stages import Stages
 
 LENGTHS: dict[str, Any] = {"max_passage_length": 10, "max_query_length": 8}
 
@@ -133,11 +134,11 @@ def test_a_run_whose_first_stage_was_refused_before_it_wrote_was_never_begun(lef
         raise Refusal
 
     stages = Stages(tmp_path, resume=False, fingerprint="some settings", scratch=("scratch",))
-    assert not (tmp_path / MARK).exists()
+    assert not (tmp_path / STAGES_NAME).exists()
     with pytest.raises(Refusal):
         stages.run("first", refuse)
     begun = left in ("first/a.txt", "elsewhere/a.txt")
-    assert (tmp_path / MARK).exists() == (tmp_path / "first").exists() == begun
+    assert (tmp_path / STAGES_NAME).exists() == (tmp_path / "first").exists() == begun
     for resume in (False, True):
         if begun:
             with pytest.raises(ResumeError):
@@ -154,8 +155,8 @@ def test_a_later_stage_that_is_refused_leaves_the_mark_of_what_was_begun(tmp_pat
     assert stages.run("first", lambda folder, resume: {"a": 1}) == {"a": 1}
     with pytest.raises(Refusal):
         stages.run("second", refuse)
-    assert (tmp_path / MARK).read_text(encoding="utf-8") == "some settings"
-    assert (tmp_path / MARK).stat().st_mode & 0o077 == 0, "a hash of private texts can be guessed"
+    assert (tmp_path / STAGES_NAME).read_text(encoding="utf-8") == "some settings"
+    assert (tmp_path / STAGES_NAME).stat().st_mode & 0o077 == 0, "a hash of private texts can be guessed"
 
 
 def test_a_pipeline_refused_in_its_first_training_leaves_the_folder_to_the_corrected(tmp_path: Path) -> None:
