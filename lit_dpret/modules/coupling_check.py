@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lit_dpret.distributed.xla import is_lazy
+from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.coupling_passes import Passes, Rows, refuse_memory, refuse_own_coins, same_features
 from lit_dpret.modules.module_state import KeptState, Looks
@@ -48,7 +49,7 @@ class CouplingCheck:
         self._earlier: KeptState | None = None
         self._collated_rows: Any = None
         self._collated: tuple[list[Any], list[Any]] | None = None
-        self._differentiates = False
+        self._differentiates, self._fixes_coins = False, True
         self._modes: list[bool] | None = None
         self._as_collated, self._collated_step = False, -1
         self.begin()
@@ -97,18 +98,23 @@ class CouplingCheck:
             return
         compare = partial(self._compare, rows, previous, looks.made, module=module, before=before, seed=seed,
                           batch=None if own is None else batch)  # fmt: skip
-        try:
-            compare()
-        except RuntimeError as error:
-            if self._differentiates or is_out_of_memory(error):
-                raise
-            self._differentiates = True  # a loss may take gradients itself, which passes without them forbid
-            compare()
+        while True:
+            try:
+                compare()
+                return
+            except UnsupportedModelError:
+                if self._fixes_coins:  # else a loss that has drawn nothing yet may draw now
+                    raise
+                self._fixes_coins = True
+            except RuntimeError as error:  # a loss may take gradients itself, which passes without them forbid
+                if self._differentiates or is_out_of_memory(error):
+                    raise
+                self._differentiates = True
 
     def _compare(self, rows: Rows, previous: Any, number: int, **given: Any) -> None:
         """Make the comparisons that are due in look ``number``, or with the ``previous`` batch of one unit."""
         module, first, turn = rows.module, number == 1, number % 3
-        with Passes(**given, differentiates=self._differentiates) as passes:
+        with Passes(**given, differentiates=self._differentiates, fixes_coins=self._fixes_coins) as passes:
             if self._as_collated and rows.batch.data_rows is not None:
                 passes.compare_placed(rows)
             elif self._as_collated:
@@ -147,6 +153,8 @@ class CouplingCheck:
                 self._earlier = given["before"]
             if metrics := given["before"].metrics:
                 passes.compare_metrics(rows, metrics)
+        if first:
+            self._fixes_coins = passes.drew
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
         """Compare ``collate_rows`` of rows before and after others; the first look compares their losses."""

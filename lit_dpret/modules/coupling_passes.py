@@ -160,12 +160,14 @@ class Passes:
 
     def __init__(
         self, module: Any, before: KeptState, seed: int, *, differentiates: bool = False,
-        batch: UnitBatch | None = None,
+        fixes_coins: bool = True, batch: UnitBatch | None = None,
     ) -> None:  # fmt: skip
         self.module, self._kept_state, self._seed = module, before, seed
         #: Given where ``before_batch`` is the user's own code, and belongs to every pass.
         self._prepared_like = batch
-        self._differentiates = differentiates
+        self._differentiates, self._fixes_coins = differentiates, fixes_coins
+        #: Whether a random number was drawn in a pass that fixes them.
+        self.drew = False
         self._parameters = trainable(module)
 
     def __enter__(self) -> Passes:
@@ -230,8 +232,7 @@ class Passes:
             last = torch.arange(len(losses), device=losses.device) == len(losses) - 1
             found.append(self._gradient(losses, last))
         one, other = found
-        gaps = [one[name] - other[name] for name in one.keys() & other.keys()]
-        together, alone, gap = (_norm(list(each)) for each in (one.values(), other.values(), gaps))
+        together, alone, gap = (_norm(list(each)) for each in (one.values(), other.values(), _gaps(one, other)))
         least = min(_SHORT, getattr(self.module.privacy, "max_grad_norm", None) or _SHORT)
         if gap > ROUNDING * max(together, alone, least):  # not where one of them is NaN
             raise UnsupportedModelError(
@@ -314,7 +315,7 @@ class Passes:
     def _embeddings(self, features: Any) -> Tensor:
         seed_everywhere(self._seed)
         wide = torch.autocast(self.module.device.type, enabled=False)
-        with torch.no_grad(), wide, _FixedCoins():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), wide, _FixedCoins():
             sides = self.module.pair_batch(self._prepared(features)).sides
             return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
 
@@ -323,7 +324,7 @@ class Passes:
         module = _copy_without_weights(self.module)
         if module is self.module:
             self._kept_state.reset()
-        with _FixedCoins():  # type: ignore[no-untyped-call]
+        with _FixedCoins():
             if before:
                 module.collate_rows(before)
             seed_everywhere(self._seed)
@@ -424,9 +425,10 @@ class Passes:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
         seed_everywhere(self._seed)
         wide = torch.autocast(self.module.device.type, enabled=False)
-        coins: Any = _FixedCoins() if fixed_coins else nullcontext()  # type: ignore[no-untyped-call]
-        with torch.set_grad_enabled(gradients or self._differentiates), coins, wide:
+        coins = _FixedCoins() if fixed_coins and self._fixes_coins else None
+        with torch.set_grad_enabled(gradients or self._differentiates), coins or nullcontext(), wide:
             losses: Tensor = self.module.per_row_loss(self._prepared(features))
+        self.drew |= coins is not None and coins.drew
         return losses if gradients else losses.detach()
 
     def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
@@ -512,13 +514,18 @@ def refuse_memory(module: Any) -> NoReturn:
     )
 
 
-class _FixedCoins(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FixedCoins(TorchDispatchMode):
     """Every random number is the same, so that a row gets it in a batch of any size; dropout drops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        self.drew = True
         name = func.overloadpacket.__name__
         if "dropout" in name and "attention" not in name:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -583,10 +590,13 @@ def _is_other(a: dict[str, Any], b: dict[str, Any], name: str) -> bool:
 
 def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
     """Return whether two gradients of all parameters are further apart than rounding explains."""
-    if a.keys() != b.keys():
-        return True
-    whole, gap = _norm(list(a.values())), _norm([a[name] - b[name] for name in a])
+    whole, gap = _norm(list(a.values())), _norm(_gaps(a, b))
     return math.isfinite(whole) and not gap <= tolerance * whole
+
+
+def _gaps(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[Tensor]:
+    """Return the differences of two gradients; a parameter that one loss did not use has a gradient of zero there."""
+    return [a[name] - b[name] if name in a and name in b else one for name, one in (a | b).items()]
 
 
 def shortened(gradient: Tensor, length: int = 4096) -> Tensor:

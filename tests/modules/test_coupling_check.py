@@ -467,12 +467,37 @@ class NoNumberAndCoins(NoNumberInSomeRecords):
         return found | {"target": found["target"] + 0.01 * torch.randn_like(found["target"])}
 
 
+class TowerOfSomeRows(Plain):
+    """A part that is not called where no row of the batch needs it, and so has no gradient there."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(dropout=0.0, **settings)
+        self.tower = nn.Linear(4, 1)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = self.net(rows["inputs"]).squeeze(-1)
+        if (needs := rows["inputs"][:, 0] > 0.7).any():
+            found = found + needs * self.tower(rows["inputs"]).squeeze(-1)
+        return (found - rows["target"]).square()
+
+
+class DrawsLater(Plain):
+    """Drops inputs when the first batches have been looked at."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(dropout=0.0, **settings)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(nn.functional.dropout(rows["inputs"], 0.5 * (self.trainer.global_step > 1)), rows["target"])
+
+
 @pytest.mark.parametrize(
-    "module", [Plain, PlainInBlocks, Augmented, LastLoss, Caching, NoNumberInSomeRecords, NoNumberAndCoins]
-)
+    "module", [Plain, PlainInBlocks, Augmented, LastLoss, Caching, NoNumberInSomeRecords, NoNumberAndCoins,
+               TowerOfSomeRows, DrawsLater]
+)  # fmt: skip
 @pytest.mark.parametrize("rows", ["one", "all"])
 def test_an_honest_module_trains(module: type[Any], rows: str, tmp_path: Path) -> None:
-    train(tmp_path, module, data=Numbers(rows_per_unit=rows))
+    train(tmp_path, module, data=Numbers(rows_per_unit=rows, physical_batch_size=4 if rows == "one" else 16))
 
 
 def test_what_is_looked_at_changes_no_weight_and_no_state(tmp_path: Path, monkeypatch: Patch) -> None:
