@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-import math
 import re
 from collections import UserDict, defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +26,12 @@ from lit_dpret import (
     PrivacyAccountant,
     PrivacyCard,
     PrivateModule,
-    UnitDataModule,
     assert_private,
     make_private,
 )  # fmt: skip
 from lit_dpret.cards.text import show_epsilon
 from lit_dpret.cards.verification import verify_chain
-from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, ResumeError, UnsupportedModelError
+from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError, UnsupportedModelError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 
@@ -419,193 +415,11 @@ def test_a_contrastive_loss_is_private_with_negatives_of_the_row_and_refused_wit
 # -- what is refused -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"optimizer": torch.optim.SGD}, "OptimizerSpec"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "OptimizerSpec"),
-        ({"batch_size": 32}, "expected_batch_size"),
-        ({"resume": True}, "PrivacyAccountant"),
-        ({"epsilon": 3}, r"\beps\b"),
-        ({"neighbors": "zero_out"}, "neighbours"),
-        ({"max_grad_nrom": 1.0}, "max_grad_norm"),
-        ({"unit_of": len}, "UnitDataModule"),
-        ({"eps": 0}, "eps=0 .*DataLoader"),
-        ({"per_row_loss": None}, "per_row_loss"),
-        ({"collate_fn": None}, "collate_fn"),
-        ({"module": Classifier}, "module"),
-        ({"per_row_loss": lambda batch: batch}, "per_row_loss"),
-    ],
-    ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
-)
-def test_an_argument_that_is_no_such_thing_is_refused_at_once(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        made(**given)
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: make_private(Classifier(), eps=3), "per_row_loss"),  # type: ignore[call-arg]
-        (lambda: make_private(Classifier(), per_row_loss=row_loss), "eps"),  # type: ignore[call-arg]
-        (lambda: make_private(eps=3, per_row_loss=row_loss), "module"),  # type: ignore[call-arg]
-        (lambda: make_private(Classifier(), row_loss, eps=3), "per_row_loss"),  # type: ignore[misc, call-arg]
-        (lambda: data(collate_fn=list), "make_private"),
-        (lambda: data(batch_size=16), "expected_batch_size"),
-        (lambda: data(shuffle=True), "sampling"),
-        (lambda: data(user_of=len), "unit_of"),
-        (lambda: data(unit_of=["a"] * 60), "unit_of"),
-        (lambda: UnitDataModule(expected_batch_size=10), "dataset"),  # type: ignore[call-arg]
-        (lambda: UnitDataModule(rows(), len, expected_batch_size=10), "unit_of"),  # type: ignore[misc]
-        (lambda: PrivateModule(), "privacy"),  # type: ignore[call-arg]
-        (lambda: PrivateModule(privacy=DPSGD(eps=3), target_epsilon=3), "DPSGD"),  # type: ignore[call-arg]
-        (lambda: PrivateModule(privacy=DPSGD(eps=3), optimiser=None), "called optimizer"),  # type: ignore[call-arg]
-        (lambda: PrivateModule(privacy=DPSGD(eps=3), per_row_loss=row_loss), "per_row_loss"),  # type: ignore[call-arg]
-    ],
-)
-def test_an_argument_that_is_missing_unknown_or_elsewhere_is_named(make: Callable[[], Any], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        make()
-
-
-class WithoutALoss(PrivateModule):
-    def __init__(self) -> None:
-        super().__init__(privacy=DPSGD(eps=3.0, unit="record"), optimizer=OptimizerSpec(name="sgd", lr=0.1))
-        self.net = nn.Linear(4, 3)
-
-    def collate_rows(self, rows: Any) -> dict[str, Tensor]:
-        return {"x": torch.stack([x for x, _ in rows])}
-
-
-def test_a_private_module_without_a_loss_is_refused_before_its_first_release(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="per_row_loss"):
-        fit(tmp_path, WithoutALoss(), callbacks=[PrivacyAccountant(), PrivacyCard()])
-    assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("setting", ["gradient_clip_val", "accumulate_grad_batches"])
-def test_sums_that_lightning_would_clip_or_add_up_are_refused_by_what_does_it_here(
-    setting: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=r"max_grad_norm|physical_batch_size"):
-        fit(tmp_path, made(), **{setting: 2})
-
-
-def test_a_loss_that_logs_itself_is_refused_as_a_release(tmp_path: Path) -> None:
-    def logging(model: Any, batch: Any) -> Tensor:
-        losses = row_loss(model, batch)
-        model.log("train_loss", losses.mean())
-        return losses
-
-    with pytest.raises(ConfigurationError, match=r"'train_loss'.*per_row_loss") as found:
-        fit(tmp_path, made(per_row_loss=logging))
-    assert found.value.trap == "T25"
-
-
-def test_a_spawned_process_is_refused_before_anything_is_sent_to_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="strategy='ddp'"):
-        fit(tmp_path, made(), strategy="ddp_spawn", devices=2)
-    assert not (tmp_path / "privacy_ledger.jsonl").exists()
-    assert type(copy.deepcopy(made())).__name__ == type(made()).__name__
-
-
-def test_a_data_module_of_units_is_refused_to_a_module_that_is_not_private(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="make_private"):
-        fit(tmp_path, Classifier())
-
-
 @pytest.mark.parametrize("asked", ["validate", "test", "predict"])
 def test_the_wrapper_is_trained_and_the_module_inside_is_measured(asked: str) -> None:
     trainer = L.Trainer(logger=False, accelerator="cpu", enable_model_summary=False)
     with pytest.raises(UnsupportedModelError, match=rf"trainer\.{asked}\(private\.module"):
         getattr(trainer, asked)(made(), DataLoader(rows(), 8))
-
-
-def coupled(model: Any, batch: Any) -> Tensor:
-    loss = row_loss(model, batch)
-    return loss - loss.mean()
-
-
-def test_a_loader_of_ones_own_is_refused_for_a_data_module(tmp_path: Path) -> None:
-    trainer = L.Trainer(default_root_dir=tmp_path, max_steps=1, logger=False, accelerator="cpu")
-    with pytest.raises(ConfigurationError, match="datamodule=") as found:
-        trainer.fit(made(), DataLoader(rows(), 20))
-    assert found.value.trap == "T1"
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [(UnitDataModule, r"datamodule=UnitDataModule\(\.\.\.\)"), (rows(), "unit_of"), (rows, "unit_of")],
-)
-def test_a_class_or_a_data_set_in_the_place_of_a_data_module_is_refused(given: Any, named: str, tmp_path: Path) -> None:
-    trainer = L.Trainer(default_root_dir=tmp_path, max_steps=1, logger=False, accelerator="cpu")
-    with pytest.raises(ConfigurationError, match=named):
-        trainer.fit(made(), datamodule=given)
-
-
-def test_hooks_that_nobody_would_call_are_refused_by_name() -> None:
-    class Hooked(Classifier):
-        def on_train_epoch_end(self) -> None: ...
-
-    with pytest.raises(UnsupportedModelError, match="on_train_epoch_end"):
-        made(Hooked())
-
-
-def test_what_is_private_already_is_not_wrapped() -> None:
-    with pytest.raises(UnsupportedModelError, match="PrivateModule"):
-        made(made())
-
-
-def test_weights_that_a_trainer_has_trained_before_have_to_be_declared(tmp_path: Path) -> None:
-    class Trained(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return row_loss(self, batch).mean()
-
-    model = Trained()
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = L.Trainer(max_steps=2, enable_progress_bar=False, accelerator="cpu", **quiet)
-    trainer.fit(model, DataLoader(rows(), 8))
-    L.Trainer(enable_progress_bar=False, accelerator="cpu", **quiet).validate(
-        model, DataLoader(rows(), 8), verbose=False
-    )
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "part", made(model.net, optimizer=OptimizerSpec(lr=0.1)))
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "second", made(model))
-    fit(tmp_path / "third", made(model), callbacks=[PrivacyAccountant(init_from_is_public=True)])
-    assert any("init_from_is_public" in text for text in map(str, card_in(tmp_path / "third")["assumptions"]))
-
-
-def test_values_that_are_no_tensors_of_rows_are_refused_by_the_collation(tmp_path: Path) -> None:
-    texts = [{"text": f"t{i}", "label": i % 3} for i in range(60)]
-    with pytest.raises(UnsupportedModelError, match="collate_fn"):
-        fit(tmp_path, made(), data(texts))
-
-
-@pytest.mark.parametrize("row", [lambda number: torch.zeros(number % 3 + 1), lambda number: object()])
-def test_rows_that_torch_cannot_collate_are_refused_by_the_setting_that_can(row: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="collate_fn"):
-        fit(tmp_path, made(), data([(row(number), 0) for number in range(60)]))
-
-
-def loaded(net: Any) -> Classifier:
-    other = Classifier()
-    other.load_state_dict(net.state_dict())
-    return other
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, loaded])
-def test_a_copy_of_what_an_optimizer_trained_here_is_refused_as_the_original_is(tmp_path: Path, copied: Any) -> None:
-    trained = Classifier()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    row_loss(trained, rows().tensors).mean().backward()
-    optimizer.step()
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "copy", made(copied(trained)))
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "original", made(trained))
-    fit(tmp_path / "other", made(Classifier()), max_steps=1)
-    assert "assumed" in card_in(tmp_path / "other")["pretraining"]["start"]
 
 
 def test_a_card_alone_gets_an_accountant_before_it(tmp_path: Path) -> None:
@@ -621,92 +435,6 @@ def test_callbacks_that_are_given_to_two_trainers_work_in_the_folder_of_each(tmp
         fit(tmp_path / name, made(), max_steps=1, callbacks=watching)
     for name in ("one", "two"):
         assert (tmp_path / name / "privacy_ledger.jsonl").is_file() and card_in(tmp_path / name)["claim"]["epsilon"]
-
-
-@pytest.mark.parametrize("kind", ["loss", "count"])
-def test_a_module_that_counts_rows_is_refused_and_one_that_counts_calls_is_not(tmp_path: Path, kind: str) -> None:
-    class Warm(Classifier):
-        seen, calls, last = 0, 0, 0
-
-    def loss(model: Any, batch: Any) -> Tensor:
-        model.calls, model.last = model.calls + 1, len(batch[1])
-        share = min(1.0, model.seen / 1000) if kind == "loss" else float(model.seen > 10**6)
-        model.seen += len(batch[1]) if counts else 0
-        return row_loss(model, batch) * (1 + share)
-
-    for counts in (True, False):
-        module = make_private(Warm(), per_row_loss=loss, eps=3, delta=1e-3)
-        if counts:
-            with pytest.raises(UnsupportedModelError, match="keeps of one batch"):
-                fit(tmp_path / "counts", module)
-        else:
-            fit(tmp_path / "plain", module, max_steps=2)
-
-
-@pytest.mark.parametrize("loss", [coupled, lambda model, batch: row_loss(model, batch).mean()], ids=["coupled", "mean"])
-def test_a_loss_that_couples_rows_is_refused_and_leaves_a_folder_that_is_said_to_hold_nothing_that_was_spent(
-    loss: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedModelError, match="row"):
-        fit(tmp_path, made(per_row_loss=loss))
-    assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text()
-    with pytest.raises(ResumeError, match="delete it"):
-        fit(tmp_path, made())
-    (tmp_path / "privacy_ledger.jsonl").unlink()
-    fit(tmp_path, made(), max_steps=1)
-    with pytest.raises(ResumeError, match="already holds"):
-        fit(tmp_path, made(), max_steps=1)
-
-
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_loss_without_a_value_on_rows_that_are_no_data_is_refused_before_the_ledger(
-    factor: float, tmp_path: Path
-) -> None:
-    def broken(model: Any, batch: Any) -> Tensor:
-        return row_loss(model, batch) * factor
-
-    made_up = [(torch.zeros(4), torch.tensor(1)), (torch.ones(4), torch.tensor(0))]
-    with pytest.raises(ConfigurationError, match="per_row_loss"):
-        fit(tmp_path / "refused", made(per_row_loss=broken, public_rows=made_up))
-    assert not (tmp_path / "refused" / "privacy_ledger.jsonl").exists()
-    fit(tmp_path / "trained", made(public_rows=made_up), max_steps=2)
-    assert card_in(tmp_path / "trained")["claim"]["guarantee"] == "dp"
-
-
-def test_a_mode_that_a_hook_replaces_after_the_plan_is_refused(tmp_path: Path) -> None:
-    module, callback = made(noise_multiplier=4.0), L.Callback()
-    callback.on_fit_start = lambda *_: setattr(module, "privacy", DPSGD(eps=3.0))  # type: ignore[method-assign]
-    with pytest.raises(ConfigurationError, match="privacy of"):
-        fit(tmp_path, module, callbacks=[callback])
-
-
-def _padded(given: list[Any]) -> Any:
-    texts, labels = zip(*given, strict=True)
-    return nn.utils.rnn.pad_sequence(texts, batch_first=True), torch.tensor(labels)
-
-
-class _Summing(Classifier):
-    """Sums over all places of a text, those that it is filled up to included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(20, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.net(self.words(x).sum(1))
-        return found
-
-
-@pytest.mark.parametrize("long", [1, 2, 6])
-def test_padding_that_counts_is_refused_whoever_holds_the_longest_text(long: int, tmp_path: Path) -> None:
-    """The longest texts come first, where they are collated without the others too."""
-    torch.manual_seed(3)
-    texts = [torch.randint(1, 20, (60 if row < long else 2 + row,)) for row in range(12)]
-    log = [(text, row % 3) for row, text in enumerate(texts)]
-    units = UnitDataModule(log, sampling="full_batch")
-    with pytest.raises(UnsupportedModelError) as refused:
-        fit(tmp_path, made(_Summing(), collate_fn=_padded, noise_multiplier=4.0), units, max_steps=1)
-    assert refused.value.trap == "T11"
 
 
 class Pair(NamedTuple):
@@ -735,22 +463,6 @@ def test_the_loss_gets_what_collate_fn_returned(kind: Any, tmp_path: Path) -> No
     collate = {"collate_fn": mapping_of(kind)} if kind in (UserDict, defaultdict) else {}
     fit(tmp_path, made(per_row_loss=loss, **collate), data(items), max_steps=2)
     assert seen == {dict if kind is defaultdict else kind}  # whose constructor takes a factory first
-
-
-def test_a_checkpoint_of_a_plain_training_is_refused_by_name(tmp_path: Path) -> None:
-    class Plainly(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return row_loss(self, batch).mean()
-
-    runner = L.Trainer(
-        max_steps=1, logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False,
-        default_root_dir=tmp_path, enable_model_summary=False,
-    )  # fmt: skip
-    runner.fit(Plainly(), DataLoader(rows(), batch_size=20))
-    runner.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(ResumeError) as found:
-        fit(tmp_path / "run", made(Plainly()), ckpt_path=tmp_path / "plain.ckpt")
-    assert found.value.trap == "T30"
 
 
 def test_a_resume_goes_on_though_the_class_is_imported_from_elsewhere(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from torch import nn
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
-from lit_dpret.modules.coupling_passes import Passes, Rows, refuse_memory, refuse_own_coins, same_features
+from lit_dpret.modules.coupling_passes import Passes, refuse_memory, refuse_own_coins, same_features
+from lit_dpret.modules.coupling_rows import Rows
 from lit_dpret.modules.module_state import KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, UnitBatch, map_rows, take_rows
 from lit_dpret.privacy.user_code import is_library

@@ -22,10 +22,11 @@ from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.modules.coupling_rows import Rows
 from lit_dpret.modules.module_state import KeptState
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, map_rows, take_rows
 from lit_dpret.privacy.clipping.base import trainable
-from lit_dpret.privacy.collation import is_square, leaves
+from lit_dpret.privacy.collation import leaves
 from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
@@ -44,98 +45,6 @@ _SHORT = 1e-2
 #: More objects than these are not searched for generators.
 _OBJECTS = 50_000
 _DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
-
-
-class Rows:
-    """Rows of a batch: those of the first half of the units, or of the ``last``, are ``kept``, the others replaced."""
-
-    def __init__(self, module: Any, batch: UnitBatch, slots: list[int], *, last: bool = False) -> None:
-        self.batch, self.slots, self.module = batch, slots, module
-        half = (len(slots) + 1) // 2
-        kept = torch.tensor(slots[half:] if last else slots[:half], device=batch.unit_ids.device)
-        self.kept = torch.isin(batch.unit_ids, kept)
-        self._others = (~self.kept).nonzero().flatten()
-
-    @classmethod
-    def of(cls, module: Any, batch: UnitBatch) -> Rows:
-        found = leaves(batch.rows) if isinstance(batch.rows, dict) else []
-        if not found or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(found[0]) for v in found):
-            raise UnsupportedModelError(
-                f"{type(module).__name__}.collate_rows must return a dict of tensors (dicts may be nested; dict(...) "
-                "of a tokenizer's BatchEncoding is one) whose first axis is the rows, so that it can be checked that "
-                "no row changes the loss of another one.",
-                trap="T11",
-            )
-        data = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]
-        return cls(module, batch, sorted(set(data.tolist())))
-
-    def first(self, units: int) -> Rows:
-        slots = self.slots[:units]
-        inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
-        data = None if self.batch.data_rows is None else self.batch.data_rows[inside]
-        part = replace(
-            self.batch, rows=_part_of(self.batch.rows, inside), unit_ids=self.batch.unit_ids[inside], data_rows=data
-        )
-        return Rows(self.module, part, slots)
-
-    def smallest(self) -> Rows:
-        """Return the unit that was collated by itself, as the kept one, and another one."""
-        slot, alone = self.batch.smallest or (self.slots[0], None)
-        slots = [slot, *(other for other in self.slots if other != slot)][:2]
-        inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
-        rows = _part_of(self.batch.rows, inside)
-        return Rows(
-            self.module, replace(self.batch, rows=rows, unit_ids=self.batch.unit_ids[inside], alone=alone), slots
-        )
-
-    def keeping_the_last(self) -> Rows:
-        return Rows(self.module, self.batch, self.slots, last=True)
-
-    def as_they_are(self) -> Any:
-        """Nested dicts of their own, since a module may write into them."""
-        return _part_of(self.batch.rows, slice(None))
-
-    def with_other_company(self, *, from_kept: bool) -> Any:
-        """Every row that is not kept replaced by a copy of one row: a kept one, or the last of the others."""
-        source = self.kept.nonzero()[0] if from_kept or len(self._others) < 2 else self._others[-1:]
-        index = torch.arange(len(self.kept), device=self.kept.device)
-        index[self._others] = source
-        return _part_of(self.batch.rows, index)
-
-    def extreme(self, company: int = 3) -> tuple[Any, Any]:
-        """Return the row with the largest finite numbers among few others, as the last, and without them."""
-        sizes = torch.zeros(len(self.kept), device=self.kept.device)
-        for leaf in leaves(self.batch.rows):
-            if leaf.is_floating_point() and leaf.numel():
-                sizes = torch.maximum(sizes, leaf.abs().reshape(len(leaf), -1).amax(1).float())
-        finite = sizes.isfinite()  # those of other rows would make the gradients of weights NaN
-        order = sizes.masked_fill(~finite, -1.0).argsort(descending=True)
-        order = order[: min(company + 1, max(1, int(finite.sum())))].flip(0)
-        return _part_of(self.batch.rows, order), _part_of(self.batch.rows, order[-1:])
-
-    def others_alone(self) -> tuple[Any, Tensor]:
-        """Return the replaced rows and their places; without the first, so that even and odd places change."""
-        places = self._others[len(self._others) > 1 :]
-        return _part_of(self.batch.rows, places), places
-
-    def alone(self) -> Any:
-        """Return the kept rows without the others, collated without them where the loader did so."""
-        collated = self.batch.alone if self.batch.data_rows is None else None
-        if collated is None or len(leaves(collated)[0]) != int(self.kept.sum()):
-            return _part_of(self.batch.rows, self.kept.nonzero().flatten())
-        units = self.batch.unit_ids[self.kept]
-        mask = torch.zeros_like(self.batch.mask).index_fill_(0, units, True)
-        own = replace(self.batch, rows=take_rows(collated, slice(None)), unit_ids=units, mask=mask, alone=None)
-        self.module.before_batch(own)
-        return own.rows
-
-
-def _part_of(rows: Any, index: slice | Tensor) -> Any:
-    """Take some rows, and of the answers of all rows to each other, ``(rows, rows)``, their columns as well."""
-    found = take_rows(rows, index)
-    if isinstance(rows, dict) and is_square(rows, len(leaves(rows)[0])):
-        found["answers"] = found["answers"][:, index]
-    return found
 
 
 class _Seen(NamedTuple):

@@ -13,25 +13,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from stand_ins import Numbers, Regression, Texts, Units, dp, fit
-from tiny_tasks import write_log, write_synthetic
+from stand_ins import Regression, Units, dp, fit
+from start_runs import Kept, begin, checkpoint, numbers, private, refused, the_same, trained_by
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card
-from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import LitDpretError
-from lit_dpret.privacy.modes import NoPrivacy, SyntheticData
-
-
-class Kept(Regression):
-    """A regression that its own checkpoints can build, with a name that a checkpoint may hold."""
-
-    def __init__(self, *, privacy: Any, optimizer: Any = None, lr: float = 0.05) -> None:
-        super().__init__(privacy=privacy, optimizer=optimizer, lr=lr)
-        self.keep_settings({"lr": lr})
+from lit_dpret.privacy.modes import NoPrivacy
 
 
 class Plain(L.LightningModule):
@@ -48,42 +38,11 @@ class Plain(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-def numbers() -> Numbers:
-    return Numbers(sampling="poisson")
-
-
-def private(folder: Path, **settings: Any) -> Kept:
-    return Kept(privacy=dp(folder, **{"noise_multiplier": 4.0} | settings))
-
-
-def trained_by(mode: str, folder: Path, **settings: Any) -> Kept:
-    """A module that was trained in ``folder`` under ``mode``, its checkpoints and card there."""
-    module = Kept(privacy=NoPrivacy()) if mode == "none" else private(folder.parent)
-    fit(folder, module, numbers(), steps=4, extra=[PrivacyCard(run_dir=folder)], **settings)
-    return module
-
-
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Kept]:
     """A run without privacy, for those that change nothing of its module."""
     folder = tmp_path_factory.mktemp("earlier") / "first"
     return folder, trained_by("none", folder)
-
-
-def checkpoint(folder: Path) -> Path:
-    return folder / "checkpoints" / "last.ckpt"
-
-
-def begin(tmp_path: Path, module: Any, **settings: Any) -> None:
-    fit(tmp_path / "second", module, numbers(), steps=2, **settings)
-
-
-def refused(tmp_path: Path, module: Any, **settings: Any) -> LitDpretError:
-    """What a private fit of ``module`` raises."""
-    with pytest.raises(LitDpretError) as raised:
-        begin(tmp_path, module, **settings)
-    assert raised.value.trap == "T30", raised.value
-    return raised.value
 
 
 # -- checkpoints -----------------------------------------------------------------------------
@@ -149,11 +108,6 @@ class Wrapped(Kept):
     def __init__(self, net: nn.Module, **settings: Any) -> None:
         super().__init__(**settings)
         self.net = net  # type: ignore[assignment]
-
-
-def the_same(module: Kept, folder: Path) -> Any:
-    module.privacy = dp(folder, noise_multiplier=4.0)
-    return module
 
 
 def its_layers(module: Kept, folder: Path) -> Any:
@@ -492,160 +446,3 @@ def test_weights_that_no_run_has_changed_are_nobodys(tmp_path: Path) -> None:
     fit(tmp_path / "first", idle, numbers(), steps=2)
     net = layers_with({name.removeprefix("net."): value for name, value in values.items()})
     begin(tmp_path, Wrapped(net, privacy=dp(tmp_path, noise_multiplier=4.0)))
-
-
-def test_a_start_that_is_named_counts_what_trained_it(tmp_path: Path) -> None:
-    module = trained_by("dp", tmp_path / "first")
-    counting = PrivacyAccountant(run_dir=tmp_path / "second", init_from=tmp_path / "first", eps_log_points=1)
-    begin(tmp_path, module, accountant=counting, extra=[PrivacyCard(run_dir=tmp_path / "second")])
-    one, two = (read_card(tmp_path / name)["claim"]["epsilon"] for name in ("first", "second"))
-    assert two > one
-    third = PrivacyAccountant(run_dir=tmp_path / "third", init_from=tmp_path / "second", eps_log_points=1)
-    fit(tmp_path / "third", module, numbers(), steps=2, accountant=third)
-    refused(tmp_path / "elsewhere", module)
-
-
-def trained_further(module: nn.Module) -> None:
-    optimizer = torch.optim.Adam(module.parameters())
-    module.net(torch.ones(8, 4)).sum().backward()
-    optimizer.step()
-    module.zero_grad()
-
-
-def copied_over(module: nn.Module) -> None:
-    with torch.no_grad():
-        module.net[0].weight.mul_(1.5)
-
-
-@pytest.mark.parametrize("changed", [trained_further, copied_over])
-def test_a_start_that_is_named_counts_nothing_that_came_after_it(
-    changed: Callable[[nn.Module], None], tmp_path: Path
-) -> None:
-    module = trained_by("dp", tmp_path / "first")
-    changed(module)
-    assert "init_from" in str(refused(tmp_path, module, accountant=PrivacyAccountant(
-        run_dir=tmp_path / "second", init_from=tmp_path / "first", eps_log_points=1
-    )))  # fmt: skip
-    for path in checkpoint(tmp_path / "first").parent.iterdir():
-        path.unlink()
-    with pytest.raises(LitDpretError) as raised:  # and so does a resume from the start
-        fit(tmp_path / "first", module, numbers(), steps=6, resume=True)
-    assert raised.value.trap == "T30"
-
-
-class Tables(Kept):
-    """It keeps tables that are saved with it: random ones, and counts."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.register_buffer("table", torch.randn(8, 4))
-        self.register_buffer("counts", torch.zeros(4, dtype=torch.long))
-        self.register_buffer("pairs", torch.eye(4).to_sparse())
-
-
-@pytest.mark.parametrize("name", ["table", "counts", "pairs"])
-def test_a_buffer_that_was_set_after_the_module_was_built_is_refused(name: str, tmp_path: Path) -> None:
-    begin(tmp_path / "built", Tables(privacy=dp(tmp_path, noise_multiplier=4.0)))
-    module = Tables(privacy=dp(tmp_path, noise_multiplier=4.0))
-    if name == "pairs":
-        module.pairs = torch.cov(torch.randn(4, 9)).to_sparse()
-    else:
-        module.get_buffer(name)[2] += 3
-    assert name in str(refused(tmp_path, module))
-
-
-class Extra(Kept):
-    """It saves a number beside its tensors."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.shift = 0.0
-
-    def get_extra_state(self) -> Any:
-        return {"shift": self.shift}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.shift = state["shift"]
-
-
-def test_an_extra_state_that_was_set_after_the_module_was_built_is_refused(tmp_path: Path) -> None:
-    begin(tmp_path / "built", Extra(privacy=dp(tmp_path, noise_multiplier=4.0)))
-    module = Extra(privacy=dp(tmp_path, noise_multiplier=4.0))
-    module.shift = 1.5
-    assert "_extra_state" in str(refused(tmp_path, module))
-
-
-def test_a_start_that_is_declared_public_is_no_declaration_for_what_came_after_it(tmp_path: Path) -> None:
-    module = private(tmp_path)
-    module.save_model(tmp_path / "public")
-    trained_further(module)
-    refused(tmp_path, module, accountant=PrivacyAccountant(
-        run_dir=tmp_path / "second", init_from=tmp_path / "public", init_from_is_public=True, eps_log_points=1
-    ))  # fmt: skip
-
-
-def test_all_that_a_run_saved_may_be_loaded_to_start_from_it(
-    tmp_path: Path, another_process: Callable[[], None]
-) -> None:
-    first = Tables(privacy=dp(tmp_path, noise_multiplier=4.0))
-    fit(tmp_path / "first", first, numbers(), steps=4, extra=[PrivacyCard(run_dir=tmp_path / "first")])
-    another_process()
-    given = Tables.load_from_checkpoint(checkpoint(tmp_path / "first"), privacy=dp(tmp_path, noise_multiplier=4.0))
-    begin(tmp_path, given, accountant=PrivacyAccountant(
-        run_dir=tmp_path / "second", init_from=tmp_path / "first", eps_log_points=1
-    ))  # fmt: skip
-
-
-def test_no_privacy_may_go_on_from_anything(tmp_path: Path) -> None:
-    module = trained_by("dp", tmp_path / "first")
-    module.privacy = NoPrivacy()
-    begin(tmp_path, module)
-
-
-def test_runs_on_data_of_one_release_share_its_claim_and_no_other(tmp_path: Path) -> None:
-    log = PairsDataModule(folder=write_log(tmp_path / "log"))
-    card = write_synthetic(tmp_path / "synthetic", log) / "privacy_card.json"
-
-    def data() -> Numbers:
-        made = numbers()
-        made.privacy_card_path = card  # type: ignore[attr-defined]
-        return made
-
-    module = Kept(privacy=SyntheticData())
-    fit(tmp_path / "first", module, data(), steps=4)
-    fit(tmp_path / "first", Kept(privacy=SyntheticData()), data(), steps=4, resume=True)
-    fit(tmp_path / "second", module, data(), steps=2)
-    refused(tmp_path / "private", the_same(module, tmp_path))
-    other = trained_by("none", tmp_path / "other")
-    other.privacy = SyntheticData()
-    with pytest.raises(LitDpretError, match="privacy=none"):
-        fit(tmp_path / "third", other, data(), steps=2)
-
-
-def test_a_list_of_the_synthetic_queries_to_train_on_stands_on_the_card(tmp_path: Path) -> None:
-    log = PairsDataModule(folder=write_log(tmp_path / "log"))
-    folder = write_synthetic(tmp_path / "synthetic", log)
-    data = SyntheticDataModule(folder=folder, expected_batch_size=4)
-    data.setup("fit")
-    listed = tmp_path / "keep.txt"
-    listed.write_text("\n".join(dict.fromkeys(row.query_id for row in data.pair_rows("train"))), encoding="utf-8")
-    for name, keep in (("all", None), ("listed", listed)):
-        data = SyntheticDataModule(folder=folder, keep=keep, expected_batch_size=4)
-        run = tmp_path / name
-        fit(run, Texts(privacy=SyntheticData()), data, steps=1, extra=[PrivacyCard(run_dir=run)])
-        told = [each["holds"] for each in read_card(run)["assumptions"] if "datamodule.keep" in each["text"]]
-        assert told == ([] if keep is None else ["unverified"])
-
-
-class ReadsTheLog(Callback):
-    """Could log something of private rows, and end the training by them."""
-
-
-def test_a_card_of_training_on_synthetic_queries_names_own_code_which_could_read_the_log(tmp_path: Path) -> None:
-    folder = write_synthetic(tmp_path / "synthetic", PairsDataModule(folder=write_log(tmp_path / "log")))
-    for number, own in enumerate(([], [ReadsTheLog()])):
-        run = tmp_path / str(number)
-        data = SyntheticDataModule(folder=folder, expected_batch_size=4)
-        fit(run, Texts(privacy=SyntheticData()), data, steps=1, extra=[PrivacyCard(run_dir=run), *own])
-        named = [a["text"].partition(":")[0] for a in read_card(run)["assumptions"] if a["holds"] == "unverified"]
-        assert ["Texts", "Texts, ReadsTheLog"][number] in named

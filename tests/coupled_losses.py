@@ -1,0 +1,269 @@
+"""Losses whose rows depend on each other, each in another way, and a training that has to refuse them."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from stand_ins import Regression, dp, fit
+from torch import Tensor
+
+from lit_dpret.privacy.batches import UnitBatch
+
+SEED = 1
+GLOBAL: list[Tensor] = []
+
+
+class Plain(Regression):
+    def losses(self, inputs: Tensor, target: Tensor) -> Tensor:
+        return (self.net(inputs).squeeze(-1) - target).square()
+
+
+class Mixup(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        inputs = rows["inputs"]
+        if self.training:
+            order, share = torch.randperm(len(inputs)), torch.rand(())
+            inputs = share * inputs + (1 - share) * inputs[order]
+        return self.losses(inputs, rows["target"])
+
+
+class CentredTargets(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        centre = rows["target"].mean() if self.training else 0.0
+        return self.losses(rows["inputs"], rows["target"] - centre)
+
+
+class SignOfTheBatch(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        factor = rows["inputs"][:, 0].mean().sign() if self.training else 1.0
+        return factor * self.losses(rows["inputs"], rows["target"])
+
+
+class DividedByTheNumberOfRows(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"]) / (len(rows["target"]) if self.training else 1)
+
+
+class GradientAlone(Plain):
+    """The loss is the row's own; its gradient is multiplied by a statistic of the batch."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = self.losses(rows["inputs"], rows["target"])
+        return found.detach() + (found - found.detach()) * rows["target"].square().mean()
+
+
+class InBlocks:
+    """As where no process may hold the gradient of all weights (`PrivateModule.in_blocks`)."""
+
+    @property
+    def in_blocks(self) -> bool:
+        return True
+
+    @in_blocks.setter
+    def in_blocks(self, value: bool) -> None:
+        pass
+
+
+class PlainInBlocks(InBlocks, Plain):
+    pass
+
+
+class GradientAloneInBlocks(InBlocks, GradientAlone):
+    pass
+
+
+class WeaklyCoupled(Plain):
+    """One part in two hundred from the batch, below what was once taken for rounding."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"]) * (1 + 5e-3 * rows["target"].mean().tanh())
+
+
+class Remembering(Plain):
+    """Its targets follow those of the batch before; ``keep`` says where they are kept."""
+
+    def remember(self, value: Tensor) -> None:
+        self.bank = [value]
+
+    def recall(self) -> Tensor | None:
+        return self.bank[-1] if getattr(self, "bank", None) else None
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        before = self.recall()
+        if self.training:
+            self.remember(rows["target"].mean().detach())
+        return self.losses(rows["inputs"], rows["target"] - (0.0 if before is None else before))
+
+
+class RememberingInAQueue(Remembering):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.net.bank = deque(maxlen=2)  # type: ignore[assignment]
+
+    def remember(self, value: Tensor) -> None:
+        self.net.bank.append(value)  # type: ignore[union-attr, operator]
+
+    def recall(self) -> Tensor | None:
+        return self.net.bank[-1] if self.net.bank else None  # type: ignore[index]
+
+
+class RememberingInAClosure(Remembering):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        kept: list[Tensor] = []
+        self.remember = kept.append  # type: ignore[method-assign]
+        self.recall = lambda: kept[-1] if kept else None  # type: ignore[method-assign]
+
+
+class RememberingInAGlobal(Remembering):
+    def remember(self, value: Tensor) -> None:
+        GLOBAL.append(value)
+
+    def recall(self) -> Tensor | None:
+        return GLOBAL[-1] if GLOBAL else None
+
+
+class RememberingInPlace(Remembering):
+    """A tensor that is too large for copies to be made of it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.bank = torch.zeros(4)
+
+    def remember(self, value: Tensor) -> None:
+        self.bank[0] = value
+
+    def recall(self) -> Tensor:
+        return self.bank[0].clone()
+
+
+class FittedOnTheFirstBatch(Plain):
+    """Centres targets by a mean that it takes from the first rows that it sees."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if not hasattr(self, "centre"):
+            self.centre = rows["target"].mean()
+        return self.losses(rows["inputs"], rows["target"] - self.centre)
+
+
+class ByPlace(Plain):
+    """Every other row has another target, whoever it is."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        turn = torch.arange(len(rows["target"])) % 2
+        return self.losses(rows["inputs"], rows["target"] + turn)
+
+
+class CollatedInCompany(Plain):
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        return super().collate_rows(rows) | {"company": torch.full((len(rows),), float(len(rows)))}
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"]) * rows["company"]
+
+
+class AugmentedAndCentred(Plain):
+    """Noise of each row's own, and then a statistic of the batch, before anybody sees the rows."""
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = super().collate_rows(rows)
+        inputs = found["inputs"] + 0.01 * torch.randn_like(found["inputs"])
+        return found | {"inputs": inputs - inputs.mean(0)}
+
+
+class PreparedFromTheBatch(Plain):
+    """Takes the statistic of the batch in the hook that prepares further inputs of the loss."""
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        self.centre = batch.rows["target"].mean()
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"] - self.centre)
+
+
+class PreparedRows(Plain):
+    """Writes the statistic into the rows, after these were collated and before anybody compares them."""
+
+    def before_batch(self, batch: UnitBatch) -> None:
+        batch.rows["target"] -= batch.rows["target"].mean()
+
+
+class Step:
+    """Keeps what is made once for each step, for all of its physical batches; in an object, as such code does."""
+
+    __slots__ = ("made", "queue", "step")
+
+    def __init__(self) -> None:
+        self.step, self.made, self.queue = -1, torch.zeros(()), [0.0]
+
+    def mean(self, step: int, target: Tensor) -> Tensor:
+        if step != self.step:
+            self.step, self.made = step, target.detach().mean()
+        return self.made
+
+    def earlier(self, step: int, target: Tensor) -> float:
+        """Return the number of the step before, as MoCo's queue has its keys."""
+        if step != self.step:
+            self.step = step
+            self.queue.append(float(target.detach().sum()))
+        return self.queue[-2]
+
+
+class CentredOncePerStep(Plain):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.kept = Step()
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"] - self.kept.mean(self.trainer.global_step, rows["target"]))
+
+
+class CentredOncePerStepInAClosure(Plain):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        kept = Step()
+        self.centre = lambda target: target - kept.mean(self.trainer.global_step, target)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], self.centre(rows["target"]))
+
+
+class FittedOnceInAnObject(CentredOncePerStep):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        return self.losses(rows["inputs"], rows["target"] - self.kept.mean(self.trainer.current_epoch, rows["target"]))
+
+
+class CentredByACache(Plain):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.mean_of = lru_cache(maxsize=1)(lambda step: self.now.mean())
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        self.now = rows["target"].detach()
+        return self.losses(rows["inputs"], rows["target"] - self.mean_of(self.trainer.current_epoch))
+
+
+class QueueOncePerStep(CentredOncePerStep):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        earlier = self.kept.earlier(self.trainer.global_step, rows["target"])
+        return self.losses(rows["inputs"], rows["target"] - earlier)
+
+
+COUPLED = (
+    PreparedFromTheBatch, PreparedRows, CentredOncePerStep, CentredOncePerStepInAClosure, FittedOnceInAnObject,
+    CentredByACache, QueueOncePerStep, Mixup, CentredTargets, SignOfTheBatch, WeaklyCoupled, DividedByTheNumberOfRows,
+    CollatedInCompany, AugmentedAndCentred, ByPlace, FittedOnTheFirstBatch, GradientAlone, GradientAloneInBlocks,
+    Remembering, RememberingInAQueue, RememberingInAClosure, RememberingInAGlobal, RememberingInPlace,
+)  # fmt: skip
+
+
+def train(folder: Path, module: type[Any], **settings: Any) -> Any:
+    torch.manual_seed(0)
+    GLOBAL.clear()
+    fitted = module(privacy=dp(folder, noise_seed=SEED))  # a batch of one unit may show what a larger one does not
+    fit(folder / "run", fitted, **settings)
+    return fitted
