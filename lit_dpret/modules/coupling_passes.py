@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -137,9 +137,10 @@ class Passes:
         """Compare the gradient of a row's loss among others with that of the row alone."""
         found = []
         for features in rows.extreme():
-            losses = self._afresh(features, gradients=True, fixed_coins=True)
-            last = torch.arange(len(losses), device=losses.device) == len(losses) - 1
-            found.append(self._gradient(losses, last))
+            with self._coins():  # also while a checkpointed block is computed again
+                losses = self._afresh(features, gradients=True)
+                last = torch.arange(len(losses), device=losses.device) == len(losses) - 1
+                found.append(self._gradient(losses, last))
         one, other = found
         together, alone, gap = (_norm(list(each)) for each in (one.values(), other.values(), _gaps(one, other)))
         least = min(_SHORT, getattr(self.module.privacy, "max_grad_norm", None) or _SHORT)
@@ -334,11 +335,17 @@ class Passes:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
         seed_everywhere(self._seed)
         wide = torch.autocast(self.module.device.type, enabled=False)
-        coins = _FixedCoins() if fixed_coins and self._fixes_coins else None
-        with torch.set_grad_enabled(gradients or self._differentiates), coins or nullcontext(), wide:
+        coins = self._coins() if fixed_coins else nullcontext()
+        with torch.set_grad_enabled(gradients or self._differentiates), coins, wide:
             losses: Tensor = self.module.per_row_loss(self._prepared(features))
-        self.drew |= coins is not None and coins.drew
         return losses if gradients else losses.detach()
+
+    @contextmanager
+    def _coins(self) -> Iterator[None]:
+        coins = _FixedCoins()
+        with coins if self._fixes_coins else nullcontext():
+            yield
+        self.drew |= coins.drew
 
     def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
         """Of the kept rows' losses, with alternating signs and powers of two so that no two rows weigh the same."""

@@ -173,6 +173,14 @@ class TowerOfSomeRows(Plain):
         return (found - rows["target"]).square()
 
 
+class Checkpointed(Plain):
+    """Computes a part with dropout again in its backward pass."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = torch.utils.checkpoint.checkpoint(self.net, rows["inputs"], use_reentrant=False)
+        return (found.squeeze(-1) - rows["target"]).square()
+
+
 class DrawsLater(Plain):
     """Drops inputs when the first batches have been looked at."""
 
@@ -185,7 +193,7 @@ class DrawsLater(Plain):
 
 @pytest.mark.parametrize(
     "module", [Plain, PlainInBlocks, Augmented, LastLoss, Caching, NoNumberInSomeRecords, NoNumberAndCoins,
-               TowerOfSomeRows, DrawsLater]
+               TowerOfSomeRows, Checkpointed, DrawsLater]
 )  # fmt: skip
 @pytest.mark.parametrize("rows", ["one", "all"])
 def test_an_honest_module_trains(module: type[Any], rows: str, tmp_path: Path) -> None:
