@@ -97,10 +97,13 @@ class Start:
                 "privacy=dp_sgd."
             )
         if facts["guarantee"] != "dp":
+            way = "Start from another run, choose privacy=none, or, if it was trained on public data alone, say "
+            way += "init_from_is_public=true."
+            if self.knob != "init_from":  # another setting takes no declaration
+                way = "Name a run that has one."
             raise ConfigurationError(
-                f"{self.knob}={self.folder} carries no privacy guarantee ({facts['guarantee']}), so nothing trained "
-                f"from it under privacy={mode.name} can have one. Start from another run, choose privacy=none, or, if "
-                "it was trained on public data alone, say init_from_is_public=true."
+                f"{self.knob}={self.folder} carries no privacy guarantee ({facts['guarantee']}), so nothing made "
+                f"from it under privacy={mode.name} can have one. {way}"
             )
         for knob in ("unit", "neighbours"):
             if facts[knob] != getattr(mode, knob):
@@ -232,9 +235,11 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
         folder = model_folder(folder)
     if not (folder / CARD_NAME).is_file():
         if not public:
+            way = "If it was trained on public data alone, set init_from_is_public=true."
+            if knob != "init_from":  # another setting composes with a private run, and takes no declaration
+                way = "Name the folder of the run that trained it under a privacy guarantee."
             raise ConfigurationError(
-                f"{knob}={run} has no {CARD_NAME}: the private data behind its weights are unknown. If it was trained "
-                "on public data alone, set init_from_is_public=true."
+                f"{knob}={run} has no {CARD_NAME}: the private data behind its weights are unknown. {way}"
             )
         return Start(folder, facts, knob)
     card = read_card(folder)

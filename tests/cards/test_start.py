@@ -221,6 +221,16 @@ def test_without_a_card_only_a_declaration_makes_a_start_public(tmp_path: Path) 
     assert [a["holds"] for a in card["assumptions"] if "as declared" in a["text"]] == ["unverified"]
 
 
+def test_a_setting_that_takes_no_declaration_does_not_advise_one(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    finished(begun(tmp_path / "open", mode="none"), 1)
+    for knob, advised in (("init_from", True), ("task.generator", False)):
+        for name in ("base", "open"):
+            with pytest.raises(ConfigurationError, match=rf"{knob}=") as raised:
+                read_start(tmp_path / name, public=False, knob=knob).check(DPSGD(eps=8.0))
+            assert ("init_from_is_public" in str(raised.value)) is advised
+
+
 def note(model: Path, privacy: str) -> None:
     (model / NOTE_NAME).write_text(json.dumps({TRAINED_KEY: [["a run", privacy]]}), encoding="utf-8")
 
