@@ -368,6 +368,8 @@ class PrivacyAccountant(Callback):
         self._ranks.together(lambda: refuse_own_optimizers(trainer, module))
         self._rates = learning_rates(trainer)
         refuse_short_schedules(trainer, self.planned_steps)
+        if averaging(trainer) is not None and hasattr(module, "take_precision"):
+            module.take_precision()
         if (refuse_another := getattr(module, "refuse_another_optimizer", None)) is not None:
             refuse_another()
         if self.log_gate is not None:

@@ -86,12 +86,24 @@ class Checkpointed(L.LightningModule, metaclass=NotesItsStart):
         module.eval()
         return module
 
+    def take_precision(self) -> None:
+        """Convert the module, and averages of its weights, to the trainer's precision.
+
+        Lightning converts the module only after it has loaded a checkpoint, whose float64 weights would be rounded to
+        float32 on the way; and never an average, with which weights are swapped.
+        """
+        averages = (getattr(callback, "_average_model", None) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        for part in (self, *averages):
+            if part is not None:
+                self.trainer.precision_plugin.convert_module(part)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         mark_trained(self, noted(checkpoint), whole=True)
         trainer = self._trainer
         if trainer is not None and trainer.state.fn == "fit" and type(trainer.strategy).__name__ != "ZeroStrategy":
             refuse_zero_state(checkpoint)
         if trainer is not None and trainer.state.fn == "fit":
+            self.take_precision()
             self._saved_optimizer = checkpoint.get(OPTIMIZER_KEY, {})
             self.refuse_another_optimizer()  # one of its own is built later, and then asked about
 

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from cards import rewrite_chain
 from killed_runs import BUDGET_EXCEEDED, STEPS, Server
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from safetensors.torch import load_file
 from stand_ins import KillAt, Killed, Regression, dp, fit, records
 from torch import Tensor
@@ -225,3 +227,37 @@ def test_a_resume_that_starts_its_sampler_anew_is_refused(tmp_path: Path, monkey
     monkeypatch.setattr(ReleaseGate, "begin", mutant)
     with pytest.raises(DataError, match="A batch of step 0, attempt 1, arrived where step 2"):
         noise_of_a_resumed_run(tmp_path, "never", monkeypatch)
+
+
+# -- in double precision, to which Lightning converts the module after it has loaded the checkpoint --
+
+
+AVERAGES: dict[str, Callable[[], list[Callback]]] = {
+    "none": list,
+    "exponential": lambda: [EMAWeightAveraging()],
+    "of epochs": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES.values(), ids=list(AVERAGES))
+def test_a_run_killed_in_double_precision_repeats_its_steps_bit_by_bit(
+    average: Callable[[], list[Callback]], tmp_path: Path
+) -> None:
+    mode = partial(dp, tmp_path, noise_multiplier=4.0, noise_seed=1)
+    start = Regression(privacy=mode()).state_dict()
+
+    def run(folder: str, *extra: Callback, resume: bool = False) -> Any:
+        module = Regression(privacy=mode())
+        module.load_state_dict(start)
+        fit(tmp_path / folder, module, resume=resume, extra=[*average(), *extra], precision="64-true", steps=14)
+        return torch.load(tmp_path / folder / "checkpoints" / "last.ckpt", weights_only=True)
+
+    whole = run("whole")
+    with pytest.raises(Killed):
+        run("killed", KillAt(13))
+    resumed = run("killed", resume=True)
+    assert noise_keys(records(tmp_path / "killed")) == [(0, step) for step in range(14)]
+    for part in {"state_dict", "current_model_state"} & whole.keys():
+        for name, value in whole[part].items():
+            assert value.dtype == torch.float64 and value.equal(resumed[part][name]), (part, name)
+    assert not whole["state_dict"]["net.0.weight"].float().double().equal(whole["state_dict"]["net.0.weight"])
