@@ -397,8 +397,8 @@ class Ablate(RetrievalStudy):
         explained = (
             "Means over the generators of all runs, with the least and the largest. Memory is the peak of the process "
             "while it trained, above what it held before: weights, optimizer, activations of a physical batch, and "
-            "whatever else was needed. It is the largest over the runs: a later one takes over what an earlier one let "
-            "go."
+            "whatever else was needed. It is the largest over the runs, and a dash where an earlier training of the "
+            "same process had held as much."
         )
         if self.likeness_texts:
             explained += (
@@ -413,8 +413,8 @@ class Ablate(RetrievalStudy):
             self.once(f"generator-{name}-seed{seed}", recipe.describe(), lambda *_: {}, knob=knob)
             for seed in self.all_seeds()
         ]
-        memory = max(each["extra_bytes"] for each in trained) / _MEBI
-        cells: list[object] = [recipe.label, f"{trained[0]['trained_parameters']:,}", f"{memory:.0f}"]
+        memory = f"{max(each['extra_bytes'] for each in trained) / _MEBI:.0f}"
+        cells: list[object] = [recipe.label, f"{trained[0]['trained_parameters']:,}", "–" if memory == "0" else memory]
         if self.likeness_texts is None:
             return cells
         alike = []

@@ -7,6 +7,7 @@ stands beside the claim, never in it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -217,9 +218,33 @@ def statement(card: Card) -> str:
         f"The claim covers {released}, and everything computed from them without going back to the private data. "
         "What it does not cover is listed on this card."
     )
-    sentences.append(str(card["tuning"]["text"]))
+    sentences.append(without_repetition(str(card["tuning"]["text"])))
     sentences.append(attacks_sentence(card))
     return " ".join(sentences)
+
+
+def without_repetition(tuning: str) -> str:
+    """Return what is said of several artefacts' tuning ("... Of NAME: ...") with no sentence twice.
+
+    Artefacts of which the same is said as of the first one are named at the end.
+    """
+    first, *parts = re.split(r" (?=Of [^:]+: )", tuning)
+    of_first, same, kept = _sentences(first), list[str](), [first]
+    told = set(of_first)
+    for part in parts:
+        name, said = re.split(r": ", part, maxsplit=1)
+        sentences = _sentences(said)
+        if sentences == of_first:
+            same.append(name.removeprefix("Of "))
+            continue
+        kept.append(f"{name}: {' '.join(s for i, s in enumerate(sentences) if i == 0 or s not in told)}")
+        told.update(sentences)
+    names = " and ".join(filter(None, [", ".join(same[:-1]), *same[-1:]]))
+    return " ".join([*kept, f"The same is true of {names}."] if same else kept)
+
+
+def _sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.]) (?=[A-Z])", text)
 
 
 def _mechanism_sentence(card: Card) -> str:
@@ -367,7 +392,7 @@ def claim_blocks(card: Card) -> list[Block]:
         *(Banner(text) for text in card["banners"]),
         *([Banner(attacks_sentence(card))] if contradicted(card) else []),
         number,
-        *(Banner(text, "caution") for text in card["cautions"]),
+        *(Banner(without_repetition(text), "caution") for text in card["cautions"]),
     ]
 
 
@@ -543,7 +568,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str
 
 
 def _origin_blocks(card: Card) -> list[Block]:
-    rows: list[tuple[str, object]] = [("tuning", card["tuning"]["text"])]
+    rows: list[tuple[str, object]] = [("tuning", without_repetition(card["tuning"]["text"]))]
     for name in ("pretraining", "generation", "randomness", "environment"):
         if block := card.get(name):
             rows += [(f"{name} {key}".replace("_", " "), value) for key, value in _flatten(block)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
+from lit_dpret.cards.text import without_repetition
 from lit_dpret.errors import ConfigurationError, StorageError
 
 CHECKPOINTS = "checkpoints"
@@ -128,7 +129,7 @@ def say(*lines: str) -> None:
 def say_unaccounted(card: Mapping[str, Any], knob: str = "task.tuning_data") -> None:
     """Tell on stderr where a card with an epsilon says that it does not cover how settings were chosen."""
     if card["claim"]["epsilon"] is not None and not card["tuning"]["accounted"]:
-        sys.stderr.write(f"on the card: {card['tuning']['text']} ({knob})\n")
+        sys.stderr.write(f"on the card: {without_repetition(card['tuning']['text'])} ({knob})\n")
 
 
 def check_run_dir(folder: Path, *, min_free_mb: float) -> None:

@@ -11,7 +11,7 @@ from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, verify_card, write_card
-from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
+from lit_dpret.cards.text import card_html, card_markdown, show_epsilon, without_repetition
 from lit_dpret.cards.tuning import hides_earlier_tuning, tuning_facts, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, GaussianRelease, SamplingLaw, TruncatedPoisson
@@ -237,3 +237,18 @@ def test_a_search_declared_by_halves_or_with_its_number_told_is_refused(
     settings = {"trials" if key == "n_trials" else key: value for key, value in (SEARCH | change).items()}
     with pytest.raises(ConfigurationError, match=named):
         PrivacyCard(**{f"tuning_{key}": value for key, value in settings.items()})
+
+
+def test_a_reader_is_told_once_what_holds_of_the_tuning_of_several_artefacts() -> None:
+    def block(note: str) -> dict[str, Any]:
+        own = {"data": "private", "accounted": False, "note": note, "epsilon": None}
+        return own | {"text": f"NOT ACCOUNTED: chosen on private data. {note}"}
+
+    start = with_earlier_tuning(block("By hand."), block("By a sweep."), "data", composed=True)
+    card = with_earlier_tuning(block("By hand.") | {"data": "unknown"}, start, "start", composed=True)
+    assert card["text"].count("By hand.") == 2
+    assert without_repetition(card["text"]) == (
+        "NOT ACCOUNTED: chosen on private data. By hand. Of data: NOT ACCOUNTED: chosen on private data. By a sweep. "
+        "The same is true of start."
+    )
+    assert without_repetition("Fixed before, as declared.") == "Fixed before, as declared."
