@@ -311,6 +311,14 @@ def test_weights_of_no_known_origin_are_refused_or_declared_on_the_card(
     assert not any("init_from_is_public" in each["text"] for each in read_card(tmp_path / "built")["assumptions"])
 
 
+def test_values_that_another_module_was_built_with_have_no_known_origin_in_this_one(tmp_path: Path) -> None:
+    values = {name: torch.randn_like(value) for name, value in private(tmp_path).net.state_dict().items()}
+    Wrapped(layers_with(values), privacy=dp(tmp_path))
+    module = private(tmp_path)
+    module.net.load_state_dict(values)
+    assert "init_from" in str(refused(tmp_path, module))
+
+
 def test_a_copy_or_a_cast_of_a_module_as_it_was_built_goes_on(tmp_path: Path) -> None:
     begin(tmp_path / "copy", copy.deepcopy(private(tmp_path)))
     for kind in (torch.float64, torch.bfloat16):

@@ -55,7 +55,7 @@ class TrainedIn(NamedTuple):
 _values: dict[tuple[int, ...], dict[int | None, frozenset[TrainedIn]]] = {}
 # By run, all values that it left, also those that another one may have by chance.
 _left: dict[str, set[int]] = {}
-# Weights of one new module may well be copied into another.
+# Values that constructors of this process set; of no run, though files of one may hold them.
 _built: set[int] = set()
 # Parameters that an optimizer of this process has changed, whoever called it.
 _stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
@@ -160,14 +160,15 @@ def note_built(module: nn.Module) -> None:
     """Store the fingerprints of the `weights` and extra states of ``module``, and of casts, after its constructor.
 
     Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
-    changed before, nor of copies of such: where their values come from, nobody noted.
+    changed before, nor of copies of such, unless a constructor had set the same values: where theirs come from, nobody
+    noted.
     """
     if any(map(is_lazy, module.parameters())):
         return
     own = list(weights(module).values())
     shapes = {each.shape for each in own}
     stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
-    changed = {fingerprint_of(values) for values in stepped if not is_common(values)}
+    changed = {fingerprint_of(values) for values in stepped if not is_common(values)} - _built
     kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
     found = {number for each in kept for number in _fingerprints_of_casts(each)}
     vars(module)[_BUILT] = built = frozenset(found | {_digest(each) for _, each in extra_states(module)})
@@ -183,11 +184,11 @@ def _fingerprints_of_casts(tensor: Tensor) -> list[int]:
 
 
 def set_later(module: nn.Module, runs: Collection[str] = ()) -> list[str]:
-    """Return the names of `weights` and extra states that neither a constructor in this process set, nor ``runs``."""
+    """Return the names of `weights` and extra states that neither its constructor set, nor ``runs`` left."""
     built = vars(module).get(_BUILT)
     if built is None:
         return []
-    known = built.union(_built, *(_left.get(run, ()) for run in runs))
+    known = built.union(*(_left.get(run, ()) for run in runs))
     made_later = getattr(module, "made_of_public", ())
     now = {name: each for name, each in weights(module).items() if name not in made_later}
     later = [
