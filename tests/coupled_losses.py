@@ -253,7 +253,37 @@ class QueueOncePerStep(CentredOncePerStep):
         return self.losses(rows["inputs"], rows["target"] - earlier)
 
 
+class MinesInLargeBatches(Plain):
+    """Trains on the harder half alone, where there are enough rows to choose from."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = super().per_row_loss(rows)
+        return found if len(found) < 10 else found * (found.detach() >= found.detach().median())
+
+
+class TrimsATenth(Plain):
+    """Leaves out the largest losses: of less than ten rows none."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = super().per_row_loss(rows)
+        out = found.detach().topk(len(found) // 10).indices
+        return found.index_fill(0, out, 0.0)
+
+
+class GradientAloneInLargeBatches(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = super().per_row_loss(rows)
+        return found if len(found) < 10 else found.detach() + (found - found.detach()) * found.detach().mean()
+
+
+class DividedByManyRows(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = super().per_row_loss(rows)
+        return found if len(found) < 10 else found / len(found)
+
+
 COUPLED = (
+    MinesInLargeBatches, TrimsATenth, GradientAloneInLargeBatches, DividedByManyRows,
     PreparedFromTheBatch, PreparedRows, CentredOncePerStep, CentredOncePerStepInAClosure, FittedOnceInAnObject,
     CentredByACache, QueueOncePerStep, Mixup, CentredTargets, SignOfTheBatch, WeaklyCoupled, DividedByTheNumberOfRows,
     CollatedInCompany, AugmentedAndCentred, ByPlace, FittedOnTheFirstBatch, GradientAlone, GradientAloneInBlocks,

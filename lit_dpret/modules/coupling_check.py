@@ -41,6 +41,8 @@ class CouplingCheck:
           without metrics.
         - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
 
+    Whole batches are compared in the first look and in every third one, few rows in the others.
+
     What stays unseen: a dependence that none of the batches looked at shows, as one below the tolerances, one that
     begins in between, or one through a chance event that did not happen.
     """
@@ -125,25 +127,29 @@ class CouplingCheck:
             elif module.privacy.candidates not in ("rows", "pool"):
                 passes.compare_histories(rows)
                 passes.compare_pair_histories(rows)
-                passes.compare_alone(rows.first(3), of_pairs=True)
+                for part in (rows.first(3), rows)[: 2 if first or turn == 0 else 1]:
+                    passes.compare_alone(part, of_pairs=True)
             elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
                 passes.compare_company(rows, (first,))
             else:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
                     self._collated = None
-                # Each row costs time: later one is replaced, and as many are kept as were also collated alone.
-                units = 2 if module.privacy.candidates == "pool" else 2 * ALONE if first else 3
-                part = rows.first(units)
+                # Few rows as a rule, since each costs time, and as many kept as were also collated alone. At times a
+                # whole batch, since a loss may couple many rows and not few, unless an engine computes units apart.
+                part = rows.first(2 if module.privacy.candidates == "pool" else 2 * ALONE if first else 3)
+                most = part if module.privacy.units_apart or turn == 2 else rows
                 if first or turn != 1:  # later in turn, which costs a third
-                    company = (True, False) if first else (number % 2 == 0,)
-                    passes.compare_company(part, company, gradients=first or turn == 2, later=first or turn == 0)
+                    company = (True, False) if most is part and first else (number % 2 == 0,)
+                    passes.compare_company(most, company, gradients=first or turn == 2, later=first or turn == 0)
                 if rows.batch.data_rows is not None:  # as many rows always, so that only this sees what looks back
-                    passes.compare_company(part.keeping_the_last(), (number % 2 == 0,), gradients=False, later=False)
+                    passes.compare_company(most.keeping_the_last(), (number % 2 == 0,), gradients=False, later=False)
                     if rows.batch.alone is not None:
                         passes.compare_placed(rows)
                 elif turn == 1:
                     passes.compare_sizes(part)
+                    if first and len(most.slots) > len(part.slots):
+                        passes.compare_sizes(most)
                     if not module.privacy.units_apart:
                         passes.compare_rounding(rows)
             if rows.batch.smallest is not None:

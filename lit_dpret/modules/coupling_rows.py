@@ -21,7 +21,8 @@ class Rows:
         half = (len(slots) + 1) // 2
         kept = torch.tensor(slots[half:] if last else slots[:half], device=batch.unit_ids.device)
         self.kept = torch.isin(batch.unit_ids, kept)
-        self._others = (~self.kept).nonzero().flatten()
+        others = ~self.kept if batch.data_rows is None else ~self.kept & batch.data_rows
+        self._others = others.nonzero().flatten()
 
     @classmethod
     def of(cls, module: Any, batch: UnitBatch) -> Rows:

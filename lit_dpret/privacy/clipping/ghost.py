@@ -277,8 +277,9 @@ class GhostClipping(ClippedSum):
         tolerance, roundoff = tolerance_of(tensors), roundoff_of(tensors)
         del tensors
         aliases = [(use.site.parameters[local], alias) for use in uses for local, alias in use.aliases.items()]
-        if self.store is not None:
-            return self._audited_in_parts(uses, grads, weighted, aliases, batch, tolerance, roundoff, keep=keep)
+        new = [(name, alias) for name, alias in aliases if self._recording_check.wants(name)]
+        if self.store is not None or len(new) < len(aliases):
+            return self._audited_in_parts(uses, grads, weighted, new, batch, tolerance, roundoff, keep=keep)
         leaves = [alias for _, alias in aliases]
         with phase("check_backward"), self._recording_check.watching(uses, grads, batch) as layouts:
             found: list[Tensor | None] = list(
@@ -303,14 +304,16 @@ class GhostClipping(ClippedSum):
     ) -> Contributions:  # fmt: skip
         """The same, without autograd's gradients of all parameters at once: once more to the outputs, for the layouts.
 
-        Then to the parameters, of which each is compared as soon as its gradient is there, and let go.
+        Then to the parameters of ``aliases``, of which each is compared as soon as its gradient is there, and let go.
         """
         edges = [use.edge for use in uses]
         with phase("check_backward"), self._recording_check.watching(uses, grads, batch, arriving=False) as layouts:
-            twins = torch.autograd.grad(weighted, edges, allow_unused=True, retain_graph=True)
+            twins = torch.autograd.grad(weighted, edges, allow_unused=True, retain_graph=keep or bool(aliases))
             self._recording_check.look_at(twins)
             del twins
         contributions = self._by_parameter(uses, grads, layouts, batch, audited=True)
+        if not aliases:
+            return contributions
         comparison = self._recording_check.comparison(contributions, batch)
         waiting = Counter(name for name, _ in aliases)
         held: dict[str, Tensor] = {}

@@ -219,10 +219,16 @@ class RecordingCheck:
         self._patterns = RowPatterns()
         self._pattern: int | None = None
         self.parameters_checked = False
+        #: Parameters whose gradients a batch has shown to be autograd's.
+        self.compared: set[str] = set()
+
+    def wants(self, parameter: str) -> bool:
+        """Return whether to compare the gradient of a parameter with autograd's."""
+        return self.wants_parameters or parameter not in self.compared
 
     @property
     def wants_parameters(self) -> bool:
-        """Return whether to compare the parameters' gradients with autograd's."""
+        """Return whether to compare the gradients of all parameters with autograd's."""
         return self.always or not self.parameters_checked
 
     def may_be_due(self, uses: Sequence[Use], loss: Tensor, batch: UnitRows) -> bool:
@@ -342,12 +348,13 @@ class Comparison:
         whole = math.hypot(*norms)
         if not math.isfinite(whole):
             return
-        decided, known = True, self._check.parameters_checked
+        decided = True
         gaps = torch.stack(self._gaps).tolist() if self._gaps else []
         for (name, (shape, dtype)), norm, gap in zip(self._seen.items(), norms, gaps, strict=True):
             # `not <=`, so that NaN is refused; a share of the whole, for gradients that are all rounding.
             if not gap <= tolerance * (norm + 1e-3 * whole):
                 uses = self._contributions.get(name, ())
+                known = name in self._check.compared
                 if known or gap <= roundoff * float(rounding_of(uses, self._coefficients, shape, dtype)):
                     decided = False
                     continue
@@ -358,6 +365,8 @@ class Comparison:
                     "to about 1, or choose privacy.engine=loop.",
                     trap="T13",
                 )
+            if norm:
+                self._check.compared.add(name)
         self._check.parameters_checked |= decided
 
 
