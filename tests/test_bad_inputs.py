@@ -100,6 +100,16 @@ CASES: dict[str, Case] = {
     "a seed that is a text": log("seed=abc", named=r"seed='abc'"),
     "a seed that is too large": log("seed=4294967296", named=r"seed=4294967296"),
     "a setting that nothing reads": log("+foo=1", named=r"foo is not a setting"),
+    "a key of a choice that is not made yet": Case(
+        ("histogram", *LOG[:2], "task.generator=a", "task.bins.edges=[3]"), r"task\.bins\.edges is.*bins=length"
+    ),
+    "a class whose arguments are others": log(
+        "callbacks.card._target_=lit_dpret.callbacks.StepProgress", named=r"callbacks\.card\..* ~callbacks\.card\."
+    ),
+    "an argument of another class": log(
+        "callbacks.card._target_=a.B", "callbacks.card.c=1", named=r"callbacks\.card\.c.*\+callbacks\.card\.c="
+    ),
+    "a choice for another task": log("bins=length", named=r"bins=length"),
     "a key beside the choices of a group": log("+negatives.bm25.depth=3", named=r"\+negatives\."),
     "a key of a choice that is not made": log("+canaries.count=3", named=r"\+canaries\."),
     "a text for a number": log("model.optimizer.lr=fast", named=r"model\.optimizer\.lr='fast'"),

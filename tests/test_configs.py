@@ -64,6 +64,7 @@ NEEDED = {
     "task.pretraining_overlap": ["task.corpus=x", "task.queries=public"],
     "task.search": ["task.index=x", "task.query=y"],
     "task.filter": ["task.data=x", "filter=round_trip"],
+    "bins.labels": ["task.bins.labels=x"],
     "task.pseudo_labels": ["task.data=x", "task.cross_encoder=y"],
 }
 
@@ -73,6 +74,7 @@ def test_an_option_composes_of_arguments_and_what_is_safe_is_made(group: str, op
     # One of the models that have a loss; a task that has filters.
     pairs = {
         "loss": ["model=dual_encoder"], "negatives": ["model=dual_encoder"], "filter": ["task=filter", "task.data=x"],
+        "bins": ["task=histogram", "task.generator=x"],
     }.get(group, [])  # fmt: skip
     cfg = composed(f"run_dir={tmp_path}", *pairs, f"{group}={option}", *NEEDED.get(f"{group}.{option}", []))
     assert wrong_keys(cfg) == []
@@ -120,6 +122,18 @@ def test_sources_of_negatives_compose() -> None:
     assert list(cfg.model.negatives) == ["in_batch", "bm25"] and cfg.model.negatives.bm25.per_query == 3
     assert cfg.model.negatives.bm25.cache_dir == "run/private/negatives"
     assert composed("model=dual_encoder").model.negatives is None
+
+
+def test_bins_and_the_scores_of_best_of_are_chosen_with_their_own_settings() -> None:
+    assert composed("task=histogram", "task.generator=x").task.bins is None
+    bins = composed("task=histogram", "task.generator=x", "bins=topics", "task.bins.topics=3").task.bins
+    assert instantiate(bins).topics == 3
+    best = composed(
+        "task=filter", "task.data=x", "filter=best_of", "filter@task.filters.best_of.by=round_trip",
+        "task.filters.best_of.by.k=3",
+    )  # fmt: skip
+    assert instantiate(best.task.filters.best_of).by.k == 3
+    assert instantiate(composed("task=filter", "task.data=x", "filter=best_of").task.filters.best_of).by.name
 
 
 def test_a_folder_without_a_name_tells_the_day_and_no_time() -> None:

@@ -146,7 +146,7 @@ def program() -> str:
 
 def shown_overrides() -> list[str]:
     """Return the settings as they were typed."""
-    return [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
+    return [word for word in sys.argv[1:] if word.startswith("~") or ("=" in word and not word.startswith("-"))]
 
 
 def own_overrides() -> list[str]:

@@ -6,18 +6,20 @@ import errno
 import re
 import sys
 from collections.abc import Collection, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from lit_dpret.cli.arguments import shown_overrides
-from lit_dpret.config import CONFIG_MODULE, alike, choices, groups, names
+from lit_dpret.config import CONFIG_MODULE, Choice, alike, choices, groups, names
 from lit_dpret.errors import LitDpretError, WorkerError
 
 _MOST_MEANT = 3
@@ -200,20 +202,51 @@ def explain_unknown_key(key: str, *, given: str | None = None) -> str:
         cfg = _composed_again(without=given or key)
     except Exception:
         return f"{key} is not a setting."
-    suggestion = _meant(key, _setting_names(cfg))
+    there = _setting_names(cfg)
+    if key in there:  # it came with a choice, or with the class that the choice names by itself
+        return _explain_no_argument(cfg, group, name)
+    suggestion = _meant(key, there)
     try:
         node: Any = OmegaConf.select(cfg, group) if group else cfg
         known = sorted(str(k) for k in node if not str(k).startswith(("_", "hydra")))
         chosen = cfg.hydra.runtime.choices.get(group)
     except Exception:
-        return f"{key} is not a setting.{suggestion}"
+        making = _choices_at(f"{group}.")
+        several = [one for one in making if key in {setting.name for setting in one.keys}] or making
+        choose = f" Choose {' or '.join(f'{one.group}={one.name}' for one in several)} first." if several else ""
+        return f"{key} is not a setting.{choose or suggestion}"
     where = f"of {group}" if group else "at the top"
     where += f"={chosen}" if chosen else ""
     takes = choices(group) if group in groups() and group != "task" else []  # no advice to do something else
     having = [one.name for one in takes if key in {setting.name for setting in one.keys}]
-    if 0 < len(having) <= _MOST_CHOICES:
+    if any(word.lstrip("+").startswith(f"{group}._target_=") for word in shown_overrides()):
+        near = f" An argument that only another class has is added by a plus: +{key}=VALUE."
+    elif 0 < len(having) <= _MOST_CHOICES:
         last = having.pop()
         near = f" {group}={', '.join(having)}{' or ' if having else ''}{last} has it."
     else:
         near = suggestion or f" Settings {where}: {', '.join(known) or 'none'}."
     return f"{key} is not a setting: there is no {name!r} {where}.{near}"
+
+
+def _choices_at(place: str) -> list[Choice]:
+    """Return the choices whose settings, not those of a whole task or experiment, begin with ``place``."""
+    found = [one for group in groups() if group != "task" for one in choices(group) if one.target]
+    return [one for one in found if any(key.name.startswith(place) for key in one.keys)]
+
+
+def _explain_no_argument(cfg: DictConfig, group: str, name: str) -> str:
+    """Say how to leave out settings that are there and that the constructor of ``group`` does not take."""
+    node: Any = OmegaConf.to_container(OmegaConf.select(cfg, group), resolve=False)
+    made = node.get("_target_")
+    try:
+        takes = signature(get_object(made)).parameters
+        wrong = [str(key) for key in node if not str(key).startswith("_") and key not in takes]
+    except Exception:
+        wrong = [name]
+    chosen = cfg.hydra.runtime.choices
+    brought = [
+        f"{one.group}={one.name}" for one in _choices_at(f"{group}.{name}.") if chosen.get(one.group) == one.name
+    ]
+    way = f"Leave out {brought[0]}" if brought else "Remove it: " + " ".join(f"~{group}.{key}" for key in wrong)
+    return f"{group}.{name} is no setting of {made}. {way}."

@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from lit_dpret.cli.arguments import shown_overrides
 from lit_dpret.errors import ResumeError
 from lit_dpret.tasks.stages import holds_a_run
 
@@ -27,7 +28,7 @@ def swept() -> tuple[list[str], list[list[str]] | None]:
     known: Any = HydraConfig.get()
     params = [f"{name}={value}" for name, value in (known.sweeper.get("params") or {}).items()]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    found = parser.parse_overrides([*params, *(a for a in sys.argv[1:] if "=" in a and a[:1] != "-")])
+    found = parser.parse_overrides([*params, *shown_overrides()])
     found = [one for one in found if not re.match("hydra[./]", one.key_or_group)]
     runs = None
     if is_basic(known):
@@ -118,7 +119,7 @@ def one_job() -> Iterator[None]:
         yield
         return
     before = sys.argv
-    options = [a for a in before[1:] if "=" not in a and a not in ("-m", "--multirun")]
+    options = [a for a in before[1:] if a.startswith("-") and a not in ("-m", "--multirun")]
     with read_write(known), open_dict(known):
         known.run.dir = known.runtime.output_dir
     sys.argv = [before[0], *options, *known.overrides.task]

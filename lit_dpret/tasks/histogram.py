@@ -35,7 +35,7 @@ from lit_dpret.privacy.modes import GaussianMode
 from lit_dpret.privacy.noise import load_secret, published_secret
 from lit_dpret.privacy.plan import HISTOGRAM, PrivacyPlan
 from lit_dpret.settings import Settings, picked
-from lit_dpret.synthesis.filters.bins import Bins
+from lit_dpret.synthesis.filters.bins import Bins, LengthBins
 from lit_dpret.synthesis.filters.released import foreign_code
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
 from lit_dpret.texts import queries_of as protected_queries
@@ -53,12 +53,16 @@ class Histogram(Settings):
     releases_itself: ClassVar[bool] = True
 
     generator: Path
-    bins: Bins
+    bins: Bins | None = None
     noise_multiplier: float = 10.0
     max_count: int = 1
     tuning_data: TuningData = "unknown"
     tuning_note: str | None = None
     min_free_mb: float = 50
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._bins = LengthBins() if self.bins is None else self.bins
 
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``histogram.json``, its ledger and its card to the run folder; return the epsilons."""
@@ -79,7 +83,7 @@ class Histogram(Settings):
         data, units = read_units(parts, mode)
         noted, named = {"task.tuning_note": self.tuning_note or ""}, {"hydra.run.dir": folder.resolve().name}
         refuse_quoted(protected_queries(data), noted, named)
-        self.bins.fit(data.public_passages())
+        self._bins.fit(data.public_passages())
         public, delta = mode.public_units(len(units)), start.facts["delta"]
         if mode.delta is None and public is not None:
             delta = min(delta, 1 / (2 * public))  # the log may have grown since
@@ -101,7 +105,7 @@ class Histogram(Settings):
         with run.ledger:
             noised = self._release(run, plan, units, dataset, earlier)
             histogram = ReleasedHistogram(
-                names=self.bins.names, counts=tuple(map(float, noised)), bins=self.bins.spec(),
+                names=self._bins.names, counts=tuple(map(float, noised)), bins=self._bins.spec(),
                 noise_std=plan.noise_std, max_count=self.max_count,
             )  # fmt: skip
             file = histogram.write(folder)
@@ -109,7 +113,7 @@ class Histogram(Settings):
             records = run.ledger.records
         write_card_of_counts(
             records, data, folder, [file],
-            trusts=[*self.bins.trusts, *foreign_code(self.bins)],
+            trusts=[*self._bins.trusts, *foreign_code(self._bins)],
             mechanism={"bins": len(noised), "max_count": self.max_count},
             tuning={"data": self.tuning_data, "note": self.tuning_note or ""},
             output_released=("the noised histogram", "the generator that it was charged together with"),
@@ -135,7 +139,7 @@ class Histogram(Settings):
         self, parts: Parts, mode: GaussianMode, data: Any, plan: PrivacyPlan, start: Start,
         dataset: DatasetLedger | None,
     ) -> PrivateRun:  # fmt: skip
-        folder, bins = parts.run_dir, self.bins.fingerprint()
+        folder, bins = parts.run_dir, self._bins.fingerprint()
         if parts.resume and (folder / LEDGER_NAME).is_file():
             before = PrivacyLedger.read(folder / LEDGER_NAME).records
             if any(record.get("bins") != bins for record in before if record["kind"] == "plan"):
@@ -153,11 +157,11 @@ class Histogram(Settings):
         earlier: tuple[EarlierRun, ...],
     ) -> np.ndarray:  # fmt: skip
         with over_rows(run):
-            contributions = contributed(units, self.bins)
+            contributions = contributed(units, self._bins)
         with reserved(run, dataset, plan.release(), steps=1, earlier=earlier) as reserve, over_rows(run):
             return release_histogram(
-                run, plan, contributions, bins=len(self.bins.names), max_count=self.max_count,
-                spec=self.bins.fingerprint(), grant=lambda: reserve(0),
+                run, plan, contributions, bins=len(self._bins.names), max_count=self.max_count,
+                spec=self._bins.fingerprint(), grant=lambda: reserve(0),
             )  # fmt: skip
 
     def _tell(self, folder: Path) -> dict[str, float]:
