@@ -264,8 +264,10 @@ def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, re
     result.add(name, "files", changed_files(digests, folder), f"{len(digests)} with the SHA-256 on the card")
     page = found.path.parent / README
     checked = [page] if _check_page(result, found, page) else []
-    if (ledger := lineage.ledger(found.card, found.path)) is not None:  # that of a parent is checked with the parent
-        checked.append(ledger)
+    behind = [lineage.card(str(parent["sha256"])) for parent in found.card["parents"]]
+    for one in (found, *behind):  # a ledger is checked with its own run
+        if one is not None and (ledger := lineage.ledger(one.card, one.path)) is not None:
+            checked.append(ledger)
     known = {file.resolve() for file in checked}
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in CARD_FILES]
     paths = [file.relative_to(folder).as_posix() for file in files if file.resolve() not in known]

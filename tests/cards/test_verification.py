@@ -311,6 +311,22 @@ def test_a_run_that_started_from_another_is_followed_to_it(tmp_path: Path) -> No
     assert [f.artefact for f in result.findings if f.check == "ledger"] == ["generator", "first"]
 
 
+def test_ledgers_of_all_runs_behind_an_export_are_known_where_they_are_checked(tmp_path: Path) -> None:
+    second, export = started(tmp_path), tmp_path / "export"
+    write_card(second.card(), second.folder)
+    export.mkdir()
+    (export / "weights").write_bytes(b"w")
+    (export / "unknown").write_bytes(b"u")
+    subject = subject_of("weights", "export", [export / "weights"], root=export)
+    write_card(inherit_card(second.folder, subject, description="writing out"), export)
+    copy_lineage(export / "privacy_card.json", export / "provenance", near=second.folder / "privacy_card.json")
+    assert len(list(export.glob(f"provenance/*/{LEDGER}"))) == 2
+    result = verify_chain(export, self_contained=True)
+    assert not result.failed
+    others = [one.text for one in result.not_checked if one.check == "other files"]
+    assert len(others) == 1 and "unknown" in others[0] and LEDGER not in others[0]
+
+
 def test_a_run_that_charges_its_start_too_little_is_rejected_by_the_ledger_of_that(tmp_path: Path) -> None:
     second = started(tmp_path)
 
