@@ -31,7 +31,7 @@ from lit_dpret.cards.claim import ClaimedCurve, claimed_curve, planned_curve
 from lit_dpret.cards.file import CARD_NAME, MODEL_FOLDER, read_card
 from lit_dpret.cards.text import ALARM, AUDIT_EVENT, BOUND
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.judgement import plan_of
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.settings import require_choice, require_whole
@@ -355,9 +355,9 @@ class OneRunAudit(Callback):
 def _violation(evidence: Evidence, claim: ClaimedCurve, refutation: Refutation, canaries: int) -> PrivacyViolation:
     return PrivacyViolation(
         f"The audit contradicts the claim: with {canaries} canaries, guesses as good as these have a probability of at "
-        f"most {refutation.p_value:.2g} under a run that is ({refutation.eps:.4g}, {show_delta(refutation.delta)})-DP, "
-        f"as the ledger says this one is. Evidence of leakage at least {evidence.eps_lower:.4g} at "
-        f"delta={show_delta(claim.delta)} (confidence {evidence.confidence:g}), where {claim.eps:.4g} is claimed. "
-        "The model and its card are written, and the card says what was found: publish neither before the defect "
-        "is known."
+        f"most {refutation.p_value:.2g} under a run that is ({show_epsilon(refutation.eps)}, "
+        f"{show_delta(refutation.delta)})-DP, as the ledger says this one is. Evidence of leakage at least "
+        f"{evidence.eps_lower:.4g} at delta={show_delta(claim.delta)} (confidence {evidence.confidence:g}), where "
+        f"{show_epsilon(claim.eps)} is claimed. The model and its card are written, and the card says what was found: "
+        "publish neither before the defect is known."
     )

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.planning import accountant_of
 from lit_dpret.costs.work import ACCELERATORS, accelerator, work_of
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.progress import Progress, ProgressLine
 from lit_dpret.settings import require_choice, require_whole
 
@@ -45,7 +46,7 @@ class StepProgress(Callback):
         known = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches
         total = int(known) if self._steps is None else self._steps
         spent = trainer.callback_metrics.get("privacy/eps_spent")
-        self._line(trainer.global_step, total, f"eps {float(spent):.3f}" if spent is not None else "")
+        self._line(trainer.global_step, total, f"eps {show_epsilon(float(spent))}" if spent is not None else "")
 
 
 class _CountsSteps:

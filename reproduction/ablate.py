@@ -26,6 +26,7 @@ from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives import LabelledNegatives
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
@@ -179,7 +180,7 @@ class Ablate(RetrievalStudy):
         covering = [eps for eps in self._budgets if claim["epsilon"] <= eps]
         if not covering:
             raise ConfigurationError(
-                f"task.synthetic={folder} claims epsilon = {claim['epsilon']:.4g}, more than all of task.eps="
+                f"task.synthetic={folder} claims epsilon = {show_epsilon(claim['epsilon'])}, more than all of task.eps="
                 f"{self._budgets}. Add a budget that covers it, or leave the folder out."
             )
         return covering[0]

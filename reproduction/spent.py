@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.file import CARD_NAME, read_card
-from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import LedgerError
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
 from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger

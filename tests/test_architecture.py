@@ -213,6 +213,20 @@ def test_product_code_raises_and_never_asserts() -> None:
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Assert)], f"{path} asserts"
 
 
+def test_an_epsilon_is_printed_rounded_up_and_never_to_the_nearest() -> None:
+    """`show_epsilon` does it: a number below the card's would be a stronger claim."""
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in ours()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FormattedValue) and node.format_spec is not None
+        and re.search(r"epsilon|eps_spent", ast.unparse(node.value))
+    ]  # fmt: skip
+    for template in (ROOT / "lit_dpret" / "report" / "templates").glob("*.md"):
+        found += [line for line in template.read_text(encoding="utf-8").splitlines() if "format(epsilon" in line]
+    assert not found
+
+
 def test_nobody_outside_the_modes_asks_which_mode_it_is() -> None:
     """A mode declares what it can do; who asks for its class or its name would refuse a mode of a user's own."""
     names = {mode.name for mode in vars(modes).values() if isinstance(mode, type) and hasattr(mode, "name")}

@@ -29,9 +29,9 @@ from lit_dpret import (
     assert_private,
     make_private,
 )  # fmt: skip
-from lit_dpret.cards.text import show_epsilon
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, ResumeError, UnsupportedModelError
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import DPSGD
 

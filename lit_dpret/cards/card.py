@@ -35,11 +35,11 @@ from lit_dpret.cards.provenance import (
     start_parents,
 )
 from lit_dpret.cards.recomputed import decided_blocks, registered_facts
-from lit_dpret.cards.text import contradicted, show_epsilon
+from lit_dpret.cards.text import contradicted
 from lit_dpret.cards.tuning import tuning_facts, tuning_of_run, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import file_sha256
-from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, USUAL_DELTA, show_delta
+from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, USUAL_DELTA, show_delta, show_epsilon
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.privacy.ledger.dataset_ledger import sweep_of
 from lit_dpret.privacy.ledger.judgement import Assumption, Judged, derived_assumptions, plan_of

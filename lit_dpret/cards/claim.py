@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import UnsupportedAccountingError
 from lit_dpret.privacy.accounting.accountant import cap_for_copies
 from lit_dpret.privacy.accounting.composition import delta_at, epsilon_curve
 from lit_dpret.privacy.accounting.groups import epsilon_of_several, group_epsilon
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Release, TruncatedPoisson
-from lit_dpret.privacy.budget import AccountantName, Duplicates, Neighbours, Unit
+from lit_dpret.privacy.budget import AccountantName, Duplicates, Neighbours, Unit, show_epsilon
 from lit_dpret.privacy.ledger.judgement import (
     Judged,
     derived_assumptions,

@@ -41,6 +41,7 @@ from lit_dpret.privacy.budget import (
     Neighbours,
     large_delta,
     large_epsilon,
+    show_epsilon,
 )
 from lit_dpret.privacy.plan import PrivacyPlan
 
@@ -287,7 +288,7 @@ def cautions(plan: PrivacyPlan) -> list[str]:
             lambda: epsilon(releases, delta=USUAL_DELTA, neighbours=budget.neighbours, accountant=plan.accountant)
         )
         if plan.proved and same["epsilon"] is not None:
-            text += f" The noise planned here gives epsilon {same['epsilon']:.4g} at that delta."
+            text += f" The noise planned here gives epsilon {show_epsilon(same['epsilon'])} at that delta."
         found.append(text)
     rate = _sample_rate(law)
     if isinstance(simplest_law(law), (Poisson, TruncatedPoisson, FixedSize)) and rate is not None and rate > LARGE_RATE:

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lit_dpret
-from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.files import file_sha256
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.releases import release_from_dict
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.judgement import RANDOM_WEIGHTS, Assumption, Consequence, Judged, plan_of
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, recorded_start
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM, PrivacyPlan

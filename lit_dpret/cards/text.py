@@ -26,7 +26,7 @@ from lit_dpret.cards.blocks import (
     to_html,
     to_markdown,
 )
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 
 AUDIT_EVENT = "one_run_audit"
 """The record by which a run's ledger registers its audit before the first release."""
@@ -112,7 +112,7 @@ def result_texts(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             ci = "" if one["ci"] is None else f" [{one['ci'][0]:.4g}, {one['ci'][1]:.4g}]{level}"
             parts.append(f"{one['metric']} {one['estimate']:.4g}{ci}")
         if one["ceiling"] is not None:
-            parts.append(f"no more than {one['ceiling']:.4g} is possible by the accounting")
+            parts.append(f"no more than {show_epsilon(one['ceiling'])} is possible by the accounting")
         if one["eps_lower"] is not None:
             parts.append(bound_text(one["eps_lower"], one["delta"], one["confidence"]))
         if one["assumption"]:
@@ -135,25 +135,6 @@ def planted_text(planted: Mapping[str, Any]) -> str:
 
 
 Card = Mapping[str, Any]
-
-
-def show_epsilon(value: float | None) -> str:
-    """Format an epsilon rounded up to four significant digits; ``infinite`` for infinity and None (JSON).
-
-    For the epsilon of a claim use `printed_epsilon`: there None may also mean that nothing is proved.
-
-    Example:
-        >>> show_epsilon(2.99961), show_epsilon(0.123412), show_epsilon(None)
-        ('3.000', '0.1235', 'infinite')
-    """
-    if value is None or not math.isfinite(value):
-        return "infinite"
-    if value <= 0:
-        return "0"
-    digits = 3 - math.floor(math.log10(value))
-    scaled = value * 10.0**digits
-    rounded = math.ceil(scaled * (1 - 1e-12)) / 10.0**digits
-    return f"{rounded:.{max(0, digits)}f}"
 
 
 def charges_every_unit(card: Card) -> bool:

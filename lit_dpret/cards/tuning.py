@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal, get_args
 
-from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import ConfigurationError, UnsupportedAccountingError
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.dataset_ledger import one_release, sweep_limit, sweep_of
 from lit_dpret.privacy.ledger.judgement import Judged
 from lit_dpret.privacy.ledger.run_ledger import recorded_start

@@ -46,6 +46,25 @@ ROUNDING_SHARE = 2.0**-16
 """The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid of `noise_source`."""
 
 
+def show_epsilon(value: float | None) -> str:
+    """Format an epsilon rounded up to four significant digits; ``infinite`` for infinity and None (JSON).
+
+    For the epsilon of a card use `printed_epsilon`: there None may also mean that nothing is proved.
+
+    Example:
+        >>> show_epsilon(2.99961), show_epsilon(0.123412), show_epsilon(None)
+        ('3.000', '0.1235', 'infinite')
+    """
+    if value is None or not math.isfinite(value):
+        return "infinite"
+    if value <= 0:
+        return "0"
+    digits = 3 - math.floor(math.log10(value))
+    scaled = value * 10.0**digits
+    rounded = math.ceil(scaled * (1 - 1e-12)) / 10.0**digits
+    return f"{rounded:.{max(0, digits)}f}"
+
+
 def show_delta(value: float) -> str:
     """Format a delta rounded up to three significant digits: rounding down would be a stronger claim."""
     if value <= 0:

@@ -22,7 +22,14 @@ from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError
 from lit_dpret.files import read_json
 from lit_dpret.privacy.accounting.accountant import Accountant
 from lit_dpret.privacy.accounting.releases import FullBatch, GaussianRelease, merge
-from lit_dpret.privacy.budget import AccountantName, Neighbours, NoiseName, PrivacyBudget, with_rounding_paid
+from lit_dpret.privacy.budget import (
+    AccountantName,
+    Neighbours,
+    NoiseName,
+    PrivacyBudget,
+    show_epsilon,
+    with_rounding_paid,
+)
 from lit_dpret.privacy.ledger.private_run import PrivateRun, sum_tag
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.noise import noise_source
@@ -59,8 +66,8 @@ def histogram_plan(
     counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
     if (cost := counter.epsilon([release])) > budget.eps:
         raise BudgetExceededError(
-            f"task.noise_multiplier={noise_multiplier:g} costs epsilon {cost:.4g} for the histogram alone, more than "
-            f"privacy.eps={budget.eps:g}. Raise it, or the budget."
+            f"task.noise_multiplier={noise_multiplier:g} costs epsilon {show_epsilon(cost)} for the histogram alone, "
+            f"more than privacy.eps={budget.eps:g}. Raise it, or the budget."
         )
     return PrivacyPlan(
         budget=budget, law=FullBatch(), steps=1, noise_multiplier=noise_multiplier, max_grad_norm=bound,
@@ -181,9 +188,9 @@ def _require_budget(run: PrivateRun, plan: PrivacyPlan, release: GaussianRelease
     after = counter.epsilon(merge([*charged_releases(run.ledger.records), release]))
     if after > budget.eps:
         raise BudgetExceededError(
-            f"One more release would bring this run to epsilon {after:.4g}, over privacy.eps={budget.eps:g}: an "
-            "announced release cannot be repeated bit by bit (other data, candidates, secret or machine), so it would "
-            "be charged again. Resume with the original data and machine, or start another run in another "
+            f"One more release would bring this run to epsilon {show_epsilon(after)}, over privacy.eps={budget.eps:g}: "
+            "an announced release cannot be repeated bit by bit (other data, candidates, secret or machine), so it "
+            "would be charged again. Resume with the original data and machine, or start another run in another "
             "hydra.run.dir."
         )
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from lit_dpret.audit.statistics.evidence import group_delta
 from lit_dpret.cards.blocks import Banner, Bullets, Code, Grid, Paragraph, Section
-from lit_dpret.cards.text import show_epsilon
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.report.page import Page
 from lit_dpret.report.table import Measured, Table
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
 # Lines are told apart by dashes and markers as well as by colour.
@@ -112,7 +112,7 @@ def draw_plan(facts: Mapping[str, Any], path: Path) -> Path:
     figure = new_figure(12, 9)
     axes = figure.subplots(2, 2)
     figure.suptitle(
-        f"epsilon {facts['epsilon']:.4g} at delta {show_delta(budget['delta'])}, unit={budget['unit']}, "
+        f"epsilon {show_epsilon(facts['epsilon'])} at delta {show_delta(budget['delta'])}, unit={budget['unit']}, "
         f"neighbours={budget['neighbours']}: noise multiplier {facts['noise_multiplier']:.4g}, {facts['steps']} steps",
         fontsize=12,
     )
@@ -197,7 +197,7 @@ def _several_units(axis: Any, facts: Mapping[str, Any]) -> None:
         axis.plot(places, values, dashes, color=colour, marker=marker, label=name, **ring)
         for place, value in zip(places, values, strict=True):
             axis.annotate(
-                f"{value:.4g}", (place, value), xytext=(0, 9 if order else -18), textcoords="offset points",
+                show_epsilon(value), (place, value), xytext=(0, 9 if order else -18), textcoords="offset points",
                 ha="center", fontsize=8, color=colour,
             )  # fmt: skip
     counts = [row["units"] for row in users["columns"][0]["rows"]]

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lit_dpret.cards.blocks import Block, Section, esc, md, to_html, to_markdown
-from lit_dpret.cards.text import show_epsilon
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.ledger.chain import today
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import LitDpretError
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.dataset_ledger import one_release
 from lit_dpret.privacy.ledger.judgement import owed_releases
@@ -114,7 +115,7 @@ def _told(
         shown = {
             **row["metrics"],
             **row["settings"],
-            "epsilon": "several" if row["epsilon"] is None else row["epsilon"],
+            "epsilon": "several" if row["epsilon"] is None else show_epsilon(row["epsilon"]),
         }
         name = f"{row['trial']} (best)" if row["trial"] == best else row["trial"]
         cells.append([name, *(plain(shown.get(column)) for column in names)])

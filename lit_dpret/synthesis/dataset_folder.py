@@ -16,11 +16,11 @@ from string import Template
 from typing import Any
 
 from lit_dpret.cards.hub import check_license, claim_metadata, front_matter, stated_languages
-from lit_dpret.cards.text import not_covered, show_epsilon
+from lit_dpret.cards.text import not_covered
 from lit_dpret.datamodules.rows import stable_hash
 from lit_dpret.errors import DataError
 from lit_dpret.files import SUMMARY_NAME, SYNTHETIC_SCHEMA
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.plan import EVOLUTION, HISTOGRAM
 from lit_dpret.synthesis.shards import json_line, write_chunks
 

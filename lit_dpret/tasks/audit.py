@@ -39,6 +39,7 @@ from lit_dpret.errors import ConfigurationError, DataError, PrivacyViolation, Un
 from lit_dpret.modules.generator_folder import is_generator, load_generator
 from lit_dpret.privacy.accounting.ceilings import SecretCeiling
 from lit_dpret.privacy.accounting.groups import group_epsilon
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.ledger.judgement import claimed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger
 from lit_dpret.report.canary_table import CanaryRow, write_canary_table
@@ -160,7 +161,8 @@ class Audit:
             command=parts.command,
         )  # fmt: skip
         contradictions += [
-            f"CONTRADICTION: the claim is epsilon = {claim['epsilon']:.4g}, and there is {one}" for one in above
+            f"CONTRADICTION: the claim is epsilon = {show_epsilon(claim['epsilon'])}, and there is {one}"
+            for one in above
         ]
         pooled = {(cell.side, cell.copies) for cell in cells if cell.kind == POOLED}
         told = [(cell.side, cell.copies) not in pooled or cell.kind not in PAPER_KINDS for cell in cells]

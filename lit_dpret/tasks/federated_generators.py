@@ -31,7 +31,7 @@ from lit_dpret.federated.synthetic import (
 )
 from lit_dpret.files import json_sha256
 from lit_dpret.modules import QueryGenerator
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.page import aligned, write_short
 from lit_dpret.settings import Count, picked, require_whole
@@ -144,7 +144,7 @@ class FederatedGenerators(Drawing):
         privacy = settings.privacy
         state = parts.run_dir / PRIVATE
         rows = [
-            [name, one["queries"], f"{one['eps_spent']:.3f}", f"{one['eps']:g}", f"{one['left']:.3f}",
+            [name, one["queries"], show_epsilon(one['eps_spent']), f"{one['eps']:g}", f"{one['left']:.3f}",
              show_delta(one["delta"])]
             for name, one in found.items()
         ]  # fmt: skip

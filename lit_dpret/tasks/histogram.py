@@ -22,7 +22,7 @@ from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.batches import UnitOwners, row_keys
-from lit_dpret.privacy.budget import PrivacyBudget, show_delta
+from lit_dpret.privacy.budget import PrivacyBudget, show_delta, show_epsilon
 from lit_dpret.privacy.histogram import HISTOGRAM_NAME, ReleasedHistogram, histogram_plan, release_histogram
 from lit_dpret.privacy.ledger.dataset_account import require_room, reserved
 from lit_dpret.privacy.ledger.dataset_file import EarlierRun
@@ -174,8 +174,8 @@ class Histogram(Settings):
             told |= {"epsilon": claim["epsilon"], "epsilon_of_histogram_alone": parts["epsilon_of_this_run"],
                      "epsilon_of_generator_alone": parts["epsilon_of_start"]}  # fmt: skip
             say(
-                f"epsilon of generator and histogram together: {claim['epsilon']:.4g} (generator alone "
-                f"{parts['epsilon_of_start']:.4g}), delta {show_delta(claim['delta'])}"
+                f"epsilon of generator and histogram together: {show_epsilon(claim['epsilon'])} (generator alone "
+                f"{show_epsilon(parts['epsilon_of_start'])}), delta {show_delta(claim['delta'])}"
             )
         say(f"histogram: {folder / HISTOGRAM_NAME}\nprivacy card: {folder / CARD_NAME}")
         return told

@@ -14,7 +14,7 @@ from lit_dpret.cards.text import privacy_line
 from lit_dpret.costs.estimate import FACTOR, duration, estimate
 from lit_dpret.errors import LitDpretError, ResumeError, UnplannedError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.budget import AccountantName, show_delta
+from lit_dpret.privacy.budget import AccountantName, show_delta, show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import Charge, EarlierRun, compose_across_runs, composed
 from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, ledger_identity, recorded_start
@@ -83,16 +83,17 @@ class Together:
         if spent <= planned * (1 + _ROUNDING):
             return self._told(self._cost(planned))
         more = (
-            f"more than the {planned:.4g} that was planned (a step repeated after an interruption is charged again), "
+            f"more than the {show_epsilon(planned)} that was planned (a step repeated after an interruption is charged "
+            "again), "
         )
         return self._told(self._cost(spent, more, how))
 
     def _cost(self, value: float, told: str = "", how: str = "") -> str:
         planned = self.planned or {}
         return (
-            f"Together epsilon {value:.4g} at delta {show_delta(planned['delta'])} for one {self.unit}, {told}"
-            f"composed by {how or planned['accountant']}: whoever sees several of the models, or one that was chosen "
-            "among them, has this and not the epsilon of one card"
+            f"Together epsilon {show_epsilon(value)} at delta {show_delta(planned['delta'])} for one {self.unit}, "
+            f"{told}composed by {how or planned['accountant']}: whoever sees several of the models, or one that was "
+            "chosen among them, has this and not the epsilon of one card"
         )
 
     def _told(self, cost: str | None) -> str:
@@ -264,7 +265,8 @@ class Outcomes:
         metrics = differing([row["metrics"] for row in self.rows if not row["error"]])[:_MOST_RESULTS]
         failed = any(row["error"] for row in self.rows)
         lines = [
-            [row["run"], *(row["settings"].get(name, "") for name in settings), plain(row["epsilon"]),
+            [row["run"], *(row["settings"].get(name, "") for name in settings),
+             "–" if row["epsilon"] is None else show_epsilon(row["epsilon"]),
              *(plain(row["metrics"].get(name)) for name in metrics), *([row["error"]] if failed else [])]
             for row in self.rows
         ]  # fmt: skip

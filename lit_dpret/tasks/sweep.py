@@ -12,7 +12,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.errors import ConfigurationError, LedgerError, LitDpretError, WorkerError
 from lit_dpret.files import OutputFile
-from lit_dpret.privacy.budget import PrivacyBudget, show_delta
+from lit_dpret.privacy.budget import PrivacyBudget, show_delta, show_epsilon
 from lit_dpret.privacy.ledger.dataset_account import RunLock
 from lit_dpret.privacy.ledger.dataset_file import Charge, Total
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
@@ -67,14 +67,15 @@ class Sweep(Settings):
             if self.give_back:
                 if ledger is not None:
                     total = ledger.give_back(sweep.id)
-                    say(f"given back; the data set holds epsilon {total.epsilon:.4g} of {total.total_eps:g}")
+                    say(f"given back; the data set holds epsilon {show_epsilon(total.epsilon)} of {total.total_eps:g}")
                 return {"trials": float(len(trials))}
             if ledger is not None:
                 total, planned = self._hold(ledger, sweep), sweep.facts["planned"]
                 say(
                     f"{len(trials)} trials, {len(sweep.places)} private runs: together epsilon "
-                    f"{planned['epsilon']:.4g} at delta {show_delta(planned['delta'])}; the data set then holds "
-                    f"{total.epsilon:.4g} of {total.total_eps:g} at delta {show_delta(total.delta)} ({ledger.path})"
+                    f"{show_epsilon(planned['epsilon'])} at delta {show_delta(planned['delta'])}; the data set then "
+                    f"holds {show_epsilon(total.epsilon)} of {total.total_eps:g} at delta {show_delta(total.delta)} "
+                    f"({ledger.path})"
                 )
         if not self.start:
             say(f"planned and reserved: start trials with trial_of={sweep.folder} (docs/sweeps.md)")
@@ -179,7 +180,7 @@ class Sweep(Settings):
         return DatasetLedger(self.dataset_ledger, total_eps=self.total_eps, budget=budget)
 
     def _refuse_uncounted(self, parts: Parts, epsilon: float, delta: float) -> None:
-        cost = f"all trials together cost epsilon {epsilon:.4g} at delta {show_delta(delta)}"
+        cost = f"all trials together cost epsilon {show_epsilon(epsilon)} at delta {show_delta(delta)}"
         if self.dataset_ledger is None:
             raise ConfigurationError(
                 f"task.dataset_ledger=null, and {cost}: set it to the file that adds up all runs on the data set, "

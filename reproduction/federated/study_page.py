@@ -17,6 +17,7 @@ from typing import Any
 from lit_dpret.cards.blocks import Banner, Block, Bullets, Code, Grid, Paragraph, Section
 from lit_dpret.errors import DataError, in_words
 from lit_dpret.files import write_whole
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.ledger.chain import today
 from lit_dpret.report.chart import gain_chart
 from lit_dpret.report.federated_report import COLUMNS
@@ -172,7 +173,7 @@ def study_grid(page: StudyPage, only: Sequence[str] | None = None) -> Grid:
         if sent:
             cells += [_mb(row.bytes_per_client.get("stage 1", 0.0)), _mb(row.stage2_bytes)]
         if private:
-            cells.append("none" if row.epsilon is None else f"{row.epsilon:.3g}")
+            cells.append("none" if row.epsilon is None else show_epsilon(row.epsilon))
         lines.append(cells)
         before = row.line
     return Grid(header, lines, numeric=frozenset(range(2, len(header))))

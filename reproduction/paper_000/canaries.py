@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_dpret.errors import DataError
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.report.canary_table import POOLED, SCHEMA, SHORT
 from lit_dpret.report.table import interval_of
 from lit_dpret.tasks.parts import Parts
@@ -95,7 +96,8 @@ def _row(model: str, side: str, found: Any) -> PaperRow:
     limits = next(iter(pooled.values()))["limits"]
     promise = "no guarantee"
     if limits["eps"] is not None:
-        promise = f"epsilon = {limits['eps']:.4g} at delta = {limits['delta']:.3g} for one unit of the study's claim"
+        bound = f"epsilon = {show_epsilon(limits['eps'])} at delta = {show_delta(limits['delta'])}"
+        promise = f"{bound} for one unit of the study's claim"
     beside = named((MAIN, eps)) if paper else ""
     return PaperRow(
         system=f"secret in {SHORT[side]}", epsilon=shown(eps), metrics=ours, paper=paper, beside=beside, privacy=promise

@@ -22,12 +22,12 @@ from lit_dpret.cards.card import (
     verify_card,
     write_card,
 )
-from lit_dpret.cards.text import card_html, card_markdown, privacy_line, show_epsilon
+from lit_dpret.cards.text import card_html, card_markdown, privacy_line
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, StorageError
 from lit_dpret.privacy.accounting import composition as accounting
 from lit_dpret.privacy.accounting.comparisons import underreported_epsilon
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, GaussianRelease, Poisson, Shuffle
-from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit
+from lit_dpret.privacy.budget import Neighbours, PrivacyBudget, Unit, show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import Total
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 

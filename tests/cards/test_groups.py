@@ -11,7 +11,7 @@ from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
 
 from lit_dpret import errors
 from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, verify_card, write_card
-from lit_dpret.cards.text import card_html, card_markdown, show_epsilon
+from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.accounting.groups import group_epsilon
@@ -24,7 +24,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.budget import Neighbours, show_epsilon
 from lit_dpret.privacy.modes import DPSGD
 
 PASSES = Shuffle(batch_size=100, n=1000)

@@ -11,12 +11,12 @@ from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
 
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, verify_card, write_card
-from lit_dpret.cards.text import card_html, card_markdown, show_epsilon, without_repetition
+from lit_dpret.cards.text import card_html, card_markdown, without_repetition
 from lit_dpret.cards.tuning import hides_earlier_tuning, tuning_facts, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.releases import FixedSize, FullBatch, GaussianRelease, SamplingLaw, TruncatedPoisson
 from lit_dpret.privacy.accounting.selection import RandomStopping, selection_epsilon
-from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.budget import Neighbours, show_epsilon
 from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_of
 
 TRUNCATED = TruncatedPoisson(sample_rate=0.05, cap=90, n=1000)

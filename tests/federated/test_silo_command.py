@@ -28,6 +28,7 @@ from lit_dpret.federated.flower.node import check_silo, node_arguments, write_co
 from lit_dpret.federated.keys import write_roster
 from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.settings import PddAs2
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.tasks.silo_command import silo_command
 
 MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
@@ -103,7 +104,7 @@ def test_a_check_prints_who_sees_what_and_what_is_spent_and_leaves_no_trace(
     spent = client.epsilon()
     assert spent is not None and spent > 0
     silo_command(options)
-    assert f"epsilon {spent:.4g} of 20 is spent" in capsys.readouterr().out
+    assert f"epsilon {show_epsilon(spent)} of 20 is spent" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in settings.state.rglob("*") if path.is_file()} == before
 
 
@@ -264,7 +265,7 @@ def test_another_state_folder_does_not_give_a_silo_its_budget_back(tmp_path: Pat
     first.train_shared(first.model[0], 0)
     again = replace(silo(tmp_path, PRIVATE), state=tmp_path / "anew")
     assert again.client().epsilon() == first.epsilon() != 0
-    assert f"epsilon {first.epsilon():.4g} of 20 is spent" in check_silo(again)
+    assert f"epsilon {show_epsilon(first.epsilon())} of 20 is spent" in check_silo(again)
     shutil.rmtree(again.data / "ledgers")
     with pytest.raises(LedgerError, match="does not know of"):
         check_silo(silo(tmp_path, PRIVATE))

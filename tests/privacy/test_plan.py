@@ -22,7 +22,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import PrivacyBudget, SamplingName
+from lit_dpret.privacy.budget import PrivacyBudget, SamplingName, show_epsilon
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 from lit_dpret.tasks.plan import format_plan
@@ -257,7 +257,7 @@ def test_a_plan_cautions_of_a_large_delta_and_of_batches_that_are_most_of_the_da
         same = epsilon(
             [GaussianRelease(noise_multiplier=4.0, law=plan.law, count=3)], delta=1e-5, neighbours="zero_out"
         )
-        assert "200 units" in told[0] and f"epsilon {same:.4g}" in told[0]
+        assert "200 units" in told[0] and f"epsilon {show_epsilon(same)}" in told[0]
 
 
 @pytest.mark.parametrize(("eps", "count"), [(20.0, 0), (21.0, 1)])

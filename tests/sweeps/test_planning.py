@@ -27,12 +27,11 @@ from lit_dpret.callbacks import OneRunAudit, PrivacyCard, RetrievalEvaluation
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.check import verify_card
 from lit_dpret.cards.start import read_start
-from lit_dpret.cards.text import show_epsilon
 from lit_dpret.cli import jobs, run
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.errors import BudgetExceededError, ConfigurationError
 from lit_dpret.privacy.accounting.releases import Release, merge
-from lit_dpret.privacy.budget import PrivacyBudget
+from lit_dpret.privacy.budget import PrivacyBudget, show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
 from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger
 from lit_dpret.privacy.ledger.judgement import owed_releases
@@ -64,7 +63,7 @@ def test_each_number_of_a_plan_has_the_delta_it_holds_at(tmp_path: Path, capsys:
     facts = planned(tmp_path, metric_data="public", settings={"delta": 1e-6}).describe()
     told = capsys.readouterr().out
     assert facts["planned"]["delta"] == 1e-6 and facts["ledger_delta"] == 1e-3
-    assert f"together epsilon {facts['planned']['epsilon']:.4g} at delta 1e-06" in told
+    assert f"together epsilon {show_epsilon(facts['planned']['epsilon'])} at delta 1e-06" in told
     assert re.search(r"the data set then holds \S+ of 100 at delta 1e-06", told), "at the smallest of its deltas"
     private: dict[str, Any] = {"settings": {"delta": 1e-6}}
     card = read_card(begun(tmp_path, **private))
@@ -385,7 +384,7 @@ def test_an_uncounted_start_is_told_once(counted: bool, tmp_path: Path, capsys: 
     together = cost([own], 2, parent)
     assert sweep.facts["planned"]["epsilon"] == pytest.approx(together)
     told = re.search(r"together epsilon (\S+) at delta (\S+); the data set then holds (\S+) ", capsys.readouterr().out)
-    assert told is not None and told[1] == told[3] == f"{together:.4g}", "the plan and the ledger tell one number"
+    assert told is not None and told[1] == told[3] == show_epsilon(together), "the plan and the ledger tell one number"
     for name in ("one", "two"):
         begun(tmp_path, name, **child)
         assert held(sweep) == pytest.approx(together), "whichever of them have begun"

@@ -23,10 +23,11 @@ from test_cli import TINY, contents, write_log
 from lit_dpret import cli
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards.card import read_card, verify_card
-from lit_dpret.cards.text import privacy_line, show_epsilon
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.cli import jobs
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import compose_across_runs
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
 from lit_dpret.privacy.ledger.siblings import among_siblings
@@ -64,7 +65,7 @@ def test_the_cost_of_all_runs_is_of_all_releases_composed(tmp_path: Path, capsys
     told = capsys.readouterr().out
     each = [epsilon_of([one]) for one in runs]
     assert max(each) < epsilon_of(runs) < sum(each)
-    epsilon = f"epsilon {epsilon_of(runs):.4g} at delta"
+    epsilon = f"epsilon {show_epsilon(epsilon_of(runs))} at delta"
     for said in ("3 runs", "2 private", "1 runs without", epsilon, "query (zero_out)"):
         assert said in told
     assert not any((tmp_path / name).exists() for name in "abc"), "nothing began"
@@ -213,7 +214,7 @@ def test_the_table_shows_what_differs_the_epsilon_of_each_card_and_why_a_run_fai
     outcomes.add(tmp_path / "2-lr_3", ["model=generator", "+x.lr=3"], ConfigurationError("lr=3 is\ntoo much"))
     table = outcomes.table()
     assert table.header == ["run", "x.lr", "epsilon", "loss", "error"]
-    assert list(table.rows[0]) == ["0-lr_1", "1", f"{card['claim']['epsilon']:.4g}", "0.5", ""]
+    assert list(table.rows[0]) == ["0-lr_1", "1", show_epsilon(card["claim"]["epsilon"]), "0.5", ""]
     assert list(table.rows[2]) == ["2-lr_3", "3", "–", "–", "lr=3 is too much"]
     outcomes.tell()
     text = (tmp_path / "multirun.md").read_text(encoding="utf-8")
@@ -228,13 +229,15 @@ def test_what_is_told_after_the_runs_is_what_their_ledgers_charge_and_never_less
     runs = [trial_parts(tmp_path, tmp_path / name) for name in ("a", "b")]
     found = tell_cost([composed(one, str(i)) for i, one in enumerate(runs)], ["seed"])
     planned = epsilon_of(runs)
-    assert f"Together epsilon {planned:.4g} at delta" in found.text
+    assert f"Together epsilon {show_epsilon(planned)} at delta" in found.text
     outcomes = Outcomes(tmp_path, found)
     for name in ("a", "b", "stages"):
         outcomes.add(tmp_path / name, [f"seed={name}"], {})
     Fit(min_free_mb=1).run(runs[0])
     outcomes.tell()
-    assert f"Together epsilon {planned:.4g} at delta" in (tmp_path / "multirun.md").read_text(encoding="utf-8")
+    assert f"Together epsilon {show_epsilon(planned)} at delta" in (tmp_path / "multirun.md").read_text(
+        encoding="utf-8"
+    )
     records = PrivacyLedger.read(tmp_path / "a" / "privacy_ledger.jsonl").records
     [made] = charged_releases(records)
     (tmp_path / "stages" / "direct").mkdir(parents=True)
@@ -258,8 +261,8 @@ def test_what_is_told_after_the_runs_is_what_their_ledgers_charge_and_never_less
         [replace(made, count=4 * STEPS)], delta=terms["delta"], neighbours=terms["neighbours"]
     )
     assert charged > 1.2 * planned
-    assert (f"Together epsilon {charged:.4g} at delta" in text) is not weak
-    assert f"Together epsilon {planned:.4g}" not in text
+    assert (f"Together epsilon {show_epsilon(charged)} at delta" in text) is not weak
+    assert f"Together epsilon {show_epsilon(planned)}" not in text
     assert ("ogether epsilon" not in text and "no epsilon" in text) is weak
 
 
@@ -372,4 +375,4 @@ def test_a_multirun_tells_cost_then_table_and_refuses_a_setting_before_the_first
     for name in ("0-seed_1", "1-seed_2"):
         told = read_card(tmp_path / "seeds" / name)["tuning"]
         assert told["data"] == "none" and told["accounted"] is False and told["siblings"]["runs"] == 2
-        assert f"Together epsilon {told['siblings']['planned']['epsilon']:.4g}" in seeds.stdout
+        assert f"Together epsilon {show_epsilon(told['siblings']['planned']['epsilon'])}" in seeds.stdout

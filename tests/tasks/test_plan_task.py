@@ -16,6 +16,7 @@ from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.callbacks import OneRunAudit, PrivacyAccountant
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.report import figures
 from lit_dpret.tasks import Fit, Plan
@@ -46,7 +47,7 @@ def test_a_plan_is_printed_and_drawn_without_reading_data(tmp_path: Path, capsys
     assert facts["steps"] == STEPS and facts["cost"]["estimate"]["rows"] == facts["plan"]["physical_batch_size"]
     assert (tmp_path / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert f"epsilon {facts['epsilon']:.4g} at delta 0.000174" in shown, "as on the card: rounded up"
+    assert f"epsilon {show_epsilon(facts['epsilon'])} at delta 0.000174" in shown, "as on the card: rounded up"
     for heading in ("by sampling and neighbours", "the knee", "one-run audit", "No attack", "Time and memory"):
         assert heading in shown
     assert max(map(len, shown.splitlines())) <= 80

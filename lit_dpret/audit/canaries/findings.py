@@ -24,7 +24,7 @@ from lit_dpret.audit.statistics.rank_epsilon import (
 )
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.accounting.ceilings import SecretCeiling
-from lit_dpret.privacy.budget import Neighbours
+from lit_dpret.privacy.budget import Neighbours, show_epsilon
 from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 POOLED = "three kinds"
@@ -93,10 +93,10 @@ class Excess:
 
     def __str__(self) -> str:
         if self.evidence is not None:
-            return f"CONTRADICTION: the claim is epsilon = {self.ceiling:.4g}, and there is {self.evidence}"
+            return f"CONTRADICTION: the claim is epsilon = {show_epsilon(self.ceiling)}, and there is {self.evidence}"
         return (
             f"CONTRADICTION: {self.what} is at least {self.at_least:.4g} with confidence "
-            f"1 - {1 - self.confidence:.1g}, and the accounting allows {self.ceiling:.4g}."
+            f"1 - {1 - self.confidence:.1g}, and the accounting allows {show_epsilon(self.ceiling)}."
         )
 
 

@@ -24,7 +24,7 @@ from lit_dpret.federated.flower.connection import Connection
 from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.synthetic import GENERATOR
 from lit_dpret.federated.trust import trust_table
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 
 ANSWERS = "flwr-clientapp"  # the one command that is answered
 
@@ -143,9 +143,10 @@ def _budget_line(client: SiloClient) -> str:
         return "no budget: nothing is promised of what leaves this silo (federated.privacy.eps is null)"
     budget, total = client.ledger.budget, client.ledger.total()
     spent, delta = (0.0, budget.delta) if total is None else (total.epsilon, total.delta)
+    left = "nothing" if spent >= budget.eps else f"{budget.eps - spent:.4g}"
     return (
-        f"budget: epsilon {spent:.4g} of {budget.eps:.4g} is spent at delta={show_delta(delta)}, unit {budget.unit}, "
-        f"{budget.neighbours}; {'nothing' if spent >= budget.eps else f'{budget.eps - spent:.4g}'} is left"
+        f"budget: epsilon {show_epsilon(spent)} of {budget.eps:.4g} is spent at delta={show_delta(delta)}, "
+        f"unit {budget.unit}, {budget.neighbours}; {left} is left"
     )
 
 

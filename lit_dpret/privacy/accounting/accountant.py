@@ -15,7 +15,7 @@ from scipy import stats
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.composition import check_supported, delta_at, epsilon, rough_epsilon, simplest_law
 from lit_dpret.privacy.accounting.releases import GaussianRelease, Poisson, Release, SamplingLaw, TruncatedPoisson
-from lit_dpret.privacy.budget import AccountantName, Neighbours, show_delta
+from lit_dpret.privacy.budget import AccountantName, Neighbours, show_delta, show_epsilon
 
 
 class DecimalGrid:
@@ -229,8 +229,8 @@ def calibrate_noise(
     if found is None:
         raise ConfigurationError(
             f"privacy.eps={eps:g} cannot be met by any noise: at a noise multiplier of {MOST_NOISE:g} the "
-            f"{accountant} accountant still finds epsilon={spent(most):.3g} at delta={show_delta(delta)} for {steps} "
-            "steps"
+            f"{accountant} accountant still finds epsilon={show_epsilon(spent(most))} at delta={show_delta(delta)} for "
+            f"{steps} steps"
             + (" and what was released before" if already else "")
             + ". Raise privacy.eps or privacy.delta, plan fewer steps, or choose another privacy.accountant."
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.releases import GaussianRelease, NonPrivateRelease, Release
-from lit_dpret.privacy.budget import AccountantName, PrivacyBudget, show_delta
+from lit_dpret.privacy.budget import AccountantName, PrivacyBudget, show_delta, show_epsilon
 from lit_dpret.privacy.ledger.dataset_file import (
     SCHEMA,
     Charge,
@@ -122,14 +122,16 @@ def refusal_of_sweep(
         fit, fails = (middle, fails) if cost(middle) <= total.total_eps else (fit, middle)
     before = cost(0)
     if fit:
-        what = f"The first {fit} of them fit, at {cost(fit):.4g} in all"
+        what = f"The first {fit} of them fit, at {show_epsilon(cost(fit))} in all"
     else:
-        what = f"None of them fits beside the {before:.4g} that other runs hold" if before else "Not one of them fits"
+        beside = f"None of them fits beside the {show_epsilon(before)} that other runs hold"
+        what = beside if before else "Not one of them fits"
     return (
         f"privacy.total_eps={total.total_eps:g} does not cover this sweep: with its {runs} private runs, "
-        f"privacy.dataset_ledger={path} would hold epsilon {total.epsilon:.4g} (delta={show_delta(total.delta)}, "
-        f"unit={terms['unit']}, neighbours={terms['neighbours']}, composed by {total.accountant}). {what}. Try fewer "
-        "or noisier trials, or begin the ledger with a larger limit."
+        f"privacy.dataset_ledger={path} would hold epsilon {show_epsilon(total.epsilon)} "
+        f"(delta={show_delta(total.delta)}, unit={terms['unit']}, neighbours={terms['neighbours']}, "
+        f"composed by {total.accountant}). {what}. Try fewer or noisier trials, or begin "
+        "the ledger with a larger limit."
     )
 
 
@@ -382,8 +384,8 @@ class DatasetLedger:
         )  # fmt: skip
         raise BudgetExceededError(
             f"privacy.total_eps={total.total_eps:g} does not cover this run: the {before.runs} other runs in "
-            f"privacy.dataset_ledger={self.path} hold epsilon {before.epsilon:.4g}, and with this one it would be "
-            f"{total.epsilon:.4g} (delta={show_delta(total.delta)}, unit={terms['unit']}, "
+            f"privacy.dataset_ledger={self.path} hold epsilon {show_epsilon(before.epsilon)}, and with this one it "
+            f"would be {show_epsilon(total.epsilon)} (delta={show_delta(total.delta)}, unit={terms['unit']}, "
             f"neighbours={terms['neighbours']}, composed by {total.accountant}).{waiting} "
             "Lower privacy.eps, or plan fewer steps."
         )

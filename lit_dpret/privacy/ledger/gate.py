@@ -33,7 +33,7 @@ from lit_dpret.privacy.accounting.releases import (
     Shuffle,
     TruncatedPoisson,
 )
-from lit_dpret.privacy.budget import show_delta
+from lit_dpret.privacy.budget import show_delta, show_epsilon
 from lit_dpret.privacy.clip_fraction import NAME
 from lit_dpret.privacy.ledger.noise_check import NoiseCheck
 from lit_dpret.privacy.ledger.private_run import Position, PrivateRun, sample_tag, sum_tag, update_hash
@@ -334,10 +334,10 @@ class ReleaseGate:
                 "there is one (trainer.fit(ckpt_path=))"
             )
         raise BudgetExceededError(
-            f"The next step would bring epsilon to {after:.4g} at delta={show_delta(budget.delta)} "
+            f"The next step would bring epsilon to {show_epsilon(after)} at delta={show_delta(budget.delta)} "
             f"(unit={budget.unit_name}, neighbours={budget.neighbours}), over the budget privacy.eps={budget.eps:g} "
-            f"(already spent: {self.epsilon():.4g} in {made}). The run ends here.{self._way_to_finish()} In a new run "
-            "raise privacy.noise_multiplier, plan fewer steps, or pay in advance with "
+            f"(already spent: {show_epsilon(self.epsilon())} in {made}). The run ends here.{self._way_to_finish()} In "
+            "a new run raise privacy.noise_multiplier, plan fewer steps, or pay in advance with "
             "callbacks.accountant.resume_reserve."
         )
 

@@ -19,6 +19,7 @@ from lit_dpret.cards.start import traces_of_training
 from lit_dpret.datamodules.layouts import folder_parts, open_corpus
 from lit_dpret.datamodules.readers import RecordFile
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
+from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.synthesis.dataset_folder import ReleasedQuery
 
@@ -299,4 +300,4 @@ def shown(model: str | Path) -> str:
 
 def _claim(card: Mapping[str, Any]) -> str:
     claim = card["claim"]
-    return f"epsilon {claim['epsilon']:g}" if claim.get("epsilon") is not None else "no epsilon claimed"
+    return f"epsilon {show_epsilon(claim['epsilon'])}" if claim.get("epsilon") is not None else "no epsilon claimed"
