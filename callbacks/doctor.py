@@ -20,6 +20,7 @@ from lit_dpret.callbacks.fixed_shapes import attach_batches
 from lit_dpret.callbacks.log_gate import rehearsed
 from lit_dpret.callbacks.own_code import refuse_other_units, refuse_remembering_collation, refuse_replaced_sampler
 from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
+from lit_dpret.callbacks.readable_rows import refuse_unread_rows
 from lit_dpret.callbacks.refusals import complaints, refuse_endless_losses, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.cards.forecast import cautions
@@ -181,6 +182,11 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
     """Everything after the settings, in the order of a fit; each stage as far as the earlier ones allow."""
     accountant, mode = accountant_of(trainer), module.privacy
     planned: PlannedRun | None = None
+    try:
+        refuse_unread_rows(module, data)
+    except LitDpretError as error:  # nothing below could be computed
+        look.refusals.append(error)
+        return None
     with look.at("settings"):
         refuse_protected_queries(trainer, module, data)
         if mode.guarantee == "dp":

@@ -35,6 +35,7 @@ from lit_dpret.callbacks.own_code import (
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, require_agreement
 from lit_dpret.callbacks.progress import count_steps
+from lit_dpret.callbacks.readable_rows import refuse_unread_rows
 from lit_dpret.callbacks.refusals import (
     refuse_broken_claims,
     refuse_endless_losses,
@@ -278,6 +279,7 @@ class PrivacyAccountant(Callback):
     def _planned(self, trainer: L.Trainer, module: Any, data: Any, begun_with: int | None) -> PlannedRun:
         refuse_broken_claims(trainer, module, data)
         if self._ranks.is_first:
+            refuse_unread_rows(module, data)
             refuse_protected_queries(trainer, module, data)
             self._secret(module.privacy)  # a bad secret file is refused before a long calibration
             if module.privacy.guarantee == "dp":

@@ -198,6 +198,10 @@ class ImagesDataModule(SampledDataModule):
         channels, height, width = self._split("train").images.shape[1:]
         return int(channels), int(height), int(width)
 
+    def blank_row(self) -> ImageRow:
+        """Return a black image of the same shape, which is no data."""
+        return ImageRow("blank", torch.zeros(self.image_shape, dtype=torch.uint8), 0)
+
     def _train_items(self) -> Dataset[Any]:
         return ImageItems(self.train_units())
 

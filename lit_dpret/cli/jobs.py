@@ -119,7 +119,7 @@ def one_job() -> Iterator[None]:
         yield
         return
     before = sys.argv
-    options = [a for a in before[1:] if a.startswith("-") and a not in ("-m", "--multirun")]
+    options = [a for a in before[1:] if "=" not in a and a[0] != "~" and a not in ("-m", "--multirun")]
     with read_write(known), open_dict(known):
         known.run.dir = known.runtime.output_dir
     sys.argv = [before[0], *options, *known.overrides.task]

@@ -85,7 +85,7 @@ class DualEncoder(PairModule):
     """
 
     takes_public_passages = True
-
+    reads = "texts"
     ragged_features = ("answers", "answers_at")
 
     def __init__(

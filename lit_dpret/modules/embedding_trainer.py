@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -20,14 +21,17 @@ from lit_dpret.encoders import Side, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.encoders.vision import AugmentedViews
 from lit_dpret.errors import ConfigurationError, DataError, StorageError, UnsupportedModelError, unwritten
+from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.files import read_json, settle_modes
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
+from lit_dpret.privacy.batches import map_rows
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing
 from lit_dpret.privacy.ledger.trained import note_folder
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import state_of_part
+from lit_dpret.privacy.user_generators import kept_generators
 
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 
@@ -113,6 +117,10 @@ class EmbeddingTrainer(PairModule):
         if privacy.guarantee == "dp":
             refuse_batch_mixing(self.net)
         self.views: Collate = AugmentedViews() if views is None else views
+        if isinstance(self.net, TextEncoder):
+            self.reads = "texts"
+        elif isinstance(self.views, AugmentedViews):
+            self.reads = "images"
         self.dim: int | None = getattr(self.net, "dim", None) if dim is None else dim
         self.positions = positions
 
@@ -132,6 +140,16 @@ class EmbeddingTrainer(PairModule):
             "passage": encoder.tokenize([row.passage for row in rows], "passage"),
             "answers": false_negatives(ids, ids, [row.positives for row in rows]),
         }
+
+    def try_rows(self, rows: list[Any]) -> None:
+        """Embed both sides of rows that are no data; what cannot be read ends in the error of torch."""
+        weight = next(self.parameters())
+        with evaluation_mode(self), torch.no_grad(), kept_generators():
+            features = map_rows(
+                lambda t: t.to(weight if t.is_floating_point() else weight.device), self.collate_rows(rows)
+            )
+            self.represent(features["query"], "query")
+            self.represent(features["passage"], "passage")
 
     def text_encoder(self, side: Side) -> TextEncoder | None:
         return self.net if isinstance(self.net, TextEncoder) else None

@@ -101,7 +101,7 @@ class FrozenDualEncoder(PairModule):
     basis: Tensor | None
     coupled_loss: bool
     takes_public_passages = True
-
+    reads = "texts"
     ragged_features = ("others", "answers_at")
 
     def __init__(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -71,6 +71,7 @@ _ARGUMENTS = {
     "delta": "give privacy=DPSGD(delta=...)",
     "lr": "give optimizer=OptimizerSpec(name=..., lr=...)",
 }
+Reads = Literal["texts", "images"]
 #: What `PrivateModule.save_model` writes.
 WEIGHTS = "weights.pt"
 
@@ -134,6 +135,8 @@ class PrivateModule(Checkpointed):
     )
     #: Whether they are, in this run: no process then holds all weights, or the gradient of all of them.
     in_blocks: bool = False
+    #: Which rows of this package's data ``collate_rows`` reads, so that others are refused; None says nothing.
+    reads: Reads | None = None
     #: Whether an update is being made: weights, optimizer and step count are then not of one moment.
     updating: bool = False
 

@@ -107,6 +107,7 @@ class QueryGenerator(PrivateModule):
     """
 
     gathers_blocks = True
+    reads = "texts"
     optimizer_spec: OptimizerSpec
 
     def __init__(

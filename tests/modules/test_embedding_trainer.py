@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import tiny_images as tiny
 import torch
@@ -13,14 +15,17 @@ from stand_ins import fit
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from torch import Tensor, nn
 
-from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.callbacks.doctor import examine
+from lit_dpret.callbacks.readable_rows import refuse_unread_rows
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
-from lit_dpret.encoders.vision import EmbeddingNet
+from lit_dpret.encoders.vision import EmbeddingNet, ResNet18
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
+from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
 
 DP: dict[str, Any] = {"eps": 50.0, "delta": 1e-3, "unit": "pair", "noise_multiplier": 2.0}
@@ -263,3 +268,43 @@ def test_texts_are_no_images(tmp_path: Path) -> None:
     module = of_texts(privacy=LogitDP(**DP | {"max_logit_grad_norm": 0.1, "unit": "image"}))
     with pytest.raises(ConfigurationError, match="grouped by query, pair, user"):
         fit(tmp_path / "run", module, texts(tmp_path), steps=1)
+
+
+UNREAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "smaller images": ({"sizes": (16,)}, {}, r"datamodule\.image_size"),
+    "images that are resized": ({"sizes": (16,)}, {"image_size": 24}, r"model\.net\.image_size=24"),
+    "grey images": ({}, {"source": "fashion_mnist"}, r"model\.net\.in_channels=1"),
+    "images for a text encoder": ({}, {}, r"model\.net"),
+    "texts for a net": ({}, {}, r"model\.encoder"),
+}
+
+
+@pytest.mark.parametrize("mode", ["logit_dp", "none"])
+@pytest.mark.parametrize("case", UNREAD)
+def test_rows_that_the_module_cannot_read_are_refused_before_the_ledger_is_opened(
+    case: str, mode: str, tmp_path: Path
+) -> None:
+    made, settings, named = UNREAD[case]
+    grey = settings.get("source") == "fashion_mnist"
+    folder = tiny.idx(tmp_path / "images") if grey else tiny.class_folders(tmp_path / "images", **made)
+    known = {"source": "vision_folder", "folder": folder, "expected_batch_size": 6, "physical_batch_size": 12}
+    data: Any = texts(tmp_path) if case == "texts for a net" else ImagesDataModule(**known | settings)
+    module = (of_texts if case == "images for a text encoder" else of_images)(privacy=MODES[mode]())
+    with pytest.raises(ConfigurationError, match=named):
+        fit(tmp_path / "run", module, data, steps=1)
+    assert not (tmp_path / "run" / LEDGER_NAME).exists()
+    data.setup("fit")
+    trainer = L.Trainer(accelerator="cpu", callbacks=[PrivacyAccountant(run_dir=tmp_path / "run")], logger=False)
+    refused = examine(trainer, module, data).refused
+    assert any(re.search(named, finding.text) for finding in refused)
+
+
+def test_images_of_the_size_that_a_net_is_built_for_are_read(tmp_path: Path) -> None:
+    data = ImagesDataModule(source="vision_folder", folder=tiny.class_folders(tmp_path / "images", sizes=(16,)))
+    data.setup("fit")
+    before = torch.get_rng_state()
+    for net in (EmbeddingNet(image_size=16), ResNet18(), EmbeddingNet(image_size=16).to(torch.bfloat16)):
+        torch.set_rng_state(before)
+        module = of_images(net=net)
+        refuse_unread_rows(module, data)
+        assert module.training and torch.equal(torch.get_rng_state(), before)
