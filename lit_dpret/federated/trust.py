@@ -22,6 +22,14 @@ class Sight:
 
 
 _NONE = "none: in clear"
+#: What each rule of `Stage1.aggregation` makes of the updates.
+_NEXT = {
+    "mean": "the mean",
+    "median": "the median of each weight",
+    "trimmed_mean": "the trimmed mean of each weight",
+    "krum": "one silo's, the one that krum chose",
+    "multi_krum": "the mean of those that krum chose",
+}
 
 
 def sights(run: PddAs2) -> list[Sight]:
@@ -54,7 +62,7 @@ def sights(run: PddAs2) -> list[Sight]:
         Sight(
             "the update of a round (stage 1)",
             summed if hidden else "each silo's",
-            "the mean, in the next global model",
+            f"{_NEXT[run.stage1.aggregation]}, in the next global model",
             f"{update}; {masks}" if hidden else update,
         )
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from tiny_silos import PRIVATE, SMALL
@@ -11,8 +11,8 @@ from tiny_silos import PRIVATE, SMALL
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.plan import FederationPlan
-from lit_dpret.federated.settings import PddAs2
-from lit_dpret.federated.trust import trust_table
+from lit_dpret.federated.settings import PddAs2, Stage1
+from lit_dpret.federated.trust import sights, trust_table
 
 
 def changed(run: PddAs2, **parts: Any) -> PddAs2:
@@ -132,6 +132,14 @@ def test_the_trust_table_says_in_clear_wherever_nothing_protects_and_nowhere_und
     assert sealed.count("| who asks whom, and sizes |") == sealed.count("against the silos: none: in clear") == 2
     private = trust_table(changed(PRIVATE, seal=True, roster=True).check())
     assert "sealed from the server" in private and "in clear" not in private and "taken on trust" not in private
+
+
+def test_the_trust_table_tells_by_which_rule_the_next_model_is_made() -> None:
+    rules = get_args(get_type_hints(Stage1)["aggregation"])
+    runs = {rule: changed(SMALL, stage1={"aggregation": rule, "weighting": "uniform"}) for rule in rules}
+    told = {rule: sights(run)[0].silos for rule, run in runs.items()}
+    assert len(set(told.values())) == len(rules)
+    assert [rule for rule, text in told.items() if text.startswith("the mean,")] == ["mean"]
 
 
 @pytest.mark.parametrize(
