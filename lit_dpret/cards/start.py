@@ -223,6 +223,9 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     folder = Path(run).expanduser()
     if not folder.is_dir():
         raise ConfigurationError(f"{knob}={run} is not a folder. Give the folder of a run, or a model folder.")
+    around = folder.resolve().parent
+    if folder.resolve().name == MODEL_FOLDER and (around / CARD_NAME).is_file() and (around / LEDGER_NAME).is_file():
+        folder = around
     name = folder.resolve().name
     facts: dict[str, Any] = {"name": name, "card_sha256": None, "public": public, "guarantee": None,
                              "releases": [], "parents": [], "runs": []}  # fmt: skip
@@ -260,6 +263,11 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     listed = card["subject"]["sha256"]
     if not listed or (not votes and described_files(model) - set(listed)):
         raise DataError(f"{knob}={run}: its card does not describe the model in {model}. Finish that run first.")
+    if not ledger.is_file():
+        raise DataError(
+            f"{knob}={run}: its card does not lie beside {ledger.name}, the ledger from which its claim follows. Name "
+            "the whole folder of the run, which holds both."
+        )
     if problems := verify_card(card, ledger, folder=model):
         raise DataError(f"{knob}={run}: its card does not match its files: {problems[0]}")
     try:

@@ -334,6 +334,17 @@ def test_a_start_whose_card_does_not_agree_with_what_lies_there_is_refused(damag
         read_start(parent, public=False)
 
 
+def test_the_model_folder_of_a_run_is_as_good_a_start_as_the_run(parent: Path, tmp_path: Path) -> None:
+    for name in ("privacy_card.json", "privacy_card.md", "privacy_card.html"):  # as a run leaves it
+        shutil.copy2(parent / name, parent / "model" / name)
+    start, whole = (read_start(each, public=False) for each in (parent / "model", parent))
+    assert (start.facts, start.ledger) == (whole.facts, whole.ledger)
+    copied = shutil.copytree(parent / "model", tmp_path / "copied")
+    with pytest.raises(DataError, match=LEDGER_NAME) as refused:
+        read_start(copied, public=False)
+    assert "does not match" not in str(refused.value)
+
+
 def test_a_resume_with_another_start_is_refused(parent: Path, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     base, private = read_start(tmp_path / "base", public=True), read_start(parent, public=False)
