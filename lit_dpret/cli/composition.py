@@ -36,6 +36,7 @@ from lit_dpret.tasks.parts import ComposedRun, Parts, as_typed, check_output
 from lit_dpret.tasks.resumed_settings import LENGTHS, trained_settings
 
 _LARGEST_SEED = 2**32 - 1
+_MODEL_FILES = ("config.json", "modules.json", "net.json", "weights.pt")  # one of which every save_model writes
 
 
 class _Studies(SearchPathPlugin):
@@ -237,10 +238,10 @@ def _start(cfg: DictConfig) -> dict[str, str]:
     from lit_dpret.cards.start import model_folder
 
     folder = model_folder(cfg.init_from)
-    if not any((folder / name).is_file() for name in ("config.json", "modules.json")):
+    if not any((folder / name).is_file() for name in _MODEL_FILES):
         raise ConfigurationError(
-            f"init_from={cfg.init_from} holds no model (neither config.json nor modules.json in {folder}): it takes a "
-            "run that trained one, or its model/."
+            f"init_from={cfg.init_from} holds no model (none of {', '.join(_MODEL_FILES)} in {folder}): it takes a run "
+            "that trained one, or its model/."
         )
     return {key: str(folder)}
 

@@ -82,6 +82,7 @@ def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path
     assert alone < card["claim"]["epsilon"] < 2 * alone
     assert card["accounting"]["init_from"]["epsilon_of_this_run"] == pytest.approx(alone)
     assert verify_card(card, child / "privacy_ledger.jsonl", folder=child / "model") == []
+    assert read_start(parent / "model", public=False).facts == read_start(parent, public=False).facts
     again = train(child, parent, resume=True)
     assert again["claim"]["epsilon"] == card["claim"]["epsilon"]
 
@@ -339,10 +340,16 @@ def test_the_knob_takes_the_place_of_the_models_own_start(tmp_path: Path) -> Non
         with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
             return compose("train", overrides=["run_dir=run", *overrides])
 
-    (tmp_path / "config.json").write_text("{}")
-    for model, key in (("generator", "pretrained"), ("dual_encoder", "encoder"), ("frozen_dual_encoder", "encoder")):
+    for model, key, file in (
+        ("generator", "pretrained", "config.json"), ("dual_encoder", "encoder", "modules.json"),
+        ("frozen_dual_encoder", "encoder", "config.json"), ("embedding_trainer", "encoder", "net.json"),
+    ):  # fmt: skip
+        (tmp_path / file).write_text("{}")
         made = build_parts(parts(f"model={model}", f"init_from={tmp_path}")).make_module
         assert made.keywords == {key: str(tmp_path)}  # type: ignore[attr-defined]
+        (tmp_path / file).unlink()
+    with pytest.raises(ConfigurationError, match="init_from"):
+        build_parts(parts(f"init_from={tmp_path}"))
     assert parts(f"init_from={tmp_path}").callbacks.accountant.init_from == str(tmp_path)
     with pytest.raises(ConfigurationError, match="init_from_is_public=true says something about init_from"):
         build_parts(parts("init_from_is_public=true"))

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import tiny_images as tiny
 import torch
+from configured import composed
 from pair_stand_ins import clipped_sum, plan_of
 from stand_ins import fit
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
@@ -19,6 +20,7 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks.doctor import examine
 from lit_dpret.callbacks.readable_rows import refuse_unread_rows
 from lit_dpret.cards.card import read_card
+from lit_dpret.cli import build_parts
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.vision import EmbeddingNet, ResNet18
@@ -35,6 +37,10 @@ MODES: dict[str, Any] = {
     "per_example_duplicated": lambda **draws: PerExampleDuplicated(max_grad_norm=0.1, **DP, **draws),
     "logit_dp": lambda **draws: LogitDP(max_logit_grad_norm=0.1, norms="jacobian", sub_batches=2, **DP, **draws),
 }
+
+
+def cli_parts(start: Path) -> Any:
+    return build_parts(composed("model=embedding_trainer", f"init_from={start}"))
 
 
 def small_net() -> EmbeddingNet:
@@ -202,6 +208,22 @@ def test_a_net_starts_from_the_folder_of_an_earlier_run(tmp_path: Path) -> None:
     second = of_images(net=EmbeddingNet(dim=4, channels=(4, 4)), encoder=tmp_path / "model")
     assert all(torch.equal(value, second.net.state_dict()[name]) for name, value in first.net.state_dict().items())
     assert second.pretrained == str(tmp_path / "model")  # the accountant asks whether that was private
+
+
+@pytest.mark.parametrize("named", ["", "model"])
+def test_a_private_run_is_continued_under_one_claim(named: str, tmp_path: Path) -> None:
+    data, first = images(tiny.parquet(tmp_path / "images")), tmp_path / "first"
+    fit(first, of_images(privacy=MODES["logit_dp"]()), data, steps=1, extra=[PrivacyCard(run_dir=first)])
+    (first / "model" / "net.json").rename(tmp_path / "kept")
+    with pytest.raises(ConfigurationError, match="init_from"):
+        cli_parts(first / named)
+    (tmp_path / "kept").rename(first / "model" / "net.json")
+    encoder = cli_parts(first / named).make_module.keywords["encoder"]
+    second = PrivacyAccountant(run_dir=tmp_path / "second", init_from=first / named, eps_log_points=1)
+    fit(tmp_path / "second", of_images(privacy=MODES["logit_dp"](), encoder=encoder), data, steps=1,
+        accountant=second, extra=[PrivacyCard(run_dir=tmp_path / "second")])  # fmt: skip
+    one, two = (read_card(tmp_path / name)["claim"] for name in ("first", "second"))
+    assert two["guarantee"] == "dp" and two["epsilon"] > one["epsilon"]
 
 
 @pytest.mark.parametrize("what", ["another shape", "no folder", "newer"])
