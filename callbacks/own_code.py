@@ -12,10 +12,13 @@ from typing import Any, NoReturn
 import lightning as L
 import numpy as np
 from lightning.pytorch.core.hooks import DataHooks
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
+from lit_dpret.privacy.clipping.base import trainable
+from lit_dpret.privacy.clipping.rules import make_plan
 from lit_dpret.privacy.content import content_of_rows, readable_content
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.noise import KeyedStream
@@ -29,6 +32,23 @@ _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
 _OBJECTS = 50_000
 #: A setting has at most so many values, and a text in it so many characters.
 _SETTINGS, _LONGEST = 64, 500
+
+
+def refuse_random_layers(module: Any) -> None:
+    """Refuse dropout in a layer that has no rule: torch.func runs its rows alone, and lets none draw random numbers."""
+    if getattr(module.privacy, "engine", None) != "vmap":
+        return
+    plan = make_plan(module, trainable(module), fallback=True)
+    for site in (site for site in plan.sites if site.kind == "function"):
+        for layer in site.module.modules():
+            rate = layer.p if isinstance(layer, _DropoutNd) else 0.0
+            rate = layer.dropout if isinstance(layer, nn.MultiheadAttention) else rate
+            if layer.training and rate > 0:
+                raise UnsupportedModelError(
+                    f"privacy.engine=vmap runs the rows of {site.name} ({type(site.module).__name__}) alone, where "
+                    f"they may not draw random numbers, and it has dropout={rate:g}. Set that to 0, or choose "
+                    "privacy.engine=loop, which takes it and is slow."
+                )
 
 
 def refuse_changed_batches(module: Any, data: Any) -> None:

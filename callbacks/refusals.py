@@ -36,6 +36,7 @@ from lit_dpret.callbacks.origins import refuse_cards_behind, refuse_other_weight
 from lit_dpret.callbacks.own_code import (
     refuse_changed_batches,
     refuse_first_come,
+    refuse_random_layers,
     refuse_replaced_weighting,
     refuse_saved_data,
 )
@@ -530,4 +531,5 @@ _DP: tuple[Check, ...] = (
     lambda run: refuse_saved_data(run.module, run.data),
     lambda run: refuse_replaced_weighting(run.module),
     lambda run: refuse_first_come(run.module, run.data),
+    lambda run: refuse_random_layers(run.module),
 )  # fmt: skip

@@ -309,3 +309,22 @@ def test_a_checkpoint_of_a_plain_training_is_refused_by_name(tmp_path: Path) -> 
     with pytest.raises(ResumeError) as found:
         fit(tmp_path / "run", made(Plainly()), ckpt_path=tmp_path / "plain.ckpt")
     assert found.value.trap == "T30"
+
+
+class Attends(Classifier):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(self.attention(x[:, None])[:, 0])
+        return found
+
+
+def test_dropout_in_a_layer_whose_rows_are_run_alone_is_refused_before_the_ledger_opens(tmp_path: Path) -> None:
+    for way_out, dropout, engine in (("none", 0.0, "vmap"), ("loop", 0.1, "loop")):
+        fit(tmp_path / way_out, made(Attends(dropout), engine=engine), max_steps=1)
+    private = made(Attends(0.1), engine="vmap")
+    with pytest.raises(UnsupportedModelError, match=r"dropout=0\.1.*engine=loop"):
+        fit(tmp_path, private, max_steps=1)
+    assert not (tmp_path / "privacy_ledger.jsonl").exists()
