@@ -8,7 +8,6 @@ bounds nothing: ``dp_sgd`` is refused.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +23,7 @@ from lit_dpret.files import OutputFolder
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, false_negatives
 from lit_dpret.modules.lora import add_lora, merged
 from lit_dpret.modules.optimizers import OptimizerSpec
-from lit_dpret.modules.pair_module import PairModule, make_encoder
+from lit_dpret.modules.pair_module import PairModule, make_towers
 from lit_dpret.modules.public_pool import PoolCandidates, PublicPool
 from lit_dpret.modules.step_negatives import Compared, StepNegatives
 from lit_dpret.negatives import RowNegatives, TrainTexts
@@ -59,7 +58,8 @@ class DualEncoder(PairModule):
             lengths and prefixes then hold; null to build a new, untrained one from ``config``.
         config: Fields of the Hugging Face config of a new encoder, ``model_type`` among them.
         tokenizer: Folder or hub name of a new encoder's tokenizer.
-        towers: ``shared``, one encoder for both sides, or ``separate``, two that start equal.
+        towers: ``shared``, one encoder for both sides, or ``separate``, two that start equal, or as a folder with
+            two has them.
         passage_tower: ``trained``, or ``frozen`` where the towers are separate.
         lora: Arguments of ``peft.LoraConfig`` (``r``, ``lora_alpha``, ``target_modules`` and so on): train
             low-rank adapters instead of the weights. Null trains all weights.
@@ -123,16 +123,18 @@ class DualEncoder(PairModule):
             )
         self.loss = InBatchSoftmaxLoss(temperature=temperature, similarity="cosine") if loss is None else loss
         self.pretrained = str(encoder) if isinstance(encoder, (str, Path)) else None
-        self.encoder = make_encoder(
+        made = make_towers(
             encoder,
+            separate=towers == "separate",
             config=config,
             tokenizer=tokenizer,
             query_max_length=max_query_length,
             passage_max_length=max_passage_length,
             query_prefix=query_prefix,
             passage_prefix=passage_prefix,
-        ).train()
-        self.passage_encoder = copy.deepcopy(self.encoder) if towers == "separate" else None
+        )
+        self.encoder = made[0].train()
+        self.passage_encoder = None if made[1] is None else made[1].train()
         self._frozen_passages = passage_tower == "frozen"
         if lora is not None:
             add_lora(self.encoder, lora)

@@ -7,7 +7,9 @@ and the pairs whose similarities are clipped one by one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_dpret.encoders import Contract, Side, TextEncoder
+from lit_dpret.encoders.st_folder import load_towers
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, first_line
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.losses import InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, PublicPoolSoftmaxLoss, SoftmaxPairLoss
@@ -296,6 +299,26 @@ def make_encoder(
     )
     backbone, words = _new_transformer(dict(config or {}), tokenizer)
     return TextEncoder(backbone, words, contract)
+
+
+def make_towers(
+    encoder: str | Path | TextEncoder | None, *, separate: bool, **settings: Any
+) -> tuple[TextEncoder, TextEncoder | None]:
+    """Return the encoders of queries and of passages for the settings of `make_encoder`; None for a shared one.
+
+    Separate ones start as a folder has them, and equal where it has one for both sides; neither shares a weight.
+    """
+    if separate and isinstance(encoder, (str, Path)) and settings.get("config") is None:
+        found = load_towers(encoder)
+        if found.query_encoder is not found.passage_encoder:
+            names = ("query_max_length", "passage_max_length", "query_prefix", "passage_prefix")
+            said = {name: settings[name] for name in names if settings[name] is not None}
+            query, passage = (
+                tower.changed(contract=replace(tower.contract, normalise=True, **said)) for tower in found
+            )
+            return query, copy.deepcopy(passage) if passage.backbone is query.backbone else passage
+    shared = make_encoder(encoder, **settings)
+    return shared, copy.deepcopy(shared) if separate else None
 
 
 def _new_transformer(config: dict[str, Any], tokenizer: str | Path | None) -> tuple[Any, Any]:

@@ -88,6 +88,19 @@ WAYS = [the_object, of_a_checkpoint, loaded_from_its_folder, of_a_folder_without
 IN_ANOTHER_PROCESS = [of_a_checkpoint, loaded_from_its_folder]
 
 
+def test_a_private_run_of_separate_towers_is_continued_under_one_claim(tmp_path: Path) -> None:
+    def separate(encoder: Any) -> DualEncoder:
+        mode = PublicPassages(eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret", passage_gradient="own")
+        return dual(mode, encoder=encoder, towers="separate", max_query_length=8, max_passage_length=10)
+
+    first = train(tmp_path / "first", separate(tower()))
+    refused(tmp_path, separate(str(first / "model")))
+    counted = PrivacyAccountant(run_dir=tmp_path / "next", init_from=first, eps_log_points=1)
+    train(tmp_path / "next", separate(str(first / "model")), accountant=counted)
+    one, two = (read_card(tmp_path / name)["claim"] for name in ("first", "next"))
+    assert two["guarantee"] == "dp" and two["epsilon"] > one["epsilon"]
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_frozen_encoder_that_was_trained_on_private_data_is_refused(
     way: Callable[[Path, DualEncoder], Any], run: tuple[Path, DualEncoder], tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import BertModel
 
-from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules.dual_encoder import DualEncoder
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -108,6 +110,35 @@ def test_an_encoder_is_loaded_from_a_folder_with_the_lengths_and_prefixes_given(
     assert (contract.query_max_length, contract.passage_max_length, contract.query_prefix) == (6, 7, "query: ")
     assert (contract.pooling, contract.normalise) == ("mean", True)
     assert module.collate_rows(ROWS)["query"]["input_ids"].shape[1] <= 6
+
+
+@pytest.mark.parametrize("left_by", ["separate towers", "a head on one side"])
+def test_separate_towers_start_as_a_folder_has_them_and_share_no_weight(left_by: str, tmp_path: Path) -> None:
+    if left_by == "separate towers":
+        first = dual(towers="separate")
+        with torch.no_grad():
+            first.tower("passage").backbone.embeddings.word_embeddings.weight.mul_(2.0)
+        first.save_model(tmp_path)
+    else:
+        base = dual().encoder
+        head = torch.nn.Linear(base.dim, base.dim, bias=False)
+        save_sentence_transformer(tmp_path, base.changed(projection=head), base)
+    again = partial(dual, max_passage_length=10, query_prefix="q: ", max_query_length=6)
+    second = again(towers="separate", encoder=str(tmp_path))
+    loaded = load_towers(tmp_path)
+    texts = [row.passage for row in ROWS]
+    assert torch.equal(second.encode_passages(texts), loaded.passage_encoder.encode(texts, "passage"))
+    assert not torch.equal(second.encode_passages(texts), second.tower("query").encode(texts, "passage"))
+    contract = second.tower("passage").contract
+    assert (contract.query_prefix, contract.query_max_length, contract.passage_max_length) == ("q: ", 6, 10)
+    sides = [{id(weight) for weight in second.tower(side).parameters()} for side in ("query", "passage")]
+    assert not sides[0] & sides[1] and second.tower("query").training and second.tower("passage").training
+    second.save_model(tmp_path / "again")
+    third = again(towers="separate", encoder=str(tmp_path / "again"))
+    assert torch.equal(third.encode_queries(texts), second.encode_queries(texts))
+    assert torch.equal(third.encode_passages(texts), second.encode_passages(texts))
+    with pytest.raises(UnsupportedModelError, match=r"model\.towers=separate"):
+        again(encoder=str(tmp_path))
 
 
 def test_a_new_encoder_is_built_from_a_config(tmp_path: Path) -> None:
