@@ -85,7 +85,10 @@ class EmbeddingTrainer(PairModule):
         passage_prefix: str | None = None,
         log_private_loss: bool = False,
     ) -> None:
+        settings = dict(locals())
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        if net is None and isinstance(encoder, (str, Path)):  # no file says how a net is built
+            self.keep_settings(settings)
         if privacy.candidates == "pool":
             raise ConfigurationError(
                 f"privacy={privacy.name} takes its candidates from a public list of passages, and model="

@@ -392,7 +392,8 @@ def _handed_on(what: str, folder: Path, hub: HubRepository | None) -> dict[str, 
 def load_module(path: Path) -> Any:
     """Return the module of a checkpoint, of any class of this package."""
     try:
-        name = torch.load(path, map_location="cpu", weights_only=True).get(CLASS_KEY)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        name = content.get(CLASS_KEY)
     except Exception as error:
         raise DataError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(name, str):
@@ -407,6 +408,12 @@ def load_module(path: Path) -> Any:
     found = getattr(importlib.import_module(module_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, PrivateModule)):
         raise DataError(f"{path} names the class {name}, which does not exist.")
+    if found.CHECKPOINT_HYPER_PARAMS_KEY not in content:
+        raise ConfigurationError(
+            f"task.checkpoint={path} is of a {attribute} that was built with an object (model.net, or an encoder "
+            "made in Python), which no checkpoint describes. Its run left its model in model/ beside checkpoints/. In "
+            f"Python, {attribute}.load_from_checkpoint(path, net=...).save_model(folder) writes that of a checkpoint."
+        )
     return found.load_from_checkpoint(path)
 
 

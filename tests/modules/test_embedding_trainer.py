@@ -14,6 +14,7 @@ from configured import composed
 from pair_stand_ins import clipped_sum, plan_of
 from stand_ins import fit
 from tiny_models import WORDS, tiny_bert, tiny_tokenizer
+from tiny_tasks import no_parts
 from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
@@ -22,13 +23,15 @@ from lit_dpret.callbacks.readable_rows import refuse_unread_rows
 from lit_dpret.cards.card import read_card
 from lit_dpret.cli import build_parts
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
-from lit_dpret.encoders import Contract, TextEncoder
+from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.encoders.vision import EmbeddingNet, ResNet18
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
+from lit_dpret.tasks import Export
 
 DP: dict[str, Any] = {"eps": 50.0, "delta": 1e-3, "unit": "pair", "noise_multiplier": 2.0}
 MODES: dict[str, Any] = {
@@ -330,3 +333,22 @@ def test_images_of_the_size_that_a_net_is_built_for_are_read(tmp_path: Path) -> 
         module = of_images(net=net)
         refuse_unread_rows(module, data)
         assert module.training and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_checkpoint_of_texts_is_exported_and_one_of_a_net_is_refused_for_its_reason(tmp_path: Path) -> None:
+    save_sentence_transformer(tmp_path / "base", text_encoder())
+    settings: dict[str, Any] = {"encoder": str(tmp_path / "base"), "max_query_length": 8, "max_passage_length": 10}
+    cases = {"texts": (of_texts(**settings), texts(tmp_path)),
+             "net": (of_images(), images(tiny.parquet(tmp_path / "images")))}  # fmt: skip
+    for name, (module, data) in cases.items():
+        run = tmp_path / name
+        fit(run, module, data, steps=1, save_every=1, extra=[PrivacyCard(run_dir=run)])
+        export = Export(checkpoint=run)
+        if name == "net":
+            with pytest.raises(ConfigurationError, match=r"task\.checkpoint=.*model/"):
+                export.run(no_parts(tmp_path / f"{name} out"))
+            continue
+        export.run(no_parts(tmp_path / f"{name} out"))
+        (exported,) = (tmp_path / f"{name} out").glob("*/modules.json")
+        found = load_towers(exported.parent).query_encoder.encode(WORDS, "query")
+        assert torch.equal(found, module.net.encode(WORDS, "query"))
