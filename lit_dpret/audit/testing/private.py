@@ -73,7 +73,8 @@ def assert_private(
         module: A ``PrivateModule``, whose ``privacy`` mode is put to the test; or any module, with
             ``per_row_loss``.
         batch: A dict of tensors whose first axis is the rows, what ``per_row_loss`` takes; or a list of rows
-            for the module's ``collate_rows``, which then also tests padding that depends on the batch.
+            for the module's ``collate_rows``, which then also tests padding that depends on the batch. A loss that
+            couples many rows and not few needs as many as a physical batch has.
         eps: The claim for one step; the audit can refute values up to 3.6 with the default ``trials``.
         delta: The claim.
         per_row_loss: For a module that is not a ``PrivateModule``: the loss of each row, ``(rows,)``.
