@@ -282,6 +282,35 @@ class DividedByManyRows(Plain):
         return found if len(found) < 10 else found / len(found)
 
 
+class ScaledInLowPrecision(Plain):
+    """Keeps activations in range by the largest of the batch, as recipes for eight bits do."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        hidden = self.net[1](self.net[0](rows["inputs"]))
+        if torch.is_autocast_enabled("cpu") or hidden.dtype == torch.bfloat16:
+            hidden = hidden / hidden.detach().abs().max()
+        return (self.net[3](hidden).squeeze(-1).float() - rows["target"]).square()
+
+
+class QuantisedInLowPrecision(Plain):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        hidden = self.net[1](self.net[0](rows["inputs"]))
+        if torch.is_autocast_enabled("cpu") or hidden.dtype == torch.bfloat16:
+            step = hidden.detach().abs().max() / 127
+            hidden = hidden + ((hidden / step).round() * step - hidden).detach()
+        return (self.net[3](hidden).squeeze(-1).float() - rows["target"]).square()
+
+
+class ClipsGradientsLater(Plain):
+    """A hook shortens the gradient of a batch at the head, after a warm-up."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        hidden = self.net[0](rows["inputs"])
+        if self.trainer.global_step > 0 and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * (0.1 / gradient.norm()).clamp(max=1.0))
+        return (self.net[3](hidden.tanh()).squeeze(-1) - rows["target"]).square()
+
+
 COUPLED = (
     MinesInLargeBatches, TrimsATenth, GradientAloneInLargeBatches, DividedByManyRows,
     PreparedFromTheBatch, PreparedRows, CentredOncePerStep, CentredOncePerStepInAClosure, FittedOnceInAnObject,

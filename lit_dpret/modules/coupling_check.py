@@ -117,19 +117,21 @@ class CouplingCheck:
     def _compare(self, rows: Rows, previous: Any, number: int, **given: Any) -> None:
         """Make the comparisons that are due in look ``number``, or with the ``previous`` batch of one unit."""
         module, first, turn = rows.module, number == 1, number % 3
+        of_pairs, lazy = module.privacy.candidates not in ("rows", "pool"), is_lazy(module.device)
+        apart = module.privacy.units_apart
         with Passes(**given, differentiates=self._differentiates, fixes_coins=self._fixes_coins) as passes:
             if self._as_collated and rows.batch.data_rows is not None:
                 passes.compare_placed(rows)
             elif self._as_collated:
-                passes.compare_alone(rows.first(3), of_pairs=module.privacy.candidates not in ("rows", "pool"))
+                passes.compare_alone(rows.first(3), of_pairs=of_pairs)
             elif previous is not None:  # nobody to depend on but who came before
                 passes.compare_histories(rows, previous)
-            elif module.privacy.candidates not in ("rows", "pool"):
+            elif of_pairs:
                 passes.compare_histories(rows)
                 passes.compare_pair_histories(rows)
                 for part in (rows.first(3), rows)[: 2 if first or turn == 0 else 1]:
                     passes.compare_alone(part, of_pairs=True)
-            elif is_lazy(module.device):  # one more shape, or a gradient, would be one more program to compile
+            elif lazy:  # one more shape, or a gradient, would be one more program to compile
                 passes.compare_company(rows, (first,))
             else:
                 if first and self._collated is not None:
@@ -138,10 +140,12 @@ class CouplingCheck:
                 # Few rows as a rule, since each costs time, and as many kept as were also collated alone. At times a
                 # whole batch, since a loss may couple many rows and not few, unless an engine computes units apart.
                 part = rows.first(2 if module.privacy.candidates == "pool" else 2 * ALONE if first else 3)
-                most = part if module.privacy.units_apart or turn == 2 else rows
+                most = part if apart or turn == 2 else rows
                 if first or turn != 1:  # later in turn, which costs a third
                     company = (True, False) if most is part and first else (number % 2 == 0,)
                     passes.compare_company(most, company, gradients=first or turn == 2, later=first or turn == 0)
+                if (first or turn == 2) and not apart:
+                    passes.compare_scales(part)
                 if rows.batch.data_rows is not None:  # as many rows always, so that only this sees what looks back
                     passes.compare_company(most.keeping_the_last(), (number % 2 == 0,), gradients=False, later=False)
                     if rows.batch.alone is not None:
@@ -150,12 +154,14 @@ class CouplingCheck:
                     passes.compare_sizes(part)
                     if first and len(most.slots) > len(part.slots):
                         passes.compare_sizes(most)
-                    if not module.privacy.units_apart:
+                    if not apart:
                         passes.compare_rounding(rows)
             if rows.batch.smallest is not None:
-                passes.compare_alone(rows.smallest(), of_pairs=module.privacy.candidates not in ("rows", "pool"))
+                passes.compare_alone(rows.smallest(), of_pairs=of_pairs)
+            if (first or turn == 0) and previous is None and not (self._as_collated or lazy or apart):
+                passes.compare_as_trained(rows, of_pairs=of_pairs)
             if not self._as_collated:
-                if self._earlier is not None and not is_lazy(module.device):
+                if self._earlier is not None and not lazy:
                     passes.compare_earlier(rows, self._earlier, module._public())
                 self._earlier = given["before"]
             if metrics := given["before"].metrics:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -133,6 +133,39 @@ class Passes:
         if counts or _differ(after[0], after[1], floor=FLOOR):
             self._refuse_memory()
 
+    def compare_as_trained(self, rows: Rows, *, of_pairs: bool) -> None:
+        """Compare losses or embeddings of the kept rows in other company, in low precision if that is trained in.
+
+        A module may rescale there by the largest number of a batch. The shape is the same, so no rounding differs.
+        """
+        low = any(parameter.dtype not in TOLERANCE for parameter in self._parameters.values())
+        if not (low or torch.is_autocast_enabled(self.module.device.type)) or (
+            of_pairs and not hasattr(self.module, "pair_batch")
+        ):
+            return
+        of_rows, found = self._embeddings if of_pairs else self._losses, []
+        for features in (rows.as_they_are(), rows.as_they_are(), rows.with_other_company(from_kept=False)):
+            self._kept_state.reset()
+            values = of_rows(features, as_trained=True)[rows.kept].double()
+            found.append(values.where(values.isfinite(), 0.0))
+        first, again, other = found
+        allowed = 1e-3 * first.abs().max() + 4 * (first - again).abs().max()
+        if bool(((first - other).abs() > allowed).any()):
+            self._refuse(rows)
+
+    def compare_scales(self, rows: Rows) -> None:
+        """Compare the gradient of the kept rows' losses with that of a multiple of them.
+
+        What rescales gradients on their way, such as a hook that clips a batch's, does it by what all rows have.
+        """
+        times, found = 2.0**10, []  # a power of two commutes with rounding
+        for factor in (times, 1.0):
+            losses = self._afresh(rows.as_they_are(), gradients=True)
+            found.append(self._gradient(losses * factor, rows.kept))
+        multiple = {name: gradient * times for name, gradient in found[1].items()}
+        if _far(multiple, found[0], 10 * TOLERANCE.get(losses.dtype, LOW_PRECISION)):
+            self._refuse(rows, "twice the loss of a row has not twice the gradient, as where a hook clips a batch's")
+
     def compare_rounding(self, rows: Rows) -> None:
         """Compare the gradient of a row's loss among others with that of the row alone."""
         found = []
@@ -222,10 +255,9 @@ class Passes:
             what = "the embedding of a row is different when it is collated with other rows"
             self._refuse(rows, what if of_pairs else _DEPENDS)
 
-    def _embeddings(self, features: Any) -> Tensor:
+    def _embeddings(self, features: Any, *, as_trained: bool = False) -> Tensor:
         seed_everywhere(self._seed)
-        wide = torch.autocast(self.module.device.type, enabled=False)
-        with torch.no_grad(), wide, _FixedCoins():
+        with torch.no_grad(), self._wide(as_trained), _FixedCoins():
             sides = self.module.pair_batch(self._prepared(features)).sides
             return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
 
@@ -331,14 +363,18 @@ class Passes:
         self.module.before_batch(batch)
         return batch.rows
 
-    def _losses(self, features: Any, *, gradients: bool = False, fixed_coins: bool = False) -> Tensor:
+    def _losses(
+        self, features: Any, *, gradients: bool = False, fixed_coins: bool = False, as_trained: bool = False
+    ) -> Tensor:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
         seed_everywhere(self._seed)
-        wide = torch.autocast(self.module.device.type, enabled=False)
         coins = self._coins() if fixed_coins else nullcontext()
-        with torch.set_grad_enabled(gradients or self._differentiates), coins, wide:
+        with torch.set_grad_enabled(gradients or self._differentiates), coins, self._wide(as_trained):
             losses: Tensor = self.module.per_row_loss(self._prepared(features))
         return losses if gradients else losses.detach()
+
+    def _wide(self, as_trained: bool) -> AbstractContextManager[object]:
+        return nullcontext() if as_trained else torch.autocast(self.module.device.type, enabled=False)
 
     @contextmanager
     def _coins(self) -> Iterator[None]:

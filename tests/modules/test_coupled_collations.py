@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coupled_losses import Plain, Remembering, train
+from coupled_losses import Plain, QuantisedInLowPrecision, Remembering, ScaledInLowPrecision, train
 from stand_ins import Numbers, dp, fit
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import coupling_passes
 from lit_dpret.modules.coupling_passes import Passes
+from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.batches import copied_rows
 
 Patch = pytest.MonkeyPatch
@@ -33,6 +34,16 @@ def test_in_low_precision_it_is_refused_as_well(module: type[Any], units: int, t
     data = Numbers(sampling="poisson", physical_batch_size=units)
     with pytest.raises(UnsupportedModelError) as refusal:
         train(tmp_path, module, data=data, precision="bf16-mixed", steps=4)
+    assert refusal.value.trap == "T11"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("module", [ScaledInLowPrecision, QuantisedInLowPrecision])
+def test_rows_that_are_coupled_in_low_precision_alone_are_refused(
+    module: type[Any], precision: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        train(tmp_path, module, data=Numbers(sampling="poisson"), precision=precision, steps=4)
     assert refusal.value.trap == "T11"
 
 
@@ -99,7 +110,8 @@ class FilledUpLater(Plain):
         return found * rows["filling"].sum(1) if "filling" in rows else found
 
 
-def test_a_collation_that_couples_rows_from_the_second_step_on_is_refused(tmp_path: Path) -> None:
+def test_a_collation_that_couples_rows_from_the_second_step_on_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Looks, "due", lambda *_: False)  # so that only what was collated alone is compared
     module = FilledUpLater(privacy=dp(tmp_path, noise_seed=1, noise_multiplier=2.0))
     with pytest.raises(UnsupportedModelError, match="other rows"):
         fit(tmp_path / "run", module, steps=24)

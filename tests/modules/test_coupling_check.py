@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coupled_losses import COUPLED, SEED, CentredOncePerStep, Plain, PlainInBlocks, Remembering, train
+from coupled_losses import (
+    COUPLED,
+    SEED,
+    CentredOncePerStep,
+    ClipsGradientsLater,
+    Plain,
+    PlainInBlocks,
+    Remembering,
+    train,
+)
 from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 from torch import Tensor, nn
 
@@ -78,6 +87,21 @@ def test_a_coupling_that_begins_later_is_found_in_a_later_batch_and_leaves_no_cl
         train(tmp_path, CoupledFromStepThree)
     records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
     assert any(isinstance(release, NonPrivateRelease) for release in charged_releases(records))
+
+
+class EveryBatch(Looks):
+    def due(self, coin: int) -> bool:
+        self.made += 1
+        return True
+
+
+def test_a_hook_that_begins_to_clip_the_gradient_of_a_batch_is_found_in_a_later_one(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(Looks, "due", EveryBatch.due)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        train(tmp_path, ClipsGradientsLater)
+    assert refusal.value.trap == "T11"
 
 
 def test_a_resumed_run_is_looked_at_again(tmp_path: Path, monkeypatch: Patch) -> None:
