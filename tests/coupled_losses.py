@@ -282,6 +282,56 @@ class DividedByManyRows(Plain):
         return found if len(found) < 10 else found / len(found)
 
 
+class Fitted:
+    """A normaliser that holds the mean of the rows that it was made of."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.mean = rows.detach().mean(0)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return rows - self.mean
+
+
+def fitted_closure(rows: Tensor) -> Any:
+    mean = rows.detach().mean(0)
+    return lambda x: x - mean
+
+
+class FittedAtFirstUse(Plain):
+    make: Any = Fitted
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.normalise: Any = None
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if self.normalise is None:
+            self.normalise = type(self).make(rows["inputs"])
+        return self.losses(self.normalise(rows["inputs"]), rows["target"])
+
+
+class FittedClosureAtFirstUse(FittedAtFirstUse):
+    make = staticmethod(fitted_closure)
+
+
+class FittedInADict(Plain):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.kept: dict[str, Any] = {}
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if "normalise" not in self.kept:
+            self.kept["normalise"] = Fitted(rows["inputs"])
+        return self.losses(self.kept["normalise"](rows["inputs"]), rows["target"])
+
+
+class FittedInTheSecondStep(FittedAtFirstUse):
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if self.trainer.global_step < 2:
+            return self.losses(rows["inputs"], rows["target"])
+        return super().per_row_loss(rows)
+
+
 class ScaledInLowPrecision(Plain):
     """Keeps activations in range by the largest of the batch, as recipes for eight bits do."""
 
@@ -312,7 +362,8 @@ class ClipsGradientsLater(Plain):
 
 
 COUPLED = (
-    MinesInLargeBatches, TrimsATenth, GradientAloneInLargeBatches, DividedByManyRows,
+    MinesInLargeBatches, TrimsATenth, GradientAloneInLargeBatches, DividedByManyRows, FittedAtFirstUse,
+    FittedClosureAtFirstUse, FittedInADict,
     PreparedFromTheBatch, PreparedRows, CentredOncePerStep, CentredOncePerStepInAClosure, FittedOnceInAnObject,
     CentredByACache, QueueOncePerStep, Mixup, CentredTargets, SignOfTheBatch, WeaklyCoupled, DividedByTheNumberOfRows,
     CollatedInCompany, AugmentedAndCentred, ByPlace, FittedOnTheFirstBatch, GradientAlone, GradientAloneInBlocks,

@@ -161,6 +161,9 @@ class CouplingCheck:
             if (first or turn == 0) and previous is None and not (self._as_collated or lazy or apart):
                 passes.compare_as_trained(rows, of_pairs=of_pairs)
             if not self._as_collated:
+                if not lazy:
+                    earlier = self._earlier or given["before"]
+                    passes.compare_without_objects(rows, earlier, module._public(), of_pairs=of_pairs)
                 if self._earlier is not None and not lazy:
                     passes.compare_earlier(rows, self._earlier, module._public())
                 self._earlier = given["before"]

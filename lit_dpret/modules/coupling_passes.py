@@ -234,13 +234,38 @@ class Passes:
             return
         now = self._afresh(rows.as_they_are())
         if _differ(now, before):
-            raise UnsupportedModelError(
-                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: the loss of the rows "
-                f"hangs on what earlier batches left in {', '.join(sorted(set(names)))}, so one unit affects steps "
-                "that it is not part of, which no noise covers. Keep nothing of private rows between batches. If no "
-                "private row is behind it but through trained weights, list its name in public_metrics.",
-                trap="T11",
-            )
+            self._refuse_left(names)
+
+    def compare_without_objects(
+        self, rows: Rows, earlier: KeptState, public: frozenset[str], *, of_pairs: bool
+    ) -> None:
+        """Compare losses, or embeddings, with those that the rows have where objects are made anew.
+
+        A normaliser that is fitted at its first use is fitted on other rows then.
+        """
+        if of_pairs and not hasattr(self.module, "pair_batch"):
+            return
+        of_rows, features = self._embeddings if of_pairs else self._losses, rows.with_other_company(from_kept=False)
+        self._kept_state.reset()
+        with self._kept_state.without_objects_since(earlier, public) as names:
+            if not names:
+                return
+            try:
+                anew = of_rows(features)[rows.kept]
+            except Exception:  # other values of the module may say that these objects are there
+                return
+        self._kept_state.reset()
+        if _differ(of_rows(features)[rows.kept], anew):
+            self._refuse_left(names)
+
+    def _refuse_left(self, names: Sequence[str]) -> NoReturn:
+        raise UnsupportedModelError(
+            f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: the loss of the rows hangs "
+            f"on what earlier batches left in {', '.join(sorted(set(names)))}, so one unit affects steps that it is "
+            "not part of, which no noise covers. Keep nothing of private rows between batches. If no private row is "
+            "behind it but through trained weights, list its name in public_metrics.",
+            trap="T11",
+        )
 
     def compare_alone(self, rows: Rows, *, of_pairs: bool) -> None:
         """Compare the losses of the kept rows, or their embeddings, with those of the same rows collated alone."""

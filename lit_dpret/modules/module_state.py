@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,6 +40,8 @@ OF_A_RUN = frozenset({
 })  # fmt: skip
 OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret")
+_CONTAINERS = (dict, list, set, deque)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -64,6 +67,7 @@ class KeptState:
         kept = [t for values in held for t in _tensors_of(list(values.values())) if not _is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self._first = self._now = [_saved_values(values) for values in held]
+        self._objects = [_objects_of(space, values) for space, values in zip(self._spaces, held, strict=True)]
         self._marks = {id(space.owner): _marks(values) for space, values in zip(self._spaces, held, strict=True)}
 
     @property
@@ -95,6 +99,39 @@ class KeptState:
             space.write({n: values[n]() for n in names if n in values}, [n for n in names if n not in values])
             found += names
         return found
+
+    @contextmanager
+    def without_objects_since(self, earlier: KeptState, public: frozenset[str]) -> Iterator[list[str]]:
+        """Let a pass find what an ``earlier`` state had where there is an object now, and yield the names of these.
+
+        That is nothing, None, or a container of plain data; of this state itself also another object. Those of
+        ``public`` names stay.
+        """
+        kept = zip(earlier._spaces, earlier._first, earlier._objects, strict=True)
+        before = {id(space.owner): values | (objects if earlier is self else {}) for space, values, objects in kept}
+        known = {
+            id(space.owner): set(objects) for space, objects in zip(earlier._spaces, earlier._objects, strict=True)
+        }
+        found: list[tuple[Space, str, Any, Any]] = []
+        for space in (space for space in self._spaces if id(space.owner) in before):
+            was = before[id(space.owner)]
+            for name, value in _objects_of(space, _data_of(space)).items():
+                if name in public or (name in was and was[name] is value):
+                    continue
+                if name in was or name not in known[id(space.owner)]:
+                    found.append((space, name, value, copy.copy(value) if isinstance(value, _CONTAINERS) else None))
+        try:
+            for space, name, _, _ in found:
+                was = before[id(space.owner)]
+                there = was[name]() if isinstance(was.get(name), partial) else was.get(name)
+                space.write({name: there} if name in was else {}, [] if name in was else [name])
+            yield [name for _, name, _, _ in found]
+        finally:
+            for space, name, value, content in found:
+                if content is not None:
+                    _refilled(value, [True, list(content) if isinstance(content, dict) else None,
+                                      list(content.values() if isinstance(content, dict) else content)])  # fmt: skip
+                space.write({name: value}, [])
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers and tensors that are held now, by place and name, as copies; not those of `metrics`."""
@@ -134,6 +171,20 @@ def _data_of(space: Space) -> dict[str, Any]:
     own = OWN_TO_MODULES if isinstance(space.owner, nn.Module) else ()
     values = space.read().items()
     return {name: value for name, value in values if name not in own and name[:2] != "__" and _is_data(value)}
+
+
+def _objects_of(space: Space, data: Collection[str]) -> dict[str, Any]:
+    """Return the names that hold neither plain data, nor a part of a module, nor what a library made."""
+    own = OWN_TO_MODULES if isinstance(space.owner, nn.Module) else ()
+    return {
+        name: value for name, value in space.read().items()
+        if not (name in data or name in own or name in OF_A_RUN or name[:2] == "__" or _is_of_a_library(value))
+    }  # fmt: skip
+
+
+def _is_of_a_library(value: Any) -> bool:
+    kind = type(value)
+    return isinstance(value, (nn.Module, nn.Parameter, ModuleType, type)) or kind.__module__.split(".")[0] in _LIBRARIES
 
 
 def _is_data(value: Any) -> bool:
@@ -207,10 +258,10 @@ def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any
     return value
 
 
-def _contents(value: Any) -> list[Any]:
+def _contents(value: Any, *, deep: bool = True) -> list[Any]:
     """Return what a container holds, each thing behind a function of `_saved`, or as it is where all are scalars."""
     held = list(value.values()) if isinstance(value, dict) else list(value)
-    plain = all(isinstance(each, _SCALARS) for each in held)
+    plain = not deep or all(isinstance(each, _SCALARS) for each in held)
     kept = held if plain else [_saved(each) for each in held]
     return [plain, list(value) if isinstance(value, dict) else None, kept]
 
@@ -257,7 +308,7 @@ _ENTRIES = 1000
 #: Values that hold nothing; a class derived from one may.
 _HOLD_NOTHING = (bool, int, float, str, type(None))
 #: Objects of these packages are not looked into.
-_KNOWN = ("builtins", "torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret", "numpy")
+_KNOWN = ("builtins", "numpy", *_LIBRARIES)
 
 
 class HookWatch:
