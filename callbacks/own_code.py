@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, NoReturn
+from types import FunctionType, MethodType
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -15,6 +14,7 @@ from lightning.pytorch.core.hooks import DataHooks
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lit_dpret.callbacks.first_come import FIRST, depends_on_the_first, refuse_other_rows
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
 from lit_dpret.privacy.clipping.base import trainable
@@ -23,8 +23,8 @@ from lit_dpret.privacy.content import content_of_rows, readable_content
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
-from lit_dpret.privacy.user_code import HOLD_NO_CODE, is_library, reads_of
-from lit_dpret.privacy.user_generators import kept_generators, own_generators, seed_everywhere
+from lit_dpret.privacy.user_code import HOLD_NO_CODE, is_library
+from lit_dpret.privacy.user_generators import kept_generators, own_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
@@ -83,83 +83,6 @@ def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatc
     found = [rows[0] for rows in islice(filter(None, map(list, answers)), 4 * ALONE)]
     if len(found) > ALONE:
         examine(found[:ALONE], found[ALONE:])
-
-
-def refuse_first_come(module: Any, data: Any) -> None:
-    """Refuse rows and a ``collate_rows`` that depend on the order of requests, such as a growing vocabulary.
-
-    Whoever comes first decides what all later ones are made of. Lists and dicts that the user's code reaches
-    (attributes, closures, globals) are put back between two rounds in which the first rows come in opposite orders.
-    This runs before anything else reads the rows; what was filled earlier is not seen.
-    """
-    dataset = getattr(data, "dataset", None)
-    if dataset is None or not hasattr(data, "train_units"):
-        return
-    rows = range(min(len(dataset), _FIRST))
-    if _depends_on_the_first([dataset], [partial(dataset.__getitem__, row) for row in rows]):
-        _refuse_other_rows()
-    with kept_generators():
-        found = [dataset[row] for row in rows]
-    if _depends_on_the_first([module], [partial(module.collate_rows, [row]) for row in found]):
-        raise UnsupportedModelError(
-            f"privacy={module.privacy.name} cannot train {type(module).__name__}: the output of collate_rows for a "
-            "row depends on the rows of earlier calls, so one unit affects all later ones. Build lookup tables, such "
-            "as a vocabulary, from public texts beforehand.",
-            trap="T11",
-        )
-
-
-def _depends_on_the_first(roots: Sequence[Any], calls: Sequence[Callable[[], Any]]) -> bool:
-    """Return whether the results of ``calls`` depend on their order, by containers that ``roots`` reach."""
-    held = [(each, len(each)) for each in _containers(roots)]
-    with kept_generators():
-        forward = [_answer(number, call) for number, call in enumerate(calls)]
-        grown = [(each, size) for each, size in held if len(each) > size]
-        if not grown:
-            return False
-        _cut_back(grown)
-        backward = [_answer(number, call) for number, call in reversed(list(enumerate(calls)))]
-        _cut_back(grown)
-    return forward != backward[::-1]
-
-
-def _answer(number: int, call: Callable[[], Any]) -> bytes | None:
-    seed_everywhere(number)
-    return readable_content([call()])
-
-
-def _cut_back(containers: Sequence[tuple[dict[Any, Any] | list[Any], int]]) -> None:
-    for each, size in containers:
-        if isinstance(each, dict):
-            for key in list(islice(each, size, None)):
-                del each[key]
-        else:
-            del each[size:]
-
-
-def _containers(roots: Sequence[Any]) -> Iterator[dict[Any, Any] | list[Any]]:
-    """Yield the dicts and lists that ``roots`` and the user's functions reach, in closures and globals too."""
-    waiting, seen = deque(roots), set[int]()
-    while waiting and len(seen) < _REACHED:  # the nearest first
-        value = waiting.popleft()
-        if id(value) in seen or isinstance(value, HOLD_NO_CODE):
-            continue
-        seen.add(id(value))
-        if isinstance(value, (dict, list)):
-            yield value
-        if isinstance(value, (dict, list, tuple, set, frozenset)):
-            waiting += islice(value.values() if isinstance(value, dict) else value, _SETTINGS)
-        elif isinstance(value, partial):
-            waiting += [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, MethodType):
-            waiting += [value.__self__, value.__func__]
-        elif isinstance(value, FunctionType):
-            if not is_library(value.__module__):
-                waiting += [read for _, read in reads_of(value)]
-        elif not isinstance(value, ModuleType):
-            kinds = value.__mro__ if isinstance(value, type) else [value, *type(value).__mro__]
-            own = [kind for kind in kinds if not isinstance(kind, type) or not is_library(kind.__module__)]
-            waiting += [each for kind in own for each in getattr(kind, "__dict__", {}).values()]
 
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
@@ -253,8 +176,6 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-#: So many rows are read in two orders, and so many objects are looked at for lists and dicts that grow meanwhile.
-_FIRST, _REACHED = 8, 5_000
 #: After so many units without a named row, a data set is not asked for the others.
 UNNAMED = 99
 
@@ -303,9 +224,9 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
             _refuse_remembering(dataset, sampler)
         return True
     _refuse_fetching_together(dataset)
-    units_in_turn = range(min(sampler.units, _FIRST))
-    if _depends_on_the_first([dataset], [partial(_rows_of, dataset, unit) for unit in units_in_turn]):
-        _refuse_other_rows()
+    units_in_turn = range(min(sampler.units, FIRST))
+    if depends_on_the_first([dataset], [partial(_rows_of, dataset, unit) for unit in units_in_turn]):
+        refuse_other_rows()
     owners, seen, unnamed = UnitOwners(sampler.unit), False, False
     with kept_generators():
         for unit in range(sampler.units):
@@ -349,7 +270,7 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
                 trap="T38",
             )
         if found[2] != found[3]:
-            _refuse_other_rows()
+            refuse_other_rows()
 
 
 def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> None:
@@ -418,15 +339,6 @@ class UnchangedUnits:
             raise
         except BaseException:  # it ends the run where the unit is drawn, by what is known of such ends
             return None
-
-
-def _refuse_other_rows() -> NoReturn:
-    raise DataError(
-        "The training data set gives other rows for a unit when another one was requested before it, so one unit "
-        "affects the training rows of others, which no clipping bounds. Its rows must depend only on the requested "
-        "number: build a vocabulary, for example, from public texts beforehand (datamodule.train_dataloader).",
-        trap="T38",
-    )
 
 
 def _ask(dataset: Any, unit: int) -> Any:

@@ -31,11 +31,11 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch.nn.parameter import UninitializedParameter
 
 from lit_dpret.callbacks.averages import refuse_averages
+from lit_dpret.callbacks.first_come import refuse_first_come
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
 from lit_dpret.callbacks.origins import refuse_cards_behind, refuse_other_weights, refuse_set_later
 from lit_dpret.callbacks.own_code import (
     refuse_changed_batches,
-    refuse_first_come,
     refuse_random_layers,
     refuse_replaced_weighting,
     refuse_saved_data,

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -316,6 +316,53 @@ def test_rows_made_by_a_vocabulary_that_grows_are_refused_and_those_of_a_cache_a
             return cache.setdefault(row, (torch.full((4,), row / 60), row % 3))
 
     fit(tmp_path / "cache", made(), data(Cached()), max_steps=1)
+
+
+SCALES: dict[str, Any] = {}
+
+
+class ScaledAtFirstUse(Dataset[Any]):
+    """Divides its rows by the largest number of the first one that is read."""
+
+    scale: Any = None
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = rows()[row]
+        if self.scale is None:
+            self.scale = x.abs().max()
+        return x / self.scale, y
+
+
+class Scaling:
+    """Centres rows by those of the first call, ``public`` ones by what is no row."""
+
+    def __init__(self, *, public: bool = False) -> None:
+        self.public, self.mean = public, None
+
+    def __call__(self, given: list[Any]) -> Any:
+        x, y = default_collate(given)
+        if self.mean is None:
+            self.mean = torch.ones(4) if self.public else x.mean(0)
+        return x - self.mean, y
+
+
+def scaled_by_a_global(given: list[Any]) -> Any:
+    x, y = default_collate(given)
+    return x / SCALES.setdefault("std", SimpleNamespace(of=x.std(0))).of, y
+
+
+def test_a_scale_that_is_set_by_the_first_rows_is_refused_wherever_it_is_kept(tmp_path: Path) -> None:
+    SCALES.clear()
+    with pytest.raises(DataError) as refused:
+        fit(tmp_path / "rows", made(), data(ScaledAtFirstUse()))
+    assert refused.value.trap == "T38"
+    for number, collate in enumerate((Scaling(), scaled_by_a_global)):
+        with pytest.raises(UnsupportedModelError, match="collate_rows"):
+            fit(tmp_path / f"batch{number}", made(collate_fn=collate))
+    fit(tmp_path / "public", made(collate_fn=Scaling(public=True)), max_steps=1)
 
 
 class Fresh(Dataset[Any]):

@@ -1,0 +1,157 @@
+"""Refuse data and collations of which whoever comes first decides what all others are made of.
+
+A vocabulary that grows, or a scale that is set at the first call, is made of private rows: one unit changes all others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NoReturn
+
+from lit_dpret.errors import DataError, UnsupportedModelError
+from lit_dpret.privacy.content import readable_content
+from lit_dpret.privacy.user_code import HOLD_NO_CODE, Space, is_library, reads_of
+from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
+
+#: So many rows or units are asked for, and so many objects are looked at for what they hold.
+FIRST, _REACHED = 8, 5_000
+#: Of a longer container only what it grows by is put back, and only so many of its values are looked into.
+_COPIED, _LOOKED_INTO = 10_000, 64
+_Cached: Any = type(lru_cache(lambda: None))
+
+
+def refuse_first_come(module: Any, data: Any) -> None:
+    """Refuse rows and a ``collate_rows`` that depend on the order of requests, such as a growing vocabulary.
+
+    Containers, attributes, closures and globals that the user's code reaches are put back between two rounds in which
+    the first rows come in opposite orders. This runs before anything else reads the rows; what was set earlier is not
+    seen, nor a value that is written in place and never bound.
+    """
+    dataset = getattr(data, "dataset", None)
+    if dataset is None or not hasattr(data, "train_units"):
+        return
+    rows = range(min(len(dataset), FIRST))
+    if depends_on_the_first([dataset], [partial(dataset.__getitem__, row) for row in rows]):
+        refuse_other_rows()
+    with kept_generators():
+        found = [dataset[row] for row in rows]
+    pairs = [found[at : at + 2] for at in range(0, len(found), 2)]  # a scale of a single row may be no number
+    if depends_on_the_first([module], [partial(module.collate_rows, pair) for pair in pairs]):
+        raise UnsupportedModelError(
+            f"privacy={module.privacy.name} cannot train {type(module).__name__}: the output of collate_rows for a "
+            "row depends on the rows of earlier calls, so one unit affects all later ones. Build lookup tables and "
+            "scales, such as a vocabulary, from public texts beforehand.",
+            trap="T11",
+        )
+
+
+def depends_on_the_first(roots: Sequence[Any], calls: Sequence[Callable[[], Any]]) -> bool:
+    """Return whether the results of ``calls`` depend on their order, by what ``roots`` reach and they change."""
+    held = [(each, _read(each)) for each in _holders(roots)]
+    with kept_generators():
+        forward = [_answer(number, call) for number, call in enumerate(calls)]
+        if not _put_back(held):
+            return False
+        backward = [_answer(number, call) for number, call in reversed(list(enumerate(calls)))]
+        _put_back(held)
+    return forward != backward[::-1]
+
+
+def _answer(number: int, call: Callable[[], Any]) -> bytes | None:
+    seed_everywhere(number)
+    return readable_content([call()])
+
+
+def _read(holder: Any) -> Any:
+    """Return what a container or a `Space` holds; of a long container its length."""
+    if isinstance(holder, _Cached):
+        return holder.cache_info().currsize
+    if isinstance(holder, Space):
+        return holder.read()
+    return holder.copy() if len(holder) <= _COPIED else len(holder)
+
+
+def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
+    """Let holders hold what they held; return whether one of them held something else."""
+    changed = False
+    for holder, before in held:
+        now = _read(holder)
+        if isinstance(before, int):
+            changed |= (now if isinstance(now, int) else len(now)) > before
+            _cut_back(holder, before)
+        elif not _are_the_same(before, now):
+            changed = True
+            if isinstance(holder, Space):
+                others = {name: value for name, value in before.items() if now.get(name, now) is not value}
+                holder.write(others, now.keys() - before.keys())
+            elif isinstance(holder, dict):
+                holder.clear()
+                holder.update(before)
+            else:
+                holder[:] = before
+    return changed
+
+
+def _are_the_same(before: Any, now: Any) -> bool:
+    if isinstance(now, int) or len(before) != len(now):
+        return False
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
+    return all(one is other for one, other in zip(before, now, strict=True))
+
+
+def _cut_back(holder: Any, size: int) -> None:
+    if isinstance(holder, _Cached):
+        holder.cache_clear()
+    elif isinstance(holder, dict):
+        for key in list(islice(holder, size, None)):
+            del holder[key]
+    else:
+        del holder[size:]
+
+
+def _holders(roots: Sequence[Any]) -> Iterator[Any]:
+    """Yield what ``roots`` and the user's functions reach that may come to hold something else.
+
+    Dicts, lists, cached functions, and the `Space` of each object, class and function that is not a library's.
+    """
+    waiting, seen = deque(roots), set[int]()
+    while waiting and len(seen) < _REACHED:  # the nearest first
+        value = waiting.popleft()
+        if id(value) in seen or isinstance(value, HOLD_NO_CODE):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (dict, list, _Cached)):
+            yield value
+        if isinstance(value, (dict, list, tuple, set, frozenset)):
+            waiting += islice(value.values() if isinstance(value, dict) else value, _LOOKED_INTO)
+        elif isinstance(value, partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            waiting += [value.__self__, value.__func__]
+        elif isinstance(value, _Cached):
+            waiting.append(value.__wrapped__)
+        elif isinstance(value, FunctionType):
+            if not is_library(value.__module__):
+                yield Space(value)
+                waiting += [read for _, read in reads_of(value)]
+        elif not isinstance(value, ModuleType):
+            kinds = value.__mro__ if isinstance(value, type) else [value, *type(value).__mro__]
+            own = [kind for kind in kinds if not isinstance(kind, type) or not is_library(kind.__module__)]
+            waiting += [each for kind in own for each in getattr(kind, "__dict__", {}).values()]
+            if own and not is_library(getattr(value, "__module__", None) or type(value).__module__):
+                yield Space(value)
+
+
+def refuse_other_rows() -> NoReturn:
+    """Refuse a data set whose rows of a unit follow from which unit was asked for before it."""
+    raise DataError(
+        "The training data set gives other rows for a unit when another one was requested before it, so one unit "
+        "affects the training rows of others, which no clipping bounds. Its rows must depend only on the requested "
+        "number: build a vocabulary, for example, from public texts beforehand (datamodule.train_dataloader).",
+        trap="T38",
+    )
