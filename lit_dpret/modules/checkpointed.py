@@ -154,7 +154,13 @@ def _optimizer_of(module: Any) -> dict[str, Any]:
     spec = getattr(module, "optimizer_spec", None)
     settings = {} if spec is None else {name: plain_value(value) for name, value in asdict(spec).items()}
     found = [] if module._trainer is None else module.trainer.optimizers
-    return settings | ({_CLASS: " and ".join(type(each).__name__ for each in found)} if found else {})
+    return settings | ({_CLASS: " and ".join(map(_named, found))} if found else {})
+
+
+def _named(optimizer: Any) -> str:
+    sizes = [str(len(group["params"])) for group in optimizer.param_groups]
+    name = type(optimizer).__name__
+    return name if len(sizes) == 1 else f"{name} with groups of {' and '.join(sizes)} parameters"
 
 
 def is_plain(value: Any) -> bool:

@@ -306,13 +306,19 @@ def test_a_schedule_that_is_shorter_than_the_run_is_refused_before_the_first_ste
     fit(tmp_path / "longer", scheduled(tmp_path, length=STEPS), steps=STEPS)
 
 
+def in_groups(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first]}, {"params": others}], **settings)
+
+
 def test_a_resume_with_another_optimizer_of_ones_own_is_refused_before_a_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(RuntimeError, match="stop"):
         fit(run, scheduled(tmp_path), steps=STEPS, extra=[PrivacyCard(), StopAfter(3)])
     before = len(records(run))
-    with pytest.raises(ResumeError, match="Adam"):
-        fit(run, scheduled(tmp_path, kind=torch.optim.Adam), steps=STEPS, extra=[PrivacyCard()], resume=True)
+    for kind, named in ((torch.optim.Adam, "Adam"), (in_groups, "groups of 1 and 3")):
+        with pytest.raises(ResumeError, match=named):
+            fit(run, scheduled(tmp_path, kind=kind), steps=STEPS, extra=[PrivacyCard()], resume=True)
     assert not {"intent", "release"} & {record["kind"] for record in records(run)[before:]}
     fit(run, scheduled(tmp_path), steps=STEPS, extra=[PrivacyCard()], resume=True)
     assert card(run)["claim"]["guarantee"] == "dp"
