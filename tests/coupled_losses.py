@@ -325,6 +325,20 @@ class FittedInADict(Plain):
         return self.losses(self.kept["normalise"](rows["inputs"]), rows["target"])
 
 
+class FittedInEachStep(Plain):
+    """Normalises by what it fitted on the first batch of a step, one of many objects in a dict."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.kept: dict[Any, Any] = {"before": Fitted(torch.zeros(1, 4))}
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        step = self.trainer.global_step
+        if step not in self.kept:
+            self.kept[step] = Fitted(rows["inputs"])
+        return self.losses(self.kept[step](rows["inputs"]), rows["target"])
+
+
 class FittedInTheSecondStep(FittedAtFirstUse):
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
         if self.trainer.global_step < 2:
@@ -363,7 +377,7 @@ class ClipsGradientsLater(Plain):
 
 COUPLED = (
     MinesInLargeBatches, TrimsATenth, GradientAloneInLargeBatches, DividedByManyRows, FittedAtFirstUse,
-    FittedClosureAtFirstUse, FittedInADict,
+    FittedClosureAtFirstUse, FittedInADict, FittedInEachStep,
     PreparedFromTheBatch, PreparedRows, CentredOncePerStep, CentredOncePerStepInAClosure, FittedOnceInAnObject,
     CentredByACache, QueueOncePerStep, Mixup, CentredTargets, SignOfTheBatch, WeaklyCoupled, DividedByTheNumberOfRows,
     CollatedInCompany, AugmentedAndCentred, ByPlace, FittedOnTheFirstBatch, GradientAlone, GradientAloneInBlocks,

@@ -144,8 +144,6 @@ class CouplingCheck:
                 if first or turn != 1:  # later in turn, which costs a third
                     company = (True, False) if most is part and first else (number % 2 == 0,)
                     passes.compare_company(most, company, gradients=first or turn == 2, later=first or turn == 0)
-                if (first or turn == 2) and not apart:
-                    passes.compare_scales(part)
                 if rows.batch.data_rows is not None:  # as many rows always, so that only this sees what looks back
                     passes.compare_company(most.keeping_the_last(), (number % 2 == 0,), gradients=False, later=False)
                     if rows.batch.alone is not None:
@@ -158,8 +156,11 @@ class CouplingCheck:
                         passes.compare_rounding(rows)
             if rows.batch.smallest is not None:
                 passes.compare_alone(rows.smallest(), of_pairs=of_pairs)
-            if (first or turn == 0) and previous is None and not (self._as_collated or lazy or apart):
-                passes.compare_as_trained(rows, of_pairs=of_pairs)
+            if previous is None and not (self._as_collated or lazy or apart):
+                if first or turn == 0:
+                    passes.compare_as_trained(rows, of_pairs=of_pairs)
+                if first or turn == 2:
+                    passes.compare_scales(rows.first(2), of_pairs=of_pairs)
             if not self._as_collated:
                 if not lazy:
                     earlier = self._earlier or given["before"]

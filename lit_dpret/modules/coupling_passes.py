@@ -153,14 +153,19 @@ class Passes:
         if bool(((first - other).abs() > allowed).any()):
             self._refuse(rows)
 
-    def compare_scales(self, rows: Rows) -> None:
-        """Compare the gradient of the kept rows' losses with that of a multiple of them.
+    def compare_scales(self, rows: Rows, *, of_pairs: bool) -> None:
+        """Compare the gradient of the kept rows' losses, or of their embeddings' sums, with that of a multiple of them.
 
         What rescales gradients on their way, such as a hook that clips a batch's, does it by what all rows have.
         """
+        if of_pairs and not hasattr(self.module, "pair_batch"):
+            return
         times, found = 2.0**10, []  # a power of two commutes with rounding
+        of_rows = self._embeddings if of_pairs else self._losses
         for factor in (times, 1.0):
-            losses = self._afresh(rows.as_they_are(), gradients=True)
+            self._kept_state.reset()
+            losses = of_rows(rows.as_they_are(), gradients=True)
+            losses = losses.sum(1) if of_pairs else losses
             found.append(self._gradient(losses * factor, rows.kept))
         multiple = {name: gradient * times for name, gradient in found[1].items()}
         if _far(multiple, found[0], 10 * TOLERANCE.get(losses.dtype, LOW_PRECISION)):
@@ -280,9 +285,9 @@ class Passes:
             what = "the embedding of a row is different when it is collated with other rows"
             self._refuse(rows, what if of_pairs else _DEPENDS)
 
-    def _embeddings(self, features: Any, *, as_trained: bool = False) -> Tensor:
+    def _embeddings(self, features: Any, *, as_trained: bool = False, gradients: bool = False) -> Tensor:
         seed_everywhere(self._seed)
-        with torch.no_grad(), self._wide(as_trained), _FixedCoins():
+        with torch.set_grad_enabled(gradients), self._wide(as_trained), _FixedCoins():
             sides = self.module.pair_batch(self._prepared(features)).sides
             return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
 

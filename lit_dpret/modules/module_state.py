@@ -41,6 +41,8 @@ OF_A_RUN = frozenset({
 OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret")
+#: Of a longer list, that many entries are looked at.
+_ENTRIES = 1000
 _CONTAINERS = (dict, list, set, deque)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
@@ -188,16 +190,17 @@ def _is_of_a_library(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether a value can be put back: plain values, tensors, generators, and lists of them."""
+    """Return whether a value can be put back: plain values, tensors, generators, and what a container holds."""
     if isinstance(value, _SCALARS):  # most are, and classes of torch answer slowly
         return True
     if isinstance(value, nn.Parameter):
         return False
     if isinstance(value, (Tensor, np.ndarray, torch.Generator, *GENERATORS)):
         return True
-    if isinstance(value, dict):
-        return all(_is_data(v) for v in value.values())
-    return isinstance(value, (list, tuple, set, deque)) and all(_is_data(v) for v in value)
+    if isinstance(value, _CONTAINERS) and len(value) <= _ENTRIES:  # whatever it holds is put back into it
+        return True
+    held = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (*_CONTAINERS, tuple)) and all(_is_data(v) for v in held)
 
 
 def _marks(values: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -236,7 +239,7 @@ def _saved(value: Any) -> Callable[[], Any]:
     """Return a function that returns ``value`` with the content that it has now."""
     if isinstance(value, (dict, list, deque, set, tuple)):
         return partial(_refilled, value, _contents(value))
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         # One that is expanded or made for inference is written by nobody.
         if not _is_copied(value) or value.is_inference() or 0 in value.stride():
             return partial(_same, value)
@@ -303,8 +306,6 @@ class Looks:
         self._next = self._count + 1
 
 
-#: Of a longer list, that many entries are looked at.
-_ENTRIES = 1000
 #: Values that hold nothing; a class derived from one may.
 _HOLD_NOTHING = (bool, int, float, str, type(None))
 #: Objects of these packages are not looked into.
@@ -320,6 +321,7 @@ class HookWatch:
           that was written, added or removed between the end of a batch and the beginning of the next. While the
           optimizer steps the same holds of the noised gradients, and not of the trained parameters and the state. A
           name of which a part is declared public passes.
+        - Between two updates no trained parameter changes, whoever writes it and whenever.
         - The end of every epoch and of the training is looked at, before a card, a model or a checkpoint is written.
         - A batch whose tensors are others than were collated is refused.
         - Where each rank holds parts of the parameters, the parameters are not looked at.
@@ -334,12 +336,23 @@ class HookWatch:
         """Restart the count at the first batch."""
         self._looks, self._updates = Looks(), Looks()
         self._seen: dict[str, int] | None = None
+        self._weights: dict[str, int] | None = None
         self._begun = False
+
+    def note_weights(self, module: Any) -> None:
+        """Store the trained parameters after an update."""
+        self._weights = _weights(module)
+
+    def compare_weights(self, module: Any, public: Collection[str]) -> None:
+        """Refuse, before an update, what was written into a trained parameter since the last one."""
+        if self._weights is not None:
+            _refuse_writes(module, self._weights, _weights(module), public, "between two updates")
 
     def note_first(self, module: Any) -> None:
         """Store the state of ``module`` before the hooks of its first batch; later calls do nothing."""
         if not self._begun:
             self._begun, self._seen = True, _values(module)
+            self.note_weights(module)
 
     def note(self, module: Any, coin: int, *, ends_epoch: bool) -> None:
         """Store the state of ``module`` at the end of a batch, if the next one is checked."""
@@ -402,6 +415,11 @@ def _refuse_writes(
                 "average of a teacher, list its name in public_metrics of the module or callback.",
                 trap="T11",
             )
+
+
+def _weights(module: Any) -> dict[str, int]:
+    held = {} if module.in_shards else trainable(module)
+    return dict(zip(held, checksums(held.values()), strict=True))
 
 
 def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict[str, int]:

@@ -496,6 +496,8 @@ class PrivateModule(Checkpointed):
         """Prepare further inputs of the loss for a physical batch with rows, such as public passages."""
 
     def _logical_step(self, guard: Guard, attempt: int, step: int) -> None:
+        if self._hides_rows:
+            self._hooks.compare_weights(self, self._public() | ALWAYS)
         sums = self._handover.add_up(self.privacy.take())
         self._loss_sum += sum(read(self._losses))
         self._losses.clear()
@@ -515,6 +517,8 @@ class PrivateModule(Checkpointed):
         optimizer.zero_grad(set_to_none=True)
         self._move_schedules(step + 1)
         self.updating = False
+        if self._hides_rows:
+            self._hooks.note_weights(self)
         if self.privacy.guarantee == "dp":  # of released weights alone, so that an end by them tells nothing further
             self._ranks.together(lambda: refuse_infinite(self, step), quick=True)
         if not self._hides_rows:

@@ -43,7 +43,8 @@ class StateWatch:
           or trainable, also where it holds the same values again.
         - A write through ``.data`` to a buffer of up to ``SMALL`` bytes is refused in every batch.
         - A write through ``.data`` to any other buffer or to a parameter is refused in batches 1, 2, 4, 8 and so on; in
-          between it is not looked for. On XLA, where values are read at a cost, that holds for small buffers too.
+          between it is not looked for (`HookWatch` looks at trained parameters before every update). On XLA, where
+          values are read at a cost, that holds for small buffers too.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -34,6 +34,7 @@ from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.state_watch import StateWatch
 
 Patch = pytest.MonkeyPatch
 
@@ -87,6 +88,25 @@ def test_a_coupling_that_begins_later_is_found_in_a_later_batch_and_leaves_no_cl
         train(tmp_path, CoupledFromStepThree)
     records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
     assert any(isinstance(release, NonPrivateRelease) for release in charged_releases(records))
+
+
+class WritesInTheSixthStep(Plain):
+    """Sets a weight to a mean of private rows in a batch in which no values are compared."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        if self.trainer.global_step == 5:
+            self.net[3].bias.data.zero_().add_(rows["target"].mean())
+        return super().per_row_loss(rows)
+
+
+def test_a_weight_that_is_written_in_any_step_is_refused_before_the_next_update(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(Looks, "due", lambda *_: False)
+    monkeypatch.setattr(StateWatch, "_compares_values", False)
+    with pytest.raises(UnsupportedModelError, match=r"net\.3\.bias") as refusal:
+        train(tmp_path, WritesInTheSixthStep)
+    assert refusal.value.trap == "T11"
 
 
 class EveryBatch(Looks):

@@ -29,6 +29,7 @@ from lit_dpret.encoders.vision import EmbeddingNet, ResNet18
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
+from lit_dpret.modules.module_state import Looks
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
 from lit_dpret.tasks import Export
@@ -101,6 +102,18 @@ class CentresManyTexts(MeanOfWords):
         return found if len(found) < 5 else found - found.mean(0).detach()
 
 
+class ClipsGradients(MeanOfWords):
+    """Shortens the gradient of all its embeddings together, after the first step."""
+
+    trained_by: Any = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = super().forward(ids)
+        if found.requires_grad and self.trained_by[0].trainer.global_step > 0:
+            found.register_hook(lambda gradient: gradient * (0.1 / gradient.norm()).clamp(max=1.0))
+        return found
+
+
 def padded_views(rows: list[Any]) -> dict[str, Tensor]:
     def side(texts: list[str]) -> Tensor:
         ids = [torch.tensor([1 + WORDS.index(word) for word in text.split()]) for text in texts]
@@ -110,6 +123,21 @@ def padded_views(rows: list[Any]) -> dict[str, Tensor]:
 
 
 NETS = {"own": (MeanOfWords, False), "padded": (MeanOfWords, True), "centred": (CentresManyTexts, False)}
+
+
+def test_a_gradient_that_is_rescaled_by_those_of_other_texts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = ClipsGradients(padded=False)
+    module = EmbeddingTrainer(
+        privacy=MODES["logit_dp"](noise_seed=3), optimizer=OptimizerSpec(lr=0.01), net=net, views=padded_views
+    )
+    net.trained_by = (module,)
+    made = iter(range(1, 100))  # every batch is looked at
+    monkeypatch.setattr(Looks, "due", lambda looks, _: bool(setattr(looks, "made", next(made)) or True))
+    with pytest.raises(UnsupportedModelError) as raised:
+        fit(tmp_path / "run", module, texts(tmp_path), steps=2)
+    assert raised.value.trap == "T11"
 
 
 @pytest.mark.parametrize("net", NETS)
