@@ -12,15 +12,20 @@ from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from lit_dpret.errors import DataError, UnsupportedModelError
 from lit_dpret.privacy.content import readable_content
+from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_code import HOLD_NO_CODE, Space, is_library, reads_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 #: So many rows or units are asked for, and so many objects are looked at for what they hold.
 FIRST, _REACHED = 8, 5_000
 #: Of a longer container only what it grows by is put back, and only so many of its values are looked into.
-_COPIED, _LOOKED_INTO = 10_000, 64
+_COPIED, _LOOKED_INTO, _BYTES = 10_000, 64, 1 << 16
 _Cached: Any = type(lru_cache(lambda: None))
 
 
@@ -29,7 +34,7 @@ def refuse_first_come(module: Any, data: Any) -> None:
 
     Containers, attributes, closures and globals that the user's code reaches are put back between two rounds in which
     the first rows come in opposite orders. This runs before anything else reads the rows; what was set earlier is not
-    seen, nor a value that is written in place and never bound.
+    seen.
     """
     dataset = getattr(data, "dataset", None)
     if dataset is None or not hasattr(data, "train_units"):
@@ -72,7 +77,9 @@ def _read(holder: Any) -> Any:
         return holder.cache_info().currsize
     if isinstance(holder, Space):
         return holder.read()
-    return holder.copy() if len(holder) <= _COPIED else len(holder)
+    if isinstance(holder, Tensor):
+        return holder.detach().clone()
+    return holder.copy() if len(holder) <= _COPIED or isinstance(holder, np.ndarray) else len(holder)
 
 
 def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
@@ -88,17 +95,23 @@ def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
             if isinstance(holder, Space):
                 others = {name: value for name, value in before.items() if now.get(name, now) is not value}
                 holder.write(others, now.keys() - before.keys())
-            elif isinstance(holder, dict):
+            elif isinstance(holder, (dict, set)):
                 holder.clear()
                 holder.update(before)
+            elif isinstance(holder, Tensor):
+                holder.data.copy_(before)
             else:
-                holder[:] = before
+                holder[... if isinstance(holder, np.ndarray) else slice(None)] = before
     return changed
 
 
 def _are_the_same(before: Any, now: Any) -> bool:
+    if isinstance(before, (Tensor, np.ndarray)):
+        return same_values(before, now) if isinstance(before, Tensor) else before.tobytes() == now.tobytes()
     if isinstance(now, int) or len(before) != len(now):
         return False
+    if isinstance(before, set):
+        return bool(before == now)
     if isinstance(before, dict):
         return before.keys() == now.keys() and all(now[key] is value for key, value in before.items())
     return all(one is other for one, other in zip(before, now, strict=True))
@@ -122,10 +135,12 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
     waiting, seen = deque(roots), set[int]()
     while waiting and len(seen) < _REACHED:  # the nearest first
         value = waiting.popleft()
+        if _is_small(value) and id(value) not in seen:
+            yield value
         if id(value) in seen or isinstance(value, HOLD_NO_CODE):
             continue
         seen.add(id(value))
-        if isinstance(value, (dict, list, _Cached)):
+        if isinstance(value, (dict, list, set, _Cached)):
             yield value
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             waiting += islice(value.values() if isinstance(value, dict) else value, _LOOKED_INTO)
@@ -145,6 +160,17 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
             waiting += [each for kind in own for each in getattr(kind, "__dict__", {}).values()]
             if own and not is_library(getattr(value, "__module__", None) or type(value).__module__):
                 yield Space(value)
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value is a tensor or an array that is written in place at little cost."""
+    if isinstance(value, np.ndarray):
+        return value.flags.writeable and value.nbytes <= _BYTES
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return False
+    if value.is_meta or value.is_inference() or value.is_quantized or value.is_nested:
+        return False
+    return value.numel() * value.element_size() <= _BYTES
 
 
 def refuse_other_rows() -> NoReturn:

@@ -354,12 +354,28 @@ def scaled_by_a_global(given: list[Any]) -> Any:
     return x / SCALES.setdefault("std", SimpleNamespace(of=x.std(0))).of, y
 
 
+class FirstSeen:
+    """Numbers words by their first occurrence, in an array that it writes in place."""
+
+    def __init__(self) -> None:
+        self.known, self.count = np.full(60, np.nan), 0
+
+    def __call__(self, given: list[Any]) -> Any:
+        x, y = default_collate(given)
+        for value in x[:, 0].tolist():
+            if value not in self.known:
+                self.known[self.count] = value
+                self.count += 1
+        places = torch.tensor([np.flatnonzero(self.known == value)[0] for value in x[:, 0].tolist()])
+        return x + places[:, None], y
+
+
 def test_a_scale_that_is_set_by_the_first_rows_is_refused_wherever_it_is_kept(tmp_path: Path) -> None:
     SCALES.clear()
     with pytest.raises(DataError) as refused:
         fit(tmp_path / "rows", made(), data(ScaledAtFirstUse()))
     assert refused.value.trap == "T38"
-    for number, collate in enumerate((Scaling(), scaled_by_a_global)):
+    for number, collate in enumerate((Scaling(), scaled_by_a_global, FirstSeen())):
         with pytest.raises(UnsupportedModelError, match="collate_rows"):
             fit(tmp_path / f"batch{number}", made(collate_fn=collate))
     fit(tmp_path / "public", made(collate_fn=Scaling(public=True)), max_steps=1)

@@ -241,7 +241,8 @@ def _saved(value: Any) -> Callable[[], Any]:
         return partial(_refilled, value, _contents(value))
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         # One that is expanded or made for inference is written by nobody.
-        if not _is_copied(value) or value.is_inference() or 0 in value.stride():
+        strided = value.layout is torch.strided
+        if not (strided and _is_copied(value)) or value.is_inference() or value.is_meta or 0 in value.stride():
             return partial(_same, value)
         return partial(_same, value, value.detach().copy_, value.detach().clone())
     if isinstance(value, np.ndarray) and value.flags.writeable and value.nbytes <= COPIED:
@@ -464,7 +465,7 @@ def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, np.ndarray):
-        if value.dtype.kind in "biuf" and value.dtype.isnative:
+        if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
             yield path, torch.from_numpy(np.ascontiguousarray(value))
     elif isinstance(value, (list, tuple, set, deque, Mapping)) or _is_foreign(value):
         if id(value) in seen:

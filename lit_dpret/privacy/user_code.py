@@ -218,7 +218,7 @@ class ReadByLoss:
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a value, and let what it holds wait to be looked at."""
         if isinstance(value, np.ndarray):
-            if value.dtype.kind in "biuf" and value.dtype.isnative:
+            if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
                 yield path, torch.from_numpy(np.ascontiguousarray(value))
             return
         if id(value) in self._seen or (isinstance(value, HOLD_NO_CODE) and not isinstance(value, Tensor)):

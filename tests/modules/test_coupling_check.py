@@ -203,6 +203,26 @@ class NoNumberAndCoins(NoNumberInSomeRecords):
         return found | {"target": found["target"] + 0.01 * torch.randn_like(found["target"])}
 
 
+TABLE = {
+    "names": np.array(["cat", "dog"]),
+    "missing": np.array([1.0, np.nan]),
+    "when": np.array(["2020"], "datetime64"),
+}
+
+
+class ReadsConstants(Plain):
+    """Texts, missing values, dates and large numbers that the loss reads and nobody writes."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.best, self.key, self.longest = float("nan"), 2**70, np.ones(2, np.longdouble)
+        self.sparse, self.objects = torch.eye(3).to_sparse(), np.array([None, "a"], dtype=object)
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        known = [TABLE, self.best, self.key, self.longest, self.sparse, self.objects, TABLE["names"], TABLE["missing"]]
+        return super().per_row_loss(rows) * (1 + 0 * len(known))
+
+
 class TowerOfSomeRows(Plain):
     """A part that is not called where no row of the batch needs it, and so has no gradient there."""
 
@@ -237,7 +257,7 @@ class DrawsLater(Plain):
 
 @pytest.mark.parametrize(
     "module", [Plain, PlainInBlocks, Augmented, LastLoss, Caching, NoNumberInSomeRecords, NoNumberAndCoins,
-               TowerOfSomeRows, Checkpointed, DrawsLater]
+               TowerOfSomeRows, Checkpointed, DrawsLater, ReadsConstants]
 )  # fmt: skip
 @pytest.mark.parametrize("rows", ["one", "all"])
 def test_an_honest_module_trains(module: type[Any], rows: str, tmp_path: Path) -> None:

@@ -285,7 +285,8 @@ class RecordingCheck:
                 f"The gradient at {use.site.name} ({type(use.site.module).__name__}) cannot be assigned to units: its "
                 f"first axis{axis} is not the batch{order} (put the batch first, or expand shared tensors to the "
                 "batch), or the loss of one unit depends on another unit (in-batch negatives, batch statistics), which "
-                "clipping cannot bound. Compute each row's loss from that row alone, or choose a mode for coupled "
+                "clipping cannot bound, or a hook changes gradients by more than a factor (privacy.engine=loop takes "
+                "one that works row by row). Compute each row's loss from that row alone, or choose a mode for coupled "
                 "losses, as lit_dpret.modules.DualEncoder has them (docs/modes.md). "
                 f"({len(wrong)} of {len(uses)} recorded calls are concerned.)",
                 trap="T10",
