@@ -5,7 +5,7 @@ A vocabulary that grows, or a scale that is set at the first call, is made of pr
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
@@ -26,6 +26,8 @@ from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 FIRST, _REACHED = 8, 5_000
 #: Of a longer container only what it grows by is put back, and only so many of its values are looked into.
 _COPIED, _LOOKED_INTO, _BYTES = 10_000, 64, 1 << 16
+#: Others of their kind may be filled in another way, or not at all.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 _Cached: Any = type(lru_cache(lambda: None))
 
 
@@ -48,8 +50,8 @@ def refuse_first_come(module: Any, data: Any) -> None:
     if depends_on_the_first([module], [partial(module.collate_rows, pair) for pair in pairs]):
         raise UnsupportedModelError(
             f"privacy={module.privacy.name} cannot train {type(module).__name__}: the output of collate_rows for a "
-            "row depends on the rows of earlier calls, so one unit affects all later ones. Build lookup tables and "
-            "scales, such as a vocabulary, from public texts beforehand.",
+            "row depends on the rows of earlier calls, as by a vocabulary or a running mean, so one unit affects all "
+            "later ones. Build lookup tables and scales from public texts beforehand.",
             trap="T11",
         )
 
@@ -140,7 +142,7 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
         if id(value) in seen or isinstance(value, HOLD_NO_CODE):
             continue
         seen.add(id(value))
-        if isinstance(value, (dict, list, set, _Cached)):
+        if type(value) in _CONTAINERS or isinstance(value, _Cached):
             yield value
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             waiting += islice(value.values() if isinstance(value, dict) else value, _LOOKED_INTO)

@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 from typing import Any, Self
 
 import lightning as L
+from torch import nn
 
 from lit_dpret.distributed.handover import refuse_zero_state
 from lit_dpret.errors import DataError, ResumeError, first_line
@@ -31,7 +32,8 @@ class NotesItsStart(ABCMeta):
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         module = ABCMeta.__call__(cls, *args, **settings)  # Lightning takes a frame with super() for a constructor
-        note_built(module)
+        given = [part for part in (*args, *settings.values()) if isinstance(part, nn.Module)]
+        note_built(module, given)
         return module
 
 

@@ -30,7 +30,13 @@ from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.collation import leaves
 from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
 from lit_dpret.privacy.state_watch import checksums, same_values
-from lit_dpret.privacy.user_generators import kept_generators, own_generators, python_and_numpy_now, seed_everywhere
+from lit_dpret.privacy.user_generators import (
+    generators_now,
+    kept_generators,
+    own_generators,
+    python_and_numpy_now,
+    seed_everywhere,
+)
 
 #: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
 #: autocast, whose rounding would hide more.
@@ -114,7 +120,7 @@ class Passes:
         losses = losses.detach()[rows.kept]
         return _Seen(losses, gradient, self._later(rows.alone()) if later else losses[:0])
 
-    def compare_sizes(self, rows: Rows) -> None:
+    def compare_sizes(self, rows: Rows, *, again: bool = True) -> None:
         """Compare the losses of the kept rows with and without the others, and what either batch leaves for later."""
         (features, places), found, drawn, after, counted = rows.others_alone(), [], [], [], []
         for batch in (rows.as_they_are(), rows.alone(), features):
@@ -125,6 +131,8 @@ class Passes:
                 after.append(self._later(rows.alone()))
                 counted.append((once, self._kept_state.numbers()))
         if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
+            if again:  # another thread may have drawn meanwhile
+                return self.compare_sizes(rows, again=False)
             self._refuse_other_coins()
         together, alone, others = found
         if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
@@ -144,22 +152,30 @@ class Passes:
             of_pairs and not hasattr(self.module, "pair_batch")
         ):
             return
-        of_rows, found = self._embeddings if of_pairs else self._losses, []
-        for features in (rows.as_they_are(), rows.as_they_are(), rows.with_other_company(from_kept=False)):
+        halves, found = (rows, rows.keeping_the_last()), []
+        for features in (
+            rows.as_they_are(),
+            rows.as_they_are(),
+            *(h.with_other_company(from_kept=True) for h in halves),
+        ):
             self._kept_state.reset()
-            values = of_rows(features, as_trained=True)[rows.kept].double()
+            values = (self._embeddings if of_pairs else self._losses)(features, as_trained=True).double()
             found.append(values.where(values.isfinite(), 0.0))
-        first, again, other = found
+        first, again, *in_company = found
         allowed = 1e-3 * first.abs().max() + 4 * (first - again).abs().max()
-        if bool(((first - other).abs() > allowed).any()):
-            self._refuse(rows)
+        for half, other in zip(halves, in_company, strict=True):
+            if bool(((first - other)[half.kept].abs() > allowed).any()):
+                self._refuse(rows)
 
     def compare_scales(self, rows: Rows, *, of_pairs: bool) -> None:
         """Compare the gradient of the kept rows' losses, or of their embeddings' sums, with that of a multiple of them.
 
         What rescales gradients on their way, such as a hook that clips a batch's, does it by what all rows have.
         """
-        if of_pairs and not hasattr(self.module, "pair_batch"):
+        low = any(parameter.dtype not in TOLERANCE for parameter in self._parameters.values())
+        if of_pairs and (
+            low or not hasattr(self.module, "pair_batch")
+        ):  # no mode differentiates those in low precision
             return
         times, found = 2.0**10, []  # a power of two commutes with rounding
         of_rows = self._embeddings if of_pairs else self._losses
@@ -307,7 +323,7 @@ class Passes:
             draws = coins != python_and_numpy_now()
         return _Collated(found, own_generators(islice(objects_in(module), _OBJECTS)), draws)
 
-    def compare_collated(self, rows: Rows, own: list[Any], others: list[Any]) -> None:
+    def compare_collated(self, rows: Rows, own: list[Any], others: list[Any], *, again: bool = True) -> None:
         """Compare the losses of rows that were collated alone with those of the same rows before and after others."""
         if rows.batch.data_rows is not None:  # as many as have a slot
             slots = len(rows.batch.mask)
@@ -323,6 +339,8 @@ class Passes:
                 found.append(self._afresh(batch.rows, fixed_coins=True)[places[first - at :][: len(own)]])
                 drawn.append(python_and_numpy_now())
             if drawn[0] != drawn[1]:
+                if again:
+                    return self.compare_collated(rows, own, others, again=False)
                 self._refuse_other_coins()
             if _differ(found[0], found[1], floor=FLOOR):
                 self._refuse(rows)
@@ -401,8 +419,10 @@ class Passes:
         """Return the row losses, ``(rows,)``; with ``fixed_coins`` no shape decides which random number a row gets."""
         seed_everywhere(self._seed)
         coins = self._coins() if fixed_coins else nullcontext()
+        before = None if self._fixes_coins else generators_now()
         with torch.set_grad_enabled(gradients or self._differentiates), coins, self._wide(as_trained):
             losses: Tensor = self.module.per_row_loss(self._prepared(features))
+        self.drew |= before is not None and generators_now() != before
         return losses if gradients else losses.detach()
 
     def _wide(self, as_trained: bool) -> AbstractContextManager[object]:

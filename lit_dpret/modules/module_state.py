@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,7 +43,8 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret")
 #: Of a longer list, that many entries are looked at.
 _ENTRIES = 1000
-_CONTAINERS = (dict, list, set, deque)
+#: Others of their kind may be filled in another way (``Counter``), or not at all.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -106,34 +107,28 @@ class KeptState:
     def without_objects_since(self, earlier: KeptState, public: frozenset[str]) -> Iterator[list[str]]:
         """Let a pass find what an ``earlier`` state had where there is an object now, and yield the names of these.
 
-        That is nothing, None, or a container of plain data; of this state itself also another object. Those of
-        ``public`` names stay.
+        That is nothing, or None; of this state itself also another object. Those of ``public`` names stay.
         """
         kept = zip(earlier._spaces, earlier._first, earlier._objects, strict=True)
-        before = {id(space.owner): values | (objects if earlier is self else {}) for space, values, objects in kept}
-        known = {
-            id(space.owner): set(objects) for space, objects in zip(earlier._spaces, earlier._objects, strict=True)
-        }
-        found: list[tuple[Space, str, Any, Any]] = []
-        for space in (space for space in self._spaces if id(space.owner) in before):
-            was = before[id(space.owner)]
-            for name, value in _objects_of(space, _data_of(space)).items():
-                if name in public or (name in was and was[name] is value):
-                    continue
-                if name in was or name not in known[id(space.owner)]:
-                    found.append((space, name, value, copy.copy(value) if isinstance(value, _CONTAINERS) else None))
+        before = {id(space.owner): (values, objects) for space, values, objects in kept}
+        names, undo = [], list[Callable[[], object]]()
         try:
-            for space, name, _, _ in found:
-                was = before[id(space.owner)]
-                there = was[name]() if isinstance(was.get(name), partial) else was.get(name)
-                space.write({name: there} if name in was else {}, [] if name in was else [name])
-            yield [name for _, name, _, _ in found]
+            for space in (space for space in self._spaces if id(space.owner) in before):
+                values, objects = before[id(space.owner)]
+                for name, value in _objects_of(space, _data_of(space)).items():
+                    is_new = objects.get(name) is not value if earlier is self else name not in objects
+                    if name in public or not is_new:
+                        continue
+                    names.append(name)
+                    undo.append(partial(space.write, {name: value}, []))
+                    there = (
+                        {name: values[name]()} if name in values else {name: objects[name]} if name in objects else {}
+                    )
+                    space.write(there, [] if there else [name])
+            yield names
         finally:
-            for space, name, value, content in found:
-                if content is not None:
-                    _refilled(value, [True, list(content) if isinstance(content, dict) else None,
-                                      list(content.values() if isinstance(content, dict) else content)])  # fmt: skip
-                space.write({name: value}, [])
+            for each in undo:
+                each()
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers and tensors that are held now, by place and name, as copies; not those of `metrics`."""
@@ -197,10 +192,10 @@ def _is_data(value: Any) -> bool:
         return False
     if isinstance(value, (Tensor, np.ndarray, torch.Generator, *GENERATORS)):
         return True
-    if isinstance(value, _CONTAINERS) and len(value) <= _ENTRIES:  # whatever it holds is put back into it
-        return True
-    held = value.values() if isinstance(value, dict) else value
-    return isinstance(value, (*_CONTAINERS, tuple)) and all(_is_data(v) for v in held)
+    if type(value) in _CONTAINERS:  # whatever it holds is put back into it
+        held = value.values() if isinstance(value, dict) else value
+        return len(value) <= _ENTRIES or all(_is_data(each) for each in held)
+    return isinstance(value, tuple) and all(_is_data(each) for each in value)
 
 
 def _marks(values: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -221,27 +216,27 @@ def _is_copied(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() <= COPIED
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
+def _tensors_of(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Yield the tensors that have bits of their own, also in containers, of which one may hold itself."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors_of(list(value.values()))
-    elif isinstance(value, (list, tuple, set, deque)):
-        for each in value:
-            yield from _tensors_of(each)
+        if not (value.is_quantized or value.is_nested):
+            yield value
+    elif isinstance(value, (dict, list, tuple, set, deque)) and id(value) not in inside:
+        for each in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors_of(each, inside | {id(value)})
 
 
 def _saved_values(values: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
     return {name: _saved(value) for name, value in values.items()}
 
 
-def _saved(value: Any) -> Callable[[], Any]:
-    """Return a function that returns ``value`` with the content that it has now."""
-    if isinstance(value, (dict, list, deque, set, tuple)):
-        return partial(_refilled, value, _contents(value))
+def _saved(value: Any, inside: frozenset[int] = frozenset()) -> Callable[[], Any]:
+    """Return a function that returns ``value`` with the content that it has now; it may be ``inside`` itself."""
+    if (type(value) in _CONTAINERS or isinstance(value, tuple)) and id(value) not in inside:
+        return partial(_refilled, value, _contents(value, inside | {id(value)}))
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         # One that is expanded or made for inference is written by nobody.
-        strided = value.layout is torch.strided
+        strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
         if not (strided and _is_copied(value)) or value.is_inference() or value.is_meta or 0 in value.stride():
             return partial(_same, value)
         return partial(_same, value, value.detach().copy_, value.detach().clone())
@@ -262,11 +257,11 @@ def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any
     return value
 
 
-def _contents(value: Any, *, deep: bool = True) -> list[Any]:
+def _contents(value: Any, inside: frozenset[int]) -> list[Any]:
     """Return what a container holds, each thing behind a function of `_saved`, or as it is where all are scalars."""
     held = list(value.values()) if isinstance(value, dict) else list(value)
-    plain = not deep or all(isinstance(each, _SCALARS) for each in held)
-    kept = held if plain else [_saved(each) for each in held]
+    plain = all(isinstance(each, _SCALARS) for each in held)
+    kept = held if plain else [_saved(each, inside) for each in held]
     return [plain, list(value) if isinstance(value, dict) else None, kept]
 
 

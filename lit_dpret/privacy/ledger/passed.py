@@ -95,6 +95,7 @@ def passed_in(tensor: Tensor) -> frozenset[Any]:
 def is_readable(tensor: Tensor) -> bool:
     """Whether it has values of its own that can be looked at."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    plain = plain and not (tensor.is_quantized or tensor.is_nested)
     if not (plain and tensor.numel() and tensor.is_floating_point()) or is_functorch_wrapped_tensor(tensor):
         return False
     return tensor.untyped_storage().nbytes() > 0  # FSDP2 frees what it gathered, and leaves the tensor of it

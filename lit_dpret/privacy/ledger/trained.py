@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -57,6 +57,8 @@ _values: dict[tuple[int, ...], dict[int | None, frozenset[TrainedIn]]] = {}
 _left: dict[str, set[int]] = {}
 # Values that constructors of this process set; of no run, though files of one may hold them.
 _built: set[int] = set()
+# Without those of modules that a constructor was given: weights of one new module may well be copied into another.
+_made: set[int] = set()
 # Parameters that an optimizer of this process has changed, whoever called it.
 _stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
@@ -156,12 +158,12 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
     return frozenset(found)
 
 
-def note_built(module: nn.Module) -> None:
+def note_built(module: nn.Module, given: Sequence[nn.Module] = ()) -> None:
     """Store the fingerprints of the `weights` and extra states of ``module``, and of casts, after its constructor.
 
     Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
     changed before, nor of copies of such, unless a constructor had set the same values: where theirs come from, nobody
-    noted.
+    noted. What is ``given`` to a constructor is known as this module's alone.
     """
     if any(map(is_lazy, module.parameters())):
         return
@@ -173,6 +175,8 @@ def note_built(module: nn.Module) -> None:
     found = {number for each in kept for number in _fingerprints_of_casts(each)}
     vars(module)[_BUILT] = built = frozenset(found | {_digest(each) for _, each in extra_states(module)})
     _built.update(built)
+    outside = {id(each) for part in given for each in modules_and_tensors_in(part)}
+    _made.update(number for each in kept if id(each) not in outside for number in _fingerprints_of_casts(each))
 
 
 def _fingerprints_of_casts(tensor: Tensor) -> list[int]:
@@ -184,11 +188,14 @@ def _fingerprints_of_casts(tensor: Tensor) -> list[int]:
 
 
 def set_later(module: nn.Module, runs: Collection[str] = ()) -> list[str]:
-    """Return the names of `weights` and extra states that neither its constructor set, nor ``runs`` left."""
+    """Return the names of `weights` and extra states that neither a constructor set, nor ``runs`` left.
+
+    That is its own constructor, or another one which made the values itself.
+    """
     built = vars(module).get(_BUILT)
     if built is None:
         return []
-    known = built.union(*(_left.get(run, ()) for run in runs))
+    known = built.union(_made, *(_left.get(run, ()) for run in runs))
     made_later = getattr(module, "made_of_public", ())
     now = {name: each for name, each in weights(module).items() if name not in made_later}
     later = [

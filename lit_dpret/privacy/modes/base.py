@@ -174,7 +174,7 @@ class PrivacyMode(ABC):
     @property
     def units_apart(self) -> bool:
         """Return whether each unit is computed in passes of its own, in which no other unit takes part."""
-        return getattr(self._sums, "units_apart", False)
+        return getattr(getattr(self, "_sums", None), "units_apart", False)
 
     @property
     def clips_by_block(self) -> bool:
