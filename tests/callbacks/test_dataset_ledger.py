@@ -341,7 +341,7 @@ def test_a_run_that_was_killed_as_it_joined_a_ledger_is_counted_there_once(
     assert total(tmp_path).epsilon == pytest.approx(cost(tmp_path / "a"), rel=1e-12)
 
 
-@pytest.mark.parametrize("made", [0, 2, 6])
+@pytest.mark.parametrize("made", [0, pytest.param(2, marks=pytest.mark.slow), 6])
 def test_a_run_that_was_killed_as_it_joined_a_ledger_leaves_it_where_there_is_no_room(
     tmp_path: Path, made: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

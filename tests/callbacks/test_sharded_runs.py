@@ -46,7 +46,13 @@ def test_shards_make_the_update_and_the_ledger_of_one_process(server: Server, tm
 
 
 @pytest.mark.parametrize(
-    ("way", "strategy"), [("buffer", "fsdp"), ("extra state", "fsdp"), ("metadata", "fsdp"), ("buffer", "ddp")]
+    ("way", "strategy"),
+    [
+        pytest.param("buffer", "fsdp", marks=pytest.mark.slow),
+        ("extra state", "fsdp"),
+        pytest.param("metadata", "fsdp", marks=pytest.mark.slow),
+        ("buffer", "ddp"),
+    ],
 )
 def test_weights_with_a_private_number_beside_them_are_not_published(
     way: str, strategy: str, server: Server, tmp_path: Path

@@ -150,7 +150,10 @@ def one_net() -> Any:
 MAKERS = [its_adapters_merged, two_towers, a_head_folded_in, one_net]
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, marks=[] if make is a_head_folded_in else pytest.mark.slow) for make in MAKERS],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
 def test_a_folder_that_a_trained_module_wrote_tells_another_process_of_it_without_a_card(
     make: Callable[[], Any], tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
@@ -233,7 +236,7 @@ def test_a_ledger_that_is_not_of_a_folder_refuses_nothing(tmp_path: Path) -> Non
 # -- honest runs -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("ready", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_public_frozen_encoder_passes_again_and_again(ready: bool, tmp_path: Path) -> None:
     public = tower()
     if not ready:

@@ -166,6 +166,7 @@ def test_made_silos_are_made_once_and_keep_what_is_declared_public(base: dict[st
 # -- cells --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_points_that_differ_in_stage_2_alone_share_stage_1_and_no_cell_is_run_twice(
     tmp_path: Path, trained: list[str]
 ) -> None:

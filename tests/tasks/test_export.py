@@ -192,6 +192,7 @@ def test_an_exported_card_says_which_average_the_weights_are(private_run: Path, 
     assert "averaging" not in exported(private_run, tmp_path / "plain")["mechanism"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_average_of_its_run_is_not_called_one(tmp_path: Path) -> None:
     trained(tmp_path, private(tmp_path), average=[StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)])
     own = read_card(tmp_path / "run")["mechanism"]["averaging"]

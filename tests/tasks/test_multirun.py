@@ -204,6 +204,7 @@ def test_an_unknown_cost_is_said_not_refused(task: Any, tmp_path: Path, capsys: 
     assert "2 runs" in (told := capsys.readouterr().out) and "not known" in told
 
 
+@pytest.mark.slow
 def test_the_table_shows_what_differs_the_epsilon_of_each_card_and_why_a_run_failed(tmp_path: Path) -> None:
     made = trial_parts(tmp_path, tmp_path / "0-lr_1")
     Fit(min_free_mb=1).run(made)

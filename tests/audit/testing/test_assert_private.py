@@ -100,6 +100,7 @@ def test_any_module_with_a_loss_per_row_passes() -> None:
     assert_private(module, {"token": torch.arange(5)}, 1.0, DELTA, per_row_loss=module.per_row, trials=FEW)
 
 
+@pytest.mark.slow
 def test_a_module_in_float64_passes() -> None:
     module = regression().double()
     rows = {name: value.double() for name, value in module.collate_rows(lines()).items()}

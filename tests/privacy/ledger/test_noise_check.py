@@ -261,7 +261,9 @@ def test_the_count_of_clipped_units_is_measured_too_and_on_the_host(monkeypatch:
     assert found is not None and clip_fraction.NAME in found and set(read) == {0}
 
 
-@pytest.mark.parametrize(("how", "sharded"), [("without", False), ("without", True), ("shared", True)])
+@pytest.mark.parametrize(
+    ("how", "sharded"), [("without", False), ("without", True), pytest.param("shared", True, marks=pytest.mark.slow)]
+)
 def test_one_rank_whose_noise_is_wrong_ends_the_run_on_all(
     server: Server, tmp_path: Path, how: str, sharded: bool
 ) -> None:
