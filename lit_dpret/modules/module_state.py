@@ -317,8 +317,8 @@ class HookWatch:
           that was written, added or removed between the end of a batch and the beginning of the next. While the
           optimizer steps the same holds of the noised gradients, and not of the trained parameters and the state. A
           name of which a part is declared public passes.
-        - Between two updates no trained parameter changes, whoever writes it and whenever; on XLA, where values are read
-          at a cost, this is not looked at.
+        - Between two updates no trained parameter changes, whoever writes it and whenever. On XLA, where values are
+          read at a cost, this is not looked at.
         - The end of every epoch and of the training is looked at, before a card, a model or a checkpoint is written.
         - A batch whose tensors are others than were collated is refused.
         - Where each rank holds parts of the parameters, the parameters are not looked at.

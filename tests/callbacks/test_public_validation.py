@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
@@ -75,6 +75,37 @@ def test_a_run_is_the_same_with_and_without_it(tmp_path: Path) -> None:
     (weights, modes, coin), (others, other_modes, other_coin) = found
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     assert modes == other_modes and torch.equal(coin, other_coin)
+
+
+class Shared(Measured):
+    """Counts in one metric, and keeps in lists and numbers, what training and validation have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.best = 0.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("kept", float(len(self.seen)) + self.best)
+
+
+def keeping_loss(model: Any, batch: Any) -> Tensor:
+    found = row_loss(model, batch)
+    model.last.update(model(batch[0]), batch[1])
+    model.seen.append(found.detach())
+    model.best = max(model.best, float(found.max()))
+    return found
+
+
+def test_nothing_that_training_keeps_is_in_a_public_metric(tmp_path: Path) -> None:
+    found = []
+    for name, loss in (("keeps", keeping_loss), ("keeps nothing", row_loss)):
+        torch.manual_seed(3)
+        callback = validation(metrics=(*NAMES, "kept"))
+        fit(tmp_path / name, made(Shared(), noise_seed=1, per_row_loss=loss), callbacks=[callback], max_steps=4)
+        found.append(callback.last)
+    assert found[0] == found[1] and found[0]["kept"] == 0.0
 
 
 @pytest.mark.parametrize("patience", [1, 2])
