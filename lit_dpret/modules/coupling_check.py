@@ -7,8 +7,6 @@ engine misses a dependence without a gradient, so the loss is computed again wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,7 +52,8 @@ class CouplingCheck:
         self._earlier: KeptState | None = None
         self._collated_rows: Any = None
         self._collated: tuple[list[Any], list[Any]] | None = None
-        self._differentiates, self._fixes_coins, self._drew = False, True, False
+        self._differentiates, self._fixes_coins = False, True
+        self._passes: Any = None
         self._modes: list[bool] | None = None
         self._as_collated, self._collated_step = False, -1
         self.begin()
@@ -108,7 +107,7 @@ class CouplingCheck:
                 compare()
                 return
             except UnsupportedModelError:
-                if self._fixes_coins or not self._drew:  # else a loss that has drawn nothing before draws now
+                if self._fixes_coins or not self._passes.drew:  # else a loss that has drawn nothing before draws now
                     raise
                 self._fixes_coins = True
             except RuntimeError as error:  # a loss may take gradients itself, which passes without them forbid
@@ -121,8 +120,8 @@ class CouplingCheck:
         module, first, turn = rows.module, number == 1, number % 3
         of_pairs, lazy = module.privacy.candidates not in ("rows", "pool"), is_lazy(module.device)
         apart = module.privacy.units_apart
-        passes = Passes(**given, differentiates=self._differentiates, fixes_coins=self._fixes_coins)
-        with passes, self._noting_draws(passes):
+        self._passes = Passes(**given, differentiates=self._differentiates, fixes_coins=self._fixes_coins)
+        with self._passes as passes:
             if self._as_collated and rows.batch.data_rows is not None:
                 passes.compare_placed(rows)
             elif self._as_collated:
@@ -176,16 +175,9 @@ class CouplingCheck:
         if first:
             self._fixes_coins = passes.drew
 
-    @contextmanager
-    def _noting_draws(self, passes: Passes) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._drew = passes.drew
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is kept of the module, for copies and pickles of it."""
-        return {**vars(self), "_before": None, "_earlier": None}
+        return {**vars(self), "_before": None, "_earlier": None, "_passes": None}
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
         """Compare ``collate_rows`` of rows before and after others; the first look compares their losses."""
