@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from torch import Tensor
 from lit_dpret.errors import DataError, UnsupportedModelError
 from lit_dpret.privacy.content import readable_content
 from lit_dpret.privacy.state_watch import same_values
-from lit_dpret.privacy.user_code import HOLD_NO_CODE, Space, is_library, reads_of
+from lit_dpret.privacy.user_code import HOLD_NO_CODE, CachedFunction, Space, is_library, reads_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 #: So many rows or units are asked for, and so many objects are looked at for what they hold.
@@ -28,7 +28,6 @@ FIRST, _REACHED = 8, 5_000
 _COPIED, _LOOKED_INTO, _BYTES = 10_000, 64, 1 << 16
 #: Others of their kind may be filled in another way, or not at all.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
-_Cached: Any = type(lru_cache(lambda: None))
 
 
 def refuse_first_come(module: Any, data: Any) -> None:
@@ -75,13 +74,13 @@ def _answer(number: int, call: Callable[[], Any]) -> bytes | None:
 
 def _read(holder: Any) -> Any:
     """Return what a container or a `Space` holds; of a long container its length."""
-    if isinstance(holder, _Cached):
+    if isinstance(holder, CachedFunction):
         return holder.cache_info().currsize
     if isinstance(holder, Space):
         return holder.read()
     if isinstance(holder, Tensor):
         return holder.detach().clone()
-    return holder.copy() if len(holder) <= _COPIED or isinstance(holder, np.ndarray) else len(holder)
+    return holder.copy() if isinstance(holder, np.ndarray) or len(holder) <= _COPIED else len(holder)
 
 
 def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
@@ -120,7 +119,7 @@ def _are_the_same(before: Any, now: Any) -> bool:
 
 
 def _cut_back(holder: Any, size: int) -> None:
-    if isinstance(holder, _Cached):
+    if isinstance(holder, CachedFunction):
         holder.cache_clear()
     elif isinstance(holder, dict):
         for key in list(islice(holder, size, None)):
@@ -142,7 +141,7 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
         if id(value) in seen or isinstance(value, HOLD_NO_CODE):
             continue
         seen.add(id(value))
-        if type(value) in _CONTAINERS or isinstance(value, _Cached):
+        if type(value) in _CONTAINERS or isinstance(value, CachedFunction):
             yield value
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             waiting += islice(value.values() if isinstance(value, dict) else value, _LOOKED_INTO)
@@ -150,7 +149,7 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, MethodType):
             waiting += [value.__self__, value.__func__]
-        elif isinstance(value, _Cached):
+        elif isinstance(value, CachedFunction):
             waiting.append(value.__wrapped__)
         elif isinstance(value, FunctionType):
             if not is_library(value.__module__):

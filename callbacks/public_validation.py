@@ -43,7 +43,7 @@ class PublicValidation(Callback):
           their content is found (`count_equal_rows`); what was not compared, the card names.
         - It is the weights and buffers that are validated. What the module keeps in attributes, metrics included, is as
           it was before the first step, or as earlier validations left it: what training keeps there may hold private
-          rows. A module that cannot be copied, or whose weights are in shards, is validated as it is.
+          rows. A module that cannot be copied, or whose weights are in shards, is validated as it is; the card says so.
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
         - Once before the first step all of it is tried, and the result is discarded.
         - An `EarlyStopping` that monitors one of the metrics is asked after each validation.
@@ -105,12 +105,14 @@ class PublicValidation(Callback):
         self._validated = private.module if private.in_shards else _without_what_training_keeps(private.module)
         self._measure(trainer, pl_module)
         stop_by(trainer, self.public_metrics)
-        Ranks.here().share(lambda: self._declare(trainer))
+        Ranks.here().share(lambda: self._declare(trainer, private.module))
 
-    def _declare(self, trainer: L.Trainer) -> None:
+    def _declare(self, trainer: L.Trainer, module: Any) -> None:
         if (ledger := ledger_of(trainer)) is not None:
             known = f"up to {self.equal_rows} of which may equal rows of the training" if self.equal_rows else ""
             known = known if self._compared else "not compared with those of the training"
+            if self._validated is module:
+                known = ", ".join(filter(None, [known, "with what the module kept of the training"]))
             of = f"rows ({known})" if known else "rows"
             ledger.append("event", name=DECLARED_EVENT, data="public", split="validation", of=of)
 

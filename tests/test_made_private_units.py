@@ -340,13 +340,13 @@ class Scaling:
     """Centres rows by those of the first call, ``public`` ones by what is no row."""
 
     def __init__(self, *, public: bool = False) -> None:
-        self.public, self.mean = public, None
+        self.public, self.mean, self.unit = public, None, np.array(1.0)
 
     def __call__(self, given: list[Any]) -> Any:
         x, y = default_collate(given)
         if self.mean is None:
             self.mean = torch.ones(4) if self.public else x.mean(0)
-        return x - self.mean, y
+        return (x - self.mean) * float(self.unit), y
 
 
 def scaled_by_a_global(given: list[Any]) -> Any:

@@ -38,7 +38,7 @@ _REACHED = 5_000
 #: Of a longer list, that many entries are looked at.
 _ENTRIES = 1_000
 _OF_MODULES = frozenset(vars(nn.Module()))
-_CachedFunction: Any = type(lru_cache(lambda: None))
+CachedFunction: Any = type(lru_cache(lambda: None))
 
 
 def is_library(module: str | None) -> bool:
@@ -244,7 +244,7 @@ class ReadByLoss:
             if not is_library(value.__module__):
                 self._note(value)
                 self._read(value)
-        elif isinstance(value, _CachedFunction):
+        elif isinstance(value, CachedFunction):
             self.caches.append(value)
             waiting.append((path, value.__wrapped__))
         elif isinstance(value, ModuleType):

@@ -108,6 +108,18 @@ def test_nothing_that_training_keeps_is_in_a_public_metric(tmp_path: Path) -> No
     assert found[0] == found[1] and found[0]["kept"] == 0.0
 
 
+class Uncopied(Measured):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError
+
+
+def test_the_card_says_where_a_validation_saw_what_training_keeps(tmp_path: Path) -> None:
+    for name, module in (("apart", Measured()), ("as it is", Uncopied())):
+        fit(tmp_path / name, made(module), callbacks=[validation()], max_steps=2)
+        (said,) = [one for one in card_in(tmp_path / name)["assumptions"] if "validation rows" in one["text"]]
+        assert ("kept of the training" in said["text"]) == (name == "as it is")
+
+
 @pytest.mark.parametrize("patience", [1, 2])
 def test_the_patience_of_early_stopping_counts_validations(patience: int, tmp_path: Path) -> None:
     """With so large a threshold nothing is an improvement after the first."""

@@ -207,6 +207,7 @@ class NoNumberAndCoins(NoNumberInSomeRecords):
 TABLE = {
     "names": np.array(["cat", "dog"]),
     "missing": np.array([1.0, np.nan]),
+    "scale": np.array(2.0),
     "when": np.array(["2020"], "datetime64"),
 }
 
