@@ -22,7 +22,7 @@ from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.callbacks.own_code import UnchangedUnits
 from lit_dpret.callbacks.origins import OwnWeights
 from lit_dpret.modules.coupling_check import CouplingCheck
-from lit_dpret.modules.module_state import HookWatch
+from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.clipping.ghost import GhostClipping
 from lit_dpret.privacy.clipping.recording_check import RecordingCheck

@@ -308,7 +308,7 @@ def kept_private(folder: Path, rank: int, world: int, *, way: str, strategy: str
     import torch
 
     from lit_dpret.callbacks import PrivacyCard
-    from lit_dpret.modules.module_state import HookWatch
+    from lit_dpret.modules.hook_watch import HookWatch
 
     class Keeping(stand_ins.Regression):
         last = 0.0

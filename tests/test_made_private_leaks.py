@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_dpret import PrivacyAccountant
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, LitDpretError, UnsupportedModelError
-from lit_dpret.modules.module_state import HookWatch
+from lit_dpret.modules.hook_watch import HookWatch
 
 ONCE = {"max_steps": -1, "max_epochs": 1}
 

@@ -1,7 +1,7 @@
 """Lightning modules: one training loop, and the model families built on it.
 
 The package is long because the checks of a fit live here: a module of a user's own is examined
-while it trains, for couplings of rows (`coupling_check`) and for what hooks write between batches (`module_state`).
+while it trains, for couplings of rows (`coupling_check`) and for what hooks write between batches (`hook_watch`).
 """
 
 from typing import TYPE_CHECKING

@@ -19,7 +19,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.coupling_passes import Passes, refuse_memory, refuse_own_coins, same_features
 from lit_dpret.modules.coupling_rows import Rows
-from lit_dpret.modules.module_state import KeptState, Looks
+from lit_dpret.modules.kept_state import KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, UnitBatch, map_rows, take_rows
 from lit_dpret.privacy.user_code import is_library
 

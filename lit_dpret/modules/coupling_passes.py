@@ -24,7 +24,7 @@ from torchmetrics import Metric
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_rows import Rows
-from lit_dpret.modules.module_state import KeptState
+from lit_dpret.modules.kept_state import KeptState
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, map_rows, take_rows
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.collation import leaves

@@ -37,7 +37,8 @@ from lit_dpret.matmul_precision import whole_convolutions
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.coupling_check import CouplingCheck, prepares_itself
-from lit_dpret.modules.module_state import OF_A_RUN, HookWatch
+from lit_dpret.modules.hook_watch import HookWatch
+from lit_dpret.modules.kept_state import OF_A_RUN
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import Drops, PhysicalBatches, memory_advice, refuse_where_none_fits
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows

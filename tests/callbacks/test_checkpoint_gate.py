@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.module_state import HookWatch
+from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.privacy.modes import NoPrivacy, StepCounts
 
 SECRET = "loss_of_rows"

@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import coupling_passes
 from lit_dpret.modules.coupling_passes import Passes
-from lit_dpret.modules.module_state import Looks
+from lit_dpret.modules.kept_state import Looks
 from lit_dpret.privacy.batches import copied_rows
 
 Patch = pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import coupling_passes
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.coupling_passes import Passes, shortened
-from lit_dpret.modules.module_state import Looks
+from lit_dpret.modules.kept_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases

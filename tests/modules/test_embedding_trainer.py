@@ -29,7 +29,7 @@ from lit_dpret.encoders.vision import EmbeddingNet, ResNet18
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
-from lit_dpret.modules.module_state import Looks
+from lit_dpret.modules.kept_state import Looks
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
 from lit_dpret.tasks import Export

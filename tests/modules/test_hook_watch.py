@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules import module_state as hook_watch
+from lit_dpret.modules import hook_watch
 from lit_dpret.privacy.modes import NoPrivacy
 
 

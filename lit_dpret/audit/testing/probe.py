@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, PrivacyViolation, UnsupportedModelError
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.modules.coupling_check import CouplingCheck
-from lit_dpret.modules.module_state import HookWatch
+from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy import clip_fraction
 from lit_dpret.privacy.batches import UnitBatch

@@ -1,0 +1,207 @@
+"""Compare what a module and its optimizer hold before and after hooks.
+
+A forward pass is watched while it runs (`StateWatch`). Around it, hooks have the batch and its losses at hand. What
+they write into a weight, a buffer or a tensor of the module reaches later steps without noise; what they write into
+the rows couples these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lit_dpret.distributed.handover import gradient_slot
+from lit_dpret.distributed.xla import is_lazy
+from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.modules.kept_state import ENTRIES, LIBRARIES, OWN_TO_MODULES, Looks, code_of_loss, memory_of
+from lit_dpret.privacy.batches import UnitBatch, digests_of
+from lit_dpret.privacy.clipping.base import trainable
+from lit_dpret.privacy.modes import PrivacyMode
+from lit_dpret.privacy.state_watch import checksums
+from lit_dpret.privacy.user_code import attributes_of
+
+#: Values that hold nothing; a class derived from one may.
+_HOLD_NOTHING = (bool, int, float, str, type(None))
+#: Objects of these packages are not looked into.
+_KNOWN = ("builtins", "numpy", *LIBRARIES)
+
+
+class HookWatch:
+    """Compare the state of a module and its optimizer before and after hooks, around some batches (`Looks`).
+
+    Guarantees:
+        - Refused by name is a parameter, a buffer, a tensor or array in an attribute of the module or of a part, a
+          tensor of the optimizer's state, or any other tensor or array that the code of the loss reads (`ReadByLoss`),
+          that was written, added or removed between the end of a batch and the beginning of the next. While the
+          optimizer steps the same holds of the noised gradients, and not of the trained parameters and the state. A
+          name of which a part is declared public passes.
+        - Between two updates no trained parameter changes, whoever writes it and whenever. On XLA, where values are
+          read at a cost, this is not looked at.
+        - The end of every epoch and of the training is looked at, before a card, a model or a checkpoint is written.
+        - A batch whose tensors are others than were collated is refused.
+        - Where each rank holds parts of the parameters, the parameters are not looked at.
+
+    Numbers that are not tensors are not compared, since a schedule sets them too, nor are the states of torchmetrics.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Restart the count at the first batch."""
+        self._looks, self._updates = Looks(), Looks()
+        self._seen: dict[str, int] | None = None
+        self._weights: dict[str, int] | None = None
+        self._begun = False
+
+    def note_weights(self, module: Any) -> None:
+        """Store the trained parameters after an update."""
+        self._weights = _weights(module)
+
+    def compare_weights(self, module: Any, public: Collection[str]) -> None:
+        """Refuse, before an update, what was written into a trained parameter since the last one."""
+        if self._weights is not None:
+            _refuse_writes(module, self._weights, _weights(module), public, "between two updates")
+
+    def note_first(self, module: Any) -> None:
+        """Store the state of ``module`` before the hooks of its first batch; later calls do nothing."""
+        if not self._begun:
+            self._begun, self._seen = True, _values(module)
+            self.note_weights(module)
+
+    def note(self, module: Any, coin: int, *, ends_epoch: bool) -> None:
+        """Store the state of ``module`` at the end of a batch, if the next one is checked."""
+        self._seen = _values(module) if self._looks.due(coin) or ends_epoch else None
+
+    def compare(self, module: Any, batch: UnitBatch, public: Collection[str]) -> None:
+        """Refuse, before ``batch`` starts, what was written since the stored state; names in ``public`` pass."""
+        seen, self._seen = self._seen, None
+        if seen is not None:
+            _refuse_changed_rows(module, batch)
+            _refuse_writes(module, seen, _values(module), public, "between two batches")
+
+    def compare_last(self, module: Any, public: Collection[str], *, trained: bool) -> None:
+        """Refuse what was written after the last batch.
+
+        ``trained`` is false where an average of the weights has taken their place by now.
+        """
+        if (seen := self._seen) is not None:
+            now = _values(module)
+            averaged = set() if trained else trainable(module).keys()
+            seen, now = ({k: v for k, v in each.items() if k not in averaged} for each in (seen, now))
+            _refuse_writes(module, seen, now, public, "after the last batch")
+
+    @contextmanager
+    def optimizing(self, module: Any, optimizer: Any, public: Collection[str], coin: int) -> Iterator[None]:
+        """Watch some updates of the optimizer, the first one too, during which hooks may write nothing else."""
+        if not self._updates.due(coin):
+            yield
+            return
+        before = _values(module, trained=False, optimizer=optimizer)
+        yield
+        now = _values(module, trained=False, optimizer=optimizer)
+        _refuse_writes(module, before, now, public, "while the optimizer stepped")
+
+
+def _refuse_changed_rows(module: Any, batch: UnitBatch) -> None:
+    if not batch.digests or is_lazy(module.device):
+        return
+    now = digests_of(batch.rows)
+    for path, (kind, digest) in batch.digests.items():
+        # Low precision may have cast numbers on the way.
+        if path not in now or (now[path][0] == kind and now[path][1] != digest):
+            raise UnsupportedModelError(
+                f"{path} of a batch is not what collate_rows made of it when the training step of "
+                f"{type(module).__name__} begins: a hook or training_step changed it, and mixing of rows cannot be "
+                "detected there. Do it in collate_rows, or in per_row_loss for what runs on the device.",
+                trap="T11",
+            )
+
+
+def _refuse_writes(
+    module: Any, seen: Mapping[str, int], now: Mapping[str, int], public: Collection[str], when: str
+) -> None:
+    for name in sorted(seen.keys() | now.keys()):
+        if seen.get(name) != now.get(name) and not {name, *name.split(".")} & {*public}:
+            raise UnsupportedModelError(
+                f"{name} of {type(module).__name__} changed {when}, by a hook of the module or of a callback, or in a "
+                "training_step around that of PrivateModule: nothing says that no private row is in it, and no noise "
+                "covers it. Remove the write. If no private row is behind it but through trained weights, as in the "
+                "average of a teacher, list its name in public_metrics of the module or callback.",
+                trap="T11",
+            )
+
+
+def _weights(module: Any) -> dict[str, int]:
+    held = {} if module.in_shards or is_lazy(module.device) else trainable(module)
+    return dict(zip(held, checksums(held.values()), strict=True))
+
+
+def _values(module: Any, *, trained: bool = True, optimizer: Any = None) -> dict[str, int]:
+    """Return a checksum by name of everything that is watched, the gradients of an ``optimizer`` included."""
+    held = dict(_held(module, trained))
+    held |= dict(code_of_loss(module).tensors())
+    if not trained:  # views of them are trained as well
+        views = {memory_of(one) for one in trainable(module).values()}
+        held = {name: one for name, one in held.items() if memory_of(one) not in views}
+    if optimizer is None and not module.in_shards:
+        held |= dict(_state(module))
+    elif not module.in_shards:
+        slots = ((name, gradient_slot(optimizer, p)) for name, p in trainable(module).items())
+        held |= {f"{name}.grad": slot.grad for name, slot in slots if slot.grad is not None}
+    return dict(zip(held, checksums(held.values()), strict=True))
+
+
+def _state(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The moments and the like that optimizers keep, by the place of their parameter."""
+    found = [] if module._trainer is None else module.trainer.optimizers
+    for number, optimizer in enumerate(found):
+        for place, kept in enumerate(optimizer.state.values()):
+            yield from ((f"optimizer{number}.{place}.{k}", v) for k, v in kept.items() if isinstance(v, Tensor))
+
+
+def _held(module: Any, trained: bool) -> Iterator[tuple[str, Tensor]]:
+    if not module.in_shards:
+        yield from ((name, p) for name, p in module.named_parameters() if trained or not p.requires_grad)
+    yield from module.named_buffers()
+    for prefix, part in module.named_modules():
+        if isinstance(part, Metric):  # read by whoever logs it, which is looked at, and by no loss (CouplingCheck)
+            continue
+        for name, value in vars(part).items():
+            if name not in OWN_TO_MODULES:
+                yield from _within(f"{prefix}.{name}" if prefix else name, value, set())
+
+
+def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors and arrays in an attribute, in lists, dicts and plain objects."""
+    if type(value) in _HOLD_NOTHING or isinstance(value, nn.Parameter):
+        return
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
+            yield path, torch.from_numpy(np.ascontiguousarray(value))
+    elif isinstance(value, (list, tuple, set, deque, Mapping)) or _is_foreign(value):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        whole = attributes_of(value) if _is_foreign(value) else dict(enumerate(value))
+        inside = value if isinstance(value, Mapping) else whole
+        for name, each in islice(inside.items(), ENTRIES):
+            yield from _within(f"{path}.{name}", each, seen)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return whether a value is a plain object of the user's own."""
+    if isinstance(value, (nn.Module, PrivacyMode, type)):
+        return False
+    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+    return has_attributes and type(value).__module__.split(".")[0] not in _KNOWN
