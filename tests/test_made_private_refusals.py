@@ -210,7 +210,7 @@ def test_a_copy_of_what_an_optimizer_trained_here_is_refused_as_the_original_is(
 
 
 @pytest.mark.parametrize("kind", ["loss", "count"])
-def test_a_module_that_counts_rows_is_refused_and_one_that_counts_calls_is_not(tmp_path: Path, kind: str) -> None:
+def test_what_a_loss_counts_of_rows_is_put_back_or_refused_and_its_calls_are_counted(tmp_path: Path, kind: str) -> None:
     class Warm(Classifier):
         seen, calls, last = 0, 0, 0
 
@@ -221,12 +221,14 @@ def test_a_module_that_counts_rows_is_refused_and_one_that_counts_calls_is_not(t
         return row_loss(model, batch) * (1 + share)
 
     for counts in (True, False):
-        module = make_private(Warm(), per_row_loss=loss, eps=3, delta=1e-3)
-        if counts:
+        module = make_private(warm := Warm(), per_row_loss=loss, eps=3, delta=1e-3)
+        if counts and kind == "loss":
             with pytest.raises(UnsupportedModelError, match="keeps of one batch"):
                 fit(tmp_path / "counts", module)
         else:
-            fit(tmp_path / "plain", module, max_steps=2)
+            with pytest.warns(UserWarning, match=r"Warm\.last" + r", Warm\.seen" * counts):
+                fit(tmp_path / f"trains {counts}", module, max_steps=2)
+            assert (warm.seen, warm.last) == (0, 0) and warm.calls >= 2
 
 
 @pytest.mark.parametrize("loss", [coupled, lambda model, batch: row_loss(model, batch).mean()], ids=["coupled", "mean"])

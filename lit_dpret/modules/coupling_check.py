@@ -7,11 +7,13 @@ engine misses a dependence without a gradient, so the loss is computed again wit
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lit_dpret.distributed.xla import is_lazy
@@ -40,6 +42,9 @@ class CouplingCheck:
           embeddings of pairs are compared with those of rows collated alone, and losses only after other batches and
           without metrics.
         - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
+        - What the loss leaves in attributes, closures, globals and metrics, and leaves otherwise for other rows, is
+          after every batch as before the first one: no schedule, optimizer or callback reads it. Its name is in a
+          warning. What it leaves alike for all rows, as the count of its calls, stays.
 
     Whole batches are compared in the first look and in every third one, few rows in the others.
 
@@ -63,6 +68,9 @@ class CouplingCheck:
         self._looks = {True: Looks(), False: Looks()}
         self._single: Any = None
         self._earlier = None
+        self._first: KeptState | None = None
+        #: By place, what puts back what the loss keeps of rows.
+        self._of_rows: dict[tuple[int, str], Callable[[], None]] = {}
 
     def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Decide whether to check a batch; if so, store the state of ``module`` before it. ``seed`` is the batch's.
@@ -71,9 +79,9 @@ class CouplingCheck:
         """
         modes = _modes(module)
         if modes != self._modes:  # a loss may couple rows in one mode alone
-            single = self._single
+            kept = self._single, self._first, self._of_rows
             self.begin()
-            self._single, self._modes = single, modes
+            (self._single, self._first, self._of_rows), self._modes = kept, modes
         alone = _of_one_unit(batch)
         due = self._looks[alone].due(seed)
         # Rows of some steps were collated alone as well, one batch of each of which is compared with them.
@@ -92,11 +100,11 @@ class CouplingCheck:
         previous = None
         if alone:
             previous, self._single = self._single, take_rows(batch.rows, slice(None))
-        before, self._before = self._before, None
-        if before is None or (alone and previous is None):
+        before = self._before
+        if before is None:
             return
         rows, looks = Rows.of(module, batch), self._looks[alone]
-        if not alone and len(rows.slots) < 2:
+        if previous is None if alone else len(rows.slots) < 2:
             if not self._as_collated:
                 looks.again()
             return
@@ -114,6 +122,14 @@ class CouplingCheck:
                 if self._differentiates or is_out_of_memory(error):
                     raise
                 self._differentiates = True
+
+    def put_back(self, module: Any) -> None:
+        """Let what the loss keeps of rows be as before the first batch, in every batch after `look`."""
+        before, self._before = self._before, None
+        if self._first is None and before is not None and module._hides_rows:  # nothing was compared yet
+            before.put_back(module._public())
+        for put_back in self._of_rows.values():
+            put_back()
 
     def _compare(self, rows: Rows, previous: Any, number: int, **given: Any) -> None:
         """Make the comparisons that are due in look ``number``, or with the ``previous`` batch of one unit."""
@@ -164,20 +180,35 @@ class CouplingCheck:
                 if first or turn == 2:
                     passes.compare_scales(rows.first(2), of_pairs=of_pairs)
             if not self._as_collated:
+                before, public = given["before"], module._public()
+                earlier, self._earlier = self._earlier or before, before
                 if not lazy:
-                    earlier = self._earlier or given["before"]
-                    passes.compare_without_objects(rows, earlier, module._public(), of_pairs=of_pairs)
-                if self._earlier is not None and not lazy:
-                    passes.compare_earlier(rows, self._earlier, module._public())
-                self._earlier = given["before"]
+                    passes.compare_without_objects(rows, earlier, public, of_pairs=of_pairs)
+                some = rows if first or previous is not None else rows.first(2)
+                if module._hides_rows:
+                    self._note(module, before, passes.names_of_rows(some, previous, earlier, public, of_pairs=of_pairs))
             if metrics := given["before"].metrics:
                 passes.compare_metrics(rows, metrics)
         if first:
             self._fixes_coins = passes.drew
 
+    def _note(self, module: Any, before: KeptState, names: Collection[tuple[int, str]]) -> None:
+        """Let `put_back` know ``names`` from now on."""
+        self._first = self._first or before
+        new = {}
+        for place, (name, undo) in before.undoing(names, self._first).items():
+            if place not in self._of_rows:
+                new[place], self._of_rows[place] = name, undo
+        if named := sorted({*new.values()}):
+            rank_zero_warn(
+                f"per_row_loss of {type(module).__name__} keeps what it makes of private rows in {', '.join(named)}, "
+                "which is put back after every batch, so that no schedule, optimizer or callback reads it. To measure, "
+                "use PublicValidation. If no private row is behind it, list its name in public_metrics of the module."
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is kept of the module, for copies and pickles of it."""
-        return {**vars(self), "_before": None, "_earlier": None, "_passes": None}
+        return {**vars(self), "_before": None, "_earlier": None, "_passes": None, "_first": None, "_of_rows": {}}
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
         """Compare ``collate_rows`` of rows before and after others; the first look compares their losses."""

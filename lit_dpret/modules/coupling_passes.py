@@ -15,7 +15,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +28,7 @@ from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows,
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.collation import leaves
 from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
-from lit_dpret.privacy.state_watch import checksums, same_values
+from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import (
     generators_now,
     kept_generators,
@@ -122,14 +121,12 @@ class Passes:
 
     def compare_sizes(self, rows: Rows, *, again: bool = True) -> None:
         """Compare the losses of the kept rows with and without the others, and what either batch leaves for later."""
-        (features, places), found, drawn, after, counted = rows.others_alone(), [], [], [], []
+        (features, places), found, drawn, after = rows.others_alone(), [], [], []
         for batch in (rows.as_they_are(), rows.alone(), features):
             found.append(self._afresh(batch, fixed_coins=True))
             drawn.append(python_and_numpy_now())
             if batch is not features:
-                once = self._kept_state.numbers()
                 after.append(self._later(rows.alone()))
-                counted.append((once, self._kept_state.numbers()))
         if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
             if again:  # another thread may have drawn meanwhile
                 return self.compare_sizes(rows, again=False)
@@ -137,9 +134,7 @@ class Passes:
         together, alone, others = found
         if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
             self._refuse(rows)
-        (whole, _), (once, twice) = counted
-        counts = any(_is_other(whole, once, name) and _is_other(once, twice, name) for name in once)
-        if counts or _differ(after[0], after[1], floor=FLOOR):
+        if _differ(after[0], after[1], floor=FLOOR):
             self._refuse_memory()
 
     def compare_as_trained(self, rows: Rows, *, of_pairs: bool) -> None:
@@ -210,6 +205,34 @@ class Passes:
                 trap="T11",
             )
 
+    def names_of_rows(
+        self, rows: Rows, previous: Any, earlier: KeptState, public: frozenset[str], *, of_pairs: bool
+    ) -> set[tuple[int, str]]:
+        """Return the names that hold something else after the loss and gradient of other rows, or of fewer."""
+        lazy = is_lazy(self.module.device)  # where a gradient would be one more program to compile
+        if previous is not None:
+            others = [previous]
+        elif of_pairs or lazy:
+            others = [rows.with_other_company(from_kept=True)]
+        else:
+            others = [rows.alone(), rows.others_alone()[0]]
+
+        def after(features: Any) -> dict[tuple[int, str], Any]:
+            losses = self._afresh(features, gradients=not lazy)
+            # Weighted by themselves, as a bound weighs them by gradients: a hook sees what hangs on rows.
+            self._gradient(losses * losses.detach(), torch.ones_like(losses, dtype=torch.bool))
+            return self._kept_state.contents()
+
+        left = []
+        for features in (rows.as_they_are(), *others):
+            try:
+                with self._kept_state.without_objects_since(earlier, public):  # which are made anew
+                    left.append(after(features))
+            except Exception:  # other values of the module may say that these objects are there
+                left.append(after(features))
+        changed = {name for each in left for name in each | left[0] if each.get(name) != left[0].get(name)}
+        return {(at, name) for at, name in changed if name not in public}
+
     def compare_metrics(self, rows: Rows, metrics: Sequence[Metric]) -> None:
         """Compare the losses of the batch with those that it has where no metric has seen anything."""
         found = []
@@ -243,21 +266,6 @@ class Passes:
             found.append(self._embeddings(rows.as_they_are()))
         if _differ(found[0], found[1]):
             self._refuse_memory()
-
-    def compare_earlier(self, rows: Rows, earlier: KeptState, public: frozenset[str]) -> None:
-        """Compare the losses of the batch with those that it has with the tensors that were kept before other batches.
-
-        What is made anew in every batch, or for each row alone, makes no difference.
-        """
-        if not (names := self._kept_state.reset_to_tensors_of(earlier, public)):
-            return
-        try:
-            before = self._losses(rows.as_they_are())
-        except Exception:  # other values of the module may say that these tensors are there
-            return
-        now = self._afresh(rows.as_they_are())
-        if _differ(now, before):
-            self._refuse_left(names)
 
     def compare_without_objects(
         self, rows: Rows, earlier: KeptState, public: frozenset[str], *, of_pairs: bool
@@ -582,21 +590,6 @@ def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
     if not len(a):
         return False
     return bool(((a - b).abs() > tolerance * a.abs().max() + floor).any())
-
-
-def _is_other(a: dict[str, Any], b: dict[str, Any], name: str) -> bool:
-    """Return whether a number, tensor or array of ``a`` is another one in ``b``, where it stands in both."""
-    if name not in a or name not in b:
-        return False
-    one, two = a[name], b[name]
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        try:
-            return one.shape == two.shape and len({*checksums([one, two])}) > 1
-        except (NotImplementedError, RuntimeError):  # without values, as on the meta device
-            return False
-    if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
-        return one.shape == two.shape and one.tobytes() != two.tobytes()
-    return bool(one != two) and not bool(one != one and two != two)  # NaN is no other NaN
 
 
 def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:

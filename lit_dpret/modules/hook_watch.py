@@ -21,17 +21,14 @@ from torchmetrics import Metric
 from lit_dpret.distributed.handover import gradient_slot
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.modules.kept_state import ENTRIES, LIBRARIES, OWN_TO_MODULES, Looks, code_of_loss, memory_of
+from lit_dpret.modules.kept_state import ENTRIES, OWN_TO_MODULES, Looks, code_of_loss, is_foreign, memory_of
 from lit_dpret.privacy.batches import UnitBatch, digests_of
 from lit_dpret.privacy.clipping.base import trainable
-from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import checksums
 from lit_dpret.privacy.user_code import attributes_of
 
 #: Values that hold nothing; a class derived from one may.
 _HOLD_NOTHING = (bool, int, float, str, type(None))
-#: Objects of these packages are not looked into.
-_KNOWN = ("builtins", "numpy", *LIBRARIES)
 
 
 class HookWatch:
@@ -189,19 +186,11 @@ def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
     elif isinstance(value, np.ndarray):
         if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
             yield path, torch.from_numpy(np.ascontiguousarray(value))
-    elif isinstance(value, (list, tuple, set, deque, Mapping)) or _is_foreign(value):
+    elif isinstance(value, (list, tuple, set, deque, Mapping)) or is_foreign(value):
         if id(value) in seen:
             return
         seen.add(id(value))
-        whole = attributes_of(value) if _is_foreign(value) else dict(enumerate(value))
+        whole = attributes_of(value) if is_foreign(value) else dict(enumerate(value))
         inside = value if isinstance(value, Mapping) else whole
         for name, each in islice(inside.items(), ENTRIES):
             yield from _within(f"{path}.{name}", each, seen)
-
-
-def _is_foreign(value: Any) -> bool:
-    """Return whether a value is a plain object of the user's own."""
-    if isinstance(value, (nn.Module, PrivacyMode, type)):
-        return False
-    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
-    return has_attributes and type(value).__module__.split(".")[0] not in _KNOWN

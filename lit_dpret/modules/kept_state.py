@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from itertools import islice
+from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
+from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import checksums
-from lit_dpret.privacy.user_code import ReadByLoss, Space
+from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of
 
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26
@@ -32,9 +33,13 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret")
 #: Of a longer list, that many entries are looked at.
 ENTRIES = 1000
-#: Others of their kind may be filled in another way (``Counter``), or not at all.
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+#: Others of their kind may be filled in another way, or not at all.
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+#: More objects than these are not compared.
+_OBJECTS = 5_000
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+#: Objects of these packages are not looked into.
+_KNOWN = ("builtins", "numpy", *LIBRARIES)
 
 
 class KeptState:
@@ -52,7 +57,6 @@ class KeptState:
             pass
         parts = list(module.modules())
         ours = {id(part) for part in parts}
-        self._memory = {memory_of(each) for each in (*module.parameters(), *module.buffers())}
         self._spaces = [*map(Space, parts), *(space for space in read.spaces if id(space.owner) not in ours)]
         self._caches = read.caches
         held = [_data_of(space) for space in self._spaces]
@@ -60,7 +64,10 @@ class KeptState:
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self._first = self._now = [_saved_values(values) for values in held]
         self._objects = [_objects_of(space, values) for space, values in zip(self._spaces, held, strict=True)]
-        self._marks = {id(space.owner): _marks(values) for space, values in zip(self._spaces, held, strict=True)}
+        self._bound = [
+            {name: values.get(name) or partial(_same, value) for name, value in space.read().items()}
+            for space, values in zip(self._spaces, self._first, strict=True)
+        ]
 
     @property
     def metrics(self) -> list[Metric]:
@@ -72,25 +79,6 @@ class KeptState:
 
     def reset(self) -> None:
         self._install(self._first)
-
-    def reset_to_tensors_of(self, earlier: KeptState, public: frozenset[str]) -> list[str]:
-        """Let a pass find the initial state with the tensors of an ``earlier`` one, and return their names.
-
-        Those of ``public`` names stay.
-        """
-        self.reset()
-        before = {id(space.owner): values for space, values in zip(earlier._spaces, earlier._first, strict=True)}
-        found = []
-        for space in self._spaces:
-            values = before.get(id(space.owner), {})
-            now, then = self._marks[id(space.owner)], earlier._marks.get(id(space.owner), {})
-            changed = {n for n in now if now[n] != then.get(n)} - public - OF_A_RUN
-            held = {n: list(_tensors_of(v)) for n, v in _data_of(space).items() if n in changed}
-            # A view of a weight holds earlier values of that weight, and no more.
-            names = [n for n, v in held.items() if not any(memory_of(t) in self._memory for t in v)]
-            space.write({n: values[n]() for n in names if n in values}, [n for n in names if n not in values])
-            found += names
-        return found
 
     @contextmanager
     def without_objects_since(self, earlier: KeptState, public: frozenset[str]) -> Iterator[list[str]]:
@@ -119,30 +107,47 @@ class KeptState:
             for each in undo:
                 each()
 
-    def numbers(self) -> dict[str, Any]:
-        """Return the numbers and tensors that are held now, by place and name, as copies; not those of `metrics`."""
-        spaces = ((at, space) for at, space in enumerate(self._spaces) if not isinstance(space.owner, Metric))
-        held = ((f"{at}.{n}", v) for at, space in spaces for n, v in _data_of(space).items())
-        kinds = (int, float, np.generic, np.ndarray, Tensor)
-        return {
-            name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-            for name, value in held if isinstance(value, kinds)
-        }  # fmt: skip
+    def contents(self) -> dict[tuple[int, str], Any]:
+        """Return what each name of each place holds now, equal where its content is; generators are left out."""
+        owners = {id(space.owner) for space in self._spaces}  # whose names are places of their own
+        found, seen = {}, dict[int, Any]()
+        for at, space in enumerate(self._spaces):
+            own = OWN_TO_MODULES | OF_A_RUN if isinstance(space.owner, nn.Module) else ()
+            for name, value in space.read().items():
+                known = name in own or name[:2] == "__" or isinstance(value, (nn.Parameter, nn.Module, torch.Generator))
+                if not known and not isinstance(value, GENERATORS):
+                    found[at, name] = (id(value), value) if id(value) in owners else _content(value, seen)
+        return found
 
-    def put_back(self) -> None:
-        self._install(self._now)
+    def undoing(
+        self, names: Collection[tuple[int, str]], first: KeptState
+    ) -> dict[tuple[int, str], tuple[str, Callable[[], None]]]:
+        """Return what gives ``names`` of `contents` what a ``first`` state had there, or nothing, and a name for it."""
+        before = {id(space.owner): values for space, values in zip(first._spaces, first._bound, strict=True)}
+        found: dict[tuple[int, str], tuple[str, Callable[[], None]]] = {}
+        for at, name in names:
+            space = self._spaces[at]
+            owner = space.owner if isinstance(space.owner, (type, FunctionType)) else type(space.owner)
+            give = before.get(id(space.owner), self._bound[at]).get(name)
+            found[id(space.owner), name] = f"{owner.__name__}.{name}", partial(_bind, space, name, give)
+        return found
+
+    def put_back(self, public: Collection[str] = ()) -> None:
+        """Give all names what they had at `begin`, but for those that are ``public``."""
+        self._install(self._now, public)
 
     def refuse_writes(self, refuse: Callable[[], NoReturn]) -> None:
         if any(tensor._version != version for tensor, version in self._large):
             refuse()
 
-    def _install(self, states: Sequence[dict[str, Callable[[], Any]]]) -> None:
+    def _install(self, states: Sequence[dict[str, Callable[[], Any]]], public: Collection[str] = ()) -> None:
         for space, values in zip(self._spaces, states, strict=True):
             held, data = space.read(), _data_of(space)
+            values = {name: give for name, give in values.items() if name not in public} if public else values
             # What has become an object of another kind since, as a cache that was None, stays.
             fitting = {name: give() for name, give in values.items() if name not in held or name in data}
             changed = {name: value for name, value in fitting.items() if name not in held or held[name] is not value}
-            space.write(changed, data.keys() - values.keys())
+            space.write(changed, data.keys() - values.keys() - {*public})
         for cache in self._caches:
             cache.cache_clear()
 
@@ -186,12 +191,6 @@ def _is_data(value: Any) -> bool:
         held = value.values() if isinstance(value, dict) else value
         return len(value) <= ENTRIES or all(_is_data(each) for each in held)
     return isinstance(value, tuple) and all(_is_data(each) for each in value)
-
-
-def _marks(values: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return checksums of the tensors that names hold, without those that are too large to copy."""
-    held = {name: [one for one in _tensors_of(value) if _is_copied(one)] for name, value in values.items()}
-    return {name: checksums(tensors) for name, tensors in held.items() if tensors}
 
 
 def memory_of(tensor: Tensor) -> object:
@@ -241,6 +240,34 @@ def _saved(value: Any, inside: frozenset[int] = frozenset()) -> Callable[[], Any
     return partial(_same, value)
 
 
+def _content(value: Any, seen: dict[int, Any]) -> Any:
+    """Return what equals that of another value if both hold the same; an object of a library equals itself alone."""
+    if isinstance(value, _SCALARS):
+        return type(value), value
+    if id(value) in seen or len(seen) > _OBJECTS:
+        return ()
+    seen[id(value)] = value  # which keeps its id from being given again
+    if isinstance(value, Tensor):
+        plain = _is_copied(value) and not (value.is_quantized or value.is_nested or value.is_meta)
+        return (value.shape, value.dtype, *checksums([value])) if plain else (id(value), value)
+    if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= COPIED:
+        return value.shape, value.dtype.str, value.tobytes()
+    if type(value) in _CONTAINERS or isinstance(value, tuple):
+        held = [*value, *value.values()] if isinstance(value, dict) else value
+        return type(value), *(_content(each, seen) for each in islice(held, 2 * ENTRIES))
+    if is_foreign(value):
+        return type(value), *((name, _content(each, seen)) for name, each in attributes_of(value).items())
+    return id(value), value
+
+
+def _bind(space: Space, name: str, give: Callable[[], Any] | None) -> None:
+    held = space.read()
+    if give is not None:
+        space.write({name: give()}, [])
+    elif name in held:
+        space.write({}, [name])
+
+
 def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any = None) -> Any:
     if write is not None:
         write(content)
@@ -262,10 +289,18 @@ def _refilled(value: Any, contents: list[Any]) -> Any:
         return value
     value.clear()
     if keys is not None:
-        value.update(zip(keys, held, strict=True))
+        dict.update(value, zip(keys, held, strict=True))  # that of a Counter counts
     else:
         (value.update if isinstance(value, set) else value.extend)(held)
     return value
+
+
+def is_foreign(value: Any) -> bool:
+    """Return whether a value is a plain object of the user's own."""
+    if isinstance(value, (nn.Module, PrivacyMode, type)):
+        return False
+    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+    return has_attributes and type(value).__module__.split(".")[0] not in _KNOWN
 
 
 class Looks:

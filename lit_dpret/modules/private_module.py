@@ -489,9 +489,12 @@ class PrivateModule(Checkpointed):
         if prepares_itself(self):
             self.before_batch(batch)
         with _wide_defaults(), whole_convolutions():
-            self.privacy.contribute(self, batch)
-            if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing was let out yet
-                self._couplings.look(self, batch, seed)
+            try:
+                self.privacy.contribute(self, batch)
+                if self.privacy.guarantee == "dp":  # after the engine, whose refusals say more; nothing was let out yet
+                    self._couplings.look(self, batch, seed)
+            finally:
+                self._couplings.put_back(self)
 
     def before_batch(self, batch: UnitBatch) -> None:
         """Prepare further inputs of the loss for a physical batch with rows, such as public passages."""

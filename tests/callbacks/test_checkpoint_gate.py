@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
-from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lit_dpret.callbacks import PrivacyCard
@@ -25,17 +24,16 @@ SECRET = "loss_of_rows"
 
 
 class Keeping(Regression):
-    """Shows the loss of its rows to ``keep``."""
+    """Shows a number of each batch's rows to ``keep``, in a hook: what the loss keeps is put back."""
 
     def __init__(self, keep: Callable[[Any, float], None] = lambda module, loss: None, **settings: Any) -> None:
         super().__init__(**settings)
         self.keep, self.last = keep, 0.0
 
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        losses = super().per_row_loss(rows)
-        self.last = float(losses.detach().mean())
-        self.keep(self, self.last)
-        return losses
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch.rows is not None:
+            self.last = float(batch.rows["target"].mean())
+            self.keep(self, self.last)
 
 
 class WithMetric(Keeping):
@@ -112,10 +110,8 @@ class BesideAWeight(Keeping):
         self.room = [torch.zeros(9)]
         self.net[3].bias = torch.nn.Parameter(self.room[0][:1])
 
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        losses = super().per_row_loss(rows)
-        self.room[0].data[1:] = 12345.0 + losses.detach().mean()
-        return losses
+    def on_train_batch_end(self, *given: Any) -> None:
+        self.room[0].data[1:] = 12345.0 + self.last
 
 
 def to_hparams(module: Any, loss: float) -> None:

@@ -95,21 +95,22 @@ class CentredOnTheFirstBatch(Centred):
 
 
 class WritesWhileTheOptimizerSteps(Centred):
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        self.last = rows["target"].mean().detach()
-        return super().per_row_loss(rows)
+    last = 0.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.last = float(mean_of(batch)) or self.last
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.centre = self.last
+        self.centre = torch.tensor(self.last)
 
 
 class EditsTheNoisedGradient(Centred):
     """As a module does that centres or scales its gradients, here by a number of private rows."""
 
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        losses = super().per_row_loss(rows)
-        self.leak = float(losses.detach().max())
-        return losses
+    leak = 0.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.leak = float(mean_of(batch)) or self.leak
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         next(self.net.parameters()).grad.add_(self.leak)
@@ -135,12 +136,13 @@ class KeepsAnObject(Regression):
 
 
 class WritesAtTheEndOfEpochs(Centred):
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        self.last = rows["target"].mean().detach()
-        return super().per_row_loss(rows)
+    last = 0.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.last = float(mean_of(batch)) or self.last
 
     def on_train_epoch_end(self) -> None:
-        self.centre = self.last
+        self.centre = torch.tensor(self.last)
 
 
 ATTACKS = [
