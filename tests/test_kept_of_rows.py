@@ -257,6 +257,24 @@ def test_the_first_batches_of_one_unit_keep_nothing_before_they_are_compared(tmp
     assert {*reads.seen} == {"[]"}
 
 
+def test_what_is_kept_from_a_later_step_on_is_as_before_the_first_batch_once_it_was_seen(tmp_path: Path) -> None:
+    model = Classifier()
+    model.calls, model.last = 0, 0.0
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        losses = row_loss(model, batch)
+        model.calls += 1
+        if model.calls > 2:
+            model.last = float(losses.detach().mean())
+        return losses
+
+    reads = Reads(lambda: model.last)
+    with pytest.warns(UserWarning, match=r"Classifier\.last,"):
+        private = made(model, per_row_loss=loss, noise_multiplier=4.0)
+        fit(tmp_path, private, callbacks=[reads], max_steps=16)
+    assert reads.seen[-1] == "0.0" and model.calls > 16
+
+
 def test_what_is_declared_stays(tmp_path: Path) -> None:
     model = Classifier()
     keep, read = in_a_list(model)
