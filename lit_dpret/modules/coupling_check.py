@@ -184,9 +184,10 @@ class CouplingCheck:
                 earlier, self._earlier = self._earlier or before, before
                 if not lazy:
                     passes.compare_without_objects(rows, earlier, public, of_pairs=of_pairs)
-                some = rows if first or previous is not None else rows.first(2)
                 if module._hides_rows:
-                    self._note(module, before, passes.names_of_rows(some, previous, earlier, public, of_pairs=of_pairs))
+                    names_of = partial(passes.names_of_rows, previous, earlier, public, of_pairs=of_pairs)
+                    names = names_of(rows.first(2), gradients=first or turn == 1)
+                    self._note(module, before, names | names_of(rows, gradients=False) if first else names)
             if metrics := given["before"].metrics:
                 passes.compare_metrics(rows, metrics)
         if first:

@@ -206,9 +206,12 @@ class Passes:
             )
 
     def names_of_rows(
-        self, rows: Rows, previous: Any, earlier: KeptState, public: frozenset[str], *, of_pairs: bool
+        self, previous: Any, earlier: KeptState, public: frozenset[str], rows: Rows, *, of_pairs: bool, gradients: bool
     ) -> set[tuple[int, str]]:
-        """Return the names that hold something else after the loss and gradient of other rows, or of fewer."""
+        """Return the names that hold something else after the loss of other rows, or fewer, and its gradient if asked.
+
+        Those of ``public`` names are left out.
+        """
         lazy = is_lazy(self.module.device)  # where a gradient would be one more program to compile
         if previous is not None:
             others = [previous]
@@ -218,7 +221,7 @@ class Passes:
             others = [rows.alone(), rows.others_alone()[0]]
 
         def after(features: Any) -> dict[tuple[int, str], Any]:
-            losses = self._afresh(features, gradients=not lazy)
+            losses = self._afresh(features, gradients=gradients and not lazy)
             # Weighted by themselves, as a bound weighs them by gradients: a hook sees what hangs on rows.
             self._gradient(losses * losses.detach(), torch.ones_like(losses, dtype=torch.bool))
             return self._kept_state.contents()

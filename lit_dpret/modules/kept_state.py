@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
+from lit_dpret.privacy.ledger.trained import MARK
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import checksums
 from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of
@@ -24,9 +25,10 @@ from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26
 
-#: What `PrivateModule._leave_run` sets.
+#: What `PrivateModule._leave_run` and the records of trained modules set.
 OF_A_RUN = frozenset({
     "_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum", "_losses",
+    MARK,
 })  # fmt: skip
 OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)

@@ -35,7 +35,7 @@ from lit_dpret.privacy.state_watch import checksums, parts_of
 TRAINED_KEY = "lit_dpret_trained_in"
 #: And the file by which model folders do.
 NOTE_NAME = "lit_dpret_trained_in.json"
-_MARK = "_lit_dpret_trained_in"
+MARK = "_lit_dpret_trained_in"
 _BUILT = "_lit_dpret_built_with"
 #: What torch calls the state of a part that is no tensor of it.
 _EXTRA = "_extra_state"
@@ -140,10 +140,10 @@ def mark_trained(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = 
         if whole or any(parameter.requires_grad for parameter in part.parameters()):
             # Adapters are merged into the layer that they stand beside.
             for holder in (part, *filter(None, [getattr(part, "base_layer", None)])):
-                vars(holder)[_MARK] = _marks(holder) | runs
+                vars(holder)[MARK] = _marks(holder) | runs
     for parameter in module.parameters():
         if whole or parameter.requires_grad:
-            setattr(parameter, _MARK, _marks(parameter) | runs)
+            setattr(parameter, MARK, _marks(parameter) | runs)
 
 
 def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
@@ -268,7 +268,7 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None
         if values is None or before.get(name) in (None, fingerprint_of(values)):
             continue
         if isinstance(tensor, nn.Parameter):  # no tensor of a checkpoint, which would take the name into the file
-            setattr(tensor, _MARK, _marks(tensor) | runs)
+            setattr(tensor, MARK, _marks(tensor) | runs)
         known = _values.setdefault(tuple(tensor.shape), {})
         for cast in _casts(values):
             # Rounding may undo a small change.
@@ -325,5 +325,5 @@ def _plain(runs: Iterable[TrainedIn]) -> list[list[str]]:
 
 
 def _marks(holder: Any) -> frozenset[TrainedIn]:
-    found: frozenset[TrainedIn] = getattr(holder, _MARK, frozenset())
+    found: frozenset[TrainedIn] = getattr(holder, MARK, frozenset())
     return found
