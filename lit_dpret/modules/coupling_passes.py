@@ -7,7 +7,6 @@ The other rows are replaced, left out, put in other places or collated apart, or
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,12 +16,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_rows import Rows
+from lit_dpret.modules.coupling_values import LOW_PRECISION, TOLERANCE, FixedCoins, differ, far, gaps, norm, shortened
 from lit_dpret.modules.kept_state import KeptState
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, map_rows, take_rows
 from lit_dpret.privacy.clipping.base import trainable
@@ -37,10 +36,6 @@ from lit_dpret.privacy.user_generators import (
     seed_everywhere,
 )
 
-#: What two passes may differ by, relative to the largest value: kernels that add in another order. They run without
-#: autocast, whose rounding would hide more.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-LOW_PRECISION = 3e-2
 #: Differences below this many nats say nothing where the shapes differ: a loss of zero is made of larger numbers.
 FLOOR = 1e-4
 #: What rounding may change in a row's gradient, relative to it, in a batch of another shape: the room that the charge
@@ -104,11 +99,11 @@ class Passes:
         for source in from_kept:
             features = rows.with_other_company(from_kept=source)
             other = self._in_company(rows, features, gradients=gradients, later=later)
-            if _differ(first.losses, other.losses):
+            if differ(first.losses, other.losses):
                 self._refuse(rows)
-            if _far(first.gradient, other.gradient, min(10 * tolerance, 0.1)):
+            if far(first.gradient, other.gradient, min(10 * tolerance, 0.1)):
                 self._refuse(rows, "the gradient of a row's loss is different when other rows are in the batch")
-            if _differ(first.later, other.later):
+            if differ(first.later, other.later):
                 self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
@@ -132,9 +127,9 @@ class Passes:
                 return self.compare_sizes(rows, again=False)
             self._refuse_other_coins()
         together, alone, others = found
-        if _differ(together[rows.kept], alone, floor=FLOOR) or _differ(together[places], others, floor=FLOOR):
+        if differ(together[rows.kept], alone, floor=FLOOR) or differ(together[places], others, floor=FLOOR):
             self._refuse(rows)
-        if _differ(after[0], after[1], floor=FLOOR):
+        if differ(after[0], after[1], floor=FLOOR):
             self._refuse_memory()
 
     def compare_as_trained(self, rows: Rows, *, of_pairs: bool) -> None:
@@ -180,7 +175,7 @@ class Passes:
             losses = losses.sum(1) if of_pairs else losses
             found.append(self._gradient(losses * factor, rows.kept))
         multiple = {name: gradient * times for name, gradient in found[1].items()}
-        if _far(multiple, found[0], 10 * TOLERANCE.get(losses.dtype, LOW_PRECISION)):
+        if far(multiple, found[0], 10 * TOLERANCE.get(losses.dtype, LOW_PRECISION)):
             self._refuse(rows, "twice the loss of a row has not twice the gradient, as where a hook clips a batch's "
                          "(privacy.engine=loop takes a hook that works row by row)")  # fmt: skip
 
@@ -193,7 +188,7 @@ class Passes:
                 last = torch.arange(len(losses), device=losses.device) == len(losses) - 1
                 found.append(self._gradient(losses, last))
         one, other = found
-        together, alone, gap = (_norm(list(each)) for each in (one.values(), other.values(), _gaps(one, other)))
+        together, alone, gap = (norm(list(each)) for each in (one.values(), other.values(), gaps(one, other)))
         least = min(_SHORT, getattr(self.module.privacy, "max_grad_norm", None) or _SHORT)
         if gap > ROUNDING * max(together, alone, least):  # not where one of them is NaN
             raise UnsupportedModelError(
@@ -244,7 +239,7 @@ class Passes:
             for metric in metrics if forgets else ():
                 metric.reset()
             found.append(self._losses(rows.as_they_are()))
-        if _differ(found[0], found[1]):
+        if differ(found[0], found[1]):
             self._refuse_memory()
 
     def compare_histories(self, rows: Rows, other: Any = None) -> None:
@@ -254,7 +249,7 @@ class Passes:
         for before in (rows.as_they_are(), other):
             self._afresh(before)
             found.append(self._later(rows.as_they_are(), fixed_coins=False))
-        if _differ(found[0], found[1]):
+        if differ(found[0], found[1]):
             self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
@@ -267,7 +262,7 @@ class Passes:
             self._kept_state.reset()
             self._embeddings(before)
             found.append(self._embeddings(rows.as_they_are()))
-        if _differ(found[0], found[1]):
+        if differ(found[0], found[1]):
             self._refuse_memory()
 
     def compare_without_objects(
@@ -289,7 +284,7 @@ class Passes:
             except Exception:  # other values of the module may say that these objects are there
                 return
         self._kept_state.reset()
-        if _differ(of_rows(features)[rows.kept], anew):
+        if differ(of_rows(features)[rows.kept], anew):
             self._refuse_left(names)
 
     def _refuse_left(self, names: Sequence[str]) -> NoReturn:
@@ -310,13 +305,13 @@ class Passes:
         for features in (rows.as_they_are(), rows.alone()):
             self._kept_state.reset()
             found.append(of_rows(features))
-        if _differ(found[0][rows.kept], found[1], floor=FLOOR):
+        if differ(found[0][rows.kept], found[1], floor=FLOOR):
             what = "the embedding of a row is different when it is collated with other rows"
             self._refuse(rows, what if of_pairs else _DEPENDS)
 
     def _embeddings(self, features: Any, *, as_trained: bool = False, gradients: bool = False) -> Tensor:
         seed_everywhere(self._seed)
-        with torch.set_grad_enabled(gradients), self._wide(as_trained), _FixedCoins():
+        with torch.set_grad_enabled(gradients), self._wide(as_trained), FixedCoins():
             sides = self.module.pair_batch(self._prepared(features)).sides
             return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
 
@@ -325,7 +320,7 @@ class Passes:
         module = _copy_without_weights(self.module)
         if module is self.module:
             self._kept_state.reset()
-        with _FixedCoins():
+        with FixedCoins():
             if before:
                 module.collate_rows(before)
             seed_everywhere(self._seed)
@@ -353,7 +348,7 @@ class Passes:
                 if again:
                     return self.compare_collated(rows, own, others, again=False)
                 self._refuse_other_coins()
-            if _differ(found[0], found[1], floor=FLOOR):
+            if differ(found[0], found[1], floor=FLOOR):
                 self._refuse(rows)
 
     def compare_placed(self, rows: Rows) -> None:
@@ -367,7 +362,7 @@ class Passes:
         if self._prepared_like is None:
             self.module.before_batch(alone)
         found = [self._afresh(features, fixed_coins=True)[kept] for features in (rows.as_they_are(), alone.rows)]
-        if _differ(found[0], found[1]):
+        if differ(found[0], found[1]):
             self._refuse(rows)
 
     def _batch_like(self, batch: UnitBatch, features: Any, first: int) -> tuple[UnitBatch, Tensor]:
@@ -441,7 +436,7 @@ class Passes:
 
     @contextmanager
     def _coins(self) -> Iterator[None]:
-        coins = _FixedCoins()
+        coins = FixedCoins()
         with coins if self._fixes_coins else nullcontext():
             yield
         self.drew |= coins.drew
@@ -480,7 +475,7 @@ class Passes:
         """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""
         again = [self._afresh(rows.as_they_are()) for _ in range(2)]
         name, mode = type(self.module).__name__, self.module.privacy.name
-        if _differ(again[0], again[1]):
+        if differ(again[0], again[1]):
             raise UnsupportedModelError(
                 f"privacy={mode} cannot train {name}: the same rows have another loss each time, so a dependence "
                 "between rows cannot be detected. Draw random numbers in per_row_loss from torch.",
@@ -494,7 +489,7 @@ class Passes:
         )
 
     def _refuse_other_coins(self) -> NoReturn:
-        """Refuse numbers of ``random`` and numpy that rows share: only torch's can be held equal (`_FixedCoins`)."""
+        """Refuse numbers of ``random`` and numpy that rows share: only torch's can be held equal (`FixedCoins`)."""
         raise UnsupportedModelError(
             f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: how many numbers "
             "per_row_loss draws from random or numpy depends on the rows of the batch, so a dependence between rows "
@@ -529,34 +524,6 @@ def refuse_memory(module: Any) -> NoReturn:
     )
 
 
-class _FixedCoins(TorchDispatchMode):
-    """Every random number is the same, so that a row gets it in a batch of any size; dropout drops nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.drew = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        self.drew = True
-        name = func.overloadpacket.__name__
-        if "dropout" in name and "attention" not in name:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if "attention" in name:
-            places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p"]
-            args = tuple(0.0 if i in places else value for i, value in enumerate(args))
-            return func(*args, **(kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})))
-        found = func(*args, **kwargs)
-        for tensor in found if isinstance(found, (tuple, list)) else [found]:
-            if name.startswith("randperm"):
-                tensor.copy_(torch.arange(len(tensor), device=tensor.device).roll(1))
-            elif isinstance(tensor, Tensor):
-                tensor.fill_(1 if name.startswith("bernoulli") else 0.5 if tensor.is_floating_point() else 0)
-        return found
-
-
 def _copy_without_weights(module: Any) -> Any:
     """Return a copy of all that a module keeps, but for the tensors; the module itself where it cannot be copied."""
     kept = {id(each): each for each in modules_and_tensors_in(module) if isinstance(each, Tensor)} | {
@@ -580,50 +547,3 @@ def same_features(one: _Collated, other: _Collated) -> bool:
     a, b = leaves(one.features), leaves(other.features)
     pairs = zip(a, b, strict=False)
     return len(a) == len(b) and all(same_values(x, y) for x, y in pairs if isinstance(x, Tensor))
-
-
-def _differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
-    """Return whether two losses of a row are further apart than rounding explains; broken rows say nothing."""
-    tolerance = max(TOLERANCE.get(each.dtype, LOW_PRECISION) for each in (a, b))
-    a, b = a.detach().double(), b.detach().double()
-    finite = a.isfinite() & b.isfinite()
-    if not bool((a.isfinite() == b.isfinite()).all()):
-        return True
-    a, b = a[finite], b[finite]
-    if not len(a):
-        return False
-    return bool(((a - b).abs() > tolerance * a.abs().max() + floor).any())
-
-
-def _far(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -> bool:
-    """Return whether two gradients of all parameters are further apart than rounding explains."""
-    whole, gap = _norm(list(a.values())), _norm(_gaps(a, b))
-    return math.isfinite(whole) and not gap <= tolerance * whole
-
-
-def _gaps(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[Tensor]:
-    """Return the differences of two gradients; a parameter that one loss did not use has a gradient of zero there."""
-    return [a[name] - b[name] if name in a and name in b else one for name, one in (a | b).items()]
-
-
-def shortened(gradient: Tensor, length: int = 4096) -> Tensor:
-    """Return a random projection of a gradient to at most ``length`` numbers, by coins that are always the same.
-
-    It is linear, and keeps a length to some 2 percent (one standard deviation, sqrt(2 / 4096)): each number is given a
-    random sign, and every ``length``-th of them are added up (Charikar et al. 2002, *Finding frequent items*).
-    """
-    flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
-    if len(flat) <= length:
-        return flat.clone()
-    coins = torch.Generator(flat.device).manual_seed(0)
-    total = torch.zeros(length, dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
-    for part in torch.split(flat, 256 * length):
-        signs = torch.randint(0, 2, part.shape, generator=coins, device=flat.device, dtype=torch.int8).mul_(2).sub_(1)
-        signed = torch.nn.functional.pad(part * signs, (0, -len(part) % length))
-        total += signed.view(-1, length).sum(0, dtype=total.dtype)
-    return total
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-    return float(torch.stack(norms).norm()) if norms else 0.0

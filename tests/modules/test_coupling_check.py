@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules import coupling_passes
 from lit_dpret.modules.coupling_check import CouplingCheck
-from lit_dpret.modules.coupling_passes import Passes, shortened
+from lit_dpret.modules.coupling_passes import Passes
+from lit_dpret.modules.coupling_values import FixedCoins, shortened
 from lit_dpret.modules.kept_state import Looks
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.batches import UnitBatch
@@ -310,7 +310,7 @@ def test_fixed_coins_give_a_row_the_same_in_a_batch_of_any_size() -> None:
         heads = nn.functional.scaled_dot_product_attention(one, one, one, dropout_p=0.5)
         return torch.cat([*parts, heads.flatten(1)], dim=1)
 
-    with coupling_passes._FixedCoins():
+    with FixedCoins():
         few, many = drawn(2), drawn(7)
     assert torch.equal(few, many[:2])
 
