@@ -5,6 +5,7 @@ Imported by path through ``conftest.py``, and by the programs that run fits in p
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -19,6 +20,9 @@ def leave_out(put: Callable[[Any, str, Any], None]) -> None:
     `torch.manual_seed` keeps a traceback for each kind of device that is not there, for when it should come.
     Each Trainer searches all installed packages for callbacks. Each composition parses a dozen files of YAML in Python,
     where libyaml reads the same. Garbage is collected where memory ran out, which takes long beside all other tests.
+    Hydra composes each command twice, the first time to see whether it sets ``hydra.mode``, and for each list of
+    defaults makes a mapping that only a default with an interpolation asks for. Few privacy losses are kept, since they
+    may be large, and tests of one plan ask for them in turn.
     """
     put(os, "fsync", os.fstat)
     if (torch := sys.modules.get("torch")) is not None:
@@ -29,6 +33,46 @@ def leave_out(put: Callable[[Any, str, Any], None]) -> None:
         put(yaml, "SafeLoader", yaml.CSafeLoader)
     if (physical := sys.modules.get("lit_dpret.modules.physical_batches")) is not None:
         put(physical, "give_back_memory", lambda: None)
+    if (hydra := sys.modules.get("hydra._internal.hydra")) is not None:
+        put(hydra.Hydra, "get_mode", _mode_by(hydra.Hydra.get_mode))
+    if (defaults := sys.modules.get("hydra._internal.defaults_list")) is not None:
+        put(defaults, "_create_interpolation_map", _map_by(defaults._create_interpolation_map))
+    if (packaged := sys.modules.get("hydra._internal.core_plugins.importlib_resources_config_source")) is not None:
+        source = packaged.ImportlibResourcesConfigSource
+        put(source, "_read_config", _read_by(source._read_config))
+    for name, kept in (("composition", ("_one_step_pld", "_part_pld", "composed_pld")), ("groups", ("_composed",))):
+        if (accounting := sys.modules.get(f"lit_dpret.privacy.accounting.{name}")) is not None:
+            for function in kept:
+                again = getattr(accounting, function).__wrapped__
+                put(accounting, function, functools.lru_cache(maxsize=64)(again))
     connector = sys.modules.get("lightning.pytorch.trainer.connectors.callback_connector")
     if connector is not None:
         put(connector, "_load_external_callbacks", functools.cache(connector._load_external_callbacks))
+
+
+def _mode_by(compose: Callable[..., Any]) -> Callable[..., Any]:
+    def mode(self: Any, config_name: Any, overrides: list[str]) -> Any:
+        return compose(self, config_name, overrides) if any("hydra.mode" in word for word in overrides) else None
+
+    return mode
+
+
+def _map_by(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(overrides: Any, defaults_list: list[Any], self_added: bool) -> Any:
+        asked = any(default.is_interpolation() for default in defaults_list)
+        return make(overrides, defaults_list, self_added) if asked else None
+
+    return made
+
+
+def _read_by(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Read each file of the package once; a composition changes what it was given."""
+    known: dict[tuple[str, str, str], Any] = {}
+
+    def found(self: Any, file: Any) -> Any:
+        key = (str(file), self.provider, self.path)
+        if key not in known:
+            known[key] = read(self, file)
+        return copy.deepcopy(known[key])
+
+    return found

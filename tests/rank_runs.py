@@ -8,6 +8,7 @@ arguments; each rank leaves what it saw in ``rank0.json``, ``rank1.json`` and so
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -22,6 +23,13 @@ from typing import Any
 
 REFUSED = 2
 CRASHED = 1
+
+# Before the fork, so that not every rank does: what the jobs are made of, and what their libraries import when asked.
+IMPORTED = (
+    "stand_ins", "pair_stand_ins", "tiny_generator", "tiny_models", "shard_jobs", "lit_dpret.cli", "lit_dpret.encoders",
+    "lit_dpret.distributed.fsdp", "transformers.generation", "transformers.models.t5.modeling_t5",
+    "transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert",
+)  # fmt: skip
 
 
 class Server:
@@ -415,12 +423,14 @@ def serve() -> None:
     os.dup2(2, 1)
     sys.path.insert(0, str(Path(__file__).parent))
     import idle_work
-    import stand_ins  # noqa: F401  (imported before the fork)
 
-    from lit_dpret import cli, errors  # noqa: F401
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from lit_dpret import errors
 
     errors.on_command_line = True  # whose ranks these stand for
     idle_work.leave_out(setattr)
+    gc.freeze()  # no rank walks through, and so copies, what it has of the server
     answers.write("ready\n")
     answers.flush()
     for text in sys.stdin:
