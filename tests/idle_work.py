@@ -45,6 +45,8 @@ def leave_out(put: Callable[[Any, str, Any], None]) -> None:
             for function in kept:
                 again = getattr(accounting, function).__wrapped__
                 put(accounting, function, functools.lru_cache(maxsize=64)(again))
+    if (groups := sys.modules.get("lit_dpret.privacy.accounting.groups")) is not None:
+        put(groups, "_composed_epsilon", _once_by_width(groups, groups._composed_epsilon))
     connector = sys.modules.get("lightning.pytorch.trainer.connectors.callback_connector")
     if connector is not None:
         put(connector, "_load_external_callbacks", functools.cache(connector._load_external_callbacks))
@@ -74,5 +76,18 @@ def _read_by(read: Callable[..., Any]) -> Callable[..., Any]:
         if key not in known:
             known[key] = read(self, file)
         return copy.deepcopy(known[key])
+
+    return found
+
+
+def _once_by_width(groups: Any, epsilon: Callable[..., float]) -> Callable[..., float]:
+    """A test takes another discretisation."""
+    known: dict[Any, float] = {}
+
+    def found(parts: Any, delta: float) -> float:
+        key = (parts, delta, groups.FINE)
+        if key not in known:
+            known[key] = epsilon(parts, delta)
+        return known[key]
 
     return found

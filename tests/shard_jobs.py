@@ -34,7 +34,8 @@ def find_size(
     import torch
 
     real = stand_ins.Regression
-    tried: list[int] = []
+    tried = folder / f"tried{rank}"  # what a loss keeps in memory is put back after the batch
+    tried.write_text("", encoding="utf-8")
 
     class Growing(real):  # type: ignore[misc, valid-type]
         def longest_rows(self, count: int) -> dict[str, Any]:
@@ -43,7 +44,8 @@ def find_size(
         def per_row_loss(self, rows: dict[str, Any]) -> Any:
             if torch.is_grad_enabled():
                 if bool((rows["inputs"] == 0.5).all()):
-                    tried.append(len(rows["target"]))
+                    with tried.open("a", encoding="utf-8") as file:
+                        file.write(f"{len(rows['target'])} ")
                 if len(rows["target"]) > room[rank]:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
             return super().per_row_loss(rows)
@@ -56,7 +58,7 @@ def find_size(
     stand_ins.Regression, stand_ins.Numbers = Growing, Finding  # type: ignore[misc]
     data = {"sampling": "poisson"} | ({} if told is None else {"physical_batch_size": told})
     found = fit(folder, rank, world, data=data, **given)
-    return found | {"tried": tried}
+    return found | {"tried": [int(size) for size in tried.read_text(encoding="utf-8").split()]}
 
 
 def generate(
@@ -304,6 +306,7 @@ def evaluated(folder: Path, rank: int, world: int) -> dict[str, Any]:
 
 def kept_private(folder: Path, rank: int, world: int, *, way: str, strategy: str) -> None:
     """A fit that lays a number of its rows beside its weights in some ``way``, or nothing, and saves them."""
+    import rank_runs
     import stand_ins
     import torch
 
@@ -345,9 +348,10 @@ def kept_private(folder: Path, rank: int, world: int, *, way: str, strategy: str
         from lit_dpret.distributed.zero import ZeroStrategy
 
         chosen = ZeroStrategy(stage=int(strategy[-1]))
+    module = Keeping(privacy=rank_runs.make_mode(folder.parent / "secret", name="dp_sgd"))
     stand_ins.fit(
-        folder, Keeping(privacy=stand_ins.dp(folder.parent)), steps=3, save_every=100, strategy=chosen,
-        devices=world, extra=[PrivacyCard(run_dir=folder)],
+        folder, module, stand_ins.Numbers(sampling="poisson"), steps=3, save_every=100, strategy=chosen, devices=world,
+        extra=[PrivacyCard(run_dir=folder)],
     )  # fmt: skip
 
 

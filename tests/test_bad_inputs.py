@@ -6,6 +6,7 @@ that has no network, and each test looks at what one of them said.
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import multiprocessing
@@ -305,6 +306,7 @@ def _type_all(folder: Path) -> None:
     os.environ["XDG_STATE_HOME"] = str(folder / "state")
     os.chdir(folder)
     idle_work.leave_out(setattr)
+    gc.freeze()
     found = {}
     for name, case in CASES.items():
         began, status = time.process_time(), 0

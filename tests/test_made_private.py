@@ -244,7 +244,9 @@ def test_items_of_dicts_and_of_lone_tensors_reach_the_loss_as_the_collation_make
     x, y = rows().tensors
 
     def of_dict(model: Any, batch: Any) -> Tensor:
-        assert isinstance(batch["in"], list | tuple) and batch["in"][0].shape[1] == 4
+        # No assertion: what the loss can reach is looked at, and from one of pytest's that is every collected test.
+        if not isinstance(batch["in"], list | tuple) or batch["in"][0].shape[1] != 4:
+            raise AssertionError
         return row_loss(model, (batch["in"][0], batch["label"]))
 
     dicts = [{"in": (a,), "label": b} for a, b in zip(x, y, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.cards.text import statement
 from lit_dpret.cards.verification import Verification, verify_chain
 from lit_dpret.privacy.accounting import composition as accounting
-from lit_dpret.privacy.accounting import groups
 from lit_dpret.privacy.ledger.judgement import leaks
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.tasks import Fit
@@ -64,17 +62,10 @@ def trial(root: Path) -> Path:
     return Path(shutil.move(root / "sweep" / "trials" / "one", root / "one"))
 
 
-COMPOSED = functools.cache(groups._composed_epsilon)
-
-
 @pytest.fixture
 def by_this_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every card taken for one that this very version wrote, so that its words are compared too.
-
-    Half of each verification is the epsilon of groups, from releases that no edit of a card changes.
-    """
+    """Have every card taken for one that this very version wrote, so that its words are compared too."""
     monkeypatch.setattr(verification, "_made_by_this_program", lambda card: True)
-    monkeypatch.setattr(groups, "_composed_epsilon", COMPOSED)
 
 
 def blocks(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
