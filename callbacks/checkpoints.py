@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.privacy.ledger.gate import public_names
 from lit_dpret.privacy.ledger.trained import TRAINED_KEY
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.state_watch import checksums
@@ -199,7 +200,7 @@ class CheckpointGate:
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
-        public = {name for each in (self._module, data, *callbacks) for name in getattr(each, "public_metrics", ())}
+        public = public_names([self._module, data, *callbacks])
         expected = self._start | dict(self._fingerprints(self._own(callbacks)))
         # Metadata of a part name some of the runs that the checkpoint names.
         runs = {found for path, found in expected.items() if TRAINED_KEY in path}

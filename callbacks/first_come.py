@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_dpret.errors import DataError, UnsupportedModelError
@@ -22,6 +23,7 @@ from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_code import HOLD_NO_CODE, CachedFunction, Space, is_library, reads_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
+_NUMBERS = (int, float, complex, np.generic)
 #: So many rows or units are asked for, and so many objects are looked at for what they hold.
 FIRST, _REACHED = 8, 5_000
 #: Of a longer container only what it grows by is put back, and only so many of its values are looked into.
@@ -36,31 +38,60 @@ def refuse_first_come(module: Any, data: Any) -> None:
     Containers, attributes, closures and globals that the user's code reaches are put back between two rounds in which
     the first rows come in opposite orders. This runs before anything else reads the rows; what was set earlier is not
     seen.
+
+    Numbers that change as rows are read, such as a count of tokens, tell of the rows: a warning names them, and from
+    then on they are put back after every batch (`PrivateModule.put_back_reading`).
     """
     dataset = getattr(data, "dataset", None)
     if dataset is None or not hasattr(data, "train_units"):
         return
     rows = range(min(len(dataset), FIRST))
-    if depends_on_the_first([dataset], [partial(dataset.__getitem__, row) for row in rows]):
+    numbers: list[Number] = []
+    if depends_on_the_first([dataset], [partial(dataset.__getitem__, row) for row in rows], numbers):
         refuse_other_rows()
     with kept_generators():
         found = [dataset[row] for row in rows]
     pairs = [found[at : at + 2] for at in range(0, len(found), 2)]  # a scale of a single row may be no number
-    if depends_on_the_first([module], [partial(module.collate_rows, pair) for pair in pairs]):
+    if depends_on_the_first([module], [partial(module.collate_rows, pair) for pair in pairs], numbers):
         raise UnsupportedModelError(
             f"privacy={module.privacy.name} cannot train {type(module).__name__}: the output of collate_rows for a "
             "row depends on the rows of earlier calls, as by a vocabulary or a running mean, so one unit affects all "
             "later ones. Build lookup tables and scales from public texts beforehand.",
             trap="T11",
         )
+    if not hasattr(module, "put_back_reading"):  # no module of this package, which puts nothing back
+        return
+    public = module._public()
+    counted = {number[1]: number for number in numbers if number[1].rpartition(".")[2] not in public}
+    module.reading = [put_back for put_back, _ in counted.values()]
+    if counted:
+        rank_zero_warn(
+            f"Reading rows changes {', '.join(sorted(counted))}, which tells of private rows. It is put back after "
+            "every batch, so that no schedule, optimizer or callback reads it. To count, use trainer.global_step. If "
+            "no private row is behind it, list its name in public_metrics of the module."
+        )
 
 
-def depends_on_the_first(roots: Sequence[Any], calls: Sequence[Callable[[], Any]]) -> bool:
-    """Return whether the results of ``calls`` depend on their order, by what ``roots`` reach and they change."""
+def put_back_reading(module: Any) -> None:
+    """Let a `PrivateModule` put back what reading has counted; a loop of the user's own has nothing to put back."""
+    getattr(module, "put_back_reading", lambda: None)()
+
+
+#: What puts a number back, and its name.
+Number = tuple[Callable[[], object], str]
+
+
+def depends_on_the_first(
+    roots: Sequence[Any], calls: Sequence[Callable[[], Any]], numbers: list[Number] | None = None
+) -> bool:
+    """Return whether the results of ``calls`` depend on their order, by what ``roots`` reach and they change.
+
+    To ``numbers`` are added those that they change.
+    """
     held = [(each, _read(each)) for each in _holders(roots)]
     with kept_generators():
         forward = [_answer(number, call) for number, call in enumerate(calls)]
-        if not _put_back(held):
+        if not _put_back(held, numbers):
             return False
         backward = [_answer(number, call) for number, call in reversed(list(enumerate(calls)))]
         _put_back(held)
@@ -83,8 +114,8 @@ def _read(holder: Any) -> Any:
     return holder.copy() if isinstance(holder, np.ndarray) or len(holder) <= _COPIED else len(holder)
 
 
-def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
-    """Let holders hold what they held; return whether one of them held something else."""
+def _put_back(held: Sequence[tuple[Any, Any]], numbers: list[Number] | None = None) -> bool:
+    """Let holders hold what they held; return whether one of them held something else, and which ``numbers``."""
     changed = False
     for holder, before in held:
         now = _read(holder)
@@ -96,6 +127,10 @@ def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
             if isinstance(holder, Space):
                 others = {name: value for name, value in before.items() if now.get(name, now) is not value}
                 holder.write(others, now.keys() - before.keys())
+                if numbers is not None:
+                    changed_here = {*others, *(now.keys() - before.keys())}
+                    counts = [name for name in changed_here if isinstance(now.get(name), _NUMBERS)]
+                    numbers += [(partial(holder.bind, name, before), f"{holder.name}.{name}") for name in counts]
             elif isinstance(holder, (dict, set)):
                 holder.clear()
                 holder.update(before)

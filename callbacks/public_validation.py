@@ -1,12 +1,12 @@
 """Validation within a private run by a module's own ``validation_step``, on public data.
 
 Lightning's validation loop is refused there, since nothing says whose its rows are. A metric of public rows costs
-nothing; this callback runs the step, and the hooks around it, on a loader that is declared public.
+nothing; this callback runs the step, and the hooks around it, on a loader that is declared public. What the loss keeps
+of private rows, as in a metric that both steps update, is put back before (`CouplingCheck`).
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -41,9 +41,6 @@ class PublicValidation(Callback):
         - What is logged has a name in ``metrics``, which declares it to be of public rows; the card says so.
         - Rows of the training data set are refused, also held-out ones and those that another object gives, as far as
           their content is found (`count_equal_rows`); what was not compared, the card names.
-        - It is the weights and buffers that are validated. What the module keeps in attributes, metrics included, is as
-          it was before the first step, or as earlier validations left it: what training keeps there may hold private
-          rows. A module that cannot be copied, or whose weights are in shards, is validated as it is; the card says so.
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
         - Once before the first step all of it is tried, and the result is discarded.
         - An `EarlyStopping` that monitors one of the metrics is asked after each validation.
@@ -60,6 +57,9 @@ class PublicValidation(Callback):
         ConfigurationError: A setting is out of range, or the module logs other names.
     """
 
+    #: Nobody else may log a number, or keep one in an attribute or checkpoint, by declaring one of these names.
+    tells_itself = True
+
     def __init__(
         self, dataloader: Iterable[Any], *, metrics: Sequence[str], every_n_steps: int = 100, equal_rows: int = 0
     ) -> None:
@@ -71,7 +71,6 @@ class PublicValidation(Callback):
         if not self.public_metrics:
             raise ConfigurationError("PublicValidation needs metrics: the names that validation_step logs.")
         self.last: dict[str, float] = {}
-        self._validated: Any = None
 
     def refuse_undeclared(self, module: Any, data: Any) -> None:
         inner = getattr(module, "module", None)
@@ -101,18 +100,14 @@ class PublicValidation(Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        private: Any = pl_module
-        self._validated = private.module if private.in_shards else _without_what_training_keeps(private.module)
         self._measure(trainer, pl_module)
         stop_by(trainer, self.public_metrics)
-        Ranks.here().share(lambda: self._declare(trainer, private.module))
+        Ranks.here().share(lambda: self._declare(trainer))
 
-    def _declare(self, trainer: L.Trainer, module: Any) -> None:
+    def _declare(self, trainer: L.Trainer) -> None:
         if (ledger := ledger_of(trainer)) is not None:
             known = f"up to {self.equal_rows} of which may equal rows of the training" if self.equal_rows else ""
             known = known if self._compared else "not compared with those of the training"
-            if self._validated is module:
-                known = ", ".join(filter(None, [known, "with what the module kept of the training"]))
             of = f"rows ({known})" if known else "rows"
             ledger.append("event", name=DECLARED_EVENT, data="public", split="validation", of=of)
 
@@ -131,9 +126,7 @@ class PublicValidation(Callback):
     def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         """Return what the module logs in one pass over the public data, by name."""
         private: Any = pl_module
-        inner: Any = self._validated
-        for part, trained in zip(inner.modules(), private.module.modules(), strict=False):
-            part._parameters, part._buffers = trained._parameters, trained._buffers
+        inner: Any = private.module
         logged = _Logged()
         metrics = [each for each in inner.modules() if isinstance(each, Metric)]
         training = {each: each.training for each in inner.modules()}
@@ -231,15 +224,6 @@ def ask_stoppers(trainer: L.Trainer, module: L.LightningModule, names: Collectio
     """Let each `EarlyStopping` decide that monitors one of ``names``, as after a validation loop of Lightning's."""
     for each in stop_by(trainer, names):
         each.on_validation_end(trainer, module)
-
-
-def _without_what_training_keeps(module: L.LightningModule) -> L.LightningModule:
-    """Return a copy that shares the tensors and the trainer of ``module``, or the module itself."""
-    shared = [*module.parameters(), *module.buffers(), module._trainer]
-    try:
-        return copy.deepcopy(module, {id(each): each for each in shared})
-    except Exception:  # objects of the user's own may refuse to be copied in any way
-        return module
 
 
 def _has_step(module: L.LightningModule) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -81,6 +81,8 @@ class RetrievalEvaluation(Callback):
     top_k: int = 100
     max_queries: int | None = None
     prefix: str = "val"
+    #: Nobody else may log a number, or keep one in an attribute or checkpoint, by declaring one of these names.
+    tells_itself: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         knob = "callbacks.evaluation"

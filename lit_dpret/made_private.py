@@ -27,6 +27,7 @@ from lit_dpret.modules.private_module import save_weights
 from lit_dpret.privacy.ledger.gate import undeclared_metric
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 from lit_dpret.privacy.state_watch import state_of_part
+from lit_dpret.privacy.user_code import reads_of
 from lit_dpret.settings import naming_arguments
 
 #: What the names of the inner module's weights begin with.
@@ -86,6 +87,7 @@ class MadePrivate(PrivateModule):
         # Where these were trained counts as well, also where their weights are read and they are never called.
         self._read_by_loss = _modules_read(per_row_loss)
         self._hparams_name = getattr(module, "_hparams_name", None)
+        self.public_metrics = getattr(module, "public_metrics", ())
 
     @property
     def keeps_hparams_of(self) -> nn.Module:
@@ -297,8 +299,7 @@ def _modules_read(function: Callable[..., Any]) -> list[nn.Module]:
     """Return the modules that a function reads from its surroundings, as a teacher that its loss compares with."""
     if not inspect.isfunction(function):
         return []
-    read = inspect.getclosurevars(function)
-    return [value for value in (*read.nonlocals.values(), *read.globals.values()) if isinstance(value, nn.Module)]
+    return [value for _, value in reads_of(function) if isinstance(value, nn.Module)]
 
 
 def _is_own(module: nn.Module, hook: str) -> bool:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections import Counter
+from argparse import Namespace
+from array import array
+from collections import Counter, UserDict
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
+import own_modules
 import pytest
 import torch
-from own_modules import Classifier, data, fit, made, row_loss
-from torch import Tensor
+from omegaconf import OmegaConf
+from own_modules import Classifier, data, fit, made, row_loss, rows
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from torchmetrics import MeanMetric
+
+from lit_dpret import DPSGD, OptimizerSpec, PrivacyAccountant, PrivateModule, PublicValidation
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 
 LOSSES: list[float] = []
 
@@ -112,6 +124,95 @@ def in_a_class(model: Any) -> tuple[Any, Any]:
     return lambda losses: setattr(Own, "last", float(losses.mean())), lambda: Own.last
 
 
+def in_a_namespace(model: Any) -> tuple[Any, Any]:
+    model.args = Namespace(last=0.0)
+    return lambda losses: setattr(model.args, "last", float(losses.mean())), lambda: model.args.last
+
+
+class Fields(dict[str, float]):
+    __setattr__ = dict.__setitem__
+    __getattr__ = dict.__getitem__
+
+
+def in_a_dict_with_attributes(model: Any) -> tuple[Any, Any]:
+    model.fields = Fields(last=0.0)
+    return lambda losses: setattr(model.fields, "last", float(losses.mean())), lambda: model.fields.last
+
+
+class History(list[float]):
+    """A list of one's own."""
+
+
+def in_a_list_of_ones_own(model: Any) -> tuple[Any, Any]:
+    model.history = History([0.0])
+    return lambda losses: model.history.append(float(losses.mean())), lambda: model.history
+
+
+def in_a_user_dict(model: Any) -> tuple[Any, Any]:
+    model.fields = UserDict(last=0.0)
+    return lambda losses: model.fields.update(last=float(losses.mean())), lambda: model.fields["last"]
+
+
+def in_what_a_thread_has(model: Any) -> tuple[Any, Any]:
+    own = threading.local()
+    own.last = 0.0
+    return lambda losses: setattr(own, "last", float(losses.mean())), lambda: own.last
+
+
+def in_an_array_of_objects(model: Any) -> tuple[Any, Any]:
+    model.cells = np.array([0.0, None], dtype=object)
+    return lambda losses: model.cells.__setitem__(0, float(losses.mean())), lambda: model.cells[0]
+
+
+def beside_large_tables(model: Any) -> tuple[Any, Any]:
+    model.tables = [[(f"{a} {b}", a) for a in range(90)] for b in range(90)]
+    return in_a_list(model)
+
+
+def in_a_name_that_the_run_has_as_well(model: Any) -> tuple[Any, Any]:
+    model._losses = [0.0]
+    return lambda losses: model._losses.append(float(losses.mean())), lambda: model._losses
+
+
+def in_an_attribute_of_a_function(model: Any) -> tuple[Any, Any]:
+    def keep(losses: Tensor) -> None:
+        keep.last = float(losses.mean())  # type: ignore[attr-defined]
+
+    keep.last = 0.0  # type: ignore[attr-defined]
+    return keep, lambda: keep.last  # type: ignore[attr-defined]
+
+
+def in_a_module_of_ones_own(model: Any) -> tuple[Any, Any]:
+    own_modules.last = 0.0  # type: ignore[attr-defined]
+    return lambda losses: setattr(own_modules, "last", float(losses.mean())), lambda: own_modules.last  # type: ignore[attr-defined]
+
+
+def in_the_learning_rate(model: Any) -> tuple[Any, Any]:
+    groups: list[Any] = []
+    configure = model.configure_optimizers
+
+    def optimizers() -> Any:
+        model.optimizer = configure()[0][0]
+        groups.extend(model.optimizer.param_groups)
+        return model.optimizer
+
+    model.configure_optimizers = optimizers
+    keep = lambda losses: model.optimizer.param_groups[0].update(lr=float(losses.mean()))  # noqa: E731
+    return keep, lambda: [group["lr"] for group in groups or [{"lr": 1.0}]]
+
+
+def in_a_default(model: Any) -> tuple[Any, Any]:
+    def keep(losses: Tensor, kept: list[float] = []) -> None:  # noqa: B006
+        kept.append(float(losses.mean()))
+
+    return keep, lambda: keep.__defaults__
+
+
+def in_an_argument_of_a_partial(model: Any) -> tuple[Any, Any]:
+    kept: dict[str, float] = {"last": 0.0}
+    return partial(lambda kept, losses: kept.update(last=float(losses.mean())), kept), lambda: kept
+
+
 def in_a_closure(model: Any) -> tuple[Any, Any]:
     last = 0.0
 
@@ -141,9 +242,11 @@ def in_a_metric_outside(model: Any) -> tuple[Any, Any]:
 
 PLACES = [
     in_a_number, in_the_largest_number, of_the_first_row, of_many_rows_alone, in_a_tensor, in_a_tensor_in_place,
-    in_a_new_attribute, in_parts_of_one_class,
-    in_a_list, in_a_counter, in_an_object, in_a_new_object, in_a_class, in_a_closure, in_a_global,
-    in_a_metric, in_a_metric_outside,
+    in_a_new_attribute, in_parts_of_one_class, in_a_list, in_a_counter, in_an_object, in_a_new_object, in_a_class,
+    in_a_closure, in_a_global, in_a_metric, in_a_metric_outside, in_a_namespace, in_a_dict_with_attributes,
+    in_a_list_of_ones_own, in_a_user_dict, in_what_a_thread_has, in_an_array_of_objects, beside_large_tables,
+    in_a_name_that_the_run_has_as_well, in_an_attribute_of_a_function, in_a_module_of_ones_own, in_the_learning_rate,
+    in_a_default, in_an_argument_of_a_partial,
 ]  # fmt: skip
 
 
@@ -178,6 +281,58 @@ def test_no_schedule_reads_what_the_loss_keeps_of_rows(tmp_path: Path) -> None:
     model = Scheduled()
     with pytest.warns(UserWarning, match="Scheduled.last"):
         trainer = fit(tmp_path, made(model, per_row_loss=keeping(lambda x: setattr(model, "last", float(x.mean())))))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
+
+
+def opaque_holders() -> dict[str, tuple[Callable[[float], Any], Callable[[], float]]]:
+    cells, variable = array("d", [0.0]), ContextVar("last", default=0.0)
+
+    def generator() -> Any:
+        value = 0.0
+        while True:
+            value = (yield value) or value
+
+    running = generator()
+    next(running)
+    return {
+        "array": (lambda value: cells.__setitem__(0, value), lambda: cells[0]),
+        "context": (variable.set, variable.get),
+        "generator": (running.send, lambda: next(running)),
+    }
+
+
+@pytest.mark.parametrize("holder", ["array", "context", "generator"])
+def test_a_schedule_that_reads_it_where_nothing_can_be_put_back_is_refused(holder: str, tmp_path: Path) -> None:
+    write, read = opaque_holders()[holder]
+
+    class Scheduled(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + read()))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    with pytest.raises(UnsupportedModelError, match="learning rates"):
+        fit(tmp_path, made(Scheduled(), per_row_loss=keeping(lambda losses: write(float(losses.mean())))))
+
+
+def test_what_cannot_be_put_back_is_refused(tmp_path: Path) -> None:
+    model = Classifier()
+    model.config = OmegaConf.create({"last": 0.0})
+    with pytest.raises(UnsupportedModelError, match="config, which cannot be put back"):
+        fit(tmp_path, made(model, per_row_loss=keeping(lambda losses: model.config.update(last=float(losses.mean())))))
+
+
+def test_a_schedule_that_a_loss_moves_itself_stands_still(tmp_path: Path) -> None:
+    class Plateau(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
+            return optimizer
+
+    model = Plateau()
+    private = made(model, per_row_loss=keeping(lambda losses: model.plateau.step(float(losses.mean()))))
+    with pytest.warns(UserWarning, match="ReduceLROnPlateau"):
+        trainer = fit(tmp_path, private)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
 
 
@@ -230,21 +385,45 @@ class Table:
         self.places = torch.arange(4)
 
 
-def test_what_hangs_on_no_row_stays(tmp_path: Path) -> None:
+def test_what_is_made_once_and_hangs_on_no_row_stays(tmp_path: Path) -> None:
     model = Classifier()
-    model.calls, model.temperature, model.table = 0, 1.0, None
+    model.table, model.ready = None, False
 
     def loss(model: Any, batch: Any) -> Tensor:
-        model.calls, model.temperature = model.calls + 1, 0.9 * model.temperature
-        model.table = model.table or Table()
-        return row_loss(model, batch) / model.temperature
+        model.table, model.ready = model.table or Table(), True
+        return row_loss(model, batch)
 
-    reads = Reads(lambda: model.calls)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "per_row_loss of")
-        fit(tmp_path, made(model, per_row_loss=loss), callbacks=[reads], max_steps=4)
-    assert [int(seen) for seen in reads.seen] == [*range(len(reads.seen))] and len(reads.seen) > 4
-    assert model.temperature == pytest.approx(0.9**model.calls) and model.table is not None
+        fit(tmp_path, made(model, per_row_loss=loss), max_steps=4)
+    assert model.table is not None and model.ready
+
+
+def test_a_count_of_calls_is_put_back_since_it_tells_how_many_units_were_drawn(tmp_path: Path) -> None:
+    model = Classifier()
+    model.calls = 0
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        model.calls += 1
+        return row_loss(model, batch)
+
+    with pytest.warns(UserWarning, match=r"Classifier\.calls.*global_step"):
+        fit(tmp_path, made(model, per_row_loss=loss, engine="loop"), max_steps=2)
+    assert model.calls == 0
+
+
+def test_a_loss_that_hangs_on_how_often_it_was_computed_is_refused(tmp_path: Path) -> None:
+    model = Classifier()
+    model.stats = {"step": 0, "loss": 0.0}
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        model.stats["step"] += 1
+        losses = row_loss(model, batch) * 0.9 ** model.stats["step"]
+        model.stats["loss"] = float(losses.detach().mean())
+        return losses
+
+    with pytest.raises(UnsupportedModelError, match="global_step"):
+        fit(tmp_path, made(model, per_row_loss=loss))
 
 
 def test_the_first_batches_of_one_unit_keep_nothing_before_they_are_compared(tmp_path: Path) -> None:
@@ -259,26 +438,131 @@ def test_the_first_batches_of_one_unit_keep_nothing_before_they_are_compared(tmp
 
 def test_what_is_kept_from_a_later_step_on_is_as_before_the_first_batch_once_it_was_seen(tmp_path: Path) -> None:
     model = Classifier()
-    model.calls, model.last = 0, 0.0
+    model.last = 0.0
 
     def loss(model: Any, batch: Any) -> Tensor:
         losses = row_loss(model, batch)
-        model.calls += 1
-        if model.calls > 2:
+        if private.trainer.global_step > 2:
             model.last = float(losses.detach().mean())
         return losses
 
     reads = Reads(lambda: model.last)
-    with pytest.warns(UserWarning, match=r"Classifier\.last,"):
-        private = made(model, per_row_loss=loss, noise_multiplier=4.0)
+    private = made(model, per_row_loss=loss, noise_multiplier=4.0)
+    with pytest.warns(UserWarning, match=r"Classifier\.last "):
         fit(tmp_path, private, callbacks=[reads], max_steps=16)
-    assert reads.seen[-1] == "0.0" and model.calls > 16
+    assert reads.seen[-1] == "0.0"
 
 
 def test_what_is_declared_stays(tmp_path: Path) -> None:
-    model = Classifier()
-    keep, read = in_a_list(model)
-    private = made(model, per_row_loss=keeping(keep))
-    private.public_metrics = ("history",)
-    fit(tmp_path, private, max_steps=2)
+    class Declares(Classifier):
+        public_metrics = ("history",)
+
+    keep, read = in_a_list(model := Declares())
+    fit(tmp_path, made(model, per_row_loss=keeping(keep)), max_steps=2)
     assert read()
+
+
+class Counting(Dataset[Any]):
+    """Counts what it reads, as a warm-up by tokens needs it."""
+
+    seen = 0.0
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        found = rows()[row]
+        self.seen += float(found[0].abs().sum())
+        return found
+
+
+class CountingCollation:
+    seen = 0.0
+
+    def __call__(self, found: list[Any]) -> Any:
+        self.seen += sum(float(x.abs().sum()) for x, _ in found)
+        return default_collate(found)
+
+
+@pytest.mark.parametrize("where", [Counting, CountingCollation])
+def test_what_reading_rows_counts_is_put_back(where: Any, tmp_path: Path) -> None:
+    counts = where()
+    datamodule = data(counts) if where is Counting else data()
+    private = made(**{} if where is Counting else {"collate_fn": counts})
+    reads = Reads(lambda: counts.seen)
+    with pytest.warns(UserWarning, match=f"{where.__name__}.seen"):
+        fit(tmp_path, private, datamodule, callbacks=[reads], max_steps=3)
+    assert {*reads.seen} == {"0.0"}
+
+
+class LengthsOfTheirOwn(PrivateModule):
+    """Keeps the longest text that it has seen, padded with the others, so that predictions are padded alike."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            privacy=DPSGD(eps=3.0, noise_multiplier=1.0, unit="record"), optimizer=OptimizerSpec(name="sgd", lr=0.1)
+        )
+        self.lookup = nn.Embedding(5, 2)
+        self.longest, self.total, self.summed = 0, 0, 0.0
+
+    def collate_rows(self, found: list[Any]) -> Any:
+        texts = [torch.ones(3 + int(y), dtype=torch.long) for _, y in found]
+        return {"ids": nn.utils.rnn.pad_sequence(texts, batch_first=True)}
+
+    def per_row_loss(self, batch: Any) -> Tensor:
+        self.longest = max(self.longest, batch["ids"].shape[1])
+        self.total += batch["ids"].shape[1]
+        losses = (self.lookup(batch["ids"]).sum(2) * (batch["ids"] > 0)).sum(1)
+        return losses
+
+    def note_loss(self, total: float | Tensor) -> None:
+        super().note_loss(total)
+        self.summed = float(total)
+
+
+def test_what_own_methods_keep_of_a_batch_as_it_was_trained_on_is_put_back(tmp_path: Path) -> None:
+    module = LengthsOfTheirOwn()
+    reads = Reads(lambda: (module.longest, module.total, module.summed))
+    with pytest.warns(UserWarning, match="longest.*summed.*total"):
+        fit(tmp_path, module, callbacks=[PrivacyAccountant(), reads], max_steps=3)
+    assert {*reads.seen} == {"(0, 0, 0.0)"}
+
+
+def test_a_view_of_a_weight_beside_what_is_kept_is_not_put_back(tmp_path: Path) -> None:
+    model = Classifier()
+    model.shown = {"weight": model.net[0].weight.detach(), "loss": 0.0}
+    before = model.net[0].weight.detach().clone()
+    with pytest.warns(UserWarning, match="shown"):
+        loss = keeping(lambda losses: model.shown.update(loss=float(losses.mean())))
+        fit(tmp_path, made(model, per_row_loss=loss), max_steps=2)
+    assert not torch.equal(before, model.net[0].weight) and model.shown["loss"] == 0.0
+
+
+def test_a_name_that_a_public_validation_measures_declares_nothing_else_of_that_name(tmp_path: Path) -> None:
+    class Logs(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            module.log("val/loss", 1.0)
+
+    public = DataLoader(TensorDataset(torch.ones(6, 4), torch.ones(6).long()), 3)
+    model, validates = Classifier(), PublicValidation(public, metrics=["val/loss"])
+    setattr(model, "val/loss", 0.0)
+    loss = keeping(lambda losses: setattr(model, "val/loss", float(losses.mean())))
+    with pytest.warns(UserWarning, match="val/loss"):
+        fit(tmp_path / "kept", made(model, per_row_loss=loss), callbacks=[validates], max_steps=2)
+    with pytest.raises(ConfigurationError, match="val/loss"):
+        fit(tmp_path / "logged", made(Classifier()), callbacks=[validates, Logs()], max_steps=2)
+
+
+@pytest.mark.parametrize("read", ["loc", "iloc", "column"])
+def test_a_table_of_pandas_that_a_loss_reads_is_nothing_that_it_keeps(read: str, tmp_path: Path) -> None:
+    table = pytest.importorskip("pandas").DataFrame({"weight": [1.0, 2.0, 3.0]})
+    model = Classifier()
+    model.table = table
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        cells = model.table["weight"] if read == "column" else getattr(model.table["weight"], read)
+        return row_loss(model, batch) * float(cells[1])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "per_row_loss of")
+        fit(tmp_path, made(model, per_row_loss=loss), max_steps=2)

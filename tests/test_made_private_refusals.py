@@ -210,7 +210,7 @@ def test_a_copy_of_what_an_optimizer_trained_here_is_refused_as_the_original_is(
 
 
 @pytest.mark.parametrize("kind", ["loss", "count"])
-def test_what_a_loss_counts_of_rows_is_put_back_or_refused_and_its_calls_are_counted(tmp_path: Path, kind: str) -> None:
+def test_what_a_loss_counts_is_put_back_or_refused_where_it_hangs_on_it(tmp_path: Path, kind: str) -> None:
     class Warm(Classifier):
         seen, calls, last = 0, 0, 0
 
@@ -226,9 +226,9 @@ def test_what_a_loss_counts_of_rows_is_put_back_or_refused_and_its_calls_are_cou
             with pytest.raises(UnsupportedModelError, match="keeps of one batch"):
                 fit(tmp_path / "counts", module)
         else:
-            with pytest.warns(UserWarning, match=r"Warm\.last" + r", Warm\.seen" * counts):
+            with pytest.warns(UserWarning, match=r"Warm\.calls, Warm\.last" + r", Warm\.seen" * counts):
                 fit(tmp_path / f"trains {counts}", module, max_steps=2)
-            assert (warm.seen, warm.last) == (0, 0) and warm.calls >= 2
+            assert (warm.seen, warm.last, warm.calls) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("loss", [coupled, lambda model, batch: row_loss(model, batch).mean()], ids=["coupled", "mean"])

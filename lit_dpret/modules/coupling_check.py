@@ -42,9 +42,11 @@ class CouplingCheck:
           embeddings of pairs are compared with those of rows collated alone, and losses only after other batches and
           without metrics.
         - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
-        - What the loss leaves in attributes, closures, globals and metrics, and leaves otherwise for other rows, is
-          after every batch as before the first one: no schedule, optimizer or callback reads it. Its name is in a
-          warning. What it leaves alike for all rows, as the count of its calls, stays.
+        - What the loss changes in attributes, closures, globals and metrics is after every batch as before the first
+          one, counts of its calls included: no schedule, optimizer or callback reads it. Its name is in a warning. What
+          it makes once, alike for all rows, stays.
+        - A loss that hangs on how often it was computed is refused, as are learning rates that a schedule makes of what
+          the loss left all the same.
 
     Whole batches are compared in the first look and in every third one, few rows in the others.
 
@@ -70,7 +72,7 @@ class CouplingCheck:
         self._earlier = None
         self._first: KeptState | None = None
         #: By place, what puts back what the loss keeps of rows.
-        self._of_rows: dict[tuple[int, str], Callable[[], None]] = {}
+        self._of_rows: dict[tuple[Any, ...], Callable[[], None]] = {}
 
     def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Decide whether to check a batch; if so, store the state of ``module`` before it. ``seed`` is the batch's.
@@ -128,6 +130,9 @@ class CouplingCheck:
         before, self._before = self._before, None
         if self._first is None and before is not None and module._hides_rows:  # nothing was compared yet
             before.put_back(module._public())
+        self._put_back()
+
+    def _put_back(self) -> None:
         for put_back in self._of_rows.values():
             put_back()
 
@@ -185,9 +190,16 @@ class CouplingCheck:
                 if not lazy:
                     passes.compare_without_objects(rows, earlier, public, of_pairs=of_pairs)
                 if module._hides_rows:
-                    names_of = partial(passes.names_of_rows, previous, earlier, public, of_pairs=of_pairs)
-                    names = names_of(rows.first(2), gradients=first or turn == 1)
-                    self._note(module, before, names | names_of(rows, gradients=False) if first else names)
+                    # The smallest unit was collated by itself, so that it is padded less than here.
+                    pair, long = rows.first(2) if rows.batch.smallest is None else rows.smallest(), first or turn == 1
+                    few = pair.apart(previous, of_pairs=of_pairs)
+                    names = passes.names_of_rows(few, earlier, public, gradients=long and not lazy)
+                    if first:
+                        whole = rows.apart(previous, of_pairs=of_pairs)
+                        names |= passes.names_of_rows(whole, earlier, public, gradients=False)
+                    self._note(module, before, names)
+                    if long:
+                        passes.compare_put_back(few, names, self._put_back)
             if metrics := given["before"].metrics:
                 passes.compare_metrics(rows, metrics)
         if first:
@@ -202,9 +214,10 @@ class CouplingCheck:
                 new[place], self._of_rows[place] = name, undo
         if named := sorted({*new.values()}):
             rank_zero_warn(
-                f"per_row_loss of {type(module).__name__} keeps what it makes of private rows in {', '.join(named)}, "
-                "which is put back after every batch, so that no schedule, optimizer or callback reads it. To measure, "
-                "use PublicValidation. If no private row is behind it, list its name in public_metrics of the module."
+                f"per_row_loss of {type(module).__name__} keeps in {', '.join(named)} what tells of private rows, as a "
+                "loss, a count or a cache does. It is put back after every batch, so that no schedule, optimizer or "
+                "callback reads it. To measure, use PublicValidation; to count, self.trainer.global_step. If no "
+                "private row is behind it, list its name in public_metrics of the module."
             )
 
     def __getstate__(self) -> dict[str, Any]:

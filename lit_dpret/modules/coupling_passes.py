@@ -7,8 +7,9 @@ The other rows are replaced, left out, put in other places or collated apart, or
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -81,6 +82,7 @@ class Passes:
         self._parameters = trainable(module)
 
     def __enter__(self) -> Passes:
+        self._as_trained = self._kept_state.contents()
         self._kept_state.begin()
         self._generators = kept_generators()
         self._generators.__enter__()
@@ -201,35 +203,75 @@ class Passes:
             )
 
     def names_of_rows(
-        self, previous: Any, earlier: KeptState, public: frozenset[str], rows: Rows, *, of_pairs: bool, gradients: bool
+        self, batches: Sequence[Any], earlier: KeptState, public: frozenset[str], *, gradients: bool
     ) -> set[tuple[int, str]]:
-        """Return the names that hold something else after the loss of other rows, or fewer, and its gradient if asked.
+        """Return the names that hold something else after the loss of one batch than after that of another, or of two.
 
-        Those of ``public`` names are left out.
+        And after its gradient, if asked, or after the batch that was trained on. Those of ``public`` names are left
+        out. Two batches in a row show a count: how often a loss is called tells how many units were drawn.
         """
-        lazy = is_lazy(self.module.device)  # where a gradient would be one more program to compile
-        if previous is not None:
-            others = [previous]
-        elif of_pairs or lazy:
-            others = [rows.with_other_company(from_kept=True)]
-        else:
-            others = [rows.alone(), rows.others_alone()[0]]
 
-        def after(features: Any) -> dict[tuple[int, str], Any]:
-            losses = self._afresh(features, gradients=gradients and not lazy)
-            # Weighted by themselves, as a bound weighs them by gradients: a hook sees what hangs on rows.
-            self._gradient(losses * losses.detach(), torch.ones_like(losses, dtype=torch.bool))
-            return self._kept_state.contents()
+        def after(batches: Sequence[Any]) -> list[dict[tuple[int, str], Any]]:
+            self._kept_state.reset()
+            left = []
+            for features in batches:
+                losses = self._losses(features, gradients=gradients)
+                # Weighted by themselves, as a bound weighs them by gradients: a hook sees what hangs on rows.
+                self._gradient(losses * losses.detach(), torch.ones_like(losses, dtype=torch.bool))
+                left.append(self._kept_state.contents())
+            return left
 
-        left = []
-        for features in (rows.as_they_are(), *others):
+        left = [self._as_trained]
+        for some in (batches[:2], batches[-1:]):
             try:
                 with self._kept_state.without_objects_since(earlier, public):  # which are made anew
-                    left.append(after(features))
+                    left += after(some)
             except Exception:  # other values of the module may say that these objects are there
-                left.append(after(features))
-        changed = {name for each in left for name in each | left[0] if each.get(name) != left[0].get(name)}
-        return {(at, name) for at, name in changed if name not in public}
+                left += after(some)
+        return {(at, name) for at, name in _differing(left) if name not in public}
+
+    def compare_put_back(
+        self, batches: Sequence[Any], names: Collection[tuple[int, str]], put_back: Callable[[], None]
+    ) -> None:
+        """Refuse ``names`` that cannot be put back, and losses and learning rates that follow from what they held."""
+        left, rates = [], []
+        for features in batches:
+            self._afresh(features)
+            put_back()
+            contents = self._kept_state.contents()
+            left.append({name: contents.get(name) for name in names})
+            rates.append(self._next_rates())
+        what = None
+        if found := ", ".join(sorted({name for _, name in _differing(left)})):
+            what = f"per_row_loss keeps what it makes of private rows in {found}, which cannot be put back"
+        elif any(each != rates[0] for each in rates):
+            what = "learning rates follow from what per_row_loss keeps of private rows, or from the time"
+        elif names and self._counts(batches[0], put_back):
+            what = "the loss hangs on how often it was computed, which tells how many units were drawn"
+        if what is not None:
+            raise UnsupportedModelError(
+                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: {what}; no noise "
+                "covers that. Keep nothing of private rows between batches, and make learning rates, temperatures and "
+                "the like from the count of steps (self.trainer.global_step).",
+                trap="T11",
+            )
+
+    def _counts(self, features: Any, put_back: Callable[[], None]) -> bool:
+        """Return whether a loss is another one the second time, if nothing is put back in between."""
+        once, twice = self._afresh(features), self._losses(features)
+        self._afresh(features)
+        put_back()
+        return differ(once, twice) and not differ(once, self._losses(features))
+
+    def _next_rates(self) -> list[Any]:
+        """Return the settings that the optimizers have after a step of each schedule, which the next pass undoes."""
+        trainer = self.module._trainer
+        with warnings.catch_warnings(action="ignore"):
+            for config in [] if trainer is None else trainer.lr_scheduler_configs:
+                with suppress(Exception):  # some need a number of a validation
+                    config.scheduler.step()
+        groups = [] if trainer is None else [group for each in trainer.optimizers for group in each.param_groups]
+        return [[float(v) for v in group.values() if isinstance(v, (int, float))] for group in groups]
 
     def compare_metrics(self, rows: Rows, metrics: Sequence[Metric]) -> None:
         """Compare the losses of the batch with those that it has where no metric has seen anything."""
@@ -500,6 +542,11 @@ class Passes:
 
     def _refuse_memory(self) -> NoReturn:
         refuse_memory(self.module)
+
+
+def _differing(contents: Sequence[dict[tuple[int, str], Any]]) -> set[tuple[int, str]]:
+    """Return the names of which some contents differ from the first."""
+    return {name for each in contents for name in each | contents[0] if each.get(name) != contents[0].get(name)}
 
 
 def refuse_own_coins(module: Any) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.batches import UnitBatch, take_rows
 from lit_dpret.privacy.collation import is_square, leaves
@@ -85,6 +86,17 @@ class Rows:
         """Return the replaced rows and their places; without the first, so that even and odd places change."""
         places = self._others[len(self._others) > 1 :]
         return _part_of(self.batch.rows, places), places
+
+    def apart(self, previous: Any, *, of_pairs: bool) -> list[Any]:
+        """Return batches of which two have no row in common: the kept rows, all, and the others.
+
+        Or all rows, and a ``previous`` batch or other company.
+        """
+        if previous is not None:
+            return [self.as_they_are(), previous]
+        if of_pairs or is_lazy(self.kept.device):  # for which another shape would be one more program to compile
+            return [self.as_they_are(), self.with_other_company(from_kept=True)]
+        return [self.alone(), self.as_they_are(), self.others_alone()[0]]
 
     def alone(self) -> Any:
         """Return the kept rows without the others, collated without them where the loader did so."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import FunctionType, ModuleType
+from operator import is_
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
@@ -25,19 +27,18 @@ from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26
 
-#: What `PrivateModule._leave_run` and the records of trained modules set.
+#: What `PrivateModule._leave_run` sets.
 OF_A_RUN = frozenset({
     "_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum", "_losses",
-    MARK,
+    "reading",
 })  # fmt: skip
 OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret")
 #: Of a longer list, that many entries are looked at.
 ENTRIES = 1000
-#: Others of their kind may be filled in another way, or not at all.
-_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
-#: More objects than these are not compared.
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
+#: More objects of one name than these are not compared.
 _OBJECTS = 5_000
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 #: Objects of these packages are not looked into.
@@ -61,15 +62,20 @@ class KeptState:
         ours = {id(part) for part in parts}
         self._spaces = [*map(Space, parts), *(space for space in read.spaces if id(space.owner) not in ours)]
         self._caches = read.caches
+        #: What trained tensors lie in, of which a container may hold another view: training writes those.
+        self._weights = frozenset(map(memory_of, (*module.parameters(), *module.buffers())))
         held = [_data_of(space) for space in self._spaces]
         kept = [t for values in held for t in _tensors_of(list(values.values())) if not _is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
-        self._first = self._now = [_saved_values(values) for values in held]
+        self._first = self._now = [self._saved_values(values) for values in held]
         self._objects = [_objects_of(space, values) for space, values in zip(self._spaces, held, strict=True)]
         self._bound = [
             {name: values.get(name) or partial(_same, value) for name, value in space.read().items()}
             for space, values in zip(self._spaces, self._first, strict=True)
         ]
+
+    def _saved_values(self, values: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+        return {name: _saved(value, self._weights) for name, value in values.items()}
 
     @property
     def metrics(self) -> list[Metric]:
@@ -77,7 +83,7 @@ class KeptState:
         return [space.owner for space in self._spaces if isinstance(space.owner, Metric)]
 
     def begin(self) -> None:
-        self._now = [_saved_values(_data_of(space)) for space in self._spaces]
+        self._now = [self._saved_values(_data_of(space)) for space in self._spaces]
 
     def reset(self) -> None:
         self._install(self._first)
@@ -89,11 +95,11 @@ class KeptState:
         That is nothing, or None; of this state itself also another object. Those of ``public`` names stay.
         """
         kept = zip(earlier._spaces, earlier._first, earlier._objects, strict=True)
-        before = {id(space.owner): (values, objects) for space, values, objects in kept}
+        before = {space.key: (values, objects) for space, values, objects in kept}
         names, undo = [], list[Callable[[], object]]()
         try:
-            for space in (space for space in self._spaces if id(space.owner) in before):
-                values, objects = before[id(space.owner)]
+            for space in (space for space in self._spaces if space.key in before):
+                values, objects = before[space.key]
                 for name, value in _objects_of(space, _data_of(space)).items():
                     is_new = objects.get(name) is not value if earlier is self else name not in objects
                     if name in public or not is_new:
@@ -114,24 +120,22 @@ class KeptState:
         owners = {id(space.owner) for space in self._spaces}  # whose names are places of their own
         found, seen = {}, dict[int, Any]()
         for at, space in enumerate(self._spaces):
-            own = OWN_TO_MODULES | OF_A_RUN if isinstance(space.owner, nn.Module) else ()
-            for name, value in space.read().items():
-                known = name in own or name[:2] == "__" or isinstance(value, (nn.Parameter, nn.Module, torch.Generator))
-                if not known and not isinstance(value, GENERATORS):
-                    found[at, name] = (id(value), value) if id(value) in owners else _content(value, seen)
+            for name, value in _values_of(space).items():
+                if not isinstance(value, (nn.Parameter, nn.Module, torch.Generator, *GENERATORS)):
+                    elsewhere = id(value) in owners and _container(value) is None
+                    found[at, name] = (id(value), value) if elsewhere else _content(value, seen, len(seen) + _OBJECTS)
         return found
 
     def undoing(
         self, names: Collection[tuple[int, str]], first: KeptState
-    ) -> dict[tuple[int, str], tuple[str, Callable[[], None]]]:
+    ) -> dict[tuple[Any, ...], tuple[str, Callable[[], None]]]:
         """Return what gives ``names`` of `contents` what a ``first`` state had there, or nothing, and a name for it."""
-        before = {id(space.owner): values for space, values in zip(first._spaces, first._bound, strict=True)}
-        found: dict[tuple[int, str], tuple[str, Callable[[], None]]] = {}
+        before = {space.key: values for space, values in zip(first._spaces, first._bound, strict=True)}
+        found: dict[tuple[Any, ...], tuple[str, Callable[[], None]]] = {}
         for at, name in names:
             space = self._spaces[at]
-            owner = space.owner if isinstance(space.owner, (type, FunctionType)) else type(space.owner)
-            give = before.get(id(space.owner), self._bound[at]).get(name)
-            found[id(space.owner), name] = f"{owner.__name__}.{name}", partial(_bind, space, name, give)
+            give = before.get(space.key, self._bound[at]).get(name)
+            found[*space.key, name] = f"{space.name}.{name}", partial(_bind, space, name, give)
         return found
 
     def put_back(self, public: Collection[str] = ()) -> None:
@@ -155,25 +159,33 @@ class KeptState:
 
 
 def code_of_loss(module: Any) -> ReadByLoss:
-    """Return a search of what the loss of ``module`` reads, callbacks of its Trainer included."""
+    """Return a search of what the loss of ``module`` reads, what its Trainer has included."""
     trainer = getattr(module, "_trainer", None)
-    return ReadByLoss(module, [] if trainer is None else list(trainer.callbacks))
+    if trainer is None:
+        return ReadByLoss(module, [])
+    rates = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+    return ReadByLoss(module, list(trainer.callbacks), rates)
+
+
+def _values_of(space: Space) -> dict[str, Any]:
+    """Return what the names hold that the code of a loss may bind: no weight, no part, nothing of the run's."""
+    owner = space.owner
+    own = OWN_TO_MODULES if isinstance(owner, nn.Module) else ("state",) if isinstance(owner, Optimizer) else ()
+    held = space.read()
+    ours = {MARK, *own, *(name for name in held if name[:2] == name[-2:] == "__")}
+    kept = {name: value for name, value in held.items() if name not in ours}
+    return {name: value for name, value in kept.items() if name not in OF_A_RUN} if "_couplings" in held else kept
 
 
 def _data_of(space: Space) -> dict[str, Any]:
     """Return the names that hold plain data: no parameter, no buffer, no object."""
-    own = OWN_TO_MODULES if isinstance(space.owner, nn.Module) else ()
-    values = space.read().items()
-    return {name: value for name, value in values if name not in own and name[:2] != "__" and _is_data(value)}
+    return {name: value for name, value in _values_of(space).items() if _is_data(value)}
 
 
 def _objects_of(space: Space, data: Collection[str]) -> dict[str, Any]:
     """Return the names that hold neither plain data, nor a part of a module, nor what a library made."""
-    own = OWN_TO_MODULES if isinstance(space.owner, nn.Module) else ()
-    return {
-        name: value for name, value in space.read().items()
-        if not (name in data or name in own or name in OF_A_RUN or name[:2] == "__" or _is_of_a_library(value))
-    }  # fmt: skip
+    values = _values_of(space).items()
+    return {name: value for name, value in values if name not in data and not _is_of_a_library(value)}
 
 
 def _is_of_a_library(value: Any) -> bool:
@@ -189,10 +201,18 @@ def _is_data(value: Any) -> bool:
         return False
     if isinstance(value, (Tensor, np.ndarray, torch.Generator, *GENERATORS)):
         return True
-    if type(value) in _CONTAINERS:  # whatever it holds is put back into it
-        held = value.values() if isinstance(value, dict) else value
-        return len(value) <= ENTRIES or all(_is_data(each) for each in held)
-    return isinstance(value, tuple) and all(_is_data(each) for each in value)
+    if _container(value) is not None:  # whatever it holds is put back into it
+        return True
+    return isinstance(value, tuple) and all(_is_data(each) for each in value[:ENTRIES])
+
+
+def _container(value: Any) -> Any:
+    """Return the class of Python's whose methods fill a container: those of a derived class may do something else."""
+    return next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+
+
+def _held_by(value: Any, kind: Any) -> list[Any]:
+    return list(kind.values(value) if issubclass(kind, dict) else kind.__iter__(value))
 
 
 def memory_of(tensor: Tensor) -> object:
@@ -213,22 +233,23 @@ def _tensors_of(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[Te
         if not (value.is_quantized or value.is_nested):
             yield value
     elif isinstance(value, (dict, list, tuple, set, deque)) and id(value) not in inside:
-        for each in list(value.values() if isinstance(value, dict) else value):
+        for each in list(islice(value.values() if isinstance(value, dict) else value, ENTRIES)):
             yield from _tensors_of(each, inside | {id(value)})
 
 
-def _saved_values(values: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
-    return {name: _saved(value) for name, value in values.items()}
+def _saved(value: Any, weights: Collection[object], inside: frozenset[int] = frozenset()) -> Callable[[], Any]:
+    """Return a function that returns ``value`` with the content that it has now; it may be ``inside`` itself.
 
-
-def _saved(value: Any, inside: frozenset[int] = frozenset()) -> Callable[[], Any]:
-    """Return a function that returns ``value`` with the content that it has now; it may be ``inside`` itself."""
-    if (type(value) in _CONTAINERS or isinstance(value, tuple)) and id(value) not in inside:
-        return partial(_refilled, value, _contents(value, inside | {id(value)}))
+    What lies in the memory of ``weights`` is left as it is.
+    """
+    if (_container(value) or isinstance(value, tuple)) and id(value) not in inside:
+        return partial(_refilled, value, _contents(value, weights, inside | {id(value)}))
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         # One that is expanded or made for inference is written by nobody.
         strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
         if not (strided and _is_copied(value)) or value.is_inference() or value.is_meta or 0 in value.stride():
+            return partial(_same, value)
+        if memory_of(value) in weights:
             return partial(_same, value)
         return partial(_same, value, value.detach().copy_, value.detach().clone())
     if isinstance(value, np.ndarray) and value.flags.writeable and value.nbytes <= COPIED:
@@ -242,32 +263,32 @@ def _saved(value: Any, inside: frozenset[int] = frozenset()) -> Callable[[], Any
     return partial(_same, value)
 
 
-def _content(value: Any, seen: dict[int, Any]) -> Any:
+def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
     """Return what equals that of another value if both hold the same; an object of a library equals itself alone."""
     if isinstance(value, _SCALARS):
         return type(value), value
-    if id(value) in seen or len(seen) > _OBJECTS:
+    if id(value) in seen or len(seen) > most:
         return ()
     seen[id(value)] = value  # which keeps its id from being given again
+    if isinstance(value, nn.Parameter):
+        return id(value), value
     if isinstance(value, Tensor):
         plain = _is_copied(value) and not (value.is_quantized or value.is_nested or value.is_meta)
         return (value.shape, value.dtype, *checksums([value])) if plain else (id(value), value)
-    if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= COPIED:
+    if isinstance(value, np.ndarray) and value.nbytes <= COPIED:
+        if value.dtype == object:
+            return value.shape, *(_content(each, seen, most) for each in value.flat[:ENTRIES])
         return value.shape, value.dtype.str, value.tobytes()
-    if type(value) in _CONTAINERS or isinstance(value, tuple):
-        held = [*value, *value.values()] if isinstance(value, dict) else value
-        return type(value), *(_content(each, seen) for each in islice(held, 2 * ENTRIES))
+    if (kind := _container(value) or (tuple if isinstance(value, tuple) else None)) is not None:
+        held = [*(kind.__iter__(value) if issubclass(kind, dict) else ()), *_held_by(value, kind)]
+        return type(value), len(held), *(_content(each, seen, most) for each in (*held[:ENTRIES], *held[-ENTRIES:]))
     if is_foreign(value):
-        return type(value), *((name, _content(each, seen)) for name, each in attributes_of(value).items())
+        return type(value), *((name, _content(each, seen, most)) for name, each in attributes_of(value).items())
     return id(value), value
 
 
 def _bind(space: Space, name: str, give: Callable[[], Any] | None) -> None:
-    held = space.read()
-    if give is not None:
-        space.write({name: give()}, [])
-    elif name in held:
-        space.write({}, [name])
+    space.bind(name, {} if give is None else {name: give()})
 
 
 def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any = None) -> Any:
@@ -276,24 +297,33 @@ def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any
     return value
 
 
-def _contents(value: Any, inside: frozenset[int]) -> list[Any]:
-    """Return what a container holds, each thing behind a function of `_saved`, or as it is where all are scalars."""
-    held = list(value.values()) if isinstance(value, dict) else list(value)
-    plain = all(isinstance(each, _SCALARS) for each in held)
-    kept = held if plain else [_saved(each, inside) for each in held]
-    return [plain, list(value) if isinstance(value, dict) else None, kept]
+def _contents(value: Any, weights: Collection[object], inside: frozenset[int]) -> list[Any]:
+    """Return what a container holds, each thing behind a function of `_saved`, or as it is.
+
+    That is where all are scalars, or where there are more than `ENTRIES`.
+    """
+    kind = _container(value) or tuple
+    held = _held_by(value, kind)
+    plain = len(held) > ENTRIES or all(isinstance(each, _SCALARS) for each in held)
+    kept = held if plain else [_saved(each, weights, inside) for each in held]
+    return [plain, list(kind.__iter__(value)) if issubclass(kind, dict) else None, kept]
 
 
 def _refilled(value: Any, contents: list[Any]) -> Any:
     plain, keys, kept = contents
     held = kept if plain else [give() for give in kept]
-    if isinstance(value, tuple):
+    if (kind := _container(value)) is None:  # a tuple
         return value
-    value.clear()
+    before, now = [*held[-ENTRIES:], *held[:ENTRIES]], _held_by(value, kind)
+    same = len(held) == len(now) and all(map(is_, before, [*now[-ENTRIES:], *now[:ENTRIES]]))
+    if same and (keys is None or len(keys) > ENTRIES or all(map(is_, keys, kind.__iter__(value)))):
+        return value  # which may refuse to be written
+    kind.clear(value)
     if keys is not None:
-        dict.update(value, zip(keys, held, strict=True))  # that of a Counter counts
+        for key, each in zip(keys, held, strict=True):
+            kind.__setitem__(value, key, each)
     else:
-        (value.update if isinstance(value, set) else value.extend)(held)
+        (kind.update if kind is set else kind.extend)(value, held)
     return value
 
 

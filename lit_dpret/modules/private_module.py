@@ -166,6 +166,11 @@ class PrivateModule(Checkpointed):
         self.log_private_loss = log_private_loss
         self._leave_run()
 
+    def put_back_reading(self) -> None:
+        """Put back what reading the rows of a batch has counted, before anybody else can read it."""
+        for put_back in self.reading:
+            put_back()
+
     def _leave_run(self) -> None:
         self._guard: Guard | None = None
         self._ranks = Ranks()
@@ -176,6 +181,8 @@ class PrivateModule(Checkpointed):
         self._couplings = CouplingCheck()
         self._hooks = HookWatch()
         self._rehearses = self.in_blocks = False
+        #: What puts back the numbers that change as rows are read and collated.
+        self.reading: list[Callable[[], object]] = []
         self._loss_sum = 0.0
         self._losses: list[Tensor] = []
 
@@ -285,6 +292,7 @@ class PrivateModule(Checkpointed):
         self.updating = self.in_blocks = False
         self._couplings.begin()
         self._hooks.begin()
+        self.put_back_reading()
         self._loss_sum = 0.0
         self._losses.clear()
 

@@ -196,7 +196,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor] if has_memory(tensor) else []
+    return [tensor.resolve_conj().resolve_neg()] if has_memory(tensor) else []
 
 
 def _checksum_of_parts(parts: Sequence[Tensor]) -> Tensor:

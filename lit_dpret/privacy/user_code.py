@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from argparse import Namespace
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
 from importlib import metadata
@@ -21,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lit_dpret.privacy.batches import UnitBatch
 
@@ -29,15 +33,21 @@ LIBRARIES = frozenset({
     "lit_dpret", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch", "torchmetrics",
     "transformers", "tokenizers", "sentence_transformers", "sentencepiece", "huggingface_hub", "safetensors", "peft",
     "accelerate", "opacus", "deepspeed", "dp_accounting", "numpy", "scipy", "wandb", "tensorboard", "mlflow", "hydra",
-    "omegaconf", "rich", "tqdm", "bm25s", "faiss", "PIL", "fsspec", "pyarrow", "datasets",
+    "omegaconf", "rich", "tqdm", "bm25s", "faiss", "PIL", "fsspec", "pyarrow", "datasets", "pandas",
     "jsonargparse", "docstring_parser", "typeshed_client",
 })  # fmt: skip
 HOLD_NO_CODE = (str, bytes, int, float, bool, complex, type(None), Tensor, np.ndarray, torch.dtype, torch.device)
+#: Classes whose own code reads nothing that a class derived from them keeps.
+_BASES = ("PrivateModule", "LightningModule", "Module", "object")
 #: More objects than these are not looked at.
 _REACHED = 5_000
 #: Of a longer list, that many entries are looked at.
 _ENTRIES = 1_000
+#: What the name of an argument or default begins with in a `Space`.
+_GIVEN = "given "
 _OF_MODULES = frozenset(vars(nn.Module()))
+#: Objects of Python's own that hold what somebody puts there.
+NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local)
 CachedFunction: Any = type(lru_cache(lambda: None))
 
 
@@ -91,30 +101,59 @@ def reads_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 class Space:
-    """Names of an object, a class or a function that its code may bind anew: attributes, globals, a closure."""
+    """Names that code may bind anew: attributes of an object, class or module, or globals and closure of a function.
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    With ``attributes`` they are a function's attributes and defaults, or what a ``partial`` was given, which are not
+    bound anew but may be filled. Of a module those of ``named`` alone are read.
+    """
+
+    def __init__(self, owner: Any, *, attributes: bool = False, named: set[str] | None = None) -> None:
+        self.owner, self.key = owner, (id(owner), attributes)
         self._cells: dict[str, CellType] = {}
-        self._named: set[str] = set()
-        if isinstance(owner, FunctionType):
+        self._named = set[str]() if named is None else named
+        self._of_code = isinstance(owner, FunctionType) and not attributes
+        if self._of_code:
             self._cells = dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=False))
             self._named = {name for code in codes_of(owner) for name in code.co_names} - self._cells.keys()
 
+    @property
+    def name(self) -> str:
+        """The name of the function, class or module, or of the object's class."""
+        known = isinstance(self.owner, (type, FunctionType, ModuleType))
+        return str((self.owner if known else type(self.owner)).__name__)
+
     def read(self) -> dict[str, Any]:
         """Return the values that the names have now."""
-        if isinstance(self.owner, FunctionType):
+        if self._of_code:
             space = self.owner.__globals__
             found = {name: space[name] for name in self._named if name in space}
             for name, cell in self._cells.items():
                 with suppress(ValueError):  # not filled yet
                     found[name] = cell.cell_contents
             return found
-        return attributes_of(self.owner)
+        found = attributes_of(self.owner) | self._given()
+        return {n: found[n] for n in self._named & found.keys()} if isinstance(self.owner, ModuleType) else found
+
+    def _given(self) -> dict[str, Any]:
+        """Return the default values of a function, or the arguments of a ``partial``."""
+        if isinstance(self.owner, FunctionType):
+            places, names = self.owner.__defaults__ or (), self.owner.__kwdefaults__ or {}
+        elif isinstance(self.owner, partial):
+            places, names = self.owner.args, self.owner.keywords
+        else:
+            return {}
+        return {f"{_GIVEN}{name}": value for name, value in (*enumerate(places), *names.items())}
+
+    def bind(self, name: str, values: Mapping[str, Any]) -> None:
+        """Bind a name as in ``values``, or unbind it where they lack it."""
+        if name in values:
+            self.write({name: values[name]}, [])
+        elif name in self.read():
+            self.write({}, [name])
 
     def write(self, values: Mapping[str, Any], removed: Iterable[str]) -> None:
         """Bind names to ``values``, and unbind others."""
-        if isinstance(self.owner, FunctionType):
+        if self._of_code:
             for name, value in values.items():
                 if name in self._cells:
                     self._cells[name].cell_contents = value
@@ -123,9 +162,11 @@ class Space:
             for name in removed:
                 self.owner.__globals__.pop(name, None)
             return
-        kind: Any = type if isinstance(self.owner, type) else object  # no setter of the owner's, nor of nn.Module
+        # No setter of the owner's, nor of nn.Module.
+        kind: Any = next(each for each in (type, threading.local, object) if isinstance(self.owner, each))
         for name, value in values.items():
-            kind.__setattr__(self.owner, name, value)
+            if not name.startswith(_GIVEN):
+                kind.__setattr__(self.owner, name, value)
         for name in removed:
             kind.__delattr__(self.owner, name)
 
@@ -152,8 +193,8 @@ class ReadByLoss:
 
     _FIRST = ("forward", "per_row_loss", "__call__", "pair_batch", "copied_loss", "coefficients")
 
-    def __init__(self, module: nn.Module, callbacks: list[Any]) -> None:
-        self._roots, self._callbacks = module, callbacks
+    def __init__(self, module: nn.Module, callbacks: list[Any], rates: Sequence[Any] = ()) -> None:
+        self._roots, self._callbacks, self._rates = module, callbacks, rates
         #: Filled by `tensors`: what the code may write, and the caches of functions (``functools.lru_cache``).
         self.spaces: list[Space] = []
         self.caches: list[Any] = []
@@ -171,11 +212,13 @@ class ReadByLoss:
         for name in self._FIRST:
             self._name(name)
         self._offer("Trainer", "callbacks", self._callbacks)
+        self._waiting += (("Trainer", each) for each in self._rates)
         for part in own:
             if any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__):
                 continue  # what it counts may change; a loss that reads it shows in its values (`CouplingCheck`)
             self._offer_all(type(part).__name__, part, tensors=False)
-            if is_library(type(part).__module__):  # whose code says nothing about what it was given
+            # Code of a library says nothing about what it was given, nor does that of a family which is derived from.
+            if any(is_library(each.__module__) for each in type(part).__mro__ if each.__name__ not in _BASES):
                 given = ((name, value) for name, value in vars(part).items() if name not in _OF_MODULES)
                 self._waiting += ((name, v) for name, v in given if not isinstance(v, (*HOLD_NO_CODE, nn.Module)))
         while self._waiting and len(self._seen) < most:
@@ -213,7 +256,9 @@ class ReadByLoss:
     def _note(self, owner: Any) -> None:
         if id(owner) not in self._owners:
             self._owners.add(id(owner))
-            self.spaces.append(Space(owner))
+            self.spaces.append(Space(owner, named=self._names if isinstance(owner, ModuleType) else None))
+            if isinstance(owner, FunctionType):
+                self.spaces.append(Space(owner, attributes=True))
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a value, and let what it holds wait to be looked at."""
@@ -227,11 +272,16 @@ class ReadByLoss:
         waiting = self._waiting
         if isinstance(value, Tensor):
             yield path, value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and not isinstance(value, NAMESPACES):
+            if not is_library(type(value).__module__):
+                self._note(value)
             waiting += ((f"{path}.{key}", each) for key, each in islice(list(value.items()), _ENTRIES))
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            if not is_library(type(value).__module__):
+                self._note(value)
             waiting += ((f"{path}.{at}", each) for at, each in enumerate(islice(list(value), _ENTRIES)))
         elif isinstance(value, partial):
+            self._note(value)
             waiting += [(path, value.func), (path, value.args), (path, value.keywords)]
         elif isinstance(value, MethodType):
             self._name(value.__func__.__name__)
@@ -249,6 +299,7 @@ class ReadByLoss:
             waiting.append((path, value.__wrapped__))
         elif isinstance(value, ModuleType):
             if not is_library(value.__name__):
+                self._note(value)
                 for name, each in list(vars(value).items()):
                     self._offer(path, name, each)
         elif isinstance(value, nn.Module):  # none of the trained one's parts
@@ -256,7 +307,11 @@ class ReadByLoss:
             for part in value.modules():
                 self._seen.add(id(part))
                 self._offer_all(path, part)
-        elif isinstance(value, (SimpleNamespace, UnitBatch)):  # one that somebody kept
+        elif isinstance(value, (Optimizer, LRScheduler)):  # whose numbers a loss may set
+            self._note(value)
+            parts = (each if isinstance(each, list) else [each] for each in vars(value).values())
+            waiting += ((path, each) for part in parts for each in part if isinstance(each, LRScheduler))
+        elif isinstance(value, (*NAMESPACES, UnitBatch)):  # one that somebody kept
             self._note(value)
             waiting += ((f"{path}.{name}", each) for name, each in vars(value).items())
         elif not is_library((value if isinstance(value, type) else type(value)).__module__):

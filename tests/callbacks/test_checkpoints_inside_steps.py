@@ -167,6 +167,8 @@ def numbers(state: Any) -> list[float]:
 class Breaks(Regression):
     """Fails in the forward pass of some physical batch, or while its third update is made."""
 
+    public_metrics = ("passes",)  # a count would be put back
+
     def __init__(self, *, at: int | None, **settings: Any) -> None:
         super().__init__(**settings)
         self.at, self.passes = at, 0

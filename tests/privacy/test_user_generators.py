@@ -295,6 +295,8 @@ def test_what_a_loss_draws_follows_from_the_secret_and_not_from_the_public_seed(
     drawn: list[list[float]] = []
 
     class Seen(Regression):
+        public_metrics = ("drawn",)  # declared, so that the test can read it
+
         def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
             drawn[-1].append(COINS[coin]())
             return super().per_row_loss(rows)

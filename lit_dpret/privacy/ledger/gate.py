@@ -108,8 +108,12 @@ ALWAYS = frozenset({"epoch", "step", "trainer/global_step"})
 
 
 def public_names(sources: Iterable[Any]) -> frozenset[str]:
-    """Return the names that modules and callbacks declare to be computed without private rows."""
-    return frozenset().union(*(getattr(source, "public_metrics", ()) for source in sources))
+    """Return the names that modules and callbacks declare to be computed without private rows.
+
+    A callback that tells its numbers itself declares nothing for others that use the same name.
+    """
+    others = (source for source in sources if not getattr(source, "tells_itself", False))
+    return frozenset().union(*(getattr(source, "public_metrics", ()) for source in others))
 
 
 def tells_progress(name: str, value: Any, trainer: Any) -> bool:

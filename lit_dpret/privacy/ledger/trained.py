@@ -114,7 +114,7 @@ def _leads_away(kind: type) -> bool:
     """Whether the attributes of such objects lead to what is of no run, or of every run, in this process."""
     if issubclass(kind, nn.Module):
         return False
-    outside = any(base.__module__.partition(".")[0] == "lightning" for base in kind.__mro__)
+    outside = any(str(base.__module__).partition(".")[0] == "lightning" for base in kind.__mro__)
     return outside or issubclass(kind, (type, FunctionType, ModuleType)) or getattr(kind, "holds_module", False)
 
 
