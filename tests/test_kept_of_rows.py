@@ -322,6 +322,53 @@ def test_what_cannot_be_put_back_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, made(model, per_row_loss=keeping(lambda losses: model.config.update(last=float(losses.mean())))))
 
 
+class Warmup:
+    """A rule of a schedule that counts by itself."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, step: int) -> float:
+        self.asked += 1
+        return 1 / self.asked
+
+
+def counting_rule(kind: str) -> Any:
+    rule, asked = Warmup(), 0
+
+    def counts(step: int) -> float:
+        nonlocal asked
+        asked += 1
+        return 1 / asked
+
+    return {"object": rule, "method": rule.__call__, "closure": counts, "partial": partial(Warmup.__call__, rule)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "closure", "partial"])
+def test_a_schedule_that_is_stepped_on_trial_goes_on_as_before(kind: str, tmp_path: Path) -> None:
+    class Scheduled(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, counting_rule(kind)),
+                         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]  # fmt: skip
+            schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, [4])
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    rates: list[float] = []
+    alone = Scheduled().configure_optimizers()
+    for _ in range(6):
+        rates.append(alone[0][0].param_groups[0]["lr"])
+        alone[0][0].step()
+        alone[1][0]["scheduler"].step()
+    model, found = Scheduled(), list[float]()
+    reads = Reads(lambda: model.trainer.optimizers[0].param_groups[0]["lr"])
+    reads.on_train_batch_start = lambda trainer, *_: found.append(  # type: ignore[method-assign]
+        (trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"])
+    )
+    fit(tmp_path, made(model), callbacks=[reads], max_steps=6)
+    assert [dict(found)[step] for step in range(6)] == pytest.approx(rates)
+
+
 def test_a_schedule_that_a_loss_moves_itself_stands_still(tmp_path: Path) -> None:
     class Plateau(Classifier):
         def configure_optimizers(self) -> Any:

@@ -245,7 +245,7 @@ class Passes:
         if found := ", ".join(sorted({name for _, name in _differing(left)})):
             what = f"per_row_loss keeps what it makes of private rows in {found}, which cannot be put back"
         elif any(each != rates[0] for each in rates):
-            what = "learning rates follow from what per_row_loss keeps of private rows, or from the time"
+            what = "learning rates follow from what per_row_loss keeps of private rows, or from a clock or own count"
         elif names and self._counts(batches[0], put_back):
             what = "the loss hangs on how often it was computed, which tells how many units were drawn"
         if what is not None:

@@ -182,6 +182,10 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
+def _home_of(value: Any) -> str:
+    return str((value if isinstance(value, FunctionType) else type(value)).__module__)
+
+
 class ReadByLoss:
     """Find the tensors and arrays that the code of a loss reads outside the parts of its module.
 
@@ -260,6 +264,18 @@ class ReadByLoss:
             if isinstance(owner, FunctionType):
                 self.spaces.append(Space(owner, attributes=True))
 
+    def _note_rule(self, rule: Any) -> None:
+        """Note where a rule of a schedule may count, and nothing that it reads."""
+        if isinstance(rule, partial):
+            self._note(rule)
+            for each in (rule.func, *rule.args, *rule.keywords.values()):
+                self._note_rule(each)
+        elif isinstance(rule, MethodType):
+            self._note_rule(rule.__func__)
+            self._note_rule(rule.__self__)
+        elif not (isinstance(rule, HOLD_NO_CODE) or is_library(_home_of(rule))):
+            self._note(rule)
+
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a value, and let what it holds wait to be looked at."""
         if isinstance(value, np.ndarray):
@@ -310,7 +326,11 @@ class ReadByLoss:
         elif isinstance(value, (Optimizer, LRScheduler)):  # whose numbers a loss may set
             self._note(value)
             parts = (each if isinstance(each, list) else [each] for each in vars(value).values())
-            waiting += ((path, each) for part in parts for each in part if isinstance(each, LRScheduler))
+            for each in (each for part in parts for each in part):
+                if isinstance(each, LRScheduler):
+                    waiting.append((path, each))
+                elif callable(each):
+                    self._note_rule(each)
         elif isinstance(value, (*NAMESPACES, UnitBatch)):  # one that somebody kept
             self._note(value)
             waiting += ((f"{path}.{name}", each) for name, each in vars(value).items())
