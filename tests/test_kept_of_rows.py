@@ -344,12 +344,23 @@ def counting_rule(kind: str) -> Any:
     return {"object": rule, "method": rule.__call__, "closure": counts, "partial": partial(Warmup.__call__, rule)}[kind]
 
 
-@pytest.mark.parametrize("kind", ["object", "method", "closure", "partial"])
+class Helped(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer: Any) -> None:
+        self.helper = Warmup()
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [self.helper(0) for _ in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "closure", "partial", "own schedule"])
 def test_a_schedule_that_is_stepped_on_trial_goes_on_as_before(kind: str, tmp_path: Path) -> None:
     class Scheduled(Classifier):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, counting_rule(kind)),
+            own = kind == "own schedule"
+            first = Helped(optimizer) if own else torch.optim.lr_scheduler.LambdaLR(optimizer, counting_rule(kind))
+            schedules = [first,
                          torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]  # fmt: skip
             schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, [4])
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]

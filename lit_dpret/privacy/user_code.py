@@ -265,7 +265,7 @@ class ReadByLoss:
                 self.spaces.append(Space(owner, attributes=True))
 
     def _note_rule(self, rule: Any) -> None:
-        """Note where a rule of a schedule may count, and nothing that it reads."""
+        """Note where what a schedule holds may count, and nothing that it reads."""
         if isinstance(rule, partial):
             self._note(rule)
             for each in (rule.func, *rule.args, *rule.keywords.values()):
@@ -329,7 +329,7 @@ class ReadByLoss:
             for each in (each for part in parts for each in part):
                 if isinstance(each, LRScheduler):
                     waiting.append((path, each))
-                elif callable(each):
+                else:
                     self._note_rule(each)
         elif isinstance(value, (*NAMESPACES, UnitBatch)):  # one that somebody kept
             self._note(value)
