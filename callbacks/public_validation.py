@@ -42,7 +42,7 @@ class PublicValidation(Callback):
         - Rows of the training data set are refused, also held-out ones and those that another object gives, as far as
           their content is found (`count_equal_rows`); what was not compared, the card names.
         - Nothing is drawn from any random stream, so that the run is the same with and without it.
-        - Once before the first step all of it is tried, and the result is discarded.
+        - Once before the first step all of it is tried; the result, and what the module kept of it, are discarded.
         - An `EarlyStopping` that monitors one of the metrics is asked after each validation.
 
     Args:
@@ -100,7 +100,7 @@ class PublicValidation(Callback):
             )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._measure(trainer, pl_module)
+        self._measure(trainer, pl_module, on_trial=True)
         stop_by(trainer, self.public_metrics)
         Ranks.here().share(lambda: self._declare(trainer))
 
@@ -123,7 +123,7 @@ class PublicValidation(Callback):
             tell(trainer, self.last, done)
             ask_stoppers(trainer, pl_module, self.public_metrics)
 
-    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
+    def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, *, on_trial: bool = False) -> dict[str, float]:
         """Return what the module logs in one pass over the public data, by name."""
         private: Any = pl_module
         inner: Any = private.module
@@ -135,7 +135,8 @@ class PublicValidation(Callback):
         with ExitStack() as undo:
             undo.callback(_restore, training, metrics, synced)
             undo.callback(inner.__dict__.pop, "log", None)
-            for context in (averaged(trainer, pl_module), private.whole(), kept_generators(), torch.no_grad()):
+            whole = (private.validating(on_trial=on_trial), averaged(trainer, pl_module), private.whole())
+            for context in (*whole, kept_generators(), torch.no_grad()):
                 undo.enter_context(context)
             undo.enter_context(plugin.val_step_context())
             inner.eval()

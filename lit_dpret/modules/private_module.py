@@ -38,7 +38,7 @@ from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.coupling_check import CouplingCheck, prepares_itself
 from lit_dpret.modules.hook_watch import HookWatch
-from lit_dpret.modules.kept_state import OF_A_RUN
+from lit_dpret.modules.kept_state import OF_A_RUN, KeptState
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.physical_batches import Drops, PhysicalBatches, memory_advice, refuse_where_none_fits
 from lit_dpret.privacy.batches import UnitBatch, map_rows, rows_in_turn, take_rows
@@ -305,6 +305,22 @@ class PrivateModule(Checkpointed):
         """Start watching hooks, before those of the first batch run."""
         if self._hides_rows:
             self._hooks.note_first(self)
+
+    @contextmanager
+    def validating(self, *, on_trial: bool) -> Iterator[None]:
+        """Let the step of a validation on public rows write within the block; what it writes on trial is put back."""
+        kept = KeptState(self) if on_trial else None
+        buffers = [(part._buffers, dict(part._buffers)) for part in self.modules() if part._buffers and on_trial]
+        values = [(buffer, buffer.clone()) for _, held in buffers for buffer in held.values() if buffer is not None]
+        with self._hooks.validating(self):
+            yield
+        for held, before in buffers:
+            held.update(before)
+        for buffer, value in values:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+        if kept is not None:
+            kept.put_back()
 
     def _watched_update(self, optimizer: Any, coin: int) -> AbstractContextManager[None]:
         if not self._hides_rows:

@@ -280,6 +280,24 @@ def test_a_checkpoint_of_weights_alone_does_not_tell_how_many_batches_a_draw_nee
         assert "_batches_that_stepped" not in loop["epoch_loop.state_dict"]
 
 
+class BuiltAtFirstUse(Regression):
+    """Builds a part without weights in its first forward pass."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.norm: Any = None
+
+    def per_row_loss(self, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.norm is None:
+            self.norm = torch.nn.LayerNorm(4, elementwise_affine=False)
+        return super().per_row_loss(rows | {"inputs": self.norm(rows["inputs"])})
+
+
+def test_a_part_without_weights_that_is_built_at_its_first_use_may_be_saved(tmp_path: Path) -> None:
+    fit(tmp_path / "run", BuiltAtFirstUse(privacy=dp(tmp_path)), save_every=1)
+    assert checkpoints(tmp_path)
+
+
 # -- what honest users keep ----------------------------------------------------------------------------
 
 

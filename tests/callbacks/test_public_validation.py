@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
@@ -16,7 +17,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lit_dpret import OptimizerSpec, PrivacyAccountant, PublicValidation
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 
 NAMES = ("val_loss", "val_acc", "val_f1", "last_acc")
 OWN, SGD = rows(), OptimizerSpec(name="sgd", lr=0.1)
@@ -123,10 +124,42 @@ class RateByValidation(Measured):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class KeepsTensors(Measured):
+    """Keeps an average, a list and an array of what it validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.history, self.curve = torch.zeros(()), list[Tensor](), np.zeros(0)
+        self.register_buffer("best", torch.tensor(torch.inf), persistent=False)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        found = row_loss(self, batch).mean()
+        self.average = 0.9 * self.average + found
+        self.best = torch.minimum(self.best, found)
+        self.history.append(found)
+        self.curve = np.append(self.curve, float(found))
+
+
+def test_a_public_validation_may_keep_tensors_and_others_may_not(tmp_path: Path) -> None:
+    module = KeepsTensors()
+    fit(tmp_path / "keeps", made(module), callbacks=[validation(every_n_steps=1)], max_steps=6)
+    # In six validations of one number of batches each; that on trial leaves nothing.
+    assert len(module.history) == len(module.curve) == 6 * len(public()) and module.average > 0
+
+    class Writes(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            pl_module.module.average = torch.rand(())
+
+    with pytest.raises(UnsupportedModelError, match="average"):
+        callbacks = [validation(every_n_steps=1), Writes()]
+        fit(tmp_path / "writes", made(KeepsTensors()), callbacks=callbacks, max_steps=6)
+
+
 def test_what_a_public_validation_keeps_reaches_a_schedule(tmp_path: Path) -> None:
     module = RateByValidation()
     trainer = fit(tmp_path, made(module), callbacks=[validation(every_n_steps=1)], max_steps=4)
-    assert module.scale == 0.5**5 and trainer.optimizers[0].param_groups[0]["lr"] == 0.5**4
+    assert module.scale == 0.5**4 and trainer.optimizers[0].param_groups[0]["lr"] == 0.5**3
 
 
 @pytest.mark.parametrize("patience", [1, 2])
