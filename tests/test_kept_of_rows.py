@@ -624,3 +624,37 @@ def test_a_table_of_pandas_that_a_loss_reads_is_nothing_that_it_keeps(read: str,
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "per_row_loss of")
         fit(tmp_path, made(model, per_row_loss=loss), max_steps=2)
+
+
+def test_what_a_callback_keeps_beside_it_stays(tmp_path: Path) -> None:
+    model = Classifier()
+    model.state = {"stage": 0, "last": 0.0}
+
+    class Stages(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            model.state["stage"] = trainer.global_step
+
+    loss = keeping(lambda losses: model.state.update(last=float(losses.mean())))
+    with pytest.warns(UserWarning, match="state"):
+        fit(tmp_path, made(model, per_row_loss=loss), callbacks=[Stages()], max_steps=4)
+    assert model.state == {"stage": 4, "last": 0.0}
+
+
+class Slow(torch.optim.SGD):
+    """An own optimizer with a state of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["slow"] = weight.detach().clone()
+
+
+def test_an_own_optimizer_may_be_an_attribute_of_the_module(tmp_path: Path) -> None:
+    class Holds(Classifier):
+        def configure_optimizers(self) -> Any:
+            self.optimizer = Slow(self.parameters(), lr=0.1)
+            return self.optimizer
+
+    fit(tmp_path, made(Holds()), max_steps=4)
+    assert (tmp_path / "model" / "weights.pt").exists()

@@ -7,7 +7,7 @@ engine misses a dependence without a gradient, so the loss is computed again wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.coupling_passes import Passes, refuse_memory, refuse_own_coins, same_features
 from lit_dpret.modules.coupling_rows import Rows
-from lit_dpret.modules.kept_state import KeptState, Looks
+from lit_dpret.modules.kept_state import KeptName, KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, UnitBatch, map_rows, take_rows
 from lit_dpret.privacy.user_code import is_library
 
@@ -42,9 +42,9 @@ class CouplingCheck:
           embeddings of pairs are compared with those of rows collated alone, and losses only after other batches and
           without metrics.
         - Parameters, buffers, random streams, and what the module keeps in attributes are afterwards as before.
-        - What the loss changes in attributes, closures, globals and metrics is after every batch as before the first
-          one, counts of its calls included: no schedule, optimizer or callback reads it. Its name is in a warning. What
-          it makes once, alike for all rows, stays.
+        - What the loss changes in attributes, closures, globals and metrics is after every batch as before it, counts
+          of its calls included: no schedule, optimizer or callback reads it. Its name is in a warning. What it makes
+          once, alike for all rows, stays.
         - A loss that hangs on how often it was computed is refused, as are learning rates that a schedule makes of what
           the loss left all the same.
 
@@ -71,8 +71,8 @@ class CouplingCheck:
         self._single: Any = None
         self._earlier = None
         self._first: KeptState | None = None
-        #: By place, what puts back what the loss keeps of rows.
-        self._of_rows: dict[tuple[Any, ...], Callable[[], None]] = {}
+        #: By place, what the loss keeps of rows.
+        self._of_rows: dict[tuple[Any, ...], KeptName] = {}
 
     def prepare(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Decide whether to check a batch; if so, store the state of ``module`` before it. ``seed`` is the batch's.
@@ -84,6 +84,8 @@ class CouplingCheck:
             kept = self._single, self._first, self._of_rows
             self.begin()
             (self._single, self._first, self._of_rows), self._modes = kept, modes
+        for name in self._of_rows.values():
+            name.note()
         alone = _of_one_unit(batch)
         due = self._looks[alone].due(seed)
         # Rows of some steps were collated alone as well, one batch of each of which is compared with them.
@@ -126,15 +128,15 @@ class CouplingCheck:
                 self._differentiates = True
 
     def put_back(self, module: Any) -> None:
-        """Let what the loss keeps of rows be as before the first batch, in every batch after `look`."""
+        """Let what the loss keeps of rows be as before the batch, in every batch after `look`."""
         before, self._before = self._before, None
         if self._first is None and before is not None and module._hides_rows:  # nothing was compared yet
             before.put_back(module._public())
         self._put_back()
 
     def _put_back(self) -> None:
-        for put_back in self._of_rows.values():
-            put_back()
+        for name in self._of_rows.values():
+            name.put_back()
 
     def _compare(self, rows: Rows, previous: Any, number: int, **given: Any) -> None:
         """Make the comparisons that are due in look ``number``, or with the ``previous`` batch of one unit."""
@@ -208,11 +210,10 @@ class CouplingCheck:
     def _note(self, module: Any, before: KeptState, names: Collection[tuple[int, str]]) -> None:
         """Let `put_back` know ``names`` from now on."""
         self._first = self._first or before
-        new = {}
-        for place, (name, undo) in before.undoing(names, self._first).items():
-            if place not in self._of_rows:
-                new[place], self._of_rows[place] = name, undo
-        if named := sorted({*new.values()}):
+        found = before.names_from(names, self._first)
+        new = {place: name for place, name in found.items() if place not in self._of_rows}
+        self._of_rows |= new
+        if named := sorted({name.label for name in new.values()}):
             rank_zero_warn(
                 f"per_row_loss of {type(module).__name__} keeps in {', '.join(named)} what tells of private rows, as a "
                 "loss, a count or a cache does. It is put back after every batch, so that no schedule, optimizer or "

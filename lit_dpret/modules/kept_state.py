@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
@@ -126,16 +127,14 @@ class KeptState:
                     found[at, name] = (id(value), value) if elsewhere else _content(value, seen, len(seen) + _OBJECTS)
         return found
 
-    def undoing(
-        self, names: Collection[tuple[int, str]], first: KeptState
-    ) -> dict[tuple[Any, ...], tuple[str, Callable[[], None]]]:
-        """Return what gives ``names`` of `contents` what a ``first`` state had there, or nothing, and a name for it."""
+    def names_from(self, names: Collection[tuple[int, str]], first: KeptState) -> dict[tuple[Any, ...], KeptName]:
+        """Return ``names`` of `contents` by place, to be put back as they were in a ``first`` state."""
         before = {space.key: values for space, values in zip(first._spaces, first._bound, strict=True)}
-        found: dict[tuple[Any, ...], tuple[str, Callable[[], None]]] = {}
+        found = {}
         for at, name in names:
             space = self._spaces[at]
             give = before.get(space.key, self._bound[at]).get(name)
-            found[*space.key, name] = f"{space.name}.{name}", partial(_bind, space, name, give)
+            found[*space.key, name] = KeptName(space, name, self._weights, give)
         return found
 
     def put_back(self, public: Collection[str] = ()) -> None:
@@ -156,6 +155,21 @@ class KeptState:
             space.write(changed, data.keys() - values.keys() - {*public})
         for cache in self._caches:
             cache.cache_clear()
+
+
+class KeptName:
+    """A name that is put back as it was when it was last noted: whoever else writes it in between is not undone."""
+
+    def __init__(self, space: Space, name: str, weights: Collection[object], give: Callable[[], Any] | None) -> None:
+        self.label = f"{space.name}.{name}"
+        self._space, self._name, self._weights, self._give = space, name, weights, give
+
+    def note(self) -> None:
+        held = self._space.read()
+        self._give = _saved(held[self._name], self._weights) if self._name in held else None
+
+    def put_back(self) -> None:
+        self._space.bind(self._name, {} if self._give is None else {self._name: self._give()})
 
 
 def code_of_loss(module: Any) -> ReadByLoss:
@@ -287,10 +301,6 @@ def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
     return id(value), value
 
 
-def _bind(space: Space, name: str, give: Callable[[], Any] | None) -> None:
-    space.bind(name, {} if give is None else {name: give()})
-
-
 def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any = None) -> Any:
     if write is not None:
         write(content)
@@ -329,7 +339,7 @@ def _refilled(value: Any, contents: list[Any]) -> Any:
 
 def is_foreign(value: Any) -> bool:
     """Return whether a value is a plain object of the user's own."""
-    if isinstance(value, (nn.Module, PrivacyMode, type)):
+    if isinstance(value, (nn.Module, PrivacyMode, type, Optimizer, LRScheduler)):
         return False
     has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
     return has_attributes and type(value).__module__.split(".")[0] not in _KNOWN
