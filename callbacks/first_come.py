@@ -63,7 +63,7 @@ def refuse_first_come(module: Any, data: Any) -> None:
         return
     public = module._public()
     counted = {number[1]: number for number in numbers if number[1].rpartition(".")[2] not in public}
-    module.reading = [put_back for put_back, _ in counted.values()]
+    module.note_reading(put_back for put_back, _ in counted.values())
     if counted:
         rank_zero_warn(
             f"Reading rows changes {', '.join(sorted(counted))}, which tells of private rows. It is put back after "

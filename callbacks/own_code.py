@@ -75,14 +75,19 @@ def refuse_replaced_weighting(module: Any) -> None:
 
 
 def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatchSampler) -> None:
-    """Compare the collation of rows alone, after others and with others, before the first step."""
+    """Compare the collation of rows alone, after others and with others, and learning rates, before the first step."""
     examine = getattr(module, "examine_collation", None)
     if examine is None or dataset is None:
         return
-    answers = (_ask(dataset, unit)[1] for unit in range(sampler.units))
-    found = [rows[0] for rows in islice(filter(None, map(list, answers)), 4 * ALONE)]
-    if len(found) > ALONE:
-        examine(found[:ALONE], found[ALONE:])
+    units = list(islice((unit for unit in range(sampler.units) if list(_ask(dataset, unit)[1])), 4 * ALONE))
+    if len(units) > ALONE:
+        reads = [partial(_first_rows, dataset, units[:ALONE]), partial(_first_rows, dataset, units[ALONE:])]
+        examine(*(read() for read in reads))
+        module.examine_reading(reads)
+
+
+def _first_rows(dataset: Any, units: Sequence[int]) -> list[Any]:
+    return [next(iter(_ask(dataset, unit)[1])) for unit in units]
 
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:

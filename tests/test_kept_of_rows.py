@@ -412,6 +412,22 @@ def test_what_a_hook_of_the_backward_pass_keeps_of_rows_is_put_back(tmp_path: Pa
     assert {*reads.seen} == {"0.0"}
 
 
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_what_a_hook_of_a_layer_keeps_in_its_closure_is_put_back(register: str, tmp_path: Path) -> None:
+    model, kept = Classifier(), {"last": 0.0}
+
+    def hook(module: Any, *given: Any) -> None:
+        kept["last"] = max(float(each.detach().abs().max()) for each in given[-1] if each is not None)
+
+    getattr(model.net[2], register)(hook)
+    reads = Reads(lambda: kept)
+    with pytest.warns(UserWarning, match=r"hook\.kept"):
+        fit(tmp_path, made(model, engine="loop"), callbacks=[reads], max_steps=3)
+    assert {*reads.seen} == {"{'last': 0.0}"}
+
+
 class Scale:
     """Fitted at its first use."""
 
@@ -551,6 +567,43 @@ def test_what_reading_rows_counts_is_put_back(where: Any, tmp_path: Path) -> Non
     with pytest.warns(UserWarning, match=f"{where.__name__}.seen"):
         fit(tmp_path, private, datamodule, callbacks=[reads], max_steps=3)
     assert {*reads.seen} == {"0.0"}
+
+
+class CountsInADict:
+    """Counts tokens where numbers are not put back."""
+
+    def __init__(self) -> None:
+        self.seen = {"tokens": 0.0}
+
+    def __call__(self, found: list[Any]) -> Any:
+        self.seen["tokens"] += sum(float(x.abs().sum()) for x, _ in found)
+        return default_collate(found)
+
+
+class CountsRowsInADict(Counting):
+    def __init__(self) -> None:
+        self.tokens = {"seen": 0.0}
+
+    def __getitem__(self, row: int) -> Any:
+        found = rows()[row]
+        self.tokens["seen"] += float(found[0].abs().sum())
+        return found
+
+
+@pytest.mark.parametrize("where", [CountsInADict, CountsRowsInADict])
+def test_a_schedule_by_what_reading_counts_elsewhere_is_refused(where: Any, tmp_path: Path) -> None:
+    counts = where()
+
+    class Scheduled(Classifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            held = counts.seen if where is CountsInADict else counts.tokens
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + sum(held.values())))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    given = {"collate_fn": counts} if where is CountsInADict else {}
+    with pytest.raises(UnsupportedModelError, match="data set or collate_rows"):
+        fit(tmp_path, made(Scheduled(), **given), data() if given else data(counts))
 
 
 class LengthsOfTheirOwn(PrivateModule):

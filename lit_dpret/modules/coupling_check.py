@@ -7,7 +7,7 @@ engine misses a dependence without a gradient, so the loss is computed again wit
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,6 +55,8 @@ class CouplingCheck:
     """
 
     def __init__(self) -> None:
+        #: What puts back the numbers that change as rows are read.
+        self.reading: list[Callable[[], object]] = []
         self._before: KeptState | None = None
         self._earlier: KeptState | None = None
         self._collated_rows: Any = None
@@ -223,7 +225,8 @@ class CouplingCheck:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is kept of the module, for copies and pickles of it."""
-        return {**vars(self), "_before": None, "_earlier": None, "_passes": None, "_first": None, "_of_rows": {}}
+        names = dict.fromkeys(("_before", "_earlier", "_passes", "_first"))
+        return {**vars(self), **names, "_of_rows": {}, "reading": []}
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
         """Compare ``collate_rows`` of rows before and after others; the first look compares their losses."""

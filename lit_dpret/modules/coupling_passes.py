@@ -256,6 +256,22 @@ class Passes:
                 trap="T11",
             )
 
+    def compare_reading(self, reads: Sequence[Callable[[], list[Any]]]) -> None:
+        """Refuse learning rates that follow from what a data set or ``collate_rows`` counts of the rows."""
+        rates = []
+        for read in reads:
+            self._kept_state.reset()
+            self.module.collate_rows(read())
+            self.module.put_back_reading()
+            rates.append(self._next_rates())
+        if any(each != rates[0] for each in rates):
+            raise UnsupportedModelError(
+                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: learning rates follow "
+                "from what the data set or collate_rows keeps of private rows, as a count of tokens; no noise covers "
+                "that. Make them from the count of steps (self.trainer.global_step).",
+                trap="T11",
+            )
+
     def _counts(self, features: Any, put_back: Callable[[], None]) -> bool:
         """Return whether a loss is another one the second time, if nothing is put back in between."""
         once, twice = self._afresh(features), self._losses(features)

@@ -31,7 +31,6 @@ COPIED = 1 << 26
 #: What `PrivateModule._leave_run` sets.
 OF_A_RUN = frozenset({
     "_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum", "_losses",
-    "reading",
 })  # fmt: skip
 OWN_TO_MODULES = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)

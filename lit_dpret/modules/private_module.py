@@ -37,6 +37,7 @@ from lit_dpret.matmul_precision import whole_convolutions
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.checkpointed import Checkpointed
 from lit_dpret.modules.coupling_check import CouplingCheck, prepares_itself
+from lit_dpret.modules.coupling_passes import Passes
 from lit_dpret.modules.hook_watch import HookWatch
 from lit_dpret.modules.kept_state import OF_A_RUN, KeptState
 from lit_dpret.modules.optimizers import OptimizerSpec
@@ -166,9 +167,13 @@ class PrivateModule(Checkpointed):
         self.log_private_loss = log_private_loss
         self._leave_run()
 
+    def note_reading(self, counts: Iterable[Callable[[], object]]) -> None:
+        """Store what puts back the numbers that change as rows are read and collated."""
+        self._couplings.reading = list(counts)
+
     def put_back_reading(self) -> None:
         """Put back what reading the rows of a batch has counted, before anybody else can read it."""
-        for put_back in self.reading:
+        for put_back in self._couplings.reading:
             put_back()
 
     def _leave_run(self) -> None:
@@ -181,8 +186,6 @@ class PrivateModule(Checkpointed):
         self._couplings = CouplingCheck()
         self._hooks = HookWatch()
         self._rehearses = self.in_blocks = False
-        #: What puts back the numbers that change as rows are read and collated.
-        self.reading: list[Callable[[], object]] = []
         self._loss_sum = 0.0
         self._losses: list[Tensor] = []
 
@@ -220,6 +223,12 @@ class PrivateModule(Checkpointed):
         """Refuse a ``collate_rows`` that remembers: collate rows alone, after others and with others."""
         with self._replayable_dropout(0):
             self._couplings.compare_collations(self, rows, others)
+
+    def examine_reading(self, reads: Sequence[Callable[[], list[Row]]]) -> None:
+        """Refuse learning rates that follow from which rows were read; each of ``reads`` gives other ones."""
+        if self._hides_rows:
+            with self._replayable_dropout(0), Passes(self, KeptState(self), seed=0) as passes:
+                passes.compare_reading(reads)
 
     def place_rows(self, features: Any, places: Sequence[int], rows: int) -> Any:
         """Return features of a fixed shape: those of ``collate_rows`` at ``places``, among ``rows`` rows.

@@ -45,6 +45,7 @@ _REACHED = 5_000
 _ENTRIES = 1_000
 #: What the name of an argument or default begins with in a `Space`.
 _GIVEN = "given "
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_MODULES = frozenset(vars(nn.Module()))
 #: Objects of Python's own that hold what somebody puts there.
 NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local)
@@ -221,6 +222,7 @@ class ReadByLoss:
             if any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__):
                 continue  # what it counts may change; a loss that reads it shows in its values (`CouplingCheck`)
             self._offer_all(type(part).__name__, part, tensors=False)
+            self._waiting += (("hook", hook) for hooks in _HOOKS for hook in vars(part).get(hooks, {}).values())
             # Code of a library says nothing about what it was given, nor does that of a family which is derived from.
             if any(is_library(each.__module__) for each in type(part).__mro__ if each.__name__ not in _BASES):
                 given = ((name, value) for name, value in vars(part).items() if name not in _OF_MODULES)
