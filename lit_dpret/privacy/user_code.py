@@ -218,8 +218,6 @@ class ReadByLoss:
             self._name(name)
         self._offer("Trainer", "callbacks", self._callbacks)
         self._waiting += (("Trainer", each) for each in self._rates)
-        weights = (each._backward_hooks or {} for each in self._roots.parameters())
-        self._waiting += (("hook", hook) for hooks in weights for hook in hooks.values())
         for part in own:
             if any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__):
                 continue  # what it counts may change; a loss that reads it shows in its values (`CouplingCheck`)
