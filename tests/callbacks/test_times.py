@@ -41,6 +41,8 @@ SECONDS_PER_TOKEN = 1e-3
 class Timed(Regression):
     """A batch takes as long as its longest text; one unit of all has a long one."""
 
+    public_metrics = ("drew_it",)  # declared, so that the attack can know it
+
     def __init__(
         self, *, seconds_per_token: float = SECONDS_PER_TOKEN, sleep: Sleep = time.sleep, **settings: Any
     ) -> None:
