@@ -471,7 +471,8 @@ def test_what_is_made_once_and_hangs_on_no_row_stays(tmp_path: Path) -> None:
     assert model.table is not None and model.ready
 
 
-def test_a_count_of_calls_is_put_back_since_it_tells_how_many_units_were_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["ghost", "loop"])
+def test_a_count_of_calls_is_put_back_since_it_tells_how_many_units_were_drawn(engine: Any, tmp_path: Path) -> None:
     model = Classifier()
     model.calls = 0
 
@@ -480,7 +481,7 @@ def test_a_count_of_calls_is_put_back_since_it_tells_how_many_units_were_drawn(t
         return row_loss(model, batch)
 
     with pytest.warns(UserWarning, match=r"Classifier\.calls.*global_step"):
-        fit(tmp_path, made(model, per_row_loss=loss, engine="loop"), max_steps=2)
+        fit(tmp_path, made(model, per_row_loss=loss, engine=engine), max_steps=2)
     assert model.calls == 0
 
 
