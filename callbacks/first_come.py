@@ -62,13 +62,13 @@ def refuse_first_come(module: Any, data: Any) -> None:
     if not hasattr(module, "put_back_reading"):  # no module of this package, which puts nothing back
         return
     public = module._public()
-    counted = {number[1]: number for number in numbers if number[1].rpartition(".")[2] not in public}
-    module.note_reading(put_back for put_back, _ in counted.values())
-    if counted:
+    counted = [(put_back, name) for put_back, name in numbers if name.rpartition(".")[2] not in public]
+    module.note_reading(put_back for put_back, _ in counted)
+    if names := ", ".join(sorted({name for _, name in counted})):
         rank_zero_warn(
-            f"Reading rows changes {', '.join(sorted(counted))}, which tells of private rows. It is put back after "
-            "every batch, so that no schedule, optimizer or callback reads it. To count, use trainer.global_step. If "
-            "no private row is behind it, list its name in public_metrics of the module."
+            f"Reading rows changes {names}, which tells of private rows. It is put back after every batch, so that no "
+            "schedule, optimizer or callback reads it. To count, use trainer.global_step. If no private row is behind "
+            "it, list its name in public_metrics of the module."
         )
 
 

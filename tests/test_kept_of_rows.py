@@ -568,6 +568,19 @@ def test_what_reading_rows_counts_is_put_back(where: Any, tmp_path: Path) -> Non
     assert {*reads.seen} == {"0.0"}
 
 
+def test_what_two_of_one_kind_count_is_put_back_in_both(tmp_path: Path) -> None:
+    parts = CountingCollation(), CountingCollation()
+
+    def collate(found: list[Any]) -> Any:
+        first, _ = (each(found) for each in parts)
+        return first
+
+    reads = Reads(lambda: [each.seen for each in parts])
+    with pytest.warns(UserWarning, match="CountingCollation.seen"):
+        fit(tmp_path, made(collate_fn=collate), callbacks=[reads], max_steps=2)
+    assert {*reads.seen} == {"[0.0, 0.0]"}
+
+
 class CountsInADict:
     """Counts tokens where numbers are not put back."""
 

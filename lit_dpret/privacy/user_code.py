@@ -169,7 +169,8 @@ class Space:
             if not name.startswith(_GIVEN):
                 kind.__setattr__(self.owner, name, value)
         for name in removed:
-            kind.__delattr__(self.owner, name)
+            if not name.startswith(_GIVEN):
+                kind.__delattr__(self.owner, name)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
