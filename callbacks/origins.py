@@ -46,13 +46,14 @@ class OwnWeights:
         self._held, self._passed = held, Passed([run], [*held, *held_by(callbacks, self._shapes)])
         places = [*_origins(module, start), *([] if start is None else [model_folder(start.folder)])]
         # If this run is under privacy=none, no card counts these runs; only the notes it writes still name them.
-        self._began_with = {run for place in places for run in _runs_behind(place) if run.privacy != "none"}
+        behind = runs_behind(module).union(*map(_runs_behind, places))
+        self._began_with = {run for run in behind if run.privacy != "none"}
 
     def mark_trained(self, module: Any) -> None:
         """Mark a trained module once, with all runs behind it."""
         if not self._marked:
             self._marked = True
-            mark_trained(module, [self._run, *self._began_with, *runs_behind(module)])
+            mark_trained(module, [self._run, *self._began_with])
 
     def note_step(self) -> None:
         """Remember what the weights, and the averages of them that callbacks hold, are after a step."""

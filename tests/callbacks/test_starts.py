@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.callbacks.origins import OwnWeights
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import LitDpretError
+from lit_dpret.privacy.ledger.trained import MARK, TrainedIn
 from lit_dpret.privacy.modes import NoPrivacy
 
 
@@ -454,3 +456,18 @@ def test_weights_that_no_run_has_changed_are_nobodys(tmp_path: Path) -> None:
     fit(tmp_path / "first", idle, numbers(), steps=2)
     net = layers_with({name.removeprefix("net."): value for name, value in values.items()})
     begin(tmp_path, Wrapped(net, privacy=dp(tmp_path, noise_multiplier=4.0)))
+
+
+def test_two_runs_whose_short_biases_are_equal_after_a_first_step_of_adam_are_not_behind_each_other() -> None:
+    def after_a_step(name: str) -> Regression:
+        torch.manual_seed(0)
+        module = Regression(privacy=NoPrivacy())
+        own = OwnWeights(module, TrainedIn(name, "dp_sgd"), None)
+        with torch.no_grad():
+            module.net[0].bias += 0.05  # one of few patterns that such a step makes of eight values
+        own.mark_trained(module)
+        own.note_step()
+        return module
+
+    after_a_step("first")
+    assert vars(after_a_step("second"))[MARK] == {TrainedIn("second", "dp_sgd")}
