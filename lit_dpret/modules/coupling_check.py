@@ -64,7 +64,7 @@ class CouplingCheck:
         self._differentiates, self._fixes_coins = False, True
         self._passes: Any = None
         self._modes: list[bool] | None = None
-        self._as_collated, self._collated_step = False, -1
+        self._as_collated, self._collated_step, self._sized_step = False, -1, -1
         self.begin()
 
     def begin(self) -> None:
@@ -159,7 +159,7 @@ class CouplingCheck:
                 for part in (rows.first(3), rows)[: 2 if first or turn == 0 else 1]:
                     passes.compare_alone(part, of_pairs=True)
             elif lazy:  # one more shape, or a gradient, would be one more program to compile
-                passes.compare_company(rows, (first,))
+                passes.compare_company(rows, first)
             else:
                 if first and self._collated is not None:
                     passes.compare_collated(rows, *self._collated)
@@ -167,21 +167,22 @@ class CouplingCheck:
                 # Few rows as a rule, since each costs time, and as many kept as were also collated alone. At times a
                 # whole batch, since a loss may couple many rows and not few, unless an engine computes units apart.
                 part = rows.first(2 if module.privacy.candidates == "pool" else 2 * ALONE if first else 3)
-                most = part if apart or turn == 2 else rows
-                if first or turn != 1:  # later in turn, which costs a third
-                    company = (True, False) if most is part and first else (number % 2 == 0,)
-                    passes.compare_company(most, company, gradients=first or turn == 2, later=first or turn == 0)
+                most, even = part if apart else rows, number % 2 == 0
+                if first or turn == 0:  # later in turn, which costs a third
+                    passes.compare_company(most, even, gradients=first, later=part)
+                if turn == 2 or (first and apart):
+                    passes.compare_company(part, first or even, gradients=True)
                 if rows.batch.data_rows is not None:  # as many rows always, so that only this sees what looks back
-                    passes.compare_company(most.keeping_the_last(), (number % 2 == 0,), gradients=False, later=False)
+                    passes.compare_company((part if turn == 2 else most).keeping_the_last(), even)
                     if rows.batch.alone is not None:
                         passes.compare_placed(rows)
                 elif turn == 1:
-                    passes.compare_sizes(part)
-                    if first and len(most.slots) > len(part.slots):
-                        passes.compare_sizes(most)
+                    for some in (part, rows) if first and len(most.slots) > len(part.slots) else (part,):
+                        passes.compare_sizes(some, part)
                     if not apart:
                         passes.compare_rounding(rows)
-            if rows.batch.smallest is not None:
+            if rows.batch.smallest is not None and rows.batch.step != self._sized_step:
+                self._sized_step = rows.batch.step
                 passes.compare_alone(rows.smallest(), of_pairs=of_pairs)
             if previous is None and not (self._as_collated or lazy or apart):
                 if first or turn == 0:
@@ -199,8 +200,8 @@ class CouplingCheck:
                     few = pair.apart(previous, of_pairs=of_pairs)
                     names = passes.names_of_rows(few, earlier, public, gradients=long and not lazy)
                     if first:
-                        whole = rows.apart(previous, of_pairs=of_pairs)
-                        names |= passes.names_of_rows(whole, earlier, public, gradients=False)
+                        part, *_, others = rows.apart(previous, of_pairs=of_pairs)
+                        names |= passes.names_of_rows([part, others], earlier, public, gradients=False)
                     self._note(module, before, names)
                     if long:
                         passes.compare_put_back(few, names, self._put_back)

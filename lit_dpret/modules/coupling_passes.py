@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -26,6 +26,7 @@ from lit_dpret.modules.coupling_values import LOW_PRECISION, TOLERANCE, FixedCoi
 from lit_dpret.modules.kept_state import KeptState
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, map_rows, take_rows
 from lit_dpret.privacy.clipping.base import trainable
+from lit_dpret.privacy.clipping.recorder import uncompiled
 from lit_dpret.privacy.collation import leaves
 from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
 from lit_dpret.privacy.state_watch import same_values
@@ -84,49 +85,50 @@ class Passes:
     def __enter__(self) -> Passes:
         self._as_trained = self._kept_state.contents()
         self._kept_state.begin()
-        self._generators = kept_generators()
-        self._generators.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(kept_generators())
+            stack.enter_context(uncompiled())
+            self._undo = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._generators.__exit__(None, None, None)
+        self._undo.close()
         self._kept_state.put_back()
 
     def compare_company(
-        self, rows: Rows, from_kept: Sequence[bool], *, gradients: bool = False, later: bool = False
+        self, rows: Rows, from_kept: bool, *, gradients: bool = False, later: Rows | None = None
     ) -> None:
-        """Compare the losses of the kept rows in this and in other company, their gradients, and a ``later`` batch."""
+        """Compare the losses of the kept rows in this and in other company, their gradients, and ``later`` rows."""
         first = self._in_company(rows, rows.as_they_are(), gradients=gradients, later=later)
         tolerance = TOLERANCE.get(first.losses.dtype, LOW_PRECISION)
-        for source in from_kept:
-            features = rows.with_other_company(from_kept=source)
-            other = self._in_company(rows, features, gradients=gradients, later=later)
-            if differ(first.losses, other.losses):
-                self._refuse(rows)
-            if far(first.gradient, other.gradient, min(10 * tolerance, 0.1)):
-                self._refuse(rows, "the gradient of a row's loss is different when other rows are in the batch")
-            if differ(first.later, other.later):
-                self._refuse_memory()
+        features = rows.with_other_company(from_kept=from_kept)
+        other = self._in_company(rows, features, gradients=gradients, later=later)
+        if differ(first.losses, other.losses):
+            self._refuse(rows)
+        if far(first.gradient, other.gradient, min(10 * tolerance, 0.1)):
+            self._refuse(rows, "the gradient of a row's loss is different when other rows are in the batch")
+        if differ(first.later, other.later):
+            self._refuse_memory()
         self._kept_state.refuse_writes(self._refuse_memory)
 
-    def _in_company(self, rows: Rows, features: Any, *, gradients: bool, later: bool) -> _Seen:
-        """Return what becomes of the kept rows among ``features``, and of the same rows in the batch after."""
+    def _in_company(self, rows: Rows, features: Any, *, gradients: bool, later: Rows | None) -> _Seen:
+        """Return what becomes of the kept rows among ``features``, and of those kept ``later``, in the batch after."""
         losses = self._afresh(features, gradients=gradients)
         gradient = self._gradient(losses, rows.kept) if gradients else {}
         losses = losses.detach()[rows.kept]
-        return _Seen(losses, gradient, self._later(rows.alone()) if later else losses[:0])
+        return _Seen(losses, gradient, losses[:0] if later is None else self._later(later.alone()))
 
-    def compare_sizes(self, rows: Rows, *, again: bool = True) -> None:
-        """Compare the losses of the kept rows with and without the others, and what either batch leaves for later."""
+    def compare_sizes(self, rows: Rows, later: Rows, *, again: bool = True) -> None:
+        """Compare the losses of the kept rows with and without the others, and then those of ``later`` rows."""
         (features, places), found, drawn, after = rows.others_alone(), [], [], []
         for batch in (rows.as_they_are(), rows.alone(), features):
             found.append(self._afresh(batch, fixed_coins=True))
             drawn.append(python_and_numpy_now())
             if batch is not features:
-                after.append(self._later(rows.alone()))
+                after.append(self._later(later.alone()))
         if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
             if again:  # another thread may have drawn meanwhile
-                return self.compare_sizes(rows, again=False)
+                return self.compare_sizes(rows, later, again=False)
             self._refuse_other_coins()
         together, alone, others = found
         if differ(together[rows.kept], alone, floor=FLOOR) or differ(together[places], others, floor=FLOOR):

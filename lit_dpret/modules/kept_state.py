@@ -32,7 +32,7 @@ COPIED = 1 << 26
 OF_A_RUN = frozenset({
     "_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum", "_losses",
 })  # fmt: skip
-OWN_TO_MODULES = frozenset(vars(nn.Module()))
+OWN_TO_MODULES = frozenset({*vars(nn.Module()), MARK})
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 LIBRARIES = ("torch", "lightning", "transformers", "tokenizers", "peft", "torchmetrics", "lit_dpret")
 #: Of a longer list, that many entries are looked at.
@@ -146,7 +146,8 @@ class KeptState:
 
     def _install(self, states: Sequence[dict[str, Callable[[], Any]]], public: Collection[str] = ()) -> None:
         for space, values in zip(self._spaces, states, strict=True):
-            held, data = space.read(), _data_of(space)
+            held = space.read()
+            data = _data_of(space, held)
             values = {name: give for name, give in values.items() if name not in public} if public else values
             # What has become an object of another kind since, as a cache that was None, stays.
             fitting = {name: give() for name, give in values.items() if name not in held or name in data}
@@ -180,19 +181,19 @@ def code_of_loss(module: Any) -> ReadByLoss:
     return ReadByLoss(module, list(trainer.callbacks), rates)
 
 
-def _values_of(space: Space) -> dict[str, Any]:
+def _values_of(space: Space, held: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what the names hold that the code of a loss may bind: no weight, no part, nothing of the run's."""
-    owner = space.owner
-    own = OWN_TO_MODULES if isinstance(owner, nn.Module) else ("state",) if isinstance(owner, Optimizer) else ()
-    held = space.read()
-    ours = {MARK, *own, *(name for name in held if name[:2] == name[-2:] == "__")}
-    kept = {name: value for name, value in held.items() if name not in ours}
-    return {name: value for name, value in kept.items() if name not in OF_A_RUN} if "_couplings" in held else kept
+    held = space.read() if held is None else held
+    if isinstance(space.owner, nn.Module):
+        ours = OWN_TO_MODULES | OF_A_RUN if "_couplings" in held else OWN_TO_MODULES
+    else:
+        ours = frozenset(("state", MARK) if isinstance(space.owner, Optimizer) else (MARK,))
+    return {n: value for n, value in held.items() if n not in ours and not n[:2] == n[-2:] == "__"}
 
 
-def _data_of(space: Space) -> dict[str, Any]:
+def _data_of(space: Space, held: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the names that hold plain data: no parameter, no buffer, no object."""
-    return {name: value for name, value in _values_of(space).items() if _is_data(value)}
+    return {name: value for name, value in _values_of(space, held).items() if _is_data(value)}
 
 
 def _objects_of(space: Space, data: Collection[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from lit_dpret.errors import UnsupportedModelError
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16
+_VERSION = attrgetter("_version")
 
 
 class _Seen(NamedTuple):
@@ -53,25 +54,54 @@ class StateWatch:
         self._held: list[Tensor | None] = []
         self._named: dict[str, Tensor] = {}
         self._seen: dict[str, _Seen] = {}
+        self._valued: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._aliases: list[Tensor] = []
+        self._versions: list[int] = []
         self._read: dict[str, int] = {}
 
     def before(self) -> None:
         self._batches += 1
-        if not self._holds_the_same():
+        same = self._holds_the_same()
+        if not same:
             self._held, self._named = _held_by(self._module), _named_in(self._module)
-        seen = self._seen
-        self._seen = {name: self._look(tensor, seen.get(name)) for name, tensor in self._named.items()}
+        if same and self._tensors and self._are_untouched():
+            self._seen |= {name: self._look(self._named[name], self._seen[name]) for name in self._valued}
+        else:
+            self._seen = {name: self._look(tensor, self._seen.get(name)) for name, tensor in self._named.items()}
+            self._note_seen()
         self._read = self._read_values(self._named)
 
     def after(self) -> None:
-        if not self._holds_the_same():
+        same = self._holds_the_same()
+        if not same:
             self._refuse_others(_named_in(self._module))
         values = self._read_values(self._named)
-        for name, old in self._seen.items():
+        for name in self._valued if same and self._are_untouched() else self._seen:
+            old = self._seen[name]
             if self._differs(old) or values.get(name) != self._read.get(name):
                 self._refuse(name, "written", old.tensor)
         if getattr(self._module, "in_shards", False):  # weights that were gathered are freed now
             self._seen = {}
+            self._note_seen()
+
+    def _note_seen(self) -> None:
+        """Divide ``_seen`` into what is compared at once in most batches, and the names of the others."""
+        self._valued, self._tensors, self._aliases, self._versions = [], [], [], []
+        for name, seen in self._seen.items():
+            if seen.alias is None or seen.version is None or seen.value is not None:
+                self._valued.append(name)
+                continue
+            self._tensors.append(seen.tensor)
+            self._aliases.append(seen.alias)
+            self._versions.append(seen.version)
+
+    def _are_untouched(self) -> bool:
+        """Return whether no tensor outside of ``_valued`` was written to; without their names, which take longer."""
+        if self._compares_values:
+            return False
+        same = all(map(Tensor.is_set_to, self._tensors, self._aliases))
+        return same and [*map(_VERSION, self._tensors)] == self._versions
 
     def _holds_the_same(self) -> bool:
         """Return whether the module holds the tensors of the last walk; without their names, which take longer."""

@@ -176,12 +176,18 @@ class Space:
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object or class itself, those in slots included."""
     found = dict(getattr(value, "__dict__", {}))
-    for kind in () if isinstance(value, type) else type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
+    kind: Any = type(value)
+    for name in () if isinstance(value, type) else _slots_of(kind):
+        if hasattr(value, name):
+            found[name] = getattr(value, name)
     return found
+
+
+@lru_cache(maxsize=1024)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
+    named = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
 
 
 def _home_of(value: Any) -> str:

@@ -43,8 +43,15 @@ def seed_generators(seed: int) -> None:
 
 def seed_everywhere(seed: int) -> None:
     """Seed the global generators as `seed_generators` does, and those of every accelerator."""
-    torch.manual_seed(seed & _DEVICE_SEED)
+    if _has_accelerator():
+        torch.manual_seed(seed & _DEVICE_SEED)
     seed_generators(seed)
+
+
+@cache
+def _has_accelerator() -> bool:
+    """Without one, torch keeps each seed and a traceback for when it should come, which takes milliseconds."""
+    return torch.accelerator.is_available()
 
 
 def seed_torch(generator: torch.Generator, seed: int) -> None:

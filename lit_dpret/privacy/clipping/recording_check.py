@@ -55,17 +55,19 @@ def row_pattern(loss: Tensor, rows: int) -> int | None:
     outputs: list[tuple[int, int, int]] = []
     seen: set[Node] = set()
     queue = [loss.grad_fn]
-    while queue:  # `_walk` written out: this runs in every batch, and takes half as long
-        node = queue.pop()
-        if node is None or node in seen:
+    # `_walk` written out: this runs in every batch, and takes half as long.
+    pop, push, see, add = queue.pop, queue.append, seen.add, names.append
+    while queue:
+        node = pop()
+        if node in seen or node is None:
             continue
-        seen.add(node)
+        see(node)
         name, picks = _READ.get(type(node)) or _read(node)
-        names.append(name)
-        for place, (parent, nr) in enumerate(node.next_functions):
-            queue.append(parent)
+        add(name)
+        for parent, nr in node.next_functions:
+            push(parent)
             if nr:  # which of several outputs goes where tells rows apart that a list has put in another order
-                outputs.append((len(names), place, nr))
+                outputs.append((len(names), len(queue), nr))
         if picks:
             found += _picked(node, name, rows)
     return None if "torch::autograd::CopySlices" in names else hash((*names, *outputs, *found))
