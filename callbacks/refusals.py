@@ -407,6 +407,15 @@ def _takes_its_steps(run: Candidate) -> None:
         )
 
 
+def _has_not_trained(run: Candidate) -> None:
+    """Refuse a Trainer that goes on counting the steps of an earlier fit, and might make none."""
+    if run.trainer.global_step and not getattr(run.trainer, "ckpt_path", None):
+        raise ConfigurationError(
+            f"This Trainer has made {run.trainer.global_step} steps in an earlier fit, and Lightning goes on counting "
+            "from there, so this run would make fewer than were planned. Give each run a Trainer of its own."
+        )
+
+
 def _known_precision(run: Candidate) -> None:
     if str(run.trainer.precision).startswith("16"):
         raise ConfigurationError(
@@ -516,6 +525,7 @@ _EVERY: tuple[Check, ...] = (
 _ANY_CLAIM: tuple[Check, ...] = (
     lambda run: refuse_cards_behind(run.module, run.start),
     _starts_unseen,
+    _has_not_trained,
     _reads_what_its_claim_covers,
     _validates_on_declared_data,
     _chooses_by_no_other_claim,

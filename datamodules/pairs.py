@@ -296,7 +296,10 @@ class PairsDataModule(SampledDataModule):
         self._refuse_sample(neighbours, "max_train_queries", several=several)
         if unit != self._unit:
             if self._batch_sampler is not None:
-                raise ConfigurationError(f"privacy.unit={unit}: a sampler over units of {self._unit} is attached.")
+                raise ConfigurationError(
+                    f"privacy.unit={unit}, but an earlier fit gave this DataModule a sampler over units of "
+                    f"{self._unit}. Give each fit a DataModule of its own."
+                )
             self._unit, self._units = unit, None
 
     @property

@@ -217,14 +217,12 @@ class DualEncoder(PairModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
-        if stage == "fit" and self._pool is not None and not self._pool_texts and data is not None:
+        if stage != "fit" or data is None:
+            return
+        # In every fit anew: an earlier one may have had other data, of which nothing counts what is kept.
+        if self._pool is not None:
             self.learn_public_passages(data.public_passages())
-        if (
-            stage == "fit"
-            and self._negatives is not None
-            and self._negatives.of_rows.texts is None
-            and data is not None
-        ):
+        if self._negatives is not None:
             self.learn_negatives(TrainTexts.of(data), device=self.trainer.strategy.root_device)
 
     def learn_negatives(self, texts: TrainTexts, *, device: torch.device | None = None) -> None:
@@ -318,7 +316,7 @@ class DualEncoder(PairModule):
 
     def _pool_embeddings(self, texts: list[str], chosen: Tensor | None) -> Tensor:
         if self._passage_cache_dir is None:
-            return self.tower("passage").encode(texts, "passage")
+            return self.encode_passages(texts)
         if self._all_passages is None:  # frozen: made once, and read in every other run
             self._all_passages = self.encode_passages(self._pool_texts)
         return self._all_passages if chosen is None else self._all_passages[chosen]

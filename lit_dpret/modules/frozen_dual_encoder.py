@@ -233,7 +233,7 @@ class FrozenDualEncoder(PairModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
-        if stage == "fit" and not self._pool.place and data is not None:
+        if stage == "fit" and data is not None:  # anew in every fit, since an earlier one may have had other data
             self.prepare(data)
 
     def encode_queries(self, texts: Sequence[str], *, progress: Progress | None = None, keep: bool = False) -> Tensor:
@@ -443,6 +443,8 @@ class FrozenTexts:
         """Store only ``texts`` of this side; reuse stored embeddings if they include all of them."""
         listed = list(texts)
         rows, known = self._known.get(side, ({}, torch.empty(0, self.tower.dim)))
+        if listed == list(rows):
+            return known
         if all(text in rows for text in listed):
             found = known[[rows[text] for text in listed]]
         else:

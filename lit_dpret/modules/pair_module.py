@@ -29,6 +29,7 @@ from lit_dpret.privacy.batches import UnitBatch, take_rows
 from lit_dpret.privacy.clipping.pairs import PairBatch
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.sampling import Row
+from lit_dpret.privacy.user_code import is_library
 
 
 class PairModule(PrivateModule):
@@ -39,6 +40,7 @@ class PairModule(PrivateModule):
     rows)``: which passages are not negatives of a row, decided from that row and the passage's row alone.
 
     Guarantees:
+        - A method of one's own that the privacy mode, or what is saved, would leave out is refused.
         - A logical batch that would be cut into physical batches is refused before the first update, unless
           the privacy mode assigns units to sub-batches: cut in two, each query would see half of its negatives.
     """
@@ -48,7 +50,35 @@ class PairModule(PrivateModule):
 
     def __init__(self, *, privacy: PrivacyMode, optimizer: OptimizerSpec, log_private_loss: bool = False) -> None:
         super().__init__(privacy=privacy, optimizer=optimizer, log_private_loss=log_private_loss)
+        self._refuse_unused(privacy)
         self.coupled_loss = privacy.candidates != "pool"
+
+    def _refuse_unused(self, privacy: PrivacyMode) -> None:
+        """Refuse methods of the user's own that are not called where a user would expect it."""
+        name = type(self).__name__
+        of_pairs = privacy.guarantee == "dp" and privacy.candidates in ("batch", "copies")
+        for method in ("per_row_loss", "table_losses") if of_pairs and not privacy.clips_whole_batch else ():
+            if not is_library(_owner(self, method).__module__):
+                raise UnsupportedModelError(
+                    f"privacy={privacy.name} clips what pairs contribute to model.loss, and never calls {name}."
+                    f"{method}. Pass the loss as loss=, one of lit_dpret.losses or a PairwiseLoss of your own, or "
+                    "choose privacy=batch_clip, which clips the gradient of any loss."
+                )
+        for method in ("represent", "embed"):
+            owner = _owner(self, method)
+            if is_library(owner.__module__):
+                continue
+            found = {
+                each: _owner(self, each)
+                for each in ("encode_queries", "encode_passages", "save_model")
+                if hasattr(self, each)
+            }
+            left = [each for each, kind in found.items() if not issubclass(kind, owner) and kind in _made_of(owner)]
+            if left:
+                raise UnsupportedModelError(
+                    f"{name} has a {method} of its own, which {', '.join(left)} would leave out: what is evaluated and "
+                    "saved would be another model than the trained one. Override these as well."
+                )
 
     def represent(self, features: Any, side: Side) -> Tensor:
         """Return the tower output of one side for its features, ``(rows, dim)``, not normalised."""
@@ -254,6 +284,16 @@ class PairModule(PrivateModule):
             "datamodule.physical_batch_size to datamodule.expected_batch_size or more, or split it by "
             "privacy.sub_batches; to save memory, set model.gradient_checkpointing=true."
         )
+
+
+def _made_of(owner: type) -> list[type]:
+    """Return the modules of this package that a class is derived from, which say how texts are embedded."""
+    return [kind for kind in owner.__mro__ if kind is not PairModule and issubclass(kind, PairModule)]
+
+
+def _owner(module: nn.Module, method: str) -> type:
+    """Return the class whose ``method`` a module has."""
+    return next(kind for kind in type(module).__mro__ if method in vars(kind))
 
 
 def _rows_of(features: Any) -> int:
