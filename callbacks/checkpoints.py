@@ -21,12 +21,15 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch import Tensor
 from torch.nn import Parameter
 
+from lit_dpret.callbacks.own_code import holds_data
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.ledger.gate import public_names
 from lit_dpret.privacy.ledger.trained import TRAINED_KEY
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.state_watch import checksums
+from lit_dpret.privacy.user_code import is_library
+from lit_dpret.texts import queries_of, refuse_quoted
 
 
 class BetweenSteps:
@@ -172,6 +175,14 @@ _RELEASED: set[_Path] = {
     ("optimizer_states",), ("lr_schedulers",), ("averaging_state", "n_averaged"), ("epoch",), ("global_step",),
 }  # fmt: skip
 _WEIGHTS = ("state_dict", "current_model_state")
+#: A tensor in a callback's state with so many values may be a setting.
+_SMALL = 8
+#: What Lightning puts into a checkpoint. Hyper-parameters are looked at before (`refuse_saved_data`).
+_OF_LIGHTNING = frozenset({
+    "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states",
+    "lr_schedulers", "hparams_name", "hparams_type", "hyper_parameters", "datamodule_hparams_name",
+    "datamodule_hparams_type", "datamodule_hyper_parameters", "averaging_state", "current_model_state",
+})  # fmt: skip
 
 
 class CheckpointGate:
@@ -182,6 +193,8 @@ class CheckpointGate:
           their ``on_save_checkpoint`` adds, is refused by name when it is not as it was before the first private batch,
           unless a part of its name is listed in ``public_metrics`` of one of them. With ``declare`` it passes, and
           ``declare`` was called with its name before.
+        - What code of the user's puts beside the weights from the start, as by ``state_dict``, is no data: it has few
+          values, no tensor, and no query of the run.
         - So is what hangs on a state dict or a tensor and is pickled with it, such as ``_metadata``.
         - The states of this package's and Lightning's own callbacks pass as these callbacks give them.
         - What is taken out of a checkpoint is never missed.
@@ -192,6 +205,7 @@ class CheckpointGate:
     ) -> None:
         self._trainer, self._module, self._declare = trainer, module, declare
         self._start = dict(self._fingerprints(start))
+        self._refuse_data(start)
 
     def expect(self, content: Mapping[str, Any]) -> None:
         """Allow these initial values too."""
@@ -199,8 +213,7 @@ class CheckpointGate:
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        data: Any = self._trainer.datamodule  # type: ignore[attr-defined]
-        public = public_names([self._module, data, *callbacks])
+        public = self._public
         expected = self._start | dict(self._fingerprints(self._own(callbacks)))
         # Metadata of a part name some of the runs that the checkpoint names.
         runs = {found for path, found in expected.items() if TRAINED_KEY in path}
@@ -220,6 +233,48 @@ class CheckpointGate:
                     trap="T25",
                 )
             self._declare(f"{name} in a checkpoint")
+
+    @property
+    def _public(self) -> frozenset[str]:
+        trainer: Any = self._trainer
+        return frozenset(public_names([self._module, trainer.datamodule, *trainer.callbacks]))
+
+    def _refuse_data(self, start: Mapping[str, Any]) -> None:
+        trainer: Any = self._trainer
+        public, texts = self._public, dict[str, str]()
+        for path, value in self._of_users(start):
+            if not public.isdisjoint((".".join(path), *path)):
+                continue
+            leaves = [(p, each) for p, each in _leaves(value, path) if public.isdisjoint((".".join(p), *p))]
+            texts |= {f"{'.'.join(place)} in a checkpoint": each for place, each in leaves if isinstance(each, str)}
+            if not holds_data([each for _, each in leaves], small=_SMALL):
+                continue
+            if self._declare is None:
+                raise ConfigurationError(
+                    f"Checkpoints of privacy={self._module.privacy.name} would hold {'.'.join(path)}, which is data "
+                    "instead of a setting, and no noise covers it. Make it anew in setup, and leave it out of the "
+                    "state of the callback, module or DataModule. If no private row is behind it, list its name in "
+                    "public_metrics of one of them.",
+                    trap="T25",
+                )
+            self._declare(f"{'.'.join(path)} in a checkpoint")
+        if texts and self._declare is None:
+            refuse_quoted(queries_of(trainer.datamodule), texts)
+
+    def _of_users(self, start: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
+        """Yield what code from outside this package and Lightning puts into a checkpoint beside the weights."""
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        trusted = self._own(callbacks)
+        for key, value in start.items():
+            if key not in _OF_LIGHTNING and key not in trusted and not key.startswith("lit_dpret"):
+                yield (key,), value
+        for key, value in start.get("callbacks", {}).items():
+            if key not in trusted["callbacks"]:
+                yield ("callbacks", key), value
+        for name, part in self._module.named_modules():
+            if not is_library(part.get_extra_state.__module__):
+                key = f"{name}._extra_state".lstrip(".")
+                yield ("state_dict", key), start["state_dict"].get(key)
 
     def _version_of(self, path: _Path) -> str | None:
         """Return the fingerprint of a part's format where PyTorch notes that, for parts that were built meanwhile."""

@@ -105,6 +105,8 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
         return bound
     if kept := ", ".join(dict.fromkeys(f"{owner}.{name}" for owner, name, _ in _saved(module, data))):
         bound.append(f"Nothing of a private row is in the hyper-parameters that checkpoints and logs keep: {kept}.")
+    if kept := ", ".join(dict.fromkeys(_keep_states([module, data, *trainer.callbacks]))):  # type: ignore[attr-defined]
+        bound.append(f"Nothing of a private row is in what checkpoints keep of {kept} beside trained weights.")
     what = "the loss of a row, with the random numbers in it, depends on no other row"
     if mode.candidates not in ("rows", "pool"):
         what = (
@@ -153,16 +155,36 @@ def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
 def refuse_saved_data(module: Any, data: Any) -> None:
     """Refuse hyper-parameters that contain data: ``save_hyperparameters`` writes them to checkpoints and loggers."""
     for owner, name, value in _saved(module, data):
-        leaves = list(islice(_leaves(value), _SETTINGS + 1))
-        if len(leaves) > _SETTINGS or any(
-            isinstance(leaf, (Tensor, np.ndarray, bytes)) or (isinstance(leaf, str) and len(leaf) > _LONGEST)
-            for leaf in leaves
-        ):
+        if holds_data(value):
             raise ConfigurationError(
                 f"{owner}.save_hyperparameters keeps {name}, which holds data instead of a setting: it would be in "
                 f"every checkpoint and log, and no noise covers it. Use save_hyperparameters(ignore=[{name!r}]).",
                 trap="T25",
             )
+
+
+def _keep_states(owners: Sequence[Any]) -> Iterator[str]:
+    """Yield the names of classes whose own code puts something into checkpoints."""
+    for owner in owners:
+        for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
+            hooks = (getattr(part, name, None) for name in ("state_dict", "on_save_checkpoint", "get_extra_state"))
+            if not all(is_library(getattr(hook, "__module__", "torch")) for hook in hooks):
+                yield type(part).__name__
+
+
+def holds_data(value: Any, *, small: int = 0) -> bool:
+    """Return whether a value is more than a setting: many values, a tensor, an array, bytes or a long text.
+
+    A tensor with up to ``small`` elements is so many values.
+    """
+    found = list(islice(_leaves(value), _SETTINGS + 1))
+    few = [each for each in found if isinstance(each, Tensor) and 0 < each.numel() <= small]
+    found += [each for tensor in few for each in tensor.reshape(-1).tolist()]
+    found = [each for each in found if not any(each is tensor for tensor in few)]
+    return len(found) > _SETTINGS or any(
+        isinstance(leaf, (Tensor, np.ndarray, bytes)) or (isinstance(leaf, str) and len(leaf) > _LONGEST)
+        for leaf in found
+    )
 
 
 def _saved(module: Any, data: Any) -> Iterator[tuple[str, str, Any]]:

@@ -61,6 +61,7 @@ from lit_dpret.cards.start import Start
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
 from lit_dpret.privacy.sampling import not_offered
+from lit_dpret.privacy.user_code import is_library
 from lit_dpret.texts import queries_of, refuse_quoted
 
 Check: TypeAlias = Callable[["Candidate"], None]
@@ -166,6 +167,8 @@ def _starts_from_numbers(run: Candidate) -> None:
 def refuse_endless_losses(module: Any) -> None:
     """Refuse a loss that is not finite on rows that are no data (`PrivateModule.probe_losses`), at no privacy cost."""
     if any(parameter.is_meta for parameter in module.parameters()):
+        return
+    if not is_library(type(module).setup.__module__):  # it may build what the loss needs, and is called later
         return
     try:
         losses = module.probe() if hasattr(module, "probe") else None

@@ -225,8 +225,9 @@ class CouplingCheck:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is kept of the module, for copies and pickles of it."""
-        names = dict.fromkeys(("_before", "_earlier", "_passes", "_first"))
+        """Leave out what is kept of the module and of private rows, for copies and pickles of it."""
+        of_rows = ("_collated", "_collated_rows", "_single")
+        names = dict.fromkeys(("_before", "_earlier", "_passes", "_first", *of_rows))
         return {**vars(self), **names, "_of_rows": {}, "reading": []}
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:

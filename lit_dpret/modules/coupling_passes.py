@@ -28,7 +28,7 @@ from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows,
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.clipping.recorder import uncompiled
 from lit_dpret.privacy.collation import leaves
-from lit_dpret.privacy.ledger.trained import modules_and_tensors_in, objects_in
+from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.state_watch import same_values
 from lit_dpret.privacy.user_generators import (
     generators_now,
@@ -590,12 +590,12 @@ def refuse_memory(module: Any) -> NoReturn:
 
 
 def _copy_without_weights(module: Any) -> Any:
-    """Return a copy of all that a module keeps, but for the tensors; the module itself where it cannot be copied."""
-    kept = {id(each): each for each in modules_and_tensors_in(module) if isinstance(each, Tensor)} | {
-        id(module._trainer): module._trainer
-    }
+    """Return a copy of all that a module keeps, but for tensors and texts; the module itself if it cannot be copied."""
+    shared = [each for each in objects_in(module) if isinstance(each, Tensor) or getattr(each, "holds_texts", False)]
     try:
-        return copy.deepcopy(module, kept)
+        copied = copy.deepcopy(module, {id(each): each for each in (*shared, module._trainer)})
+        vars(copied)["_trainer"] = module._trainer  # which Lightning leaves out, and collate_rows may ask for the step
+        return copied
     except Exception:  # objects of the user's own may refuse to be copied in any way
         return module
 

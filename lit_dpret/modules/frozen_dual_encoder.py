@@ -429,7 +429,13 @@ _AT_ONCE = 1024  # texts that are dealt out to places, where each is embedded ap
 
 
 class FrozenTexts:
-    """A frozen encoder and a cache of its embeddings, hidden from ``nn.Module``."""
+    """A frozen encoder and a cache of its embeddings, hidden from ``nn.Module``.
+
+    A pickle or copy of it knows the passages alone, and encodes queries anew.
+    """
+
+    #: Deep copies that are made of a module to try something on it share this.
+    holds_texts = True
 
     def __init__(
         self, tower: TextEncoder, cache_dir: str | Path | None, batch_size: int, *, queries_apart: bool
@@ -438,6 +444,9 @@ class FrozenTexts:
         self.tower = tower.eval().requires_grad_(False)
         self._cache_dir, self._batch_size = cache_dir, batch_size
         self._known: dict[str, tuple[dict[str, int], Tensor]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_known": {side: known for side, known in self._known.items() if side == "passage"}}
 
     def learn(self, texts: Any, side: Side, progress: Progress | None) -> Tensor:
         """Store only ``texts`` of this side; reuse stored embeddings if they include all of them."""

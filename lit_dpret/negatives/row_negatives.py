@@ -47,7 +47,11 @@ class RowNegatives:
           weights: the same whatever else is in the batch.
         - No passage with the text of one that answers the row's query is its negative.
         - Every row has equally many: where a source has too few, public passages are drawn by coins.
+        - A pickle or copy has no text of a query, nor what a source made of one when it was prepared.
     """
+
+    #: Deep copies that are made of a module to try something on it share this.
+    holds_texts = True
 
     def __init__(self, sources: Sources, privacy: PrivacyMode) -> None:
         listed = list(sources.values()) if isinstance(sources, Mapping) else list(sources)
@@ -67,6 +71,7 @@ class RowNegatives:
         self._own = [s for s in named if not s.shared_in_batch]
         self._shared = [s for s in named if s.shared_in_batch]
         self.texts: TrainTexts | None = None
+        self._as_given: dict[int, dict[str, Any]] = {}
         self._resumed: tuple[int, str] | None = None
         self._short = 0
 
@@ -109,9 +114,23 @@ class RowNegatives:
         self.texts = texts
         for source in self.sources:
             if isinstance(source, PassageSource):
+                self._as_given.setdefault(id(source), dict(vars(source)))
                 source.prepare(texts, towers, private=self.private)
                 if self._guarantee == "dp" and not type(source).__module__.startswith("lit_dpret."):
                     _refuse_memory(source, texts, self._mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = {}
+        for source in self.sources:
+            if (given := self._as_given.get(id(source))) is not None:
+                fresh[id(source)] = made = copy.copy(source)
+                vars(made).clear()
+                vars(made).update(given)
+        state = {}
+        for name, value in vars(self).items():
+            listed = [fresh.get(id(each), each) for each in value] if isinstance(value, list) else value
+            state[name] = fresh.get(id(value), listed)
+        return state | {"texts": None, "_as_given": {}}
 
     def keys(self, rows: Sequence[TrainRow]) -> dict[str, Tensor]:
         """Return the keys of the rows of a batch; see `TrainTexts.keys`."""

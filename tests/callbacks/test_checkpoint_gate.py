@@ -11,7 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
+from pair_stand_ins import data_module
+from stand_ins import KillAt, Killed, Numbers, Regression, Texts, dp, fit
 from torchmetrics import MeanMetric
 
 from lit_dpret.callbacks import PrivacyCard
@@ -382,6 +383,74 @@ def test_what_is_as_it_was_at_the_start_or_declared_is_kept_and_a_run_goes_on_fr
     found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert found["callbacks"]["Counts"] == {"steps": 6} and found["vocabulary"] == ["a", "b"]
     assert found["hyper_parameters"]["nested"] == {"words": ["a"]} and "frozen.weight" not in found["state_dict"]
+
+
+# -- data that are there from the start ----------------------------------------------------------------
+
+
+class KeepsFromTheStart(Callback):
+    def __init__(self, state: Any, way: str = "state", public: tuple[str, ...] = ()) -> None:
+        self.state, self.way, self.public_metrics = state, way, public
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"vocabulary": self.state} if self.way == "state" else {}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.way == "hook":
+            checkpoint["vocabulary"] = self.state
+
+
+class KeptByTheData(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {"vocabulary": {f"word {i}": i for i in range(100)}}
+
+
+class KeptAsExtraState(Regression):
+    def get_extra_state(self) -> Any:
+        return {"vocabulary": list(range(100))}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+DATA: dict[str, Any] = {
+    "many": list(range(100)),
+    "tensor": torch.arange(40),
+    "text": "word " * 200,
+}
+
+
+@pytest.mark.parametrize("way", [*(f"{way} {what}" for way in ("state", "hook") for what in DATA), "data", "extra"])
+def test_data_that_a_checkpoint_would_hold_from_the_start_are_refused(way: str, tmp_path: Path) -> None:
+    kind, _, what = way.partition(" ")
+    module = (KeptAsExtraState if way == "extra" else Regression)(privacy=dp(tmp_path))
+    extra = [KeepsFromTheStart(DATA[what], kind)] if what else []
+    with pytest.raises(ConfigurationError) as refused:
+        fit(tmp_path / "run", module, KeptByTheData() if way == "data" else Numbers(), extra=extra)
+    assert refused.value.trap == "T25" and not checkpoints(tmp_path)
+
+
+def test_a_query_in_the_state_of_a_callback_is_refused(tmp_path: Path) -> None:
+    data = data_module(tmp_path / "data", sampling="poisson", cap=None, expected_batch_size=4)
+    data.setup()
+    query = next(iter(data.collection.queries.values()))
+    with pytest.raises(ConfigurationError, match="KeepsFromTheStart"):
+        fit(
+            tmp_path / "run",
+            Texts(privacy=dp(tmp_path, noise_multiplier=9.0)),
+            data,
+            extra=[KeepsFromTheStart(["a", query])],
+        )
+
+
+def test_such_data_pass_by_declaration_and_the_card_names_who_keeps_something(tmp_path: Path) -> None:
+    extra = [KeepsFromTheStart(DATA["tensor"], public=("vocabulary",)), PrivacyCard(run_dir=tmp_path / "run")]
+    fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), extra=extra)
+    card = read_card(tmp_path / "run")
+    assert card["claim"]["epsilon"] is not None
+    assert any(
+        "KeepsFromTheStart" in fact["text"] and "checkpoints keep" in fact["text"] for fact in card["assumptions"]
+    )
 
 
 def test_a_trainer_that_fits_another_module_afterwards_is_left_alone(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +132,52 @@ def test_a_head_that_is_not_saved_is_refused_and_one_that_is_everywhere_embeds_t
     texts = module._pool_texts[:3]
     torch.testing.assert_close(module._pool_embeddings(texts, None), module.encode_passages(texts))
     assert not torch.allclose(module.encode_passages(texts), module.tower("passage").encode(texts, "passage"))
+
+
+class Stepwise(DualEncoder):
+    """Builds what its loss reads in ``setup``, and asks for the step where rows are collated."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.width = torch.ones(self.encoder.dim)
+
+    def collate_rows(self, rows: list[Any]) -> dict[str, Any]:
+        return super().collate_rows(rows) | {"step": torch.full((len(rows),), float(self.trainer.global_step))}
+
+    def per_row_loss(self, rows: dict[str, Any]) -> Tensor:
+        return super().per_row_loss(rows) * self.width.mean() / (1 + rows["step"])
+
+
+def test_setup_may_build_what_the_loss_reads_and_collation_may_ask_for_the_step(tmp_path: Path) -> None:
+    mode = PublicPassages(max_grad_norm=0.1, pool_size=6, secret_file=tmp_path / "secret", **NOISE)
+    fit(tmp_path / "run", Stepwise(**settings(mode)), data_module(tmp_path / "data", **SAMPLING), steps=2)
+
+
+KINDS: dict[str, Any] = {
+    "mined": lambda mode: DualEncoder(**settings(mode(PublicPassages)), negatives=[BM25Negatives()]),
+    "frozen": lambda mode: FrozenDualEncoder(**settings(mode(DPSGD))),
+    "pairs": lambda mode: DualEncoder(**settings(mode(LogitDP))),
+    "batch": lambda mode: DualEncoder(**settings(mode(BatchClip))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pickle_or_copy_of_a_trained_module_holds_no_query(kind: str, tmp_path: Path) -> None:
+    def mode(of: Any) -> Any:
+        bound = {"max_logit_grad_norm" if of is LogitDP else "max_grad_norm": 0.1}
+        return of(**bound, secret_file=tmp_path / "secret", **NOISE)
+
+    module, data = KINDS[kind](mode), data_module(tmp_path / "data", **SAMPLING)
+    file = tmp_path / "data" / "queries.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    told = [line | {"text": f"{line['text']} {line['text']}"} for line in lines]  # which no passage holds
+    file.write_text("".join(json.dumps(line) + "\n" for line in told))
+    fit(tmp_path / "run", module, data, steps=1)
+    queries = list(data.collection.queries.values())
+    tokens = module.text_encoder("query").tokenize(queries, "query")["input_ids"]
+    held = [*(query.encode() for query in queries), *(row[1:5].numpy().tobytes() for row in tokens)]
+    assert len(held) == 26
+    for each in (module, copy.deepcopy(module)):
+        written = pickle.dumps(each)
+        assert not any(text in written for text in held)
+    fit(tmp_path / "again", KINDS[kind](mode), data_module(tmp_path / "more", **SAMPLING), steps=1)
