@@ -177,8 +177,7 @@ class CouplingCheck:
                     if rows.batch.alone is not None:
                         passes.compare_placed(rows)
                 elif turn == 1:
-                    for some in (part, rows) if first and len(most.slots) > len(part.slots) else (part,):
-                        passes.compare_sizes(some, part)
+                    passes.compare_sizes(rows if first else part, part)
                     if not apart:
                         passes.compare_rounding(rows)
             if rows.batch.smallest is not None and rows.batch.step != self._sized_step:

@@ -591,7 +591,9 @@ def refuse_memory(module: Any) -> NoReturn:
 
 def _copy_without_weights(module: Any) -> Any:
     """Return a copy of all that a module keeps, but for tensors and texts; the module itself if it cannot be copied."""
-    shared = [each for each in objects_in(module) if isinstance(each, Tensor) or getattr(each, "holds_texts", False)]
+    shared = [
+        each for each in objects_in(module) if isinstance(each, Tensor) or getattr(type(each), "holds_texts", False)
+    ]
     try:
         copied = copy.deepcopy(module, {id(each): each for each in (*shared, module._trainer)})
         vars(copied)["_trainer"] = module._trainer  # which Lightning leaves out, and collate_rows may ask for the step

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from operator import is_
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.privacy.ledger.trained import MARK
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import checksums
-from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of
+from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of, slots_of
 
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26
@@ -41,8 +41,36 @@ _CONTAINERS = (OrderedDict, dict, list, set, deque)
 #: More objects of one name than these are not compared.
 _OBJECTS = 5_000
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+#: Whose names hold no values of a batch, or are put back by others.
+_NOT_COMPARED = (nn.Parameter, nn.Module, torch.Generator, *GENERATORS)
 #: Objects of these packages are not looked into.
 _KNOWN = ("builtins", "numpy", *LIBRARIES)
+
+
+class _Still(NamedTuple):
+    """The attributes of a part that holds nothing that can change in place, and its `KeptState.contents`."""
+
+    names: list[str]
+    values: list[Any]
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, space: Space, values: Mapping[str, Any], owners: Collection[int]) -> _Still | None:
+        kept = {name: value for name, value in values.items() if not isinstance(value, _NOT_COMPARED)}
+        kind: Any = type(space.owner)
+        if not isinstance(space.owner, nn.Module) or slots_of(kind):
+            return None
+        alone = (
+            isinstance(v, _SCALARS) or _is_alone(v) or (id(v) in owners and not _container(v)) for v in kept.values()
+        )
+        if not all(alone):
+            return None
+        contents = {n: (type(v), v) if isinstance(v, _SCALARS) else (id(v), v) for n, v in kept.items()}
+        held = vars(space.owner)
+        return cls([*held], [*held.values()], contents)
+
+    def is_now(self, held: Mapping[str, Any]) -> bool:
+        return len(held) == len(self.names) and all(map(is_, held.values(), self.values)) and [*held] == self.names
 
 
 class KeptState:
@@ -67,6 +95,9 @@ class KeptState:
         held = [_data_of(space) for space in self._spaces]
         kept = [t for values in held for t in _tensors_of(list(values.values())) if not _is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
+        self._owners = {id(space.owner) for space in self._spaces}  # whose names are places of their own
+        #: Most parts of a model are so, and looking at all names of all of them takes as long as a pass of a small one.
+        self._still = [_Still.of(space, _values_of(space), self._owners) for space in self._spaces]
         self._first = self._now = [self._saved_values(values) for values in held]
         self._objects = [_objects_of(space, values) for space, values in zip(self._spaces, held, strict=True)]
         self._bound = [
@@ -83,7 +114,15 @@ class KeptState:
         return [space.owner for space in self._spaces if isinstance(space.owner, Metric)]
 
     def begin(self) -> None:
-        self._now = [self._saved_values(_data_of(space)) for space in self._spaces]
+        self._now = [
+            first if self._is_still(at) else self._saved_values(_data_of(space))
+            for at, (space, first) in enumerate(zip(self._spaces, self._first, strict=True))
+        ]
+
+    def _is_still(self, at: int) -> bool:
+        """Return whether a part holds what it held at first."""
+        still = self._still[at]
+        return still is not None and still.is_now(vars(self._spaces[at].owner))
 
     def reset(self) -> None:
         self._install(self._first)
@@ -117,12 +156,14 @@ class KeptState:
 
     def contents(self) -> dict[tuple[int, str], Any]:
         """Return what each name of each place holds now, equal where its content is; generators are left out."""
-        owners = {id(space.owner) for space in self._spaces}  # whose names are places of their own
         found, seen = {}, dict[int, Any]()
-        for at, space in enumerate(self._spaces):
+        for at, (space, still) in enumerate(zip(self._spaces, self._still, strict=True)):
+            if still is not None and self._is_still(at):
+                found.update({(at, name): content for name, content in still.contents.items()})
+                continue
             for name, value in _values_of(space).items():
-                if not isinstance(value, (nn.Parameter, nn.Module, torch.Generator, *GENERATORS)):
-                    elsewhere = id(value) in owners and _container(value) is None
+                if not isinstance(value, _NOT_COMPARED):
+                    elsewhere = id(value) in self._owners and _container(value) is None
                     found[at, name] = (id(value), value) if elsewhere else _content(value, seen, len(seen) + _OBJECTS)
         return found
 
@@ -145,7 +186,9 @@ class KeptState:
             refuse()
 
     def _install(self, states: Sequence[dict[str, Callable[[], Any]]], public: Collection[str] = ()) -> None:
-        for space, values in zip(self._spaces, states, strict=True):
+        for at, (space, values) in enumerate(zip(self._spaces, states, strict=True)):
+            if values is self._first[at] and self._is_still(at):
+                continue
             held = space.read()
             data = _data_of(space, held)
             values = {name: give for name, give in values.items() if name not in public} if public else values
@@ -281,11 +324,11 @@ def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
     """Return what equals that of another value if both hold the same; an object of a library equals itself alone."""
     if isinstance(value, _SCALARS):
         return type(value), value
+    if _is_alone(value):
+        return id(value), value
     if id(value) in seen or len(seen) > most:
         return ()
     seen[id(value)] = value  # which keeps its id from being given again
-    if isinstance(value, nn.Parameter):
-        return id(value), value
     if isinstance(value, Tensor):
         plain = _is_copied(value) and not (value.is_quantized or value.is_nested or value.is_meta)
         return (value.shape, value.dtype, *checksums([value])) if plain else (id(value), value)
@@ -296,9 +339,17 @@ def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
     if (kind := _container(value) or (tuple if isinstance(value, tuple) else None)) is not None:
         held = [*(kind.__iter__(value) if issubclass(kind, dict) else ()), *_held_by(value, kind)]
         return type(value), len(held), *(_content(each, seen, most) for each in (*held[:ENTRIES], *held[-ENTRIES:]))
-    if is_foreign(value):
-        return type(value), *((name, _content(each, seen, most)) for name, each in attributes_of(value).items())
-    return id(value), value
+    if isinstance(value, np.ndarray):
+        return id(value), value
+    return type(value), *((name, _content(each, seen, most)) for name, each in attributes_of(value).items())
+
+
+def _is_alone(value: Any) -> bool:
+    """Return whether a value equals itself alone: a weight, or an object that is not looked into."""
+    if isinstance(value, nn.Parameter):
+        return True
+    looked_into = isinstance(value, (*_SCALARS, Tensor, np.ndarray, tuple, *_CONTAINERS))
+    return not looked_into and not is_foreign(value)
 
 
 def _same(value: Any, write: Callable[[Any], object] | None = None, content: Any = None) -> Any:

@@ -177,14 +177,15 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object or class itself, those in slots included."""
     found = dict(getattr(value, "__dict__", {}))
     kind: Any = type(value)
-    for name in () if isinstance(value, type) else _slots_of(kind):
+    for name in () if isinstance(value, type) else slots_of(kind):
         if hasattr(value, name):
             found[name] = getattr(value, name)
     return found
 
 
 @lru_cache(maxsize=1024)
-def _slots_of(kind: Any) -> tuple[str, ...]:
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the attributes that objects of a class keep outside ``__dict__``."""
     slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
     named = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
