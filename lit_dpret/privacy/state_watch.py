@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple, NoReturn
 
@@ -51,8 +52,7 @@ class StateWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._batches = 0
-        self._held: list[Tensor | None] = []
-        self._named: dict[str, Tensor] = {}
+        self._note_places()
         self._seen: dict[str, _Seen] = {}
         self._valued: list[str] = []
         self._tensors: list[Tensor] = []
@@ -64,7 +64,7 @@ class StateWatch:
         self._batches += 1
         same = self._holds_the_same()
         if not same:
-            self._held, self._named = _held_by(self._module), _named_in(self._module)
+            self._note_places()
         if same and self._tensors and self._are_untouched():
             self._seen |= {name: self._look(self._named[name], self._seen[name]) for name in self._valued}
         else:
@@ -85,6 +85,16 @@ class StateWatch:
             self._seen = {}
             self._note_seen()
 
+    def _note_places(self) -> None:
+        module = self._module
+        #: The dicts in which all parts hold their parts, parameters and buffers, and what is in those that hold some.
+        parts = module.modules()
+        self._places: list[Any] = [d for part in parts for d in (part._modules, part._parameters, part._buffers)]
+        self._lengths = [*map(len, self._places)]
+        self._filled = [place for place in self._places if place]
+        self._held = [*chain.from_iterable(map(dict.values, self._filled))]
+        self._named = _named_in(module)
+
     def _note_seen(self) -> None:
         """Divide ``_seen`` into what is compared at once in most batches, and the names of the others."""
         self._valued, self._tensors, self._aliases, self._versions = [], [], [], []
@@ -104,9 +114,10 @@ class StateWatch:
         return same and [*map(_VERSION, self._tensors)] == self._versions
 
     def _holds_the_same(self) -> bool:
-        """Return whether the module holds the tensors of the last walk; without their names, which take longer."""
-        now = _held_by(self._module)
-        return len(now) == len(self._held) and all(map(is_, now, self._held))
+        """Return whether the module has the parts and tensors of the last walk; without a walk, which takes longer."""
+        if [*map(len, self._places)] != self._lengths:
+            return False
+        return all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
 
     def _refuse_others(self, now: Mapping[str, Tensor]) -> None:
         for name, tensor in now.items():
@@ -176,20 +187,6 @@ class StateWatch:
         if self._is_small_buffer(tensor):
             return bits_of(tensor)
         return checksum(tensor) if self._compares_values else None
-
-
-def _held_by(module: nn.Module) -> list[Tensor | None]:
-    """Return all parameters and buffers in one order, also those that are None."""
-    found: list[Tensor | None] = []
-    parts = [module]
-    for part in parts:  # grows meanwhile; modules() takes several times as long
-        if part._modules:
-            parts += [each for each in part._modules.values() if each is not None]
-        if part._parameters:
-            found += part._parameters.values()
-        if part._buffers:
-            found += part._buffers.values()
-    return found
 
 
 def _named_in(module: nn.Module) -> dict[str, Tensor]:
