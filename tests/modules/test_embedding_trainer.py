@@ -352,6 +352,30 @@ def test_rows_that_the_module_cannot_read_are_refused_before_the_ledger_is_opene
     assert any(re.search(named, finding.text) for finding in refused)
 
 
+class ScaledByTheFirst:
+    """Views that are scaled by the first images that they see."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.scale = inner, None
+
+    def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
+        found = self.inner(rows)
+        self.scale = found["query"].std() if self.scale is None else self.scale
+        return {side: images / self.scale for side, images in found.items()}
+
+
+def test_views_that_take_a_scale_from_the_first_images_are_refused_and_blank_ones_set_none(tmp_path: Path) -> None:
+    views = ScaledByTheFirst(of_images().views)
+    module = of_images(privacy=MODES["logit_dp"](), views=views)
+    data = images(tiny.parquet(tmp_path / "images"))
+    data.setup("fit")
+    module.try_rows([data.blank_row(), data.blank_row()])
+    assert views.scale is None
+    with pytest.raises(UnsupportedModelError) as refused:
+        fit(tmp_path / "run", module, data, steps=1)
+    assert refused.value.trap == "T11"
+
+
 def test_images_of_the_size_that_a_net_is_built_for_are_read(tmp_path: Path) -> None:
     data = ImagesDataModule(source="vision_folder", folder=tiny.class_folders(tmp_path / "images", sizes=(16,)))
     data.setup("fit")
