@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules.coupling_passes import Passes, refuse_memory, refuse_own_coins, same_features
 from lit_dpret.modules.coupling_rows import Rows
+from lit_dpret.modules.coupling_values import TOLERANCE
 from lit_dpret.modules.kept_state import KeptName, KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, UnitBatch, map_rows, take_rows
 from lit_dpret.privacy.user_code import is_library
@@ -64,6 +66,7 @@ class CouplingCheck:
         self._differentiates, self._fixes_coins = False, True
         self._passes: Any = None
         self._modes: list[bool] | None = None
+        self._trained: Tensor | None = None
         self._as_collated, self._collated_step, self._sized_step = False, -1, -1
         self.begin()
 
@@ -97,6 +100,13 @@ class CouplingCheck:
         self._before = KeptState(module) if due or self._as_collated else None
         compared = prepares_itself(module) and (alone or self._before is not None)
         self._collated_rows = map_rows(torch.clone, batch.rows) if compared else None
+        self._trained = None
+
+    def note(self, losses: Tensor) -> None:
+        """Keep the row losses that the batch is trained on, if it is compared, so that no pass makes them again."""
+        alike = losses.dtype in TOLERANCE and not torch.is_autocast_enabled(losses.device.type)
+        if self._before is not None and alike and not is_functorch_wrapped_tensor(losses):
+            self._trained = losses.detach()
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Check the physical batch that the module just contributed, if `prepare` chose it."""
@@ -170,7 +180,8 @@ class CouplingCheck:
                 part = rows.first(2 if module.privacy.candidates == "pool" else 2 * ALONE if first else 3)
                 most, even = part if apart else rows, number % 2 == 0
                 if first or turn == 0:  # later in turn, which costs a third
-                    passes.compare_company(most, even, gradients=first, later=part)
+                    trained = self._trained if most is rows and not first else None
+                    passes.compare_company(most, even, gradients=first, later=part, trained=trained)
                 if turn == 2 or (first and apart):
                     passes.compare_company(part, first or even, gradients=True)
                 if rows.batch.data_rows is not None:  # as many rows always, so that only this sees what looks back
@@ -226,7 +237,7 @@ class CouplingCheck:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is kept of the module and of private rows, for copies and pickles of it."""
-        of_rows = ("_collated", "_collated_rows", "_single")
+        of_rows = ("_collated", "_collated_rows", "_single", "_trained")
         names = dict.fromkeys(("_before", "_earlier", "_passes", "_first", *of_rows))
         return {**vars(self), **names, "_of_rows": {}, "reading": []}
 

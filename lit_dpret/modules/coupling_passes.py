@@ -96,10 +96,18 @@ class Passes:
         self._kept_state.put_back()
 
     def compare_company(
-        self, rows: Rows, from_kept: bool, *, gradients: bool = False, later: Rows | None = None
-    ) -> None:
-        """Compare the losses of the kept rows in this and in other company, their gradients, and ``later`` rows."""
-        first = self._in_company(rows, rows.as_they_are(), gradients=gradients, later=later)
+        self, rows: Rows, from_kept: bool, *, gradients: bool = False, later: Rows | None = None,
+        trained: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Compare the losses of the kept rows in this and in other company, their gradients, and ``later`` rows.
+
+        ``trained`` are the losses of all rows by the pass that they were trained on, if nothing was reset since.
+        """
+        if trained is None:
+            first = self._in_company(rows, rows.as_they_are(), gradients=gradients, later=later)
+        else:
+            kept = trained[rows.kept]
+            first = _Seen(kept, {}, kept[:0] if later is None else self._later(later.alone()))
         tolerance = TOLERANCE.get(first.losses.dtype, LOW_PRECISION)
         features = rows.with_other_company(from_kept=from_kept)
         other = self._in_company(rows, features, gradients=gradients, later=later)

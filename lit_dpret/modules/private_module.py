@@ -606,6 +606,8 @@ class PrivateModule(Checkpointed):
                     f"{len(weights)} rows; it must return one loss per row, as torch's losses do under "
                     "reduction='none'."
                 )
+            if index is None:
+                self._couplings.note(loss)
             weighted = loss / weights.to(device=loss.device, dtype=loss.dtype)
             if data_rows is not None:
                 weighted = torch.where(data_rows.to(loss.device), weighted, torch.zeros_like(weighted))
