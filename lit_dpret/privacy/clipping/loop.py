@@ -18,15 +18,26 @@ class LoopClipping(ClippedSum):
     Guarantees:
         - What a unit contributes follows from its own rows, the weights and random numbers: no value of another unit,
           NaN or infinite ones included, reaches it.
+        - A unit whose loss depends on no trainable parameter contributes zero; a batch of such units alone is refused,
+          until one of an earlier batch was not so.
     """
 
     units_apart = True
+    _reached = False
 
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats:
         norms = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
+        constant = None
         for group in batch.groups:
             for unit, rows in zip(group.units.tolist(), group.rows, strict=True):
-                norms[:, unit] = self._add_unit(row_loss(rows), len(rows))
+                losses = row_loss(rows)
+                if isinstance(losses, Tensor) and not losses.requires_grad:
+                    constant = losses, len(rows)
+                    continue
+                norms[:, unit] = self._add_unit(losses, len(rows))
+                self._reached = True
+        if constant is not None and not self._reached:
+            check_losses(*constant)
         self._torn = False
         return self.stats(norms, batch)
 

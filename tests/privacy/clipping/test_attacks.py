@@ -225,6 +225,17 @@ def test_a_loss_without_any_trained_parameter_is_refused(engine: str) -> None:
     check_refused(case, "depends on no trainable parameter", engine=engine)
 
 
+def test_a_unit_whose_loss_is_a_constant_adds_nothing_and_the_others_are_clipped_as_ever() -> None:
+    case = case_of(model := nn.Linear(4, 1), 5, 4)
+    clipping = make_engine("loop", model, max_grad_norm=1.0)
+    case.run(clipping, mask=torch.tensor([True, False, True, True, True]))
+    others, rows = clipping.take(), case.losses
+    chosen = case.rows["x"][1]
+    case.losses = lambda b: torch.zeros(len(b["x"])) if len(b["x"]) == 1 and torch.equal(b["x"][0], chosen) else rows(b)
+    case.run(clipping)
+    assert difference(clipping.take(), others) == 0
+
+
 @pytest.mark.parametrize("engine", ["ghost", "loop", "opacus"])
 def test_a_factor_too_small_for_fp32_drops_the_unit_and_counts_it(engine: str) -> None:
     model = nn.Linear(8, 8, bias=False)
