@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from lit_dpret.modules.coupling_values import TOLERANCE
 from lit_dpret.modules.kept_state import KeptName, KeptState, Looks
 from lit_dpret.privacy.batches import ALONE, UnitBatch, map_rows, take_rows
 from lit_dpret.privacy.user_code import is_library
+
+_TRAINING = attrgetter("training")
 
 
 class CouplingCheck:
@@ -73,6 +76,7 @@ class CouplingCheck:
     def begin(self) -> None:
         """Restart the count of batches; single-unit batches are counted separately."""
         self._looks = {True: Looks(), False: Looks()}
+        self._parts: list[nn.Module] = []
         self._single: Any = None
         self._earlier = None
         self._first: KeptState | None = None
@@ -84,7 +88,8 @@ class CouplingCheck:
 
         A ``before_batch`` of the user's own comes later, and belongs to what is compared (`prepares_itself`).
         """
-        modes = _modes(module)
+        self._parts = self._parts or list(module.modules())  # of the last look; a walk takes twenty times as long
+        modes = [*map(_TRAINING, self._parts)]
         if modes != self._modes:  # a loss may couple rows in one mode alone
             kept = self._single, self._first, self._of_rows
             self.begin()
@@ -98,6 +103,8 @@ class CouplingCheck:
         self._as_collated = collated and not (due or alone or batch.step == self._collated_step)
         self._collated_step = batch.step if self._as_collated else self._collated_step
         self._before = KeptState(module) if due or self._as_collated else None
+        if due:
+            self._parts = []
         compared = prepares_itself(module) and (alone or self._before is not None)
         self._collated_rows = map_rows(torch.clone, batch.rows) if compared else None
         self._trained = None
@@ -239,7 +246,7 @@ class CouplingCheck:
         """Leave out what is kept of the module and of private rows, for copies and pickles of it."""
         of_rows = ("_collated", "_collated_rows", "_single", "_trained")
         names = dict.fromkeys(("_before", "_earlier", "_passes", "_first", *of_rows))
-        return {**vars(self), **names, "_of_rows": {}, "reading": []}
+        return {**vars(self), **names, "_of_rows": {}, "reading": [], "_parts": []}
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
         """Compare ``collate_rows`` of rows before and after others; the first look compares their losses."""
@@ -266,11 +273,3 @@ def _of_one_unit(batch: UnitBatch) -> bool:
     if batch.data_rows is None or is_lazy(batch.unit_ids.device):
         return len(batch.mask) < 2
     return int(torch.unique(batch.unit_ids[batch.data_rows]).numel()) < 2
-
-
-def _modes(module: nn.Module) -> list[bool]:
-    """Return which parts are in training mode; `modules()` takes four times as long, in every batch."""
-    parts = [module]
-    for part in parts:  # grows meanwhile
-        parts += [each for each in part._modules.values() if each is not None]
-    return [part.training for part in parts]

@@ -238,7 +238,7 @@ class RecordingCheck:
         self._pattern = self._patterns.of(loss, batch)
         if self.wants_parameters:
             return True
-        if batch.one_unit or all(self._known(use, batch) for use in uses):
+        if batch.one_unit or self._all_known(uses, batch.rows):
             return False
         # A call that the loss does not depend on gets no gradient, so nothing has to be verified of it.
         reached = ancestors(loss)
@@ -307,6 +307,13 @@ class RecordingCheck:
 
     def comparison(self, contributions: Mapping[str, Sequence[Contribution]], batch: UnitRows) -> Comparison:
         return Comparison(self, contributions, batch)
+
+    def _all_known(self, uses: Sequence[Use], rows: int) -> bool:
+        """Return whether every use is `_known`; asked in every batch, and written out for that."""
+        pattern, known = self._pattern, self._layouts
+        if pattern is None:
+            return False
+        return all((u.site.name, u.call, (u.shape[0] if u.shape else 0) == rows, pattern) in known for u in uses)
 
     def _known(self, use: Use, batch: UnitRows) -> bool:
         return self._pattern is not None and self._key(use, batch) in self._layouts
