@@ -216,10 +216,10 @@ class CouplingCheck:
                     # The smallest unit was collated by itself, so that it is padded less than here.
                     pair, long = rows.first(2) if rows.batch.smallest is None else rows.smallest(), first or turn == 1
                     few = pair.apart(previous, of_pairs=of_pairs)
-                    names = passes.names_of_rows(few, earlier, public, gradients=long and not lazy)
+                    names = passes.names_of_rows(few, earlier, public)
                     if first:
                         part, *_, others = rows.apart(previous, of_pairs=of_pairs)
-                        names |= passes.names_of_rows([part, others], earlier, public, gradients=False)
+                        names |= passes.names_of_rows([part, others], earlier, public)
                     self._note(module, before, names)
                     if long:
                         passes.compare_put_back(few, names, self._put_back)

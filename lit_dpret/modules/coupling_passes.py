@@ -212,22 +212,18 @@ class Passes:
                 trap="T11",
             )
 
-    def names_of_rows(
-        self, batches: Sequence[Any], earlier: KeptState, public: frozenset[str], *, gradients: bool
-    ) -> set[tuple[int, str]]:
+    def names_of_rows(self, batches: Sequence[Any], earlier: KeptState, public: frozenset[str]) -> set[tuple[int, str]]:
         """Return the names that hold something else after the loss of one batch than after that of another, or of two.
 
-        And after its gradient, if asked, or after the batch that was trained on. Those of ``public`` names are left
-        out. Two batches in a row show a count: how often a loss is called tells how many units were drawn.
+        Or than after the batch that was trained on, and its gradient. Those of ``public`` names are left out. Two
+        batches in a row show a count: how often a loss is called tells how many units were drawn.
         """
 
         def after(batches: Sequence[Any]) -> list[dict[tuple[int, str], Any]]:
             self._kept_state.reset()
             left = []
             for features in batches:
-                losses = self._losses(features, gradients=gradients)
-                # Weighted by themselves, as a bound weighs them by gradients: a hook sees what hangs on rows.
-                self._gradient(losses * losses.detach(), torch.ones_like(losses, dtype=torch.bool))
+                self._losses(features)
                 left.append(self._kept_state.contents())
             return left
 
