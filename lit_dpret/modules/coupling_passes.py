@@ -29,7 +29,7 @@ from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.clipping.recorder import uncompiled
 from lit_dpret.privacy.collation import leaves
 from lit_dpret.privacy.ledger.trained import objects_in
-from lit_dpret.privacy.state_watch import same_values
+from lit_dpret.privacy.state_watch import kept_buffers, same_values
 from lit_dpret.privacy.user_generators import (
     generators_now,
     kept_generators,
@@ -88,6 +88,7 @@ class Passes:
         with ExitStack() as stack:
             stack.enter_context(kept_generators())
             stack.enter_context(uncompiled())
+            stack.enter_context(kept_buffers(self.module))
             self._undo = stack.pop_all()
         return self
 

@@ -148,10 +148,10 @@ class EmbeddingTrainer(PairModule):
     def try_rows(self, rows: list[Any]) -> None:
         """Embed both sides of rows that are no data; what cannot be read ends in the error of torch.
 
-        By a copy, since views may take a scale from the first images that they see.
+        Views are tried as a copy, and what the net keeps is put back: they may take a scale from the first images.
         """
         weight, tried = next(self.parameters()), copy_without_weights(self)
-        with evaluation_mode(self), torch.no_grad(), kept_generators():
+        with evaluation_mode(self), torch.no_grad(), kept_generators(), self.validating(on_trial=True):
             features = map_rows(
                 lambda t: t.to(weight if t.is_floating_point() else weight.device), tried.collate_rows(rows)
             )

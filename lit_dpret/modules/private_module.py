@@ -54,7 +54,7 @@ from lit_dpret.privacy.ledger.gate import (
 )
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.sampling import Row
-from lit_dpret.privacy.state_watch import copy_parts
+from lit_dpret.privacy.state_watch import copy_parts, kept_buffers
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import naming_arguments
 
@@ -319,15 +319,8 @@ class PrivateModule(Checkpointed):
     def validating(self, *, on_trial: bool) -> Iterator[None]:
         """Let the step of a validation on public rows write within the block; what it writes on trial is put back."""
         kept = KeptState(self) if on_trial else None
-        buffers = [(part._buffers, dict(part._buffers)) for part in self.modules() if part._buffers and on_trial]
-        values = [(buffer, buffer.clone()) for _, held in buffers for buffer in held.values() if buffer is not None]
-        with self._hooks.validating(self):
+        with self._hooks.validating(self), kept_buffers(self) if on_trial else nullcontext():
             yield
-        for held, before in buffers:
-            held.update(before)
-        for buffer, value in values:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
         if kept is not None:
             kept.put_back()
 

@@ -6,7 +6,8 @@ Most writes show at once, because PyTorch counts them; one through ``.data`` is 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, is_
@@ -21,6 +22,7 @@ from lit_dpret.errors import UnsupportedModelError
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16
+_COPIED = 1 << 26
 _VERSION = attrgetter("_version")
 
 
@@ -196,6 +198,29 @@ def _named_in(module: nn.Module) -> dict[str, Tensor]:
 
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Let buffers be after the block as they were before; one too large for a copy is refused if it was written."""
+    places = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
+    held = [(name, buffer) for name, buffer in module.named_buffers() if not buffer.is_inference()]
+    copied = {name: buffer.clone() for name, buffer in held if buffer.nbytes <= _COPIED and has_memory(buffer)}
+    versions = {name: buffer._version for name, buffer in held}
+    yield
+    for place, before in places:
+        place.clear()
+        place.update(before)
+    for name, buffer in held:
+        if name in copied and not torch.equal(bits_of(buffer), bits_of(copied[name])):
+            with torch.no_grad():
+                buffer.copy_(copied[name])
+        elif name not in copied and buffer._version != versions[name]:
+            raise UnsupportedModelError(
+                f"Buffer {name} of {type(module).__name__} was written where rows were tried, and is too large to be "
+                "put back. Compute it from public data before training.",
+                trap="T11",
+            )
 
 
 #: Elements of a larger tensor that are summed at a time.

@@ -376,6 +376,48 @@ def test_views_that_take_a_scale_from_the_first_images_are_refused_and_blank_one
     assert refused.value.trap == "T11"
 
 
+class FittedAtFirst(nn.Module):
+    """A net that takes mean and deviation from its first images, in buffers or attributes, maybe in training alone."""
+
+    def __init__(self, kept: str, when: str) -> None:
+        super().__init__()
+        self.kept, self.when, self.dim, self.inner = kept, when, 4, small_net()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("fitted", torch.zeros(()))
+        self.last: Tensor | None = None
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.when == "always" or self.training:
+            if self.kept == "buffers" and not self.fitted:
+                self.mean.copy_(images.mean().detach())
+                self.fitted.fill_(1)
+            elif self.kept == "attributes" and self.last is None:
+                self.last = images.mean().detach()
+        found: Tensor = self.inner(images - (self.mean if self.last is None else self.last))
+        return found
+
+
+@pytest.mark.parametrize("kept", ["buffers", "attributes"])
+@pytest.mark.parametrize("when", ["always", "in training"])
+def test_a_net_that_is_fitted_at_its_first_use_is_not_by_blank_images_and_not_by_a_look(
+    kept: str, when: str, tmp_path: Path
+) -> None:
+    net = FittedAtFirst(kept, when)
+    module = of_images(privacy=MODES["logit_dp"](), net=net)
+    data = images(tiny.parquet(tmp_path / "images"))
+    data.setup("fit")
+    module.train()
+    module.try_rows([data.blank_row(), data.blank_row()])
+    assert not net.fitted and net.last is None
+    if when == "always" or kept == "attributes":  # logit_dp trains in evaluation mode
+        with pytest.raises(UnsupportedModelError) as refused:
+            fit(tmp_path / "run", module, data, steps=1)
+        assert refused.value.trap == "T11"
+        return
+    fit(tmp_path / "run", module, data, steps=2, extra=[PrivacyCard(run_dir=tmp_path / "run")])
+    assert not net.fitted and net.last is None and (tmp_path / "run" / "model").is_dir()
+
+
 def test_images_of_the_size_that_a_net_is_built_for_are_read(tmp_path: Path) -> None:
     data = ImagesDataModule(source="vision_folder", folder=tiny.class_folders(tmp_path / "images", sizes=(16,)))
     data.setup("fit")
