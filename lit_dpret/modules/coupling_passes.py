@@ -382,7 +382,7 @@ class Passes:
 
     def collated(self, rows: list[Any], before: list[Any]) -> _Collated:
         """Collate ``rows`` by a copy of the module, after others if there are some."""
-        module = copy_without_weights(self.module)
+        module = _copy_without_weights(self.module)
         if module is self.module:
             self._kept_state.reset()
         with FixedCoins():
@@ -594,7 +594,7 @@ def refuse_memory(module: Any) -> NoReturn:
     )
 
 
-def copy_without_weights(module: Any) -> Any:
+def _copy_without_weights(module: Any) -> Any:
     """Return a copy of all that a module keeps, but for tensors and texts; the module itself if it cannot be copied."""
     shared = [
         each for each in objects_in(module) if isinstance(each, Tensor) or getattr(type(each), "holds_texts", False)

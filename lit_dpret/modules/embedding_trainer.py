@@ -24,7 +24,6 @@ from lit_dpret.errors import ConfigurationError, DataError, StorageError, Unsupp
 from lit_dpret.evaluation_mode import evaluation_mode
 from lit_dpret.files import read_json, settle_modes
 from lit_dpret.losses import PairwiseLoss, SoftmaxPairLoss, false_negatives
-from lit_dpret.modules.coupling_passes import copy_without_weights
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_encoder
 from lit_dpret.privacy.batches import map_rows
@@ -148,12 +147,12 @@ class EmbeddingTrainer(PairModule):
     def try_rows(self, rows: list[Any]) -> None:
         """Embed both sides of rows that are no data; what cannot be read ends in the error of torch.
 
-        Views are tried as a copy, and what the net keeps is put back: they may take a scale from the first images.
+        What views and net keep of them is put back: some take a scale from their first images.
         """
-        weight, tried = next(self.parameters()), copy_without_weights(self)
+        weight = next(self.parameters())
         with evaluation_mode(self), torch.no_grad(), kept_generators(), self.validating(on_trial=True):
             features = map_rows(
-                lambda t: t.to(weight if t.is_floating_point() else weight.device), tried.collate_rows(rows)
+                lambda t: t.to(weight if t.is_floating_point() else weight.device), self.collate_rows(rows)
             )
             self.represent(features["query"], "query")
             self.represent(features["passage"], "passage")
