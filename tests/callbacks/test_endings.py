@@ -129,7 +129,7 @@ class _Deadly:
 def test_so_is_the_end_of_a_worker_that_read_a_private_row(how: str, tmp_path: Path) -> None:
     data = Worker()
     data.how = how
-    with pytest.raises((RuntimeError, OSError)):
+    with pytest.raises((RuntimeError, OSError, EOFError)):  # it may be killed while it hands a batch over
         fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), data, steps=STEPS, extra=[PrivacyCard()])
     assert records(tmp_path / "run")[-1]["reason"] == "failed"
     if (tmp_path / "run" / "privacy_card.json").exists():  # news of a dead worker may come while it is written
