@@ -21,7 +21,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
-from lit_dpret.modules.coupling_passes import Passes, refuse_memory, refuse_own_coins, same_features
+from lit_dpret.modules.coupling_collations import CollationPasses, refuse_own_coins, same_features
+from lit_dpret.modules.coupling_passes import refuse_memory
 from lit_dpret.modules.coupling_rows import Rows
 from lit_dpret.modules.coupling_values import TOLERANCE
 from lit_dpret.modules.kept_state import KeptName, KeptState, Looks
@@ -162,7 +163,7 @@ class CouplingCheck:
         module, first, turn = rows.module, number == 1, number % 3
         of_pairs, lazy = module.privacy.candidates not in ("rows", "pool"), is_lazy(module.device)
         apart = module.privacy.units_apart
-        self._passes = Passes(**given, differentiates=self._differentiates, fixes_coins=self._fixes_coins)
+        self._passes = CollationPasses(**given, differentiates=self._differentiates, fixes_coins=self._fixes_coins)
         with self._passes as passes:
             if self._as_collated and rows.batch.data_rows is not None:
                 passes.compare_placed(rows)
@@ -251,7 +252,7 @@ class CouplingCheck:
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
         """Compare ``collate_rows`` of rows before and after others; the first look compares their losses."""
         self._collated = None
-        with Passes(module, KeptState(module), seed=0) as passes:
+        with CollationPasses(module, KeptState(module), seed=0) as passes:
             alone, again, after = (passes.collated(rows, before) for before in ([], [], others))
             repeats = same_features(alone, again)
             if not repeats or alone.own_generators != after.own_generators:  # the latter shows where coins are few, too

@@ -6,14 +6,12 @@ The other rows are replaced, left out, put in other places or collated apart, or
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -24,16 +22,14 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_rows import Rows
 from lit_dpret.modules.coupling_values import LOW_PRECISION, TOLERANCE, FixedCoins, differ, far, gaps, norm, shortened
 from lit_dpret.modules.kept_state import KeptState
-from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, map_rows, take_rows
+from lit_dpret.privacy.batches import UnitBatch, map_rows
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.clipping.recorder import uncompiled
 from lit_dpret.privacy.collation import leaves
-from lit_dpret.privacy.ledger.trained import objects_in
-from lit_dpret.privacy.state_watch import kept_buffers, same_values
+from lit_dpret.privacy.state_watch import kept_buffers
 from lit_dpret.privacy.user_generators import (
     generators_now,
     kept_generators,
-    own_generators,
     python_and_numpy_now,
     seed_everywhere,
 )
@@ -45,8 +41,6 @@ FLOOR = 1e-4
 ROUNDING = 1e-3
 #: Shorter gradients, or those below the bound, are compared by this: they consist of rounding where a row is learnt.
 _SHORT = 1e-2
-#: More objects than these are not searched for generators.
-_OBJECTS = 50_000
 _DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
 
 
@@ -54,17 +48,6 @@ class _Seen(NamedTuple):
     losses: Tensor
     gradient: dict[str, Tensor]
     later: Tensor
-
-
-class _Collated(NamedTuple):
-    """What ``collate_rows`` made of some rows, and how it left the module's own generators.
-
-    ``draws_beside_torch`` says whether it drew from the global generators of ``random`` and numpy.
-    """
-
-    features: Any
-    own_generators: tuple[bytes | str, ...]
-    draws_beside_torch: bool
 
 
 class Passes:
@@ -82,7 +65,7 @@ class Passes:
         self.drew = False
         self._parameters = trainable(module)
 
-    def __enter__(self) -> Passes:
+    def __enter__(self) -> Self:
         self._as_trained = self._kept_state.contents()
         self._kept_state.begin()
         with ExitStack() as stack:
@@ -380,78 +363,6 @@ class Passes:
             sides = self.module.pair_batch(self._prepared(features)).sides
             return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
 
-    def collated(self, rows: list[Any], before: list[Any]) -> _Collated:
-        """Collate ``rows`` by a copy of the module, after others if there are some."""
-        module = _copy_without_weights(self.module)
-        if module is self.module:
-            self._kept_state.reset()
-        with FixedCoins():
-            if before:
-                module.collate_rows(before)
-            seed_everywhere(self._seed)
-            coins = python_and_numpy_now()
-            found = module.collate_rows(rows)
-            draws = coins != python_and_numpy_now()
-        return _Collated(found, own_generators(islice(objects_in(module), _OBJECTS)), draws)
-
-    def compare_collated(self, rows: Rows, own: list[Any], others: list[Any], *, again: bool = True) -> None:
-        """Compare the losses of rows that were collated alone with those of the same rows before and after others."""
-        if rows.batch.data_rows is not None:  # as many as have a slot
-            slots = len(rows.batch.mask)
-            own = own[: max(1, slots // 2)]
-            others = others[: slots - len(own)]
-        alone = self.collated(own, []).features
-        for together, first in (([*own, *others], 0), ([*others, *own], len(others))):
-            found, drawn = [], []
-            for features, at in ((alone, first), (self.collated(together, []).features, 0)):
-                batch, places = self._batch_like(rows.batch, features, at)
-                if self._prepared_like is None:
-                    self.module.before_batch(batch)
-                found.append(self._afresh(batch.rows, fixed_coins=True)[places[first - at :][: len(own)]])
-                drawn.append(python_and_numpy_now())
-            if drawn[0] != drawn[1]:
-                if again:
-                    return self.compare_collated(rows, own, others, again=False)
-                self._refuse_other_coins()
-            if differ(found[0], found[1], floor=FLOOR):
-                self._refuse(rows)
-
-    def compare_placed(self, rows: Rows) -> None:
-        """Compare the losses of the first units of a batch of fixed shape with those that they have alone in it."""
-        slots = torch.tensor(rows.slots[:ALONE], device=rows.kept.device)
-        data_rows: Any = rows.batch.data_rows
-        kept = torch.isin(rows.batch.unit_ids, slots) & data_rows
-        mask = torch.zeros_like(rows.batch.mask).index_fill_(0, slots, True)
-        features = take_rows(rows.batch.alone, slice(None))
-        alone = replace(rows.batch, rows=features, data_rows=kept, mask=mask, alone=None)
-        if self._prepared_like is None:
-            self.module.before_batch(alone)
-        found = [self._afresh(features, fixed_coins=True)[kept] for features in (rows.as_they_are(), alone.rows)]
-        if differ(found[0], found[1]):
-            self._refuse(rows)
-
-    def _batch_like(self, batch: UnitBatch, features: Any, first: int) -> tuple[UnitBatch, Tensor]:
-        """Return a batch of collated rows, each a unit, and the places of these rows.
-
-        In low precision another shape is another result, so where ``batch`` has a fixed one they are placed in the same
-        one, in the slots from ``first`` on.
-        """
-        count, device = len(leaves(features)[0]), self.module.device
-        if batch.data_rows is None:
-            ids = torch.arange(count, device=device)
-            mask, data_rows, places = torch.ones_like(ids, dtype=torch.bool), None, ids
-        else:
-            place_rows = self.module.place_rows if self.module.fills_up else copied_rows
-            shape = FixedShape(len(batch.mask), len(batch.unit_ids) // len(batch.mask), place_rows)
-            slots = range(first, first + count)
-            features, data_rows = shape.filled(features, slots)
-            ids, data_rows = batch.unit_ids, data_rows.to(device)
-            mask = torch.zeros_like(batch.mask).index_fill_(0, torch.tensor(slots, device=device), True)
-            places = data_rows.nonzero().flatten()
-        moved = _moved_like(batch.rows, features)
-        found = replace(batch, rows=moved, unit_ids=ids, mask=mask, data_rows=data_rows, alone=None)
-        return found, places
-
     def _afresh(self, features: Any, **how: bool) -> Tensor:
         self._kept_state.reset()
         return self._losses(features, **how)
@@ -572,18 +483,6 @@ def _differing(contents: Sequence[dict[tuple[int, str], Any]]) -> set[tuple[int,
     return {name for each in contents for name in each | contents[0] if each.get(name) != contents[0].get(name)}
 
 
-def refuse_own_coins(module: Any) -> NoReturn:
-    """Refuse a ``collate_rows`` that does not repeat itself: by own random draws, or by what it keeps."""
-    raise UnsupportedModelError(
-        f"privacy={module.privacy.name} cannot train {type(module).__name__}: collate_rows makes something else of the "
-        "same rows each time. It draws random numbers from a generator of its own, which rows share, or keeps "
-        "something of earlier rows, such as a running mean, so one unit changes what is made of others. Draw from the "
-        "global generators (torch.rand(...), random.random(), numpy.random.rand()), which are seeded from the run's "
-        "secret for every unit and step, and keep nothing between calls.",
-        trap="T11",
-    )
-
-
 def refuse_memory(module: Any) -> NoReturn:
     """Refuse a module in which something of one batch changes the loss of the next."""
     raise UnsupportedModelError(
@@ -592,30 +491,3 @@ def refuse_memory(module: Any) -> NoReturn:
         "steps that it is not part of, which no noise covers. Keep nothing of private rows between batches.",
         trap="T11",
     )
-
-
-def _copy_without_weights(module: Any) -> Any:
-    """Return a copy of all that a module keeps, but for tensors and texts; the module itself if it cannot be copied."""
-    shared = [
-        each for each in objects_in(module) if isinstance(each, Tensor) or getattr(type(each), "holds_texts", False)
-    ]
-    try:
-        copied = copy.deepcopy(module, {id(each): each for each in (*shared, module._trainer)})
-        vars(copied)["_trainer"] = module._trainer  # which Lightning leaves out, and collate_rows may ask for the step
-        return copied
-    except Exception:  # objects of the user's own may refuse to be copied in any way
-        return module
-
-
-def _moved_like(example: Any, rows: Any) -> Any:
-    """Rows where those of ``example`` are, and cast as they were."""
-    if isinstance(rows, dict):
-        return type(rows)({key: _moved_like(example.get(key), value) for key, value in rows.items()})
-    return rows.to(example.device, example.dtype) if isinstance(example, Tensor) else rows
-
-
-def same_features(one: _Collated, other: _Collated) -> bool:
-    """Return whether two collations hold equal tensors; leaves of other kinds are not compared."""
-    a, b = leaves(one.features), leaves(other.features)
-    pairs = zip(a, b, strict=False)
-    return len(a) == len(b) and all(same_values(x, y) for x, y in pairs if isinstance(x, Tensor))
