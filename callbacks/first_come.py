@@ -40,7 +40,7 @@ def refuse_first_come(module: Any, data: Any) -> None:
     seen.
 
     Numbers that change as rows are read, such as a count of tokens, tell of the rows: a warning names them, and from
-    then on they are put back after every batch (`PrivateModule.put_back_reading`).
+    then on they are put back after every batch (`PrivateStep.put_back_reading`).
     """
     dataset = getattr(data, "dataset", None)
     if dataset is None or not hasattr(data, "train_units"):

@@ -28,7 +28,7 @@ from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of, slots_
 #: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
 COPIED = 1 << 26
 
-#: What `PrivateModule._leave_run` sets.
+#: What `PrivateStep._leave_run` sets.
 OF_A_RUN = frozenset({
     "_guard", "_ranks", "_shards", "_handover", "_physical", "_held_error", "_batches_seen", "_loss_sum", "_losses",
 })  # fmt: skip

@@ -205,7 +205,8 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
     """Let buffers be after the block as they were before; one too large for a copy is refused if it was written."""
     places = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
     held = [(name, buffer) for name, buffer in module.named_buffers() if not buffer.is_inference()]
-    copied = {name: buffer.clone() for name, buffer in held if buffer.nbytes <= _COPIED and has_memory(buffer)}
+    small = [each for each in held if has_memory(each[1]) and each[1].numel() * each[1].element_size() <= _COPIED]
+    copied = {name: buffer.clone() for name, buffer in small}
     versions = {name: buffer._version for name, buffer in held}
     yield
     for place, before in places:

@@ -38,7 +38,7 @@ LIBRARIES = frozenset({
 })  # fmt: skip
 HOLD_NO_CODE = (str, bytes, int, float, bool, complex, type(None), Tensor, np.ndarray, torch.dtype, torch.device)
 #: Classes whose own code reads nothing that a class derived from them keeps.
-_BASES = ("PrivateModule", "LightningModule", "Module", "object")
+_BASES = ("PrivateModule", "PrivateStep", "LightningModule", "Module", "object")
 #: More objects than these are not looked at.
 _REACHED = 5_000
 #: Of a longer list, that many entries are looked at.

@@ -30,7 +30,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, DivergenceError, ResumeError
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
-from lit_dpret.modules.private_module import refuse_infinite
+from lit_dpret.modules.private_step import refuse_infinite
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.modes import DPSGD, LogitDP, NoPrivacy, PublicPassages
