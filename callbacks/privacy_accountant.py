@@ -44,12 +44,12 @@ from lit_dpret.callbacks.refusals import (
     takes_whole_epochs,
 )
 from lit_dpret.callbacks.resuming import (
-    learning_rates,
+    optimizer_settings,
     refuse_checkpoint_of_other_run,
     refuse_other_positions,
     refuse_short_schedules,
     tell_repeated,
-    tell_restored_rates,
+    tell_restored_settings,
 )
 from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, refuse_own_optimizers, strategy_name
 from lit_dpret.callbacks.unseen_writes import UnseenWrites, UpdateCounter
@@ -369,7 +369,7 @@ class PrivacyAccountant(Callback):
         """Attach the mode to the strategy's parameters: engines identify parameters by object identity."""
         module: Any = pl_module
         self._ranks.together(lambda: refuse_own_optimizers(trainer, module))
-        self._rates = learning_rates(trainer)
+        self._rates = optimizer_settings(trainer)
         refuse_short_schedules(trainer, self.planned_steps)
         if averaging(trainer) is not None and hasattr(module, "take_precision"):
             module.take_precision()
@@ -456,7 +456,7 @@ class PrivacyAccountant(Callback):
         )  # fmt: skip
         if self._restored is not None:
             go_on_averaging(trainer, pl_module)
-            tell_restored_rates(self._rates, learning_rates(trainer))
+            tell_restored_settings(self._rates, optimizer_settings(trainer))
         wrapped: Any = module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
         # FSDP2 makes missing state by a step at learning rate 0 while a checkpoint is saved.

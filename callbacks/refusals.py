@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -25,6 +26,7 @@ from lightning.pytorch.callbacks import (
     SpikeDetection,
     ThroughputMonitor,
     Timer,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -419,6 +421,25 @@ def _has_not_trained(run: Candidate) -> None:
         )
 
 
+def _has_fresh_callbacks(run: Candidate) -> None:
+    """Refuse callbacks of Lightning that go on with numbers of an earlier fit: no claim of this run covers those."""
+    if getattr(run.trainer, "ckpt_path", None):  # they get the numbers of its run
+        return
+    for callback in run.callbacks:
+        kept: Any = None
+        if isinstance(callback, EarlyStopping):
+            kept = bool(torch.isfinite(callback.best_score)) or callback.stopped_epoch
+        elif isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
+            kept = callback.best_k_models or callback.current_score is not None
+        elif isinstance(callback, WeightAveraging):
+            kept = callback._latest_update_step
+        if kept:
+            raise ConfigurationError(
+                f"{type(callback).__name__} keeps what it measured or averaged in an earlier fit, and would stop this "
+                "run or choose its model by that, which no claim of it covers. Give each run callbacks of its own."
+            )
+
+
 def _known_precision(run: Candidate) -> None:
     if str(run.trainer.precision).startswith("16"):
         raise ConfigurationError(
@@ -529,6 +550,7 @@ _ANY_CLAIM: tuple[Check, ...] = (
     lambda run: refuse_cards_behind(run.module, run.start),
     _starts_unseen,
     _has_not_trained,
+    _has_fresh_callbacks,
     _reads_what_its_claim_covers,
     _validates_on_declared_data,
     _chooses_by_no_other_claim,

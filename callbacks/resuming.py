@@ -86,18 +86,23 @@ def refuse_short_schedules(trainer: L.Trainer, planned: int) -> None:
             )
 
 
-def learning_rates(trainer: L.Trainer) -> list[float]:
-    """Return the rate of each group of parameters: under a schedule, that at which it began."""
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    return [float(group.get("initial_lr", group.get("lr", math.nan))) for group in groups]
+def optimizer_settings(trainer: L.Trainer) -> list[dict[str, float]]:
+    """Return the numbers of each group of parameters: under a schedule, the rate at which it began."""
+    found = []
+    for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
+        numbers = {name: float(value) for name, value in group.items() if isinstance(value, (int, float))}
+        numbers["lr"] = numbers.pop("initial_lr", numbers.get("lr", math.nan))
+        found.append(numbers)
+    return found
 
 
-def tell_restored_rates(configured: list[float], restored: list[float]) -> None:
-    """Say that ``configure_optimizers`` has another learning rate than the checkpoint, whose rate is used."""
+def tell_restored_settings(configured: list[dict[str, float]], restored: list[dict[str, float]]) -> None:
+    """Say what ``configure_optimizers`` sets otherwise than the checkpoint, whose numbers are used."""
     for own, used in zip(configured, restored, strict=False):
-        if own == own and not math.isclose(own, used, rel_tol=1e-6):
-            rank_zero_warn(
-                f"configure_optimizers sets the learning rate {own:g}, and the run goes on with {used:g}, that of its "
-                "checkpoint. To train at another rate, begin another run."
-            )
-            return
+        for name in own.keys() & used.keys():
+            if own[name] == own[name] and not math.isclose(own[name], used[name], rel_tol=1e-6):
+                rank_zero_warn(
+                    f"configure_optimizers sets {name}={own[name]:g}, and the run goes on with {used[name]:g}, that of "
+                    "its checkpoint. To train with another one, begin another run."
+                )
+                return

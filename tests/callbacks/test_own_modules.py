@@ -14,7 +14,7 @@ import torch
 from lightning import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
-from stand_ins import CALIBRATED, Numbers, Regression, StopAfter, Units, dp, fit
+from stand_ins import CALIBRATED, KillAt, Killed, Numbers, Regression, StopAfter, Units, dp, fit
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
@@ -421,3 +421,22 @@ def test_a_loss_that_differentiates_inside_itself_trains(tmp_path: Path) -> None
     with pytest.raises(UnsupportedModelError) as coupled:
         fit(tmp_path / "other", SmoothAcrossRows(privacy=dp(tmp_path, engine="loop")))
     assert coupled.value.trap == "T11"
+
+
+def test_a_resume_says_what_configure_optimizers_sets_otherwise_than_the_checkpoint(tmp_path: Path) -> None:
+    class Tuned(Regression):
+        momentum = 0.0
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+
+    def made() -> Tuned:
+        module = Tuned(privacy=dp(tmp_path, noise_multiplier=4.0))
+        module.optimizer_spec = None
+        return module
+
+    with pytest.raises(Killed):
+        fit(tmp_path / "run", made(), extra=[KillAt(3)])
+    Tuned.momentum = 0.9
+    with pytest.warns(UserWarning, match="momentum=0.9"):
+        fit(tmp_path / "run", made(), resume=True)

@@ -180,6 +180,23 @@ def test_a_checkpoint_is_chosen_by_it_and_resumed_from(tmp_path: Path) -> None:
     assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 6
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda folder: EarlyStopping("val_loss", patience=9),
+        lambda folder: ModelCheckpoint(folder / "kept", monitor="val_loss", every_n_train_steps=2),
+        lambda folder: EMAWeightAveraging(decay=0.9),
+    ],
+    ids=["stopping", "checkpoint", "average"],
+)
+def test_a_callback_that_goes_on_with_the_numbers_of_an_earlier_fit_is_refused(kept: Any, tmp_path: Path) -> None:
+    callback = kept(tmp_path)
+    fit(tmp_path / "one", made(Measured()), callbacks=[callback, validation()], max_steps=4)
+    with pytest.raises(ConfigurationError, match=type(callback).__name__):
+        fit(tmp_path / "two", made(Measured()), callbacks=[callback, validation()], max_steps=4)
+    fit(tmp_path / "three", made(Measured()), callbacks=[kept(tmp_path / "three"), validation()], max_steps=4)
+
+
 def test_an_average_of_the_weights_is_what_is_measured(tmp_path: Path) -> None:
     module, callback, average = Measured(), validation(every_n_steps=6), EMAWeightAveraging(decay=0.9)
     fit(tmp_path, made(module), callbacks=[average, callback])  # which puts the average into the module at the end

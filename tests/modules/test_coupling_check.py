@@ -266,6 +266,19 @@ class DrawsLater(Plain):
         return self.losses(nn.functional.dropout(rows["inputs"], 0.5 * (self.trainer.global_step > 1)), rows["target"])
 
 
+class NoisyWithAGraph(Plain):
+    """Adds noise to its inputs where gradients are taken, as an augmentation may ask."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        noise = 0.1 * torch.randn_like(rows["inputs"]) if torch.is_grad_enabled() else 0.0
+        return self.losses(rows["inputs"] + noise, rows["target"])
+
+
+def test_a_loss_that_is_another_one_with_a_graph_is_compared_without_one(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Looks, "due", EveryBatch.due)
+    train(tmp_path, NoisyWithAGraph)
+
+
 @pytest.mark.parametrize(
     "module", [Plain, PlainInBlocks, Augmented, LastLoss, Caching, NoNumberInSomeRecords, NoNumberAndCoins,
                TowerOfSomeRows, Checkpointed, DrawsLater, ReadsConstants]
