@@ -219,8 +219,8 @@ class CouplingCheck:
                     few = pair.apart(previous, of_pairs=of_pairs)
                     names = passes.names_of_rows(few, earlier, public)
                     if first:
-                        part, *_, others = rows.apart(previous, of_pairs=of_pairs)
-                        names |= passes.names_of_rows([part, others], earlier, public)
+                        whole = rows.apart(previous, of_pairs=of_pairs)
+                        names |= passes.names_of_rows([whole[0], whole[-1]], earlier, public)
                     self._note(module, before, names)
                     if long:
                         passes.compare_put_back(few, names, self._put_back)
