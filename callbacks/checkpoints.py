@@ -29,6 +29,7 @@ from lit_dpret.privacy.ledger.trained import TRAINED_KEY
 from lit_dpret.privacy.sampling import PrivateBatchSampler
 from lit_dpret.privacy.state_watch import checksums
 from lit_dpret.privacy.user_code import is_library
+from lit_dpret.privacy.user_generators import kept_generators
 from lit_dpret.texts import queries_of, refuse_quoted
 
 
@@ -259,7 +260,8 @@ class CheckpointGate:
                 )
             self._declare(f"{'.'.join(path)} in a checkpoint")
         if texts and self._declare is None:
-            refuse_quoted(queries_of(trainer.datamodule), texts)
+            with kept_generators():  # rows may be made with random numbers as they are read
+                refuse_quoted(queries_of(trainer.datamodule), texts)
 
     def _of_users(self, start: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
         """Yield what code from outside this package and Lightning puts into a checkpoint beside the weights."""

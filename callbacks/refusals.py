@@ -64,6 +64,7 @@ from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.gate import no_accountant, refuse_other_sums
 from lit_dpret.privacy.sampling import not_offered
 from lit_dpret.privacy.user_code import is_library
+from lit_dpret.privacy.user_generators import kept_generators
 from lit_dpret.texts import queries_of, refuse_quoted
 
 Check: TypeAlias = Callable[["Candidate"], None]
@@ -330,7 +331,8 @@ def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None
         if hasattr(callback, "refuse_queries_behind"):
             callback.refuse_queries_behind(behind, data)
     if module.privacy.guarantee == "dp":
-        refuse_quoted(queries_of(data), *_published(trainer, module, data))
+        with kept_generators():  # rows may be made with random numbers as they are read
+            refuse_quoted(queries_of(data), *_published(trainer, module, data))
 
 
 def _artefacts_behind(trainer: L.Trainer, module: Any, data: Any) -> list[Path]:

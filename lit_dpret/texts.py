@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from lit_dpret.errors import ConfigurationError
 
 _LONG = 4
+#: So many units show whether rows hold texts.
+_TRIED = 99
 _PUBLISHED = "it is published, and the queries are protected. Take a text of public data."
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
@@ -103,6 +106,21 @@ def train_queries(data: Any) -> Iterator[str]:
 
 
 def queries_of(data: Any) -> Iterable[str]:
-    """Return the queries of every split of a set-up DataModule, or of the rows that are trained on."""
+    """Return the queries of every split of a set-up DataModule, or the texts of the rows that are trained on."""
     collection = getattr(data, "collection", None)
-    return train_queries(data) if collection is None else collection.queries.values()
+    return chain(train_queries(data), _texts_in_rows(data)) if collection is None else collection.queries.values()
+
+
+def _texts_in_rows(data: Any) -> Iterator[str]:
+    """Yield the texts in rows that are tuples, lists or mappings; shorter ones may be labels, which are no secret."""
+    units: Any = data.train_units() if hasattr(data, "train_units") else ()
+    found = False
+    for unit in range(len(units)):
+        if unit == _TRIED and not found:
+            return  # rows of numbers or pictures, all of which it may cost much to read
+        for row in units.rows(unit):
+            held = row.values() if isinstance(row, Mapping) else row if isinstance(row, (tuple, list)) else [row]
+            for text in held:
+                if isinstance(text, str) and len(text.split()) >= _LONG:
+                    found = True
+                    yield text
