@@ -114,6 +114,10 @@ class Candidate:
         return _SHAPE + _EVERY + more
 
     @property
+    def resumes(self) -> bool:
+        return any(getattr(c, "counts_releases", False) and getattr(c, "resume", False) for c in self.callbacks)
+
+    @property
     def start(self) -> Start | None:
         counters = (callback for callback in self.callbacks if getattr(callback, "counts_releases", False))
         return next((counter.start() for counter in counters if hasattr(counter, "start")), None)
@@ -416,7 +420,7 @@ def _takes_its_steps(run: Candidate) -> None:
 
 def _has_not_trained(run: Candidate) -> None:
     """Refuse a Trainer that goes on counting the steps of an earlier fit, and might make none."""
-    if run.trainer.global_step and not getattr(run.trainer, "ckpt_path", None):
+    if run.trainer.global_step and not run.resumes:
         raise ConfigurationError(
             f"This Trainer has made {run.trainer.global_step} steps in an earlier fit, and Lightning goes on counting "
             "from there, so this run would make fewer than were planned. Give each run a Trainer of its own."
@@ -425,7 +429,7 @@ def _has_not_trained(run: Candidate) -> None:
 
 def _has_fresh_callbacks(run: Candidate) -> None:
     """Refuse callbacks of Lightning that go on with numbers of an earlier fit: no claim of this run covers those."""
-    if getattr(run.trainer, "ckpt_path", None):  # they get the numbers of its run
+    if run.resumes:  # they get the numbers of its checkpoint
         return
     for callback in run.callbacks:
         kept: Any = None
