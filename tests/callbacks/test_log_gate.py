@@ -25,7 +25,7 @@ from torch import Tensor
 from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicMlflowLogger, PublicTensorBoardLogger, PublicWandbLogger
 from lit_dpret.cards.card import read_card
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.private_module import PrivateModule
+from lit_dpret.modules.private_step import PrivateStep
 from lit_dpret.privacy.modes import NoPrivacy
 
 SECRET = "train/loss_of_rows"
@@ -141,7 +141,7 @@ def test_a_callback_that_logs_is_refused_in_every_hook(hook: str, way: str, tmp_
 def test_what_a_module_of_another_base_logs_is_refused_when_lightning_takes_it_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(PrivateModule, "log")
+    monkeypatch.delattr(PrivateStep, "log")
     logger = Stamped()
     kept = lambda module, loss: logger.log_metrics({SECRET: loss})  # noqa: E731  # by the logger that its owner kept
     for number, way in enumerate((kept, WAYS["log"])):

@@ -24,7 +24,7 @@ from lit_dpret.callbacks.fixed_shapes import rests_on_shapes
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import FrozenDualEncoder
-from lit_dpret.modules.coupling_passes import Passes
+from lit_dpret.modules.coupling_collations import CollationPasses
 from lit_dpret.modules.physical_batches import piece_of, slots_of
 from lit_dpret.negatives import BM25Negatives, DynamicNegatives, NegativeSource, RandomNegatives, StaticNegatives
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson
@@ -281,7 +281,7 @@ def test_a_module_that_mixes_rows_where_it_places_them_is_refused(
     tmp_path: Path, precision: str, found_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in {"compare_collated", "compare_placed"} - {found_by}:
-        monkeypatch.setattr(Passes, each, lambda *_, **__: None)
+        monkeypatch.setattr(CollationPasses, each, lambda *_, **__: None)
     with pytest.raises(UnsupportedModelError, match="other rows"):
         sums_of(tmp_path, CentresWhatItPlaces(privacy=private(tmp_path), optimizer=STILL), Log(16), precision=precision)
 

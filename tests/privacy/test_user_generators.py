@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.modules.coupling_passes import Passes
+from lit_dpret.modules.coupling_collations import CollationPasses
 from lit_dpret.privacy.accounting.releases import FullBatch, Poisson, SamplingLaw
 from lit_dpret.privacy.batches import Draw, FixedShape, SeededDraws, UnitBatch, copied_rows
 from lit_dpret.privacy.collation import UnitCollator
@@ -278,7 +278,7 @@ def test_a_loss_draws_from_torch_and_what_it_draws_elsewhere_for_each_row_is_ref
 ) -> None:
     monkeypatch.setattr(DrawsFrom, "coin", coin)
     monkeypatch.setattr(DrawsFrom, "of_each_row", of_each_row)
-    monkeypatch.setattr(Passes, "compare_collated", lambda *_: None)  # which may meet it first
+    monkeypatch.setattr(CollationPasses, "compare_collated", lambda *_: None)  # which may meet it first
     run = lambda: fit(tmp_path / "run", DrawsFrom(privacy=dp(tmp_path, noise_seed=1)), steps=3)  # noqa: E731
     if coin == "torch" or not of_each_row:
         run()
