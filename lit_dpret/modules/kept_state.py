@@ -22,11 +22,8 @@ from torchmetrics import Metric
 from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.privacy.ledger.trained import MARK
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.state_watch import checksums
+from lit_dpret.privacy.state_watch import COPIED, checksums, is_copied
 from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of, slots_of
-
-#: Tensors that a module keeps outside its parameters and buffers are copied up to this many bytes.
-COPIED = 1 << 26
 
 #: What `PrivateStep._leave_run` sets.
 OF_A_RUN = frozenset({
@@ -93,7 +90,7 @@ class KeptState:
         #: What trained tensors lie in, of which a container may hold another view: training writes those.
         self._weights = frozenset(map(memory_of, (*module.parameters(), *module.buffers())))
         held = [_data_of(space) for space in self._spaces]
-        kept = [t for values in held for t in _tensors_of(list(values.values())) if not _is_copied(t)]
+        kept = [t for values in held for t in _tensors_of(list(values.values())) if not is_copied(t)]
         self._large = [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self._owners = {id(space.owner) for space in self._spaces}  # whose names are places of their own
         #: Most parts of a model are so, and looking at all names of all of them takes as long as a pass of a small one.
@@ -280,10 +277,6 @@ def memory_of(tensor: Tensor) -> object:
         return id(tensor)
 
 
-def _is_copied(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() <= COPIED
-
-
 def _tensors_of(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     """Yield the tensors that have bits of their own, also in containers, of which one may hold itself."""
     if isinstance(value, Tensor):
@@ -304,7 +297,7 @@ def _saved(value: Any, weights: Collection[object], inside: frozenset[int] = fro
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         # One that is expanded or made for inference is written by nobody.
         strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
-        if not (strided and _is_copied(value)) or value.is_inference() or value.is_meta or 0 in value.stride():
+        if not (strided and is_copied(value)) or value.is_inference() or value.is_meta or 0 in value.stride():
             return partial(_same, value)
         if memory_of(value) in weights:
             return partial(_same, value)
@@ -330,7 +323,7 @@ def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
         return ()
     seen[id(value)] = value  # which keeps its id from being given again
     if isinstance(value, Tensor):
-        plain = _is_copied(value) and not (value.is_quantized or value.is_nested or value.is_meta)
+        plain = is_copied(value) and not (value.is_quantized or value.is_nested or value.is_meta)
         return (value.shape, value.dtype, *checksums([value])) if plain else (id(value), value)
     if isinstance(value, np.ndarray) and value.nbytes <= COPIED:
         if value.dtype == object:

@@ -68,13 +68,9 @@ class PairModule(PrivateModule):
             owner = _owner(self, method)
             if is_library(owner.__module__):
                 continue
-            found = {
-                each: _owner(self, each)
-                for each in ("encode_queries", "encode_passages", "save_model")
-                if hasattr(self, each)
-            }
-            left = [each for each, kind in found.items() if not issubclass(kind, owner) and kind in _made_of(owner)]
-            if left:
+            below = [kind for kind in owner.__mro__[1:] if issubclass(kind, PairModule) and kind is not PairModule]
+            others = [each for each in ("encode_queries", "encode_passages", "save_model") if hasattr(self, each)]
+            if left := [each for each in others if _owner(self, each) in below]:
                 raise UnsupportedModelError(
                     f"{name} has a {method} of its own, which {', '.join(left)} would leave out: what is evaluated and "
                     "saved would be another model than the trained one. Override these as well."
@@ -284,11 +280,6 @@ class PairModule(PrivateModule):
             "datamodule.physical_batch_size to datamodule.expected_batch_size or more, or split it by "
             "privacy.sub_batches; to save memory, set model.gradient_checkpointing=true."
         )
-
-
-def _made_of(owner: type) -> list[type]:
-    """Return the modules of this package that a class is derived from, which say how texts are embedded."""
-    return [kind for kind in owner.__mro__ if kind is not PairModule and issubclass(kind, PairModule)]
 
 
 def _owner(module: nn.Module, method: str) -> type:

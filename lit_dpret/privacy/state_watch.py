@@ -22,7 +22,8 @@ from lit_dpret.errors import UnsupportedModelError
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16
-_COPIED = 1 << 26
+#: Tensors outside the parameters are copied up to this many bytes.
+COPIED = 1 << 26
 _VERSION = attrgetter("_version")
 
 
@@ -205,8 +206,7 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
     """Let buffers be after the block as they were before; one too large for a copy is refused if it was written."""
     places = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
     held = [(name, buffer) for name, buffer in module.named_buffers() if not buffer.is_inference()]
-    small = [each for each in held if has_memory(each[1]) and each[1].numel() * each[1].element_size() <= _COPIED]
-    copied = {name: buffer.clone() for name, buffer in small}
+    copied = {name: buffer.clone() for name, buffer in held if has_memory(buffer) and is_copied(buffer)}
     versions = {name: buffer._version for name, buffer in held}
     yield
     for place, before in places:
@@ -257,6 +257,11 @@ def _checksum_of_parts(parts: Sequence[Tensor]) -> Tensor:
     for part in parts:
         total = total * 31 + checksum(part).cpu()
     return total
+
+
+def is_copied(tensor: Tensor) -> bool:
+    """Return whether a tensor is small enough for a copy in every look."""
+    return tensor.numel() * tensor.element_size() <= COPIED
 
 
 def has_memory(tensor: Tensor) -> bool:
