@@ -7,13 +7,17 @@ process (`lit_dpret.privacy.ledger.trained`), and the run that ``init_from`` nam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import lightning as L
-from torch import nn
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -21,11 +25,13 @@ from torch.utils.hooks import RemovableHandle
 from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, ledgers_of, model_folder
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.ledger.passed import Passed, held_by, is_readable
+from lit_dpret.privacy.ledger.passed import Passed, held_by, is_common, is_readable, looked_at
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, private_start
 from lit_dpret.privacy.ledger.trained import (
     TrainedIn,
+    fingerprint,
     fingerprints,
+    fingerprints_of_casts,
     mark_trained,
     modules_and_tensors_in,
     noted_in,
@@ -124,6 +130,58 @@ def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
         f"constructor, {way}",
         trap="T30",
     )
+
+
+def refuse_other_start(module: Any, accountant: Any) -> None:
+    """Refuse a module that holds none of the weights in the files of the run that ``init_from`` names.
+
+    One equal parameter is enough: others may be new. Nothing is refused where no file that can be read holds a
+    parameter with the name and shape of one of the module: a wider layer may be made of that run's.
+    """
+    start = accountant.start()
+    if start is None or accountant.counted_by_others:
+        return
+    own: dict[tuple[str, ...], set[int | None]] = {}
+    for name, each in module.named_parameters():
+        if (values := looked_at(each)) is not None and not is_common(values):
+            own.setdefault(_kind(name, each), set()).add(fingerprint(each))
+    met = None
+    for file, name, tensor in _tensors_saved_in(start.folder):
+        if numbers := own.get(_kind(name, tensor)):
+            met = met or file
+            if numbers.intersection(fingerprints_of_casts(tensor)):
+                return
+    if met is not None:
+        raise ConfigurationError(
+            f"{start.knob}={start.folder}: {type(module).__name__} holds none of the weights in the files of that run "
+            f"(as {met.relative_to(start.folder)}), so that whatever trained its weights would be missing on the card. "
+            f"Name the run that they come from, or load what {start.folder} saved before the module is built.",
+            trap="T30",
+        )
+
+
+def _kind(name: str, tensor: Tensor) -> tuple[str, ...]:
+    return name.rpartition(".")[2], *map(str, tensor.shape)
+
+
+def _tensors_saved_in(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """Yield the tensors in model files and checkpoints below ``folder``; pass over files that cannot be read."""
+    for file in sorted(folder.rglob("*")):
+        with suppress(OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as content:
+                    yield from ((file, name, content.get_tensor(name)) for name in content.keys())  # noqa: SIM118
+            elif file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+                content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                yield from ((file, name, each) for name, each in _named_tensors(content))
+
+
+def _named_tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, each in content.items() if isinstance(content, Mapping) else ():
+        if isinstance(each, Tensor):
+            yield str(name), each
+        else:
+            yield from _named_tensors(each)
 
 
 def declared_weights(module: Any, accountant: Any) -> list[str]:

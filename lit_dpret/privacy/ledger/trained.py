@@ -172,14 +172,15 @@ def note_built(module: nn.Module, given: Sequence[nn.Module] = ()) -> None:
     stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
     changed = {fingerprint_of(values) for values in stepped if not is_common(values)} - _built
     kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
-    found = {number for each in kept for number in _fingerprints_of_casts(each)}
+    found = {number for each in kept for number in fingerprints_of_casts(each)}
     vars(module)[_BUILT] = built = frozenset(found | {_digest(each) for _, each in extra_states(module)})
     _built.update(built)
     outside = {id(each) for part in given for each in modules_and_tensors_in(part)}
-    _made.update(number for each in kept if id(each) not in outside for number in _fingerprints_of_casts(each))
+    _made.update(number for each in kept if id(each) not in outside for number in fingerprints_of_casts(each))
 
 
-def _fingerprints_of_casts(tensor: Tensor) -> list[int]:
+def fingerprints_of_casts(tensor: Tensor) -> list[int]:
+    """Return the `fingerprint` of a tensor and those of its casts to half precision; empty without values."""
     if (values := looked_at(tensor)) is not None:
         return [fingerprint_of(cast) for cast in _casts(values)]
     if is_sharded(tensor) or is_functorch_wrapped_tensor(tensor):
@@ -200,7 +201,7 @@ def set_later(module: nn.Module, runs: Collection[str] = ()) -> list[str]:
     now = {name: each for name, each in weights(module).items() if name not in made_later}
     later = [
         name for name, each in now.items()
-        if not known.issuperset(_fingerprints_of_casts(each)[:1])
+        if not known.issuperset(fingerprints_of_casts(each)[:1])
         and not any(run.run in runs for run in passed_in(each))
     ]  # fmt: skip
     return [*later, *(name for name, each in extra_states(module) if _digest(each) not in known)]
@@ -259,7 +260,7 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None
     runs = frozenset(runs)
     for name, tensor in tensors:
         extra = name.rpartition(".")[2] == _EXTRA
-        left = [_digest(tensor)] if extra else _fingerprints_of_casts(tensor) if isinstance(tensor, Tensor) else ()
+        left = [_digest(tensor)] if extra else fingerprints_of_casts(tensor) if isinstance(tensor, Tensor) else ()
         for run in runs:
             _left.setdefault(run.run, set()).update(left)
         if extra or not isinstance(tensor, Tensor):
