@@ -17,14 +17,16 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 import lit_dpret
 from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.start import Start
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError, DataError, told
 from lit_dpret.files import json_sha256
 from lit_dpret.privacy.accounting.releases import Poisson, SamplingLaw, Shuffle
+from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon, show_delta
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -157,6 +159,22 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
     if not known:
         raise ConfigurationError("A private run must know its length: set trainer.max_steps or trainer.max_epochs.")
     return min(known)
+
+
+def tell_plan(plan: PrivacyPlan | None, steps: int) -> None:
+    """Log what is planned, and warn of an epsilon or delta that promises little."""
+    if plan is None:
+        return
+    budget = plan.budget
+    if budget.eps > LARGE_EPSILON:
+        rank_zero_warn(told(large_epsilon(budget.eps)))
+    if budget.delta > LARGE_DELTA:
+        rank_zero_info(told(f"note: {large_delta(budget.delta, plan.n_public)}"))
+    rank_zero_info(  # the length may be Lightning's own default
+        f"{steps} steps with noise multiplier {plan.noise_multiplier:.4g} are planned, within epsilon = "
+        f"{budget.eps:g}, delta = {show_delta(budget.delta)}, unit = {budget.unit_name}, neighbours = "
+        f"{budget.neighbours}"
+    )
 
 
 def fingerprint_of_files(module: Any, key: bytes) -> str | None:

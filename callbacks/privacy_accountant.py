@@ -14,33 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
 from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
 from lit_dpret.callbacks.endings import ends_by_rows, fails_in_update, hear_no_worker
 from lit_dpret.callbacks.first_come import put_back_reading
-from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, precision_assumptions, tie_again
+from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
-from lit_dpret.callbacks.origins import OwnWeights, claim_of, declared_weights, refuse_called, refuse_other_weights
+from lit_dpret.callbacks.origins import OwnWeights, claim_of, refuse_called, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
     UnchangedUnits,
     refuse_other_units,
     refuse_remembering_collation,
     refuse_replaced_rows,
     refuse_replaced_sampler,
-    trusted_code,
 )
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
-from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, require_agreement
+from lit_dpret.callbacks.planning import require_agreement, tell_plan
 from lit_dpret.callbacks.progress import count_steps
-from lit_dpret.callbacks.readable_rows import refuse_unread_rows
 from lit_dpret.callbacks.refusals import (
-    refuse_broken_claims,
-    refuse_endless_losses,
-    refuse_protected_queries,
     takes_whole_epochs,
 )
 from lit_dpret.callbacks.resuming import (
@@ -51,34 +44,27 @@ from lit_dpret.callbacks.resuming import (
     tell_repeated,
     tell_restored_settings,
 )
+from lit_dpret.callbacks.run_ledgers import RunLedgers
 from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, refuse_own_optimizers, strategy_name
 from lit_dpret.callbacks.unseen_writes import UnseenWrites, UpdateCounter
-from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks, is_of_lost_rank
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, UnsupportedModelError, told
-from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon, show_delta
-from lit_dpret.privacy.ledger.dataset_account import DatasetAccount, require_room
-from lit_dpret.privacy.ledger.dataset_file import EarlierRun
-from lit_dpret.privacy.ledger.dataset_ledger import DatasetLedger, note_sweep
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_metric
 from lit_dpret.privacy.ledger.judgement import PRIVATE_LOG_EVENT, UNITS_UNNAMED
-from lit_dpret.privacy.ledger.private_run import Fingerprints, Position, PrivateRun, state_hash
-from lit_dpret.privacy.ledger.run_ledger import FAILED, LEDGER_NAME, PrivacyLedger, ledger_identity
-from lit_dpret.privacy.ledger.siblings import note_siblings, siblings_now
+from lit_dpret.privacy.ledger.private_run import Position, PrivateRun, state_hash
+from lit_dpret.privacy.ledger.run_ledger import FAILED
 from lit_dpret.privacy.ledger.trained import TrainedIn, extra_states, values_of
 from lit_dpret.privacy.modes import PrivacyMode
-from lit_dpret.privacy.noise import KeyedStream, load_secret, published_secret
-from lit_dpret.privacy.plan import PrivacyPlan
+from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.state_watch import copy_parts
 from lit_dpret.settings import require_choice
-from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
 
 #: Advice of Lightning's that does not hold here: the sampler resumes by the step number, and the checkpoint holds the
 #: state after the update, both by design.
 _NOT_FOR_US = ("your dataloader is not resumable", "pre-optimization state")
 
 
-class PrivacyAccountant(Callback):
+class PrivacyAccountant(RunLedgers):
     """Compose every release into ``privacy/eps_spent``; end the run within its budget.
 
     Guarantees:
@@ -131,18 +117,13 @@ class PrivacyAccountant(Callback):
         trial_of: str | Path | None = None,
     ) -> None:
         require_choice("callbacks.accountant.replay", replay, ("auto", "never"))
-        self.run_dir = None if run_dir is None else Path(run_dir)
+        super().__init__(
+            run_dir=run_dir, resume=resume, resume_reserve=resume_reserve, init_from=init_from,
+            init_from_is_public=init_from_is_public, trial_of=trial_of,
+        )  # fmt: skip
         self._takes_the_trainers = run_dir is None
-        self.resume, self.resume_reserve = resume, resume_reserve
         self.replay = replay
         self.eps_log_points = eps_log_points
-        self.init_from, self.init_from_is_public = init_from, init_from_is_public
-        self.sweep = None if trial_of is None else SweepFolder.read(trial_of)
-        self._siblings = siblings_now()
-        self.plan: PrivacyPlan | None = None
-        self._start: Start | None = None
-        self._dataset: DatasetLedger | None = None
-        self._account: DatasetAccount | None = None
         self._calls: RemovableHandle | None = None
         self._updates = UpdateCounter(self._require_granted)
         self._forget_earlier_fit()
@@ -165,38 +146,9 @@ class PrivacyAccountant(Callback):
         for name in ("_run", "_gate", "_between", "_identity"):  # a missing one says that setup did not come so far
             vars(self).pop(name, None)
 
-    @property
-    def ledger(self) -> PrivacyLedger:
-        """The run's ledger, on rank 0; open for writing during ``fit``."""
-        if "_run" not in vars(self):
-            raise AttributeError("This rank has no ledger open: rank 0 has, during fit.")
-        return self._run.ledger
-
-    @property
-    def _ledger_path(self) -> Path:
-        return Path(self.run_dir or ".") / LEDGER_NAME
-
     def epsilon(self) -> float:
         """Epsilon spent so far, from the ledger; on ranks other than 0, as last shared."""
         return self._gate.epsilon()
-
-    def start(self) -> Start | None:
-        """The run this one starts from, with its card checked against its ledger; read once."""
-        if self._start is None and self.init_from is not None:
-            self._start = read_start(self.init_from, public=self.init_from_is_public)
-        return self._start
-
-    def known_runs(self, module: Any, data: Any) -> list[str]:
-        """The runs that this claim counts: its own, its start, and its data's claim."""
-        start = self.start()
-        known = [] if start is None else list(start.facts["runs"])
-        if module.privacy.guarantee == "inherited" and getattr(data, "privacy_card_path", None) is not None:
-            known.append(claim_of(data))
-        if "_identity" in vars(self):
-            known.append(self._identity)
-        elif self.resume and self.run_dir is not None and self._ledger_path.is_file():
-            known.append(ledger_identity(PrivacyLedger.read(self._ledger_path).records))
-        return known
 
     # -- getting ready: plan, open the ledger, put the gates in place -------------------------
 
@@ -225,17 +177,7 @@ class PrivacyAccountant(Callback):
         require_agreement(trainer, module, data, planned=own_plan, stream=stream, ranks=ranks)
         planned = fit_physical_batch(trainer, module, data, planned, ranks)
         self.plan, self.planned_steps = planned.plan, planned.steps_to_make
-        if self.plan is not None and self.plan.budget.eps > LARGE_EPSILON:
-            rank_zero_warn(told(large_epsilon(self.plan.budget.eps)))
-        if self.plan is not None and self.plan.budget.delta > LARGE_DELTA:
-            rank_zero_info(told(f"note: {large_delta(self.plan.budget.delta, self.plan.n_public)}"))
-        if self.plan is not None:  # the length may be Lightning's own default
-            budget = self.plan.budget
-            rank_zero_info(
-                f"{self.planned_steps} steps with noise multiplier {self.plan.noise_multiplier:.4g} are planned, "
-                f"within epsilon = {budget.eps:g}, delta = {show_delta(budget.delta)}, unit = {budget.unit_name}, "
-                f"neighbours = {budget.neighbours}"
-            )
+        tell_plan(self.plan, self.planned_steps)
         if trainer.max_epochs == -1 and takes_whole_epochs(trainer):  # as a progress bar shows, beside max_steps
             trainer.fit_loop.max_epochs = math.ceil(planned.steps / planned.steps_per_epoch)
             self._counts_epochs = True
@@ -270,90 +212,6 @@ class PrivacyAccountant(Callback):
             self.log_gate = LogGate(trainer, module, step=lambda: self._gate.steps_done, declare=declare)
             if self.sampler.physical_batches_per_step is None:
                 self.log_gate.log_every_batch()
-
-    def _begun_with(self) -> int | None:
-        if not self.resume or not self._ledger_path.exists():
-            return None
-        plans = [record for record in PrivacyLedger.read(self._ledger_path).records if record["kind"] == "plan"]
-        return int(plans[-1]["planned_steps"]) if plans else None
-
-    def _planned(self, trainer: L.Trainer, module: Any, data: Any, begun_with: int | None) -> PlannedRun:
-        refuse_broken_claims(trainer, module, data)
-        if self._ranks.is_first:
-            refuse_unread_rows(module, data)
-            refuse_protected_queries(trainer, module, data)
-            self._secret(module.privacy)  # a bad secret file is refused before a long calibration
-            if module.privacy.guarantee == "dp":
-                refuse_endless_losses(module)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units
-                callback.plant_canaries(trainer, module, data)
-        reserve = self.resume_reserve
-        return plan_run(
-            trainer, module.privacy, data, module=module, reserve=reserve, start=self.start(), begun_with=begun_with
-        )
-
-    def _secret(self, mode: PrivacyMode) -> bytes:
-        if mode.noise_seed is None:
-            return load_secret(mode.secret_file, run_dir=self.run_dir)
-        return published_secret(mode.noise_seed)
-
-    def _open(self, trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun, secret: bytes) -> str:
-        mode: PrivacyMode = module.privacy
-        self._dataset = self._dataset_ledger(mode)
-        if self.resume and self._ledger_path.exists():  # what is refused leaves the folder as it is
-            records = PrivacyLedger.read(self._ledger_path).records
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if hasattr(callback, "refuse_late_protocols"):
-                    callback.refuse_late_protocols(records)
-        planted = getattr(data, "planted_facts", None)
-        self._run = PrivateRun.open(
-            self._ledger_path,
-            resume=self.resume,
-            secret=secret,
-            described={
-                **planned.describe(mode, data),
-                "log_private_loss": bool(module.log_private_loss),
-                "assumptions": [
-                    *getattr(module, "assumptions", list)(),
-                    *getattr(data, "assumptions", list)(),
-                    *precision_assumptions(trainer, module),
-                    *declared_weights(module, self),
-                    *(trusted_code(trainer, module, data) if mode.guarantee != "none" else ()),
-                ],
-                "planted": planted,
-                **({"mode_facts": facts} if (facts := mode.recorded_facts()) else {}),
-            },
-            fingerprints=Fingerprints(
-                data=data.data_fingerprint,
-                unplanted=partial(data.data_fingerprint, planted=False) if planted else None,
-                files=partial(fingerprint_of_files, module),
-            ),
-            run_id=None if mode.noise_seed is None else "seeded",
-            dataset=self._dataset,
-        )
-        note_start(self._run.ledger, self.start())
-        note_sweep(self._run.ledger, None if self.sweep is None else self.sweep.describe())
-        if self.sweep is None and self.plan is not None:
-            note_siblings(self._run.ledger, self._siblings)
-        return self._run.run_id
-
-    def _dataset_ledger(self, mode: PrivacyMode) -> DatasetLedger | None:
-        if self.plan is None:
-            return None
-        ledger = mode.ledger_of_dataset(self.plan.budget, run_dir=self.run_dir)
-        if self.sweep is not None:
-            ledger = trial_ledger(self.sweep, self.plan.budget, own=ledger, mode=mode.name)
-        uncounted = self._uncounted(ledger)
-        if ledger is not None:
-            release = self.plan.release()
-            require_room(ledger, self._ledger_path, release, steps=self.planned_steps, earlier=uncounted)
-        return ledger
-
-    def _uncounted(self, ledger: DatasetLedger | None) -> tuple[EarlierRun, ...]:
-        """The run whose model this one starts from, where the data set's ledger does not count it."""
-        start = self.start()
-        return () if start is None else start.uncounted(ledger)
 
     def _attach(self, trainer: L.Trainer, module: Any, data: Any, stream: KeyedStream) -> None:
         mode: PrivacyMode = module.privacy
@@ -482,12 +340,6 @@ class PrivacyAccountant(Callback):
         if self._module.privacy.guarantee == "dp":
             self._writes.refuse_before_saving(self._checkpoint_gate)
 
-    def _reserve(self) -> None:
-        if self._dataset is not None:
-            earlier = self._uncounted(self._dataset)
-            self._account = DatasetAccount(self._dataset, self._gate.own, steps=self.planned_steps, earlier=earlier)
-            self._account.reserve()
-
     # -- during the run ----------------------------------------------------------------------
 
     def on_train_batch_start(
@@ -578,10 +430,6 @@ class PrivacyAccountant(Callback):
         except DataError:
             self._gate.void_attempt()  # nobody knows since when
             raise
-
-    def _keep_covered(self) -> None:
-        if self._account is not None:
-            self._account.keep_covered()
 
     def _note_private(self, name: str) -> None:
         """Write down that a private number is shown, for the card; once the run has ended, it is too late for that."""
@@ -710,7 +558,3 @@ class PrivacyAccountant(Callback):
         self._close_account()
         self.ledger.close()
         self._ended = True
-
-    def _close_account(self) -> None:
-        if self._account is not None:
-            self._account.close()

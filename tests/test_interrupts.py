@@ -71,7 +71,7 @@ sys.meta_path.insert(0, Waits())
 SCRIPT = "import sys; from lit_dpret.__main__ import main; sys.exit(main())"
 PLACES = {
     "preparing": "lit_dpret.datamodules.pairs:PairsDataModule.prepare_data",
-    "calibrating": "lit_dpret.callbacks.privacy_accountant:plan_run",
+    "calibrating": "lit_dpret.callbacks.run_ledgers:plan_run",
     "clipping": "lit_dpret.modules.private_module:PrivateModule._add_piece",
     "updating": "lit_dpret.modules.private_module:PrivateModule._logical_step",
     "writing": "lit_dpret.callbacks.checkpoint_files:WholeCheckpoints.save_checkpoint",

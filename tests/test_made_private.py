@@ -127,7 +127,7 @@ def test_the_length_and_the_noise_of_a_run_are_told_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr("lit_dpret.callbacks.privacy_accountant.rank_zero_info", told.append)
+    monkeypatch.setattr("lit_dpret.callbacks.planning.rank_zero_info", told.append)
     names = [f"u{row // 2}" for row in range(60)]
     fit(
         tmp_path,
