@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -24,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.cards.file import CARD_NAME, card_above, read_card
 from lit_dpret.cards.start import Start, ledgers_of, model_folder
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, told
 from lit_dpret.privacy.ledger.passed import Passed, held_by, is_common, is_readable, looked_at
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, private_start
 from lit_dpret.privacy.ledger.trained import (
@@ -132,34 +133,6 @@ def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
     )
 
 
-def refuse_other_start(module: Any, accountant: Any) -> None:
-    """Refuse a module that holds none of the weights in the files of the run that ``init_from`` names.
-
-    One equal parameter is enough: others may be new. Nothing is refused where no file that can be read holds a
-    parameter with the name and shape of one of the module: a wider layer may be made of that run's.
-    """
-    start = accountant.start()
-    if start is None or accountant.counted_by_others:
-        return
-    own: dict[tuple[str, ...], set[int | None]] = {}
-    for name, each in module.named_parameters():
-        if (values := looked_at(each)) is not None and not is_common(values):
-            own.setdefault(_kind(name, each), set()).add(fingerprint(each))
-    met = None
-    for file, name, tensor in _tensors_saved_in(start.folder):
-        if numbers := own.get(_kind(name, tensor)):
-            met = met or file
-            if numbers.intersection(fingerprints_of_casts(tensor)):
-                return
-    if met is not None:
-        raise ConfigurationError(
-            f"{start.knob}={start.folder}: {type(module).__name__} holds none of the weights in the files of that run "
-            f"(as {met.relative_to(start.folder)}), so that whatever trained its weights would be missing on the card. "
-            f"Name the run that they come from, or load what {start.folder} saved before the module is built.",
-            trap="T30",
-        )
-
-
 def _kind(name: str, tensor: Tensor) -> tuple[str, ...]:
     return name.rpartition(".")[2], *map(str, tensor.shape)
 
@@ -184,13 +157,69 @@ def _named_tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _named_tensors(each)
 
 
-def declared_weights(module: Any, accountant: Any) -> list[str]:
-    """Return for the card the weights that are public only by ``init_from_is_public``, besides those of a start."""
-    names = set_later(module) if accountant.init_from_is_public and accountant.start() is None else []
+def assumed_weights(module: Any, accountant: Any) -> list[str]:
+    """Return for the card what is assumed of the weights that the module begins with, besides the start's own."""
+    start = accountant.start()
+    if start is None:
+        names = set_later(module) if accountant.init_from_is_public else []
+        return [
+            f"No private data went into {_listed(names)}, set after {type(module).__name__} was built or trained "
+            "before, as declared (init_from_is_public)."
+        ] if names else []  # fmt: skip
+    asked = module.privacy.guarantee != "none" and not (accountant.resume or accountant.counted_by_others)
+    if not asked or (file := _other_weights_in(start, module)) is None:
+        return []
+    rank_zero_warn(told(
+        f"{start.knob}={start.folder}: none of the parameters of {type(module).__name__} is equal to one in the files "
+        f"of that run (as {file.relative_to(start.folder)}). If another private run trained them, its cost is missing "
+        "on the card: name that run. The card lists this as not verified."
+    ))  # fmt: skip
     return [
-        f"No private data went into {_listed(names)}, set after {type(module).__name__} was built or trained before, "
-        "as declared (init_from_is_public)."
-    ] if names else []  # fmt: skip
+        f"No private data but those behind {start.facts['name']} went into the weights that {type(module).__name__} "
+        "began with, though none of them was found in the files of that run."
+    ]
+
+
+def _other_weights_in(start: Start, module: Any) -> Path | None:
+    """Return a file of the start that holds other parameters under names and shapes of the module's, if all do.
+
+    One equal parameter is enough for none to be returned: others may be new.
+    """
+    own: dict[tuple[str, ...], set[int | None]] = {}
+    for name, each in module.named_parameters():
+        if (values := looked_at(each)) is not None and not is_common(values):
+            own.setdefault(_kind(name, each), set()).add(fingerprint(each))
+    met = None
+    for file, name, tensor in _tensors_saved_in(start.folder):
+        if numbers := own.get(_kind(name, tensor)):
+            met = met or file
+            if numbers.intersection(fingerprints_of_casts(tensor)):
+                return None
+    return met
+
+
+def _kind(name: str, tensor: Tensor) -> tuple[str, ...]:
+    return name.rpartition(".")[2], *map(str, tensor.shape)
+
+
+def _tensors_saved_in(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """Yield the tensors in model files and checkpoints below ``folder``; pass over files that cannot be read."""
+    for file in sorted(folder.rglob("*")):
+        with suppress(OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError):
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt") as content:
+                    yield from ((file, name, content.get_tensor(name)) for name in content.keys())  # noqa: SIM118
+            elif file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
+                content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                yield from ((file, name, each) for name, each in _named_tensors(content))
+
+
+def _named_tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, each in content.items() if isinstance(content, Mapping) else ():
+        if isinstance(each, Tensor):
+            yield str(name), each
+        else:
+            yield from _named_tensors(each)
 
 
 def _listed(names: list[str]) -> str:

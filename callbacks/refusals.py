@@ -35,7 +35,7 @@ from torch.nn.parameter import UninitializedParameter
 from lit_dpret.callbacks.averages import refuse_averages
 from lit_dpret.callbacks.first_come import refuse_first_come
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_rows, refuse_changing_shapes
-from lit_dpret.callbacks.origins import refuse_cards_behind, refuse_other_start, refuse_other_weights, refuse_set_later
+from lit_dpret.callbacks.origins import refuse_cards_behind, refuse_other_weights, refuse_set_later
 from lit_dpret.callbacks.own_code import (
     refuse_changed_batches,
     refuse_random_layers,
@@ -260,8 +260,6 @@ def _starts_unseen(run: Candidate) -> None:
     if (counter := next(counters, None)) is not None:
         refuse_other_weights(run.module, counter, run.data)
         refuse_set_later(run.module, counter, run.data)
-        if not run.resumes:  # its weights come from its own checkpoint
-            refuse_other_start(run.module, counter)
 
 
 def _shows_nothing_beside_a_total(run: Candidate) -> None:

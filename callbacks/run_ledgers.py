@@ -14,7 +14,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from lit_dpret.callbacks.fixed_shapes import precision_assumptions
-from lit_dpret.callbacks.origins import claim_of, declared_weights
+from lit_dpret.callbacks.origins import assumed_weights, claim_of
 from lit_dpret.callbacks.own_code import trusted_code
 from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run
 from lit_dpret.callbacks.readable_rows import refuse_unread_rows
@@ -142,7 +142,7 @@ class RunLedgers(Callback):
                     *getattr(module, "assumptions", list)(),
                     *getattr(data, "assumptions", list)(),
                     *precision_assumptions(trainer, module),
-                    *declared_weights(module, self),
+                    *assumed_weights(module, self),
                     *(trusted_code(trainer, module, data) if mode.guarantee != "none" else ()),
                 ],
                 "planted": planted,

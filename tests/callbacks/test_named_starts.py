@@ -15,7 +15,7 @@ from tiny_tasks import write_log, write_synthetic
 from torch import nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.callbacks.origins import refuse_other_start
+from lit_dpret.callbacks.origins import assumed_weights
 from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import LitDpretError
@@ -134,14 +134,6 @@ class Copied(Kept):
         changed(self)
 
 
-def begin_with_weights_of(run: str, changed: Callable[[nn.Module], Any], tmp_path: Path) -> None:
-    """Begin a run that names the run ``named`` as its start."""
-    module = Copied(file=checkpoint(tmp_path / run), privacy=dp(tmp_path, noise_multiplier=4.0), changed=changed)
-    begin(tmp_path, module, accountant=PrivacyAccountant(
-        run_dir=tmp_path / "second", init_from=tmp_path / "named", eps_log_points=1
-    ))  # fmt: skip
-
-
 def as_loaded(module: nn.Module) -> None:
     pass
 
@@ -151,30 +143,33 @@ def with_a_new_head(module: nn.Module) -> None:
     module.net[3].reset_parameters()
 
 
-@pytest.mark.parametrize("changed", [as_loaded, nn.Module.bfloat16, nn.Module.half, with_a_new_head])
-def test_the_run_that_is_named_is_the_one_whose_files_hold_the_weights(
+def wider(module: nn.Module) -> None:
+    module.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+@pytest.mark.parametrize("changed", [as_loaded, nn.Module.bfloat16, nn.Module.half, with_a_new_head, wider])
+def test_weights_that_no_file_of_the_named_run_holds_are_assumed_to_be_of_it_and_so_it_says(
     changed: Callable[[nn.Module], Any], tmp_path: Path, another_process: Callable[[], None]
 ) -> None:
     for name in ("named", "other"):
         trained_by("dp", tmp_path / name)
     another_process()
-    with pytest.raises(LitDpretError) as raised:
-        begin_with_weights_of("other", changed, tmp_path)
-    assert raised.value.trap == "T30" and ".ckpt" in str(raised.value)
-    if changed in (as_loaded, with_a_new_head):
-        begin_with_weights_of("named", changed, tmp_path)
-    else:  # this module has no run in half precision
-        module = Copied(file=checkpoint(tmp_path / "named"), privacy=dp(tmp_path), changed=changed)
-        refuse_other_start(module, PrivacyAccountant(init_from=tmp_path / "named"))
-
-
-def wider(module: nn.Module) -> None:
-    module.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def test_a_module_with_none_of_the_shapes_of_the_run_that_is_named_may_be_made_of_its_weights(tmp_path: Path) -> None:
-    trained_by("dp", tmp_path / "named")
-    begin_with_weights_of("named", wider, tmp_path)
+    counting = PrivacyAccountant(run_dir=tmp_path / "second", init_from=tmp_path / "named", eps_log_points=1)
+    of_named, of_other = (
+        Copied(file=checkpoint(tmp_path / name), privacy=dp(tmp_path, noise_multiplier=4.0), changed=changed)
+        for name in ("named", "other")
+    )
+    assert not assumed_weights(of_named, counting)
+    if changed is wider:  # a wider layer may be made of that run's
+        assert not assumed_weights(of_other, counting)
+    elif changed is as_loaded:
+        with pytest.warns(UserWarning, match="init_from"):
+            begin(tmp_path, of_other, accountant=counting, extra=[PrivacyCard(run_dir=tmp_path / "second")])
+        stated = [one for one in read_card(tmp_path / "second")["assumptions"] if "Copied began with" in one["text"]]
+        assert [one["holds"] for one in stated] == ["unverified"]
+    else:
+        with pytest.warns(UserWarning, match="init_from"):
+            assert assumed_weights(of_other, counting)
 
 
 def test_no_privacy_may_go_on_from_anything(tmp_path: Path) -> None:
