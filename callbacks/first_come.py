@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_dpret.errors import DataError, UnsupportedModelError
 from lit_dpret.privacy.content import readable_content
 from lit_dpret.privacy.state_watch import same_values
-from lit_dpret.privacy.user_code import HOLD_NO_CODE, CachedFunction, Space, is_library, reads_of
+from lit_dpret.privacy.user_code import HOLD_NO_CODE, CachedFunction, Space, inside_of, is_library, reads_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 _NUMBERS = (int, float, complex, np.generic)
@@ -36,17 +36,17 @@ def refuse_first_come(module: Any, data: Any) -> None:
     """Refuse rows and a ``collate_rows`` that depend on the order of requests, such as a growing vocabulary.
 
     Containers, attributes, closures and globals that the user's code reaches are put back between two rounds in which
-    the first rows come in opposite orders. This runs before anything else reads the rows; what was set earlier is not
-    seen.
+    the first rows come in opposite orders, unless an iterator or a file is among them, which nothing puts back. This
+    runs before anything else reads the rows; what was set earlier is not seen.
 
-    Numbers that change as rows are read, such as a count of tokens, tell of the rows: a warning names them, and from
-    then on they are put back after every batch (`PrivateStep.put_back_reading`).
+    Numbers that change as rows are read, such as a count of tokens, tell of the rows: a warning names them. They are
+    not put back while the run trains: the place in a file may be one, and belongs to what was read there.
     """
     dataset = getattr(data, "dataset", None)
     if dataset is None or not hasattr(data, "train_units"):
         return
     rows = range(min(len(dataset), FIRST))
-    numbers: list[Number] = []
+    numbers = set[str]()
     if depends_on_the_first([dataset], [partial(dataset.__getitem__, row) for row in rows], numbers):
         refuse_other_rows()
     with kept_generators():
@@ -59,42 +59,33 @@ def refuse_first_come(module: Any, data: Any) -> None:
             "later ones. Build lookup tables and scales from public texts beforehand.",
             trap="T11",
         )
-    if not hasattr(module, "put_back_reading"):  # no module of this package, which puts nothing back
-        return
-    public = module._public()
-    counted = [(put_back, name) for put_back, name in numbers if name.rpartition(".")[2] not in public]
-    module.note_reading(put_back for put_back, _ in counted)
-    if names := ", ".join(sorted({name for _, name in counted})):
+    public = getattr(module, "public_metrics", ())
+    if names := ", ".join(sorted(name for name in numbers if name.rpartition(".")[2] not in public)):
         rank_zero_warn(
-            f"Reading rows changes {names}, which tells of private rows. It is put back after every batch, so that no "
-            "schedule, optimizer or callback reads it. To count, use trainer.global_step. If no private row is behind "
-            "it, list its name in public_metrics of the module."
+            f"Reading rows changes {names}, which tells of private rows. The card trusts that no schedule, optimizer "
+            "or callback reads it. To count, use trainer.global_step. If no private row is behind it, list its name in "
+            "public_metrics of the module."
         )
 
 
-def put_back_reading(module: Any) -> None:
-    """Let a `PrivateModule` put back what reading has counted; a loop of the user's own has nothing to put back."""
-    getattr(module, "put_back_reading", lambda: None)()
-
-
-#: What puts a number back, and its name.
-Number = tuple[Callable[[], object], str]
-
-
 def depends_on_the_first(
-    roots: Sequence[Any], calls: Sequence[Callable[[], Any]], numbers: list[Number] | None = None
+    roots: Sequence[Any], calls: Sequence[Callable[[], Any]], numbers: set[str] | None = None
 ) -> bool:
     """Return whether the results of ``calls`` depend on their order, by what ``roots`` reach and they change.
 
-    To ``numbers`` are added those that they change.
+    To ``numbers`` are added the names of those that they change.
     """
-    held = [(each, _read(each)) for each in _holders(roots)]
+    found = list(_holders(roots))
+    held = [(each, _read(each)) for each in found if not isinstance(each, _Stream)]
+    moves_on = len(held) < len(found)
     with kept_generators():
         forward = [_answer(number, call) for number, call in enumerate(calls)]
-        if not _put_back(held, numbers):
+        if numbers is not None:
+            numbers |= {name for holder, before in held for name in _changed_numbers(holder, before)}
+        if not moves_on and not _put_back(held):
             return False
+        # What this round leaves stays: whatever it cannot be seen to belong to, the user's code left both together.
         backward = [_answer(number, call) for number, call in reversed(list(enumerate(calls)))]
-        _put_back(held)
     return forward != backward[::-1]
 
 
@@ -114,8 +105,15 @@ def _read(holder: Any) -> Any:
     return holder.copy() if isinstance(holder, np.ndarray) or len(holder) <= _COPIED else len(holder)
 
 
-def _put_back(held: Sequence[tuple[Any, Any]], numbers: list[Number] | None = None) -> bool:
-    """Let holders hold what they held; return whether one of them held something else, and which ``numbers``."""
+def _changed_numbers(holder: Any, before: Any) -> Iterator[str]:
+    if isinstance(holder, Space):
+        for name, value in holder.read().items():
+            if isinstance(value, _NUMBERS) and before.get(name, before) is not value:
+                yield f"{holder.name}.{name}"
+
+
+def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
+    """Let holders hold what they held; return whether one of them held something else."""
     changed = False
     for holder, before in held:
         now = _read(holder)
@@ -127,10 +125,6 @@ def _put_back(held: Sequence[tuple[Any, Any]], numbers: list[Number] | None = No
             if isinstance(holder, Space):
                 others = {name: value for name, value in before.items() if now.get(name, now) is not value}
                 holder.write(others, now.keys() - before.keys())
-                if numbers is not None:
-                    changed_here = {*others, *(now.keys() - before.keys())}
-                    counts = [name for name in changed_here if isinstance(now.get(name), _NUMBERS)]
-                    numbers += [(partial(holder.bind, name, before), f"{holder.name}.{name}") for name in counts]
             elif isinstance(holder, (dict, set)):
                 holder.clear()
                 holder.update(before)
@@ -166,7 +160,8 @@ def _cut_back(holder: Any, size: int) -> None:
 def _holders(roots: Sequence[Any]) -> Iterator[Any]:
     """Yield what ``roots`` and the user's functions reach that may come to hold something else.
 
-    Dicts, lists, cached functions, and the `Space` of each object, class and function that is not a library's.
+    Dicts, lists, cached functions, and the `Space` of each object, class and function that is not a library's; a
+    `_Stream` for each iterator and file.
     """
     waiting, seen = deque(roots), set[int]()
     while waiting and len(seen) < _REACHED:  # the nearest first
@@ -178,6 +173,8 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
         seen.add(id(value))
         if type(value) in _CONTAINERS or isinstance(value, CachedFunction):
             yield value
+        if hasattr(type(value), "__next__"):  # files have it as well
+            yield _Stream()
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             waiting += islice(value.values() if isinstance(value, dict) else value, _LOOKED_INTO)
         elif isinstance(value, partial):
@@ -187,7 +184,9 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
         elif isinstance(value, CachedFunction):
             waiting.append(value.__wrapped__)
         elif isinstance(value, FunctionType):
-            if not is_library(value.__module__):
+            if (wrapped := inside_of(value)) is not None:
+                waiting.append(wrapped)
+            elif not is_library(value.__module__):
                 yield Space(value)
                 waiting += [read for _, read in reads_of(value)]
         elif not isinstance(value, ModuleType):
@@ -196,6 +195,10 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
             waiting += [each for kind in own for each in getattr(kind, "__dict__", {}).values()]
             if own and not is_library(getattr(value, "__module__", None) or type(value).__module__):
                 yield Space(value)
+
+
+class _Stream:
+    """Stands for an iterator or a file, whose place nothing can put back."""
 
 
 def _is_small(value: Any) -> bool:

@@ -7,14 +7,12 @@ guarantee batches get one shape, and every unit keeps its place in it; where tha
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import find_shared_parameters, set_shared_parameters
 
-from lit_dpret.callbacks.first_come import put_back_reading
 from lit_dpret.callbacks.own_code import trusted_code
 from lit_dpret.distributed.xla import is_lazy, sync_device, use_full_precision
 from lit_dpret.errors import ConfigurationError
@@ -44,8 +42,7 @@ def attach_batches(trainer: L.Trainer, module: Any, data: Any, sampler: PrivateB
     # Where a function of the user's names the units, two of them may hold the same query and passage.
     or_row, one = not hasattr(data, "unit_of"), data.rows_per_unit
     own = bool(trusted_code(trainer, module, data))
-    after = partial(put_back_reading, module)
-    settings = {"unit": mode.unit, "or_row": or_row, "shape": shape, "apart": apart, "own": own, "after": after}
+    settings = {"unit": mode.unit, "or_row": or_row, "shape": shape, "apart": apart, "own": own}
     data.attach(sampler, UnitCollator(collate, one, **settings))
 
 

@@ -104,6 +104,8 @@ def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -
     met = WeakSet(module.modules())  # asked about before training begins
 
     def ask(called: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # dynamo would compile this for each module; the looks at the first batch call them uncompiled
         if called not in met and not trainer.interrupted:
             with temporarily_clear_interpreter_stack():  # a loss may call it inside torch.func.vmap
                 refuse_other_weights(module, accountant, data, part=called)
@@ -131,30 +133,6 @@ def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
         f"constructor, {way}",
         trap="T30",
     )
-
-
-def _kind(name: str, tensor: Tensor) -> tuple[str, ...]:
-    return name.rpartition(".")[2], *map(str, tensor.shape)
-
-
-def _tensors_saved_in(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """Yield the tensors in model files and checkpoints below ``folder``; pass over files that cannot be read."""
-    for file in sorted(folder.rglob("*")):
-        with suppress(OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError):
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt") as content:
-                    yield from ((file, name, content.get_tensor(name)) for name in content.keys())  # noqa: SIM118
-            elif file.suffix in (".ckpt", ".pt", ".pth", ".bin"):
-                content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-                yield from ((file, name, each) for name, each in _named_tensors(content))
-
-
-def _named_tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, each in content.items() if isinstance(content, Mapping) else ():
-        if isinstance(each, Tensor):
-            yield str(name), each
-        else:
-            yield from _named_tensors(each)
 
 
 def assumed_weights(module: Any, accountant: Any) -> list[str]:

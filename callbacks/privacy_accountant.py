@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
 from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
 from lit_dpret.callbacks.endings import ends_by_rows, fails_in_update, hear_no_worker
-from lit_dpret.callbacks.first_come import put_back_reading
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, tie_again
 from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, refuse_called, refuse_other_weights
@@ -290,7 +289,6 @@ class PrivacyAccountant(RunLedgers):
             refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
             if getattr(loader, "dataset", None) is not None:
                 self._unchanged = UnchangedUnits(loader.dataset, self.sampler)
-            put_back_reading(module)
         self._with_rows = False
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -414,7 +412,6 @@ class PrivacyAccountant(RunLedgers):
         done = batch.step + 1
         if done & (done - 1) == 0:  # a power of two
             self._compare_units()
-            put_back_reading(self._module)
         if (fraction := self._gate.clip_fraction) is not None:
             tell(trainer, {"privacy/clip_fraction": fraction}, done)
         every = max(1, -(-self.planned_steps // max(1, self.eps_log_points)))

@@ -1,13 +1,13 @@
-"""What data sets and collations count as they read private rows: nobody reads it after the batch."""
+"""What data sets and collations keep as they read private rows stays as they left it, and no schedule follows it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from keeping_losses import Reads
 from own_modules import Classifier, data, fit, made, rows
 from torch.utils.data import Dataset, default_collate
 
@@ -37,31 +37,15 @@ class CountingCollation:
 
 
 @pytest.mark.parametrize("where", [Counting, CountingCollation])
-def test_what_reading_rows_counts_is_put_back(where: Any, tmp_path: Path) -> None:
+def test_what_reading_rows_counts_is_named(where: Any, tmp_path: Path) -> None:
     counts = where()
-    datamodule = data(counts) if where is Counting else data()
     private = made(**{} if where is Counting else {"collate_fn": counts})
-    reads = Reads(lambda: counts.seen)
     with pytest.warns(UserWarning, match=f"{where.__name__}.seen"):
-        fit(tmp_path, private, datamodule, callbacks=[reads], max_steps=3)
-    assert {*reads.seen} == {"0.0"}
-
-
-def test_what_two_of_one_kind_count_is_put_back_in_both(tmp_path: Path) -> None:
-    parts = CountingCollation(), CountingCollation()
-
-    def collate(found: list[Any]) -> Any:
-        first, _ = (each(found) for each in parts)
-        return first
-
-    reads = Reads(lambda: [each.seen for each in parts])
-    with pytest.warns(UserWarning, match="CountingCollation.seen"):
-        fit(tmp_path, made(collate_fn=collate), callbacks=[reads], max_steps=2)
-    assert {*reads.seen} == {"[0.0, 0.0]"}
+        fit(tmp_path, private, data(counts) if where is Counting else data(), max_steps=1)
 
 
 class CountsInADict:
-    """Counts tokens where numbers are not put back."""
+    """Counts tokens in a container."""
 
     def __init__(self) -> None:
         self.seen = {"tokens": 0.0}
@@ -81,17 +65,83 @@ class CountsRowsInADict(Counting):
         return found
 
 
-@pytest.mark.parametrize("where", [CountsInADict, CountsRowsInADict])
-def test_a_schedule_by_what_reading_counts_elsewhere_is_refused(where: Any, tmp_path: Path) -> None:
-    counts = where()
+@pytest.mark.parametrize("where", [Counting, CountingCollation, CountsInADict, CountsRowsInADict])
+def test_a_schedule_by_what_reading_counts_is_refused(where: Any, tmp_path: Path) -> None:
+    counts, collates = where(), where in (CountingCollation, CountsInADict)
 
     class Scheduled(Classifier):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            held = counts.seen if where is CountsInADict else counts.tokens
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + sum(held.values())))
+            held = {CountsInADict: "seen", CountsRowsInADict: "tokens"}.get(where)
+            counted = (lambda: counts.seen) if held is None else (lambda: sum(getattr(counts, held).values()))
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + counted()))
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    given = {"collate_fn": counts} if where is CountsInADict else {}
+    given = {"collate_fn": counts} if collates else {}
     with pytest.raises(UnsupportedModelError, match="data set or collate_rows"):
         fit(tmp_path, made(Scheduled(), **given), data() if given else data(counts))
+
+
+class InShards(Dataset[Any]):
+    """Keeps the shard that it opened last."""
+
+    shard = -1
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        if self.shard != row // 20:
+            self.shard = row // 20
+            self.open(self.shard * 20)
+        number, found = self.at(row % 20)
+        if number != row:
+            raise LookupError(f"Row {number} in place of row {row}.")
+        return found
+
+    def open(self, first: int) -> None:
+        self.rows = list(enumerate(rows()))[first : first + 20]
+
+    def at(self, place: int) -> Any:
+        return self.rows[place]
+
+
+class InOneBuffer(InShards):
+    """Reads each shard into the same memory, too much of it to be copied."""
+
+    def __init__(self) -> None:
+        self.numbers = np.zeros((20, 10_000))
+
+    def open(self, first: int) -> None:
+        self.numbers[:, 0] = np.arange(first, first + 20)
+
+    def at(self, place: int) -> Any:
+        number = int(self.numbers[place, 0])
+        return number, rows()[number]
+
+
+class OneAfterAnother(InShards):
+    """Reads on from the last row where it can."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.place, self.reader = 0, iter(enumerate(rows()))
+
+    def __getitem__(self, row: int) -> Any:
+        if row < self.place:
+            self.start()
+        for number, found in self.reader:
+            self.place = number + 1
+            if number == row:
+                return found
+        raise LookupError(f"Row {row} is behind the reader.")
+
+
+@pytest.mark.parametrize("kept", [InShards, InOneBuffer, OneAfterAnother])
+def test_a_place_that_a_data_set_keeps_stays_that_of_what_it_read_there(kept: Any, tmp_path: Path) -> None:
+    reading = kept()
+    for row in range(0 if kept is OneAfterAnother else 60):
+        reading[row]
+    fit(tmp_path, made(), data(reading, physical_batch_size=4))

@@ -7,7 +7,7 @@ engine misses a dependence without a gradient, so the loss is computed again wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -61,8 +61,6 @@ class CouplingCheck:
     """
 
     def __init__(self) -> None:
-        #: What puts back the numbers that change as rows are read.
-        self.reading: list[Callable[[], object]] = []
         self._before: KeptState | None = None
         self._earlier: KeptState | None = None
         self._collated_rows: Any = None
@@ -247,7 +245,7 @@ class CouplingCheck:
         """Leave out what is kept of the module and of private rows, for copies and pickles of it."""
         of_rows = ("_collated", "_collated_rows", "_single", "_trained")
         names = dict.fromkeys(("_before", "_earlier", "_passes", "_first", *of_rows))
-        return {**vars(self), **names, "_of_rows": {}, "reading": [], "_parts": []}
+        return {**vars(self), **names, "_of_rows": {}, "_parts": []}
 
     def compare_collations(self, module: Any, rows: list[Any], others: list[Any]) -> None:
         """Compare ``collate_rows`` of rows before and after others; the first look compares their losses."""

@@ -254,7 +254,6 @@ class Passes:
         for read in reads:
             self._kept_state.reset()
             self.module.collate_rows(read())
-            self.module.put_back_reading()
             rates.append(self._next_rates())
         if any(each != rates[0] for each in rates):
             raise UnsupportedModelError(

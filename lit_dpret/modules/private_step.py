@@ -107,7 +107,6 @@ class PrivateStep(Checkpointed):
         self.updating = self.in_blocks = False
         self._couplings.begin()
         self._hooks.begin()
-        self.put_back_reading()
         self._loss_sum = 0.0
         self._losses.clear()
 
@@ -143,15 +142,6 @@ class PrivateStep(Checkpointed):
             raise undeclared_metric(repr(name), self.privacy)
         if not self._rehearses:
             super().log(name, value, *args, **kwargs)
-
-    def note_reading(self, counts: Iterable[Callable[[], object]]) -> None:
-        """Store what puts back the numbers that change as rows are read and collated."""
-        self._couplings.reading = list(counts)
-
-    def put_back_reading(self) -> None:
-        """Put back what reading the rows of a batch has counted, before anybody else can read it."""
-        for put_back in self._couplings.reading:
-            put_back()
 
     def watch_hooks(self) -> None:
         """Start watching hooks, before those of the first batch run."""

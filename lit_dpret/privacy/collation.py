@@ -73,7 +73,6 @@ class UnitCollator:
         apart: Whether units are kept apart where ``collate_rows`` draws. Without a guarantee to keep, all rows are
             collated at once, under the seed of the first of them.
         own: Whether code of the user's takes part, so that ``answers`` are compared in every batch.
-        after: Called when a batch is made, in the process that made it.
     """
 
     def __init__(
@@ -86,14 +85,13 @@ class UnitCollator:
         shape: FixedShape | None = None,
         apart: bool = True,
         own: bool = False,
-        after: Callable[[], object] = lambda: None,
     ) -> None:
         require_choice("datamodule.rows_per_unit", rows_per_unit, get_args(RowsPerUnit))
         self._collate_rows = collate_rows
         self._one = rows_per_unit == "one"
         self._unit, self._or_row = unit, or_row
         self._shape = shape
-        self._apart, self._own, self._after = apart, own, after
+        self._apart, self._own = apart, own
         self._draws = self._looked = self._looks = False
         self._sizes: dict[str, torch.Size] = {}
 
@@ -247,7 +245,6 @@ class UnitCollator:
             # From here on each row has the slot that its place is in, whether or not it is data.
             slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
             real += [False] * (shape.slots - len(real))
-        self._after()
         return UnitBatch(
             rows=features,
             unit_ids=torch.tensor(slots, dtype=torch.long),

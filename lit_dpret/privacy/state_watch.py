@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from lit_dpret.errors import UnsupportedModelError
 SMALL = 1 << 16
 #: Tensors outside the parameters are copied up to this many bytes.
 COPIED = 1 << 26
-_VERSION = attrgetter("_version")
+_VERSION, _VALUES = attrgetter("_version"), methodcaller("values")
 
 
 class _Seen(NamedTuple):
@@ -95,7 +95,7 @@ class StateWatch:
         self._places: list[Any] = [d for part in parts for d in (part._modules, part._parameters, part._buffers)]
         self._lengths = [*map(len, self._places)]
         self._filled = [place for place in self._places if place]
-        self._held = [*chain.from_iterable(map(dict.values, self._filled))]
+        self._held = [*chain.from_iterable(map(_VALUES, self._filled))]
         self._named = _named_in(module)
 
     def _note_seen(self) -> None:
@@ -120,7 +120,7 @@ class StateWatch:
         """Return whether the module has the parts and tensors of the last walk; without a walk, which takes longer."""
         if [*map(len, self._places)] != self._lengths:
             return False
-        return all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
+        return all(map(is_, chain.from_iterable(map(_VALUES, self._filled)), self._held))
 
     def _refuse_others(self, now: Mapping[str, Tensor]) -> None:
         for name, tensor in now.items():

@@ -34,7 +34,7 @@ LIBRARIES = frozenset({
     "transformers", "tokenizers", "sentence_transformers", "sentencepiece", "huggingface_hub", "safetensors", "peft",
     "accelerate", "opacus", "deepspeed", "dp_accounting", "numpy", "scipy", "wandb", "tensorboard", "mlflow", "hydra",
     "omegaconf", "rich", "tqdm", "bm25s", "faiss", "PIL", "fsspec", "pyarrow", "datasets", "pandas",
-    "jsonargparse", "docstring_parser", "typeshed_client",
+    "jsonargparse", "docstring_parser", "typeshed_client", "sympy", "mpmath", "networkx",
 })  # fmt: skip
 HOLD_NO_CODE = (str, bytes, int, float, bool, complex, type(None), Tensor, np.ndarray, torch.dtype, torch.device)
 #: Classes whose own code reads nothing that a class derived from them keeps.
@@ -78,6 +78,12 @@ def _is_installed_at(root: str, file: str) -> bool:
         if path.is_relative_to(Path(str(found.locate_file(""))).resolve()) or name.lower().replace("-", "_") == root:
             return True
     return False
+
+
+def inside_of(function: FunctionType) -> Any:
+    """Return what a decorator of a library wraps, such as ``torch.compile``; None for any other function."""
+    by_library = is_library(function.__globals__.get("__name__"))
+    return vars(function).get("__wrapped__") if by_library else None
 
 
 def codes_of(function: FunctionType) -> list[CodeType]:
@@ -317,7 +323,9 @@ class ReadByLoss:
         elif isinstance(value, (property, cached_property)):
             waiting.append((path, value.fget if isinstance(value, property) else value.func))
         elif isinstance(value, FunctionType):
-            if not is_library(value.__module__):
+            if (wrapped := inside_of(value)) is not None:
+                waiting.append((path, wrapped))
+            elif not is_library(value.__module__):
                 self._note(value)
                 self._read(value)
         elif isinstance(value, CachedFunction):

@@ -14,6 +14,8 @@ import torch
 from lightning import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
+from own_modules import Classifier, made, row_loss
+from own_modules import fit as fit_own
 from stand_ins import CALIBRATED, KillAt, Killed, Numbers, Regression, StopAfter, Units, dp, fit
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -74,6 +76,25 @@ def test_a_module_inside_torch_compile_is_refused(private: bool, tmp_path: Path)
     with pytest.raises(ConfigurationError, match=r"torch\.compile"):
         fit(tmp_path / "run", module)
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+
+
+class ForwardCompiled(Classifier):
+    forward = torch.compile(Classifier.forward, backend="eager")
+
+
+@pytest.mark.parametrize("what", ["forward", "loss", "part", "script"])
+def test_what_is_compiled_within_a_module_trains(
+    what: str, tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    module = ForwardCompiled() if what == "forward" else Classifier()
+    if what in ("part", "script"):
+        compiled = torch.jit.script(module.net) if what == "script" else torch.compile(module.net, backend="eager")
+        module.net = compiled  # type: ignore[assignment]
+    loss = torch.compile(row_loss, backend="eager") if what == "loss" else row_loss
+    fit_own(tmp_path, made(module, per_row_loss=loss, engine="loop"), max_steps=3)
+    assert not [each for each in recwarn if "keeps in" in str(each.message)]
+    assert "recompile_limit" not in caplog.text
 
 
 class Masked(DPSGD):
