@@ -91,7 +91,7 @@ def _spent(sweep: SweepFolder) -> tuple[float | None, str | None]:
 
 def _best(sweep: SweepFolder, rows: Sequence[Mapping[str, Any]]) -> str | None:
     metric = sweep.facts["metric"]
-    judged = [row for row in rows if metric and metric["name"] in row["metrics"]]
+    judged = [row for row in rows if metric and not math.isnan(row["metrics"].get(metric["name"], math.nan))]
     if not judged:
         return None
     sign = 1.0 if metric["goal"] == "minimize" else -1.0
