@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -195,3 +196,9 @@ def test_the_report_names_the_best_trial_and_that_nothing_private_was_spent(tmp_
     table = (made.folder / "sweep.csv").read_text(encoding="utf-8").splitlines()
     assert table[0] == "trial,how,x,epsilon,loss" and len(table) == 4
     assert json.loads((made.folder / "sweep_report.json").read_text())["best"] == report.best
+
+
+def test_a_trial_that_diverged_is_not_the_best(tmp_path: Path) -> None:
+    made, file = sweep(tmp_path, "ok", xs=(math.nan, 1.0))
+    go(made, file)
+    assert write_report(made).best == file.trials()[1].id
