@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
@@ -84,9 +85,12 @@ def depends_on_the_first(
             numbers |= {name for holder, before in held for name in _changed_numbers(holder, before)}
         if not moves_on and not _put_back(held):
             return False
-        # What this round leaves stays: whatever it cannot be seen to belong to, the user's code left both together.
         backward = [_answer(number, call) for number, call in reversed(list(enumerate(calls)))]
-    return forward != backward[::-1]
+        if forward == backward[::-1]:
+            return False  # what this round leaves stays: whatever else belongs to it, the user's code left both
+        if not moves_on:
+            _put_back(held)
+    return True
 
 
 def _answer(number: int, call: Callable[[], Any]) -> bytes | None:
@@ -173,7 +177,7 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
         seen.add(id(value))
         if type(value) in _CONTAINERS or isinstance(value, CachedFunction):
             yield value
-        if hasattr(type(value), "__next__"):  # files have it as well
+        if hasattr(type(value), "__next__") and type(value) not in ProxyTypes:  # files have it as well
             yield _Stream()
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             waiting += islice(value.values() if isinstance(value, dict) else value, _LOOKED_INTO)
