@@ -14,6 +14,7 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,14 @@ class TextCodec:
                 f"model.max_passage_length={most} is the length of prompt and passage together, and model.prompt has "
                 f"{taken} tokens alone. Make the prompt shorter, or the length greater."
             )
+
+    @cached_property
+    def line_breaks(self) -> list[int]:
+        """The tokens of a decoder-only model that hold a line break: a query is one line, and ends before it."""
+        if not self.continues:
+            return []
+        texts = self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))])
+        return [token for token, text in enumerate(texts) if "\n" in text]
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of generated ids, without special tokens, with single spaces."""

@@ -113,7 +113,7 @@ def draw_group(
     by_draw = []
     for draw in wanted:
         numbers = np.stack([uniforms(seed, name, draw, decoding.max_new_tokens) for name in names])
-        by_draw.append(decode(generator.model, read, numbers, decoding))
+        by_draw.append(decode(generator.model, read, numbers, decoding, line_breaks=codec.line_breaks))
     return [
         SyntheticQuery(
             passage_id=name,

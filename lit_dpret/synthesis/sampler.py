@@ -54,7 +54,7 @@ class Sampled:
     # Log probability (nats) of all drawn tokens, the end mark included, under the model itself: before temperature and
     # truncation.
     log_prob: float
-    finished: bool  # whether the end mark was drawn
+    finished: bool  # whether the end mark, or a line break, was drawn
 
 
 def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
@@ -153,13 +153,17 @@ def _from_nucleus(
 
 
 @torch.inference_mode()
-def decode(model: PreTrainedModel, passages: Prefilled, numbers: np.ndarray, decoding: Decoding) -> list[Sampled]:
+def decode(
+    model: PreTrainedModel, passages: Prefilled, numbers: np.ndarray, decoding: Decoding,
+    *, line_breaks: Sequence[int] = (),
+) -> list[Sampled]:  # fmt: skip
     """Draw one sequence per row with a key-value cache; finished rows leave the batch.
 
-    ``numbers`` are uniform, shape ``(rows, at least max_new_tokens)``.
+    ``numbers`` are uniform, shape ``(rows, at least max_new_tokens)``. The tokens ``line_breaks`` end a query as the
+    model's end mark does.
     """
     rows = len(passages)
-    ends = end_marks(model)
+    ends = [*end_marks(model), *line_breaks]
     sequences: list[list[int]] = [[] for _ in range(rows)]
     log_probs = np.zeros(rows)
     finished = np.zeros(rows, dtype=bool)
@@ -251,8 +255,9 @@ class TargetScores:
 
 @torch.inference_mode()
 def target_scores(
-    model: PreTrainedModel, passages: Prefilled, targets: Sequence[Sequence[int]], decoding: Decoding | None = None
-) -> TargetScores:
+    model: PreTrainedModel, passages: Prefilled, targets: Sequence[Sequence[int]], decoding: Decoding | None = None,
+    *, line_breaks: Sequence[int] = (),
+) -> TargetScores:  # fmt: skip
     """Score each token of each target, given those before it and its passage (teacher forcing).
 
     There is one passage for every target, or one for all of them. With ``decoding`` targets are also scored under
@@ -275,7 +280,8 @@ def target_scores(
             chosen = own.gather(1, tokens[:, None])[:, 0].double() - torch.logsumexp(own, 1).double()
             log_probs[first + row, : len(target)] = chosen.cpu()
             if decoding is not None:
-                drawn[first + row, : len(target)] = drawn_log_probs(own, tokens, decoding, ends=end_marks(model)).cpu()
+                ends = [*end_marks(model), *line_breaks]
+                drawn[first + row, : len(target)] = drawn_log_probs(own, tokens, decoding, ends=ends).cpu()
     return TargetScores(log_probs, None if decoding is None else drawn)
 
 

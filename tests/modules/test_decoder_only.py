@@ -258,6 +258,26 @@ def test_what_is_drawn_with_a_cache_is_what_whole_sequences_give(kind: str) -> N
 
 
 @KINDS
+def test_a_query_ends_before_its_first_line_break(kind: str) -> None:
+    module = decoder_only(kind, away=0.3)
+    model, decoding = module.model.eval(), Decoding(max_new_tokens=6, min_new_tokens=0)
+    ids = module.codec.passages([row.passage for row in ROWS])
+    whole = decode(model, prefill(model, ids), numbers(3, 6), decoding)
+    mark = next(each.tokens[2] for each in whole if len(each.tokens) > 2)
+    lines = decode(model, prefill(model, ids), numbers(3, 6), decoding, line_breaks=[mark])
+    for cut, drawn in zip(lines, whole, strict=True):
+        end = drawn.tokens.index(mark) if mark in drawn.tokens else len(drawn.tokens)
+        assert cut.tokens == drawn.tokens[:end] and cut.finished == (drawn.finished or mark in drawn.tokens)
+
+
+def test_tokens_with_a_line_break_are_those_of_a_decoder_only_model_alone() -> None:
+    words = tokenizer(["one", "\n", "two\n\n", "three"])
+    contract = GeneratorContract(prompt="", max_passage_length=8, max_query_length=8)
+    texts = [words.convert_ids_to_tokens(token) for token in TextCodec(words, contract, continues=True).line_breaks]
+    assert texts == ["\n", "two\n\n"] and not TextCodec(words, contract).line_breaks
+
+
+@KINDS
 def test_a_common_beginning_that_is_read_once_gives_what_whole_prompts_give(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

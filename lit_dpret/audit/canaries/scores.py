@@ -124,7 +124,8 @@ def _log_probability_of_draw(
 ) -> float:
     """Return the log probability that a draw for the passage without the secret begins with query and secret."""
     read = prefill(generator.model, generator.codec.passages([prompt_without_secret(canary)]))
-    drawn = target_scores(generator.model, read, [target], decoding).drawn
+    line_breaks = generator.codec.line_breaks
+    drawn = target_scores(generator.model, read, [target], decoding, line_breaks=line_breaks).drawn
     return -math.inf if drawn is None else float(drawn[0, : len(target) - 1].sum())
 
 
@@ -173,7 +174,7 @@ def draw_leaks(
         read = prefill(generator.model, generator.codec.passages([passage])).repeated(draws)
         label, length = f"canary:{canary.name}", decoding.max_new_tokens
         numbers = np.stack([uniforms(seed, label, draw, length) for draw in range(draws)])
-        sampled = decode(generator.model, read, numbers, decoding)
+        sampled = decode(generator.model, read, numbers, decoding, line_breaks=generator.codec.line_breaks)
         # With special tokens, which `TextCodec.text` leaves out: new-token canaries consist of them.
         return [str(generator.tokenizer.decode(each.tokens, skip_special_tokens=False)) for each in sampled]
 
