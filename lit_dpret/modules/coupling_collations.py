@@ -43,13 +43,15 @@ class CollationPasses(Passes):
         module = _copy_without_weights(self.module)
         if module is self.module:
             self._kept_state.reset()
-        with FixedCoins():
+        seed_everywhere(self._seed)
+        with FixedCoins() as secret:
             if before:
                 module.collate_rows(before)
             seed_everywhere(self._seed)
             coins = python_and_numpy_now()
             found = module.collate_rows(rows)
             draws = coins != python_and_numpy_now()
+        self._drew_publicly |= secret.drew_publicly
         return _Collated(found, own_generators(islice(objects_in(module), _OBJECTS)), draws)
 
     def compare_collated(self, rows: Rows, own: list[Any], others: list[Any], *, again: bool = True) -> None:

@@ -63,6 +63,7 @@ class Passes:
         self._differentiates, self._fixes_coins = differentiates, fixes_coins
         #: Whether a random number was drawn in a pass that fixes them.
         self.drew = False
+        self._drew_publicly = False
         self._parameters = trainable(module)
 
     def __enter__(self) -> Self:
@@ -360,9 +361,11 @@ class Passes:
 
     def _embeddings(self, features: Any, *, as_trained: bool = False, gradients: bool = False) -> Tensor:
         seed_everywhere(self._seed)
-        with torch.set_grad_enabled(gradients), self._wide(as_trained), FixedCoins():
+        with torch.set_grad_enabled(gradients), self._wide(as_trained), FixedCoins() as coins:
             sides = self.module.pair_batch(self._prepared(features)).sides
-            return torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
+            found = torch.cat([side.embedded(slice(0, side.count)) for side in sides], 1)
+        self._drew_publicly |= coins.drew_publicly
+        return found
 
     def _afresh(self, features: Any, **how: bool) -> Tensor:
         self._kept_state.reset()
@@ -417,6 +420,7 @@ class Passes:
         with coins if self._fixes_coins else nullcontext():
             yield
         self.drew |= coins.drew
+        self._drew_publicly |= coins.drew_publicly
 
     def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
         """Of the kept rows' losses, with alternating signs and powers of two so that no two rows weigh the same."""
@@ -456,6 +460,14 @@ class Passes:
             raise UnsupportedModelError(
                 f"privacy={mode} cannot train {name}: the same rows have another loss each time, so a dependence "
                 "between rows cannot be detected. Draw random numbers in per_row_loss from torch.",
+                trap="T11",
+            )
+        if self._drew_publicly:
+            raise UnsupportedModelError(
+                f"privacy={mode} cannot train {name}: it draws random numbers by a seed or generator of its own. Which "
+                "of them a row gets depends on the other rows, and anyone can repeat them, so clipping each example "
+                "bounds nothing. Draw them from torch's global generator without a seed (torch.rand(...), dropout), "
+                "which the run seeds from its secret.",
                 trap="T11",
             )
         raise UnsupportedModelError(

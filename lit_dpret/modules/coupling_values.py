@@ -16,11 +16,16 @@ LOW_PRECISION = 3e-2
 
 
 class FixedCoins(TorchDispatchMode):
-    """Every random number is the same, so that a row gets it in a batch of any size; dropout drops nothing."""
+    """Every secret random number is the same, so that a row gets it in a batch of any size; dropout drops nothing.
+
+    Secret are those of the global generators as they are seeded when this is made. Numbers of other generators, or
+    after another seed, are left as they are: anyone can repeat them, and which one a row gets is up to the others.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drew = False
+        self.drew = self.drew_publicly = False
+        self._seeds = _seeds()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -29,6 +34,9 @@ class FixedCoins(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") not in _global_generators() or _seeds() != self._seeds:
+            self.drew_publicly = True
             return func(*args, **kwargs)
         self.drew = True
         name = func.overloadpacket.__name__
@@ -45,6 +53,14 @@ class FixedCoins(TorchDispatchMode):
             elif isinstance(tensor, Tensor):
                 tensor.fill_(1 if name.startswith("bernoulli") else 0.5 if tensor.is_floating_point() else 0)
         return found
+
+
+def _global_generators() -> tuple[torch.Generator | None, ...]:
+    return None, torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())  # type: ignore[no-untyped-call]
+
+
+def _seeds() -> list[int]:
+    return [each.initial_seed() for each in _global_generators() if each is not None]
 
 
 def differ(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
