@@ -234,7 +234,7 @@ def test_a_resume_that_fails_before_its_first_step_takes_nothing_from_the_next_o
     assert released(folder) == list(range(STEPS))
 
 
-@pytest.mark.parametrize("sampling", ["truncated_poisson", "poisson"])
+@pytest.mark.parametrize("sampling", ["truncated_poisson", pytest.param("poisson", marks=pytest.mark.slow)])
 def test_two_ranks_go_on_with_physical_batches_of_another_size(sampling: str, server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for size, at in ((8, 5), (3, 9), (8, None)):

@@ -127,6 +127,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert ledger(tmp_path / "alone") == ledger(tmp_path / "moved")
 
 
+@pytest.mark.slow
 def test_a_run_whose_optimizer_keeps_no_state_goes_on(server: Server, tmp_path: Path) -> None:
     for given in ({"kill_at": 3}, {"resume": True}):
         ended = server.run("shard_jobs:generate", tmp_path / "run", world=2, model={"optimizer": "sgd"}, **given)

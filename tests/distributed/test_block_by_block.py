@@ -17,9 +17,14 @@ BY_BLOCK: dict[str, tuple[int, dict[str, Any]]] = {
     "memory runs out in a forward pass": (2, {"breaks": "forward"}),
     "memory runs out in the sum": (3, {"breaks": "sum"}),
 }  # fmt: skip
+# Each has one of its kind among the others.
+SLOW = ("three ranks", "ghost_tf32", "memory runs out in a forward pass")
 
 
-@pytest.mark.parametrize(("world", "given"), BY_BLOCK.values(), ids=BY_BLOCK)
+@pytest.mark.parametrize(
+    ("world", "given"),
+    [pytest.param(*one, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, one in BY_BLOCK.items()],
+)
 def test_sums_that_are_added_up_block_by_block_are_those_of_one_process(
     world: int, given: dict[str, Any], server: Server, tmp_path: Path
 ) -> None:

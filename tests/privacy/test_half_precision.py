@@ -85,11 +85,11 @@ def sourced(folder: Path, source: str, mode: type, precision: str, **settings: A
 @pytest.mark.parametrize(
     ("mode", "source"),
     [
-        (PublicPassages, "pool"), (PublicPassages, "dynamic"), (PublicPassages, "static"),
+        (PublicPassages, "pool"), (PublicPassages, "static"),
         *(
             pytest.param(mode, source, marks=pytest.mark.slow)
             for mode, source in itertools.product((PublicPassages, DPSGD), ("random", "bm25", "dynamic", "static"))
-            if (mode, source) not in ((PublicPassages, "static"), (PublicPassages, "dynamic"))
+            if (mode, source) != (PublicPassages, "static")
         ),
     ],
 )  # fmt: skip

@@ -92,11 +92,22 @@ def audited(folder: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("given", "neighbours", "units"),
     [
-        ({"make_callbacks": lambda folder: [PrivacyAccountant(run_dir=folder, resume_reserve=30)]}, "zero_out", None),
-        ({"make_callbacks": audited}, "replace_one", 56),
-        ({"make_canaries": lambda folder: CanarySuite(repetitions=[1, 2], candidates=10)}, "zero_out", 56),
+        pytest.param(
+            {"make_callbacks": lambda folder: [PrivacyAccountant(run_dir=folder, resume_reserve=30)]},
+            "zero_out",
+            None,
+            id="a reserve",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"make_callbacks": audited}, "replace_one", 56, id="an audit"),
+        pytest.param(
+            {"make_canaries": lambda folder: CanarySuite(repetitions=[1, 2], candidates=10)},
+            "zero_out",
+            56,
+            id="canaries",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["a reserve", "an audit", "canaries"],
 )
 def test_the_plan_is_that_of_the_fit_of_the_same_words(
     given: Any, neighbours: str, units: int | None, tmp_path: Path
