@@ -21,7 +21,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch import Tensor
 from torch.nn import Parameter
 
-from lit_dpret.callbacks.own_code import holds_data
+from lit_dpret.callbacks.own_code import holds_data, settings_in
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.ledger.gate import public_names
@@ -242,12 +242,16 @@ class CheckpointGate:
 
     def _refuse_data(self, start: Mapping[str, Any]) -> None:
         trainer: Any = self._trainer
-        public, texts = self._public, dict[str, str]()
+        public, texts, names = self._public, dict[str, str](), dict[str, str]()
         for path, value in self._of_users(start):
             if not public.isdisjoint((".".join(path), *path)):
                 continue
             leaves = [(p, each) for p, each in _leaves(value, path) if public.isdisjoint((".".join(p), *p))]
-            texts |= {f"{'.'.join(place)} in a checkpoint": each for place, each in leaves if isinstance(each, str)}
+            texts |= {
+                f"{'.'.join(place)} {where} in a checkpoint": each for place, leaf in leaves
+                for where, each in settings_in(leaf, keys=True) if isinstance(each, str)
+            }  # fmt: skip
+            names |= {f"a key of {'.'.join(path)} ({n})": key for n, (place, _) in enumerate(leaves) for key in place}
             if not holds_data([each for _, each in leaves], small=_SMALL):
                 continue
             if self._declare is None:
@@ -259,9 +263,9 @@ class CheckpointGate:
                     trap="T25",
                 )
             self._declare(f"{'.'.join(path)} in a checkpoint")
-        if texts and self._declare is None:
+        if (texts or names) and self._declare is None:
             with kept_generators():  # rows may be made with random numbers as they are read
-                refuse_quoted(queries_of(trainer.datamodule), texts)
+                refuse_quoted(queries_of(trainer.datamodule), texts, names)
 
     def _of_users(self, start: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
         """Yield what code from outside this package and Lightning puts into a checkpoint beside the weights."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import lightning as L
@@ -23,7 +25,7 @@ from lit_dpret.privacy.content import content_of_rows, readable_content
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
-from lit_dpret.privacy.user_code import HOLD_NO_CODE, is_library
+from lit_dpret.privacy.user_code import HOLD_NO_CODE, NAMESPACES, is_library
 from lit_dpret.privacy.user_generators import kept_generators, own_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -173,7 +175,7 @@ def _keep_states(owners: Sequence[Any]) -> Iterator[str]:
 
 
 def holds_data(value: Any, *, small: int = 0) -> bool:
-    """Return whether a value is more than a setting: many values, a tensor, an array, bytes or a long text.
+    """Return whether a value is more than a setting: many values, a tensor, an array, a data set, bytes, a long text.
 
     A tensor with up to ``small`` elements is so many values.
     """
@@ -182,7 +184,9 @@ def holds_data(value: Any, *, small: int = 0) -> bool:
     found += [each for tensor in few for each in tensor.reshape(-1).tolist()]
     found = [each for each in found if not any(each is tensor for tensor in few)]
     return len(found) > _SETTINGS or any(
-        isinstance(leaf, (Tensor, np.ndarray, bytes)) or (isinstance(leaf, str) and len(leaf) > _LONGEST)
+        isinstance(leaf, (Tensor, np.ndarray, bytes))
+        or _is_collection(leaf)
+        or (isinstance(leaf, str) and len(leaf) > _LONGEST)
         for leaf in found
     )
 
@@ -196,11 +200,40 @@ def _saved(module: Any, data: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (Mapping, list, tuple, set, frozenset)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(inner)
+    return (each for _, each in settings_in(value))
+
+
+def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int = 8) -> Iterator[tuple[str, Any]]:
+    """Yield the values that containers and objects of the user's hold, by place; ``keys`` of mappings as well."""
+    held: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        held = value.items()
+        if keys:
+            yield from ((f"a key of {where}", key) for key in value if isinstance(key, str))
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        held = enumerate(value)
+    elif isinstance(value, partial):
+        held = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    elif isinstance(value, MethodType):
+        held = [("__self__", value.__self__)]
+    elif isinstance(value, NAMESPACES) or (_is_foreign(value) and not _is_collection(value)):
+        held = vars(value).items()
     else:
-        yield value
+        yield where, value
+        return
+    for name, inner in held if depth else ():
+        place = f"{where}[{name}]" if isinstance(name, int) else f"{where}.{name}".lstrip(".")
+        yield from settings_in(inner, place, keys=keys, depth=depth - 1)
+
+
+def _is_foreign(value: Any) -> bool:
+    plain = isinstance(value, (*HOLD_NO_CODE, type, FunctionType, ModuleType, nn.Module, Enum))
+    return not plain and hasattr(value, "__dict__") and not is_library(type(value).__module__)
+
+
+def _is_collection(value: Any) -> bool:
+    """Return whether a value gives others by number or name, as a data set or a table of pandas does."""
+    return hasattr(type(value), "__getitem__") and not isinstance(value, (str, type, nn.Module, np.generic, Enum))
 
 
 #: After so many units without a named row, a data set is not asked for the others.

@@ -296,7 +296,8 @@ class PrivacyAccountant(RunLedgers):
 
         Lightning may fetch the first batches before ``on_train_start``; the sampler calls this too.
         """
-        if self._begun:
+        # `trainer.estimated_stepping_batches` in configure_optimizers may iterate over the loader before that.
+        if self._begun or not trainer.strategy.optimizers:
             return
         self._begun = True
         module: Any = pl_module

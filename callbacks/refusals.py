@@ -5,7 +5,7 @@ One list of checks serves a fit, which raises the first refusal, and ``task=doct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,6 +41,7 @@ from lit_dpret.callbacks.own_code import (
     refuse_random_layers,
     refuse_replaced_weighting,
     refuse_saved_data,
+    settings_in,
 )
 from lit_dpret.callbacks.strategies import (
     refuse_parted_sums,
@@ -373,16 +374,11 @@ def _published(trainer: L.Trainer, module: Any, data: Any) -> tuple[dict[str, st
     return texts, names
 
 
-def _strings(content: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts in nested dicts and lists, with their places."""
-    if isinstance(content, str):
-        yield where, content
-    elif isinstance(content, Mapping):
-        for name, each in content.items():
-            yield from _strings(each, f"{where}.{name}" if where else str(name))
-    elif isinstance(content, (list, tuple)):
-        for number, each in enumerate(content):
-            yield from _strings(each, f"{where}[{number}]")
+def _strings(content: Any) -> Iterator[tuple[str, str]]:
+    """Yield the texts in a setting, those of its keys too, with their places."""
+    found = (each for each in settings_in(content, keys=True) if isinstance(each[1], str))
+    for number, (where, text) in enumerate(found):
+        yield (f"{where} ({number})" if where.startswith("a key of ") else where), text
 
 
 def takes_whole_epochs(trainer: L.Trainer) -> bool:

@@ -112,15 +112,25 @@ def queries_of(data: Any) -> Iterable[str]:
 
 
 def _texts_in_rows(data: Any) -> Iterator[str]:
-    """Yield the texts in rows that are tuples, lists or mappings; shorter ones may be labels, which are no secret."""
+    """Yield the texts that rows hold, also nested; shorter ones may be labels, which are no secret."""
     units: Any = data.train_units() if hasattr(data, "train_units") else ()
     found = False
     for unit in range(len(units)):
         if unit == _TRIED and not found:
             return  # rows of numbers or pictures, all of which it may cost much to read
         for row in units.rows(unit):
-            held = row.values() if isinstance(row, Mapping) else row if isinstance(row, (tuple, list)) else [row]
-            for text in held:
-                if isinstance(text, str) and len(text.split()) >= _LONG:
+            for text in _texts_in(row):
+                if len(text.split()) >= _LONG:
                     found = True
                     yield text
+
+
+def _texts_in(row: Any, depth: int = 4) -> Iterator[str]:
+    if isinstance(row, str):
+        yield row
+        return
+    if hasattr(row, "to_dict"):  # a row of pandas
+        row = row.to_dict()
+    held = row.values() if isinstance(row, Mapping) else row if isinstance(row, (tuple, list)) else ()
+    for each in held or getattr(row, "__dict__", {}).values() if depth else ():
+        yield from _texts_in(each, depth - 1)

@@ -1,12 +1,16 @@
-"""Texts of rows that are tuples or mappings stand in no hyper-parameter and in no state that a checkpoint keeps."""
+"""Private rows stand in no hyper-parameter and in no state that a checkpoint keeps."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import own_modules
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,22 +23,35 @@ from lit_dpret.errors import ConfigurationError
 TEXTS = [f"my basement number {i} was flooded again" for i in range(60)]
 
 
-class Tickets(Dataset[Any]):
-    """Texts with a label, as tuples or mappings."""
+@dataclass
+class Ticket:
+    text: str
+    label: str
 
-    def __init__(self, named: bool) -> None:
-        self.named = named
+
+#: What a row may be.
+KINDS: dict[str, Any] = {
+    "a tuple": lambda text: (text, "flood"),
+    "a mapping": lambda text: {"text": text, "label": "flood"},
+    "nested": lambda text: {"ticket": [{"text": text}], "label": "flood"},
+    "an object": lambda text: Ticket(text, "flood"),
+    "of a table": lambda text: pd.Series({"text": text, "label": "flood"}),
+}
+
+
+class Tickets(Dataset[Any]):
+    def __init__(self, kind: str = "a tuple") -> None:
+        self.kind = kind
 
     def __len__(self) -> int:
         return len(TEXTS)
 
     def __getitem__(self, at: int) -> Any:
-        return {"text": TEXTS[at], "label": "flood"} if self.named else (TEXTS[at], "flood")
+        return KINDS[self.kind](TEXTS[at])
 
 
 def collate(rows: list[Any]) -> dict[str, Tensor]:
-    texts = [row["text"] if isinstance(row, dict) else row[0] for row in rows]
-    return {"x": torch.tensor([[float(len(text)), 1.0] for text in texts])}
+    return {"x": torch.tensor([[float(len(str(row))), 1.0] for row in rows])}
 
 
 class Told(L.LightningModule):
@@ -53,29 +70,91 @@ def loss(model: Any, batch: Any) -> Tensor:
 
 
 class Remembers(L.Callback):
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
     def state_dict(self) -> dict[str, Any]:
-        return {"prompt": self.text}
+        return {"prompt": self.held}
 
 
-def run(folder: Path, named: bool, example: Any, *callbacks: L.Callback) -> None:
-    data = UnitDataModule(Tickets(named), expected_batch_size=20, physical_batch_size=16)
+def run(folder: Path, data: Any, example: Any, *callbacks: L.Callback) -> None:
+    if isinstance(data, str):
+        data = UnitDataModule(Tickets(data), expected_batch_size=20, physical_batch_size=16)
     private = own_modules.made(Told(example), per_row_loss=loss, collate_fn=collate)
     own_modules.fit(folder, private, data, callbacks=[*callbacks], max_steps=1)
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("where", ["hyper-parameter", "within one", "state"])
-def test_the_text_of_a_row_is_refused_where_it_would_be_published(where: str, named: bool, tmp_path: Path) -> None:
-    text = f"Example: {TEXTS[3]} -> flood" if where == "within one" else TEXTS[3]
-    callbacks = [Remembers(text)] if where == "state" else []
+#: What may hold a text.
+HOLDERS: dict[str, Any] = {
+    "itself": lambda text: text,
+    "within a text": lambda text: f"Example: {text} -> flood",
+    "a key": lambda text: {text: 0},
+    "an object": lambda text: SimpleNamespace(rows=[Ticket(text, "flood")]),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "holder"),
+    [
+        *product(["hyper-parameter", "state"], ["a tuple"], HOLDERS),
+        *product(["state"], [kind for kind in KINDS if kind != "a tuple"], ["itself"]),
+    ],
+)
+def test_the_text_of_a_row_is_refused_where_it_would_be_published(
+    where: str, kind: str, holder: str, tmp_path: Path
+) -> None:
+    if (where, holder) == ("hyper-parameter", "an object"):  # a module leaves objects out
+        run(tmp_path, kind, HOLDERS[holder](TEXTS[3]))
+        assert TEXTS[3].encode() not in b"".join(path.read_bytes() for path in tmp_path.rglob("*.ckpt"))
+        return
+    held = HOLDERS[holder](TEXTS[3])
+    callbacks = [Remembers(held)] if where == "state" else []
     with pytest.raises(ConfigurationError) as refused:
-        run(tmp_path, named, "none" if callbacks else text, *callbacks)
+        run(tmp_path, kind, "none" if callbacks else held, *callbacks)
     assert refused.value.trap == "T25" and TEXTS[3] not in str(refused.value)
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_labels_and_words_of_rows_may_be_settings(tmp_path: Path) -> None:
-    run(tmp_path, True, ["flood", "basement", "flooded again"], Remembers("flood"))
+    given = {"labels": ["flood", "basement"], "basement": 1, "text": Ticket("flooded again", "flood")}
+    run(tmp_path, "a mapping", given, Remembers({"flood": 3}))
+
+
+def table() -> Any:
+    return pd.DataFrame({"text": TEXTS})
+
+
+@pytest.mark.parametrize(
+    "held", [table, lambda: SimpleNamespace(of=table()), Tickets, lambda: table()["text"].iloc.__getitem__]
+)
+def test_a_table_or_data_set_is_no_state(held: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        run(tmp_path, "a tuple", "none", Remembers(held()))
+    assert refused.value.trap == "T25"
+
+
+class OwnModule(UnitDataModule):
+    """Knows its data itself."""
+
+    def __init__(self, size: int = 20, *, named: bool = False) -> None:
+        super().__init__(Tickets(), expected_batch_size=size, physical_batch_size=16)
+        if named:
+            self.save_hyperparameters("size")
+        else:
+            self.save_hyperparameters()
+
+
+class Given(UnitDataModule):
+    def __init__(self, dataset: Any) -> None:
+        self.save_hyperparameters()
+        super().__init__(dataset, expected_batch_size=20, physical_batch_size=16)
+
+
+def test_a_datamodule_stores_what_its_constructor_was_given_and_no_data(tmp_path: Path) -> None:
+    assert dict(OwnModule(named=True).hparams) == {"size": 20}
+    data = OwnModule()
+    assert dict(data.hparams) == {"size": 20, "named": False}
+    run(tmp_path / "own", data, "none")
+    with pytest.raises(ConfigurationError, match="dataset") as refused:
+        run(tmp_path / "given", Given(Tickets()), "none")
+    assert refused.value.trap == "T25"
