@@ -137,7 +137,7 @@ class PrivacyAccountant(RunLedgers):
         self._checkpoint_gate: CheckpointGate | None = None
         self._weights: OwnWeights | None = None
         self._noted: set[str] = set()
-        self._begun = self._ended = self._in_batch = self._with_rows = self._counts_epochs = False
+        self._early = self._begun = self._ended = self._in_batch = self._with_rows = self._counts_epochs = False
         self._step = 0
         self._strange: str | None = None
         self._unchanged: UnchangedUnits | None = None
@@ -275,7 +275,12 @@ class PrivacyAccountant(RunLedgers):
         if self.log_gate is not None:
             self.log_gate.training = True
         self._between.note_requeue_quietly()
+        early, self._early = self._early, False
         self._begin(trainer, pl_module)
+        # Lightning has fetched a batch, though the checkpoint may stand at another step.
+        if early and (fetcher := trainer.fit_loop._data_fetcher) is not None:
+            self.sampler.next_step = self._gate.steps_done
+            iter(fetcher)
         if self._gate.steps_done < self.planned_steps:
             self._gate.require_budget(self._gate.steps_done)
 
@@ -296,8 +301,9 @@ class PrivacyAccountant(RunLedgers):
 
         Lightning may fetch the first batches before ``on_train_start``; the sampler calls this too.
         """
-        # `trainer.estimated_stepping_batches` in configure_optimizers may iterate over the loader before that.
-        if self._begun or not trainer.strategy.optimizers:
+        if not trainer.strategy.optimizers:  # whose schedule asks for `trainer.estimated_stepping_batches`
+            self._early = True
+        if self._begun or self._early:
             return
         self._begun = True
         module: Any = pl_module

@@ -314,6 +314,26 @@ def test_a_resume_says_that_the_learning_rate_is_the_checkpoints(
     assert len(said) == (rate == 3.0) and all("3" in text for text in said)
 
 
+class AsksForItsLength(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        length = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(length))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "full_batch"])
+def test_a_schedule_may_ask_how_long_the_run_is(sampling: str, tmp_path: Path) -> None:
+    given = {"sampling": sampling} | ({"expected_batch_size": None} if sampling == "full_batch" else {})
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
+    made_so = partial(made, noise_multiplier=9.0)
+    fit(tmp_path / "run", made_so(AsksForItsLength()), data(**given), callbacks=[kept], max_steps=4)
+    (path,) = (tmp_path / "kept").glob("*step=2.ckpt")
+    again = [PrivacyAccountant(resume=True)]
+    fit(tmp_path / "run", made_so(AsksForItsLength()), data(**given), callbacks=again, ckpt_path=path, max_steps=4)
+    assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 4
+
+
 class Sized(Classifier):
     def __init__(self, width: int, activation: Any = torch.tanh) -> None:
         super().__init__()

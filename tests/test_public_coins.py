@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from own_modules import Classifier, fit, made, row_loss
@@ -53,6 +55,22 @@ def after_a_seed_for_itself(model: Any, batch: Any) -> Tensor:
 def test_a_loss_that_draws_by_a_seed_of_its_own_is_refused(loss: Any, engine: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="global generator"):
         fit(tmp_path, made(Noisy(), per_row_loss=loss, engine=engine), max_steps=1)
+
+
+@pytest.mark.parametrize(
+    "coins", [torch.Generator().manual_seed(42), np.random.default_rng(0), np.random.RandomState(0), random.Random(0)]
+)
+@pytest.mark.parametrize("held", ["by the module", "beside it"])
+def test_a_generator_that_goes_on_from_batch_to_batch_is_refused(coins: Any, held: str, tmp_path: Path) -> None:
+    def flipped(model: Any, batch: Any) -> Tensor:
+        own = coins if held == "beside it" else model.coins
+        number = torch.rand((), generator=own).item() if isinstance(own, torch.Generator) else own.uniform(0, 1)
+        return row_loss(model, batch) * (1 if number < 0.5 else 2)
+
+    module = Noisy()
+    module.coins = coins
+    with pytest.raises(UnsupportedModelError, match="from batch to batch"):
+        fit(tmp_path, made(module, per_row_loss=flipped), max_steps=1)
 
 
 def test_a_collation_that_draws_by_a_seed_of_its_own_is_refused(tmp_path: Path) -> None:

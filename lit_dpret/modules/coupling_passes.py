@@ -221,7 +221,16 @@ class Passes:
                     left += after(some)
             except Exception:  # other values of the module may say that these objects are there
                 left += after(some)
-        return {(at, name) for at, name in _differing(left) if name not in public}
+        names = {(at, name) for at, name in _differing(left) if name not in public}
+        if found := ", ".join(self._kept_state.generators(names)):
+            raise UnsupportedModelError(
+                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: its loss draws from "
+                f"{found}, a random generator that goes on from batch to batch: its later numbers tell how many "
+                "batches the units filled, and anyone can repeat them. Draw from torch's global generator "
+                "(torch.rand(...)), which the run seeds from its secret.",
+                trap="T11",
+            )
+        return names
 
     def compare_put_back(
         self, batches: Sequence[Any], names: Collection[tuple[int, str]], put_back: Callable[[], None]

@@ -24,6 +24,7 @@ from lit_dpret.privacy.ledger.trained import MARK
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import COPIED, checksums, is_copied
 from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of, slots_of
+from lit_dpret.privacy.user_generators import own_generators
 
 #: What `PrivateStep._leave_run` sets.
 OF_A_RUN = frozenset({
@@ -37,9 +38,9 @@ ENTRIES = 1000
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
 #: More objects of one name than these are not compared.
 _OBJECTS = 5_000
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 #: Whose names hold no values of a batch, or are put back by others.
-_NOT_COMPARED = (nn.Parameter, nn.Module, torch.Generator, *GENERATORS)
+_NOT_COMPARED = (nn.Parameter, nn.Module)
 #: Objects of these packages are not looked into.
 _KNOWN = ("builtins", "numpy", *LIBRARIES)
 
@@ -56,6 +57,8 @@ class _Still(NamedTuple):
         kept = {name: value for name, value in values.items() if not isinstance(value, _NOT_COMPARED)}
         kind: Any = type(space.owner)
         if not isinstance(space.owner, nn.Module) or slots_of(kind):
+            return None
+        if any(isinstance(value, GENERATORS) for value in kept.values()):  # which change in place
             return None
         alone = (
             isinstance(v, _SCALARS) or _is_alone(v) or (id(v) in owners and not _container(v)) for v in kept.values()
@@ -152,7 +155,7 @@ class KeptState:
                 each()
 
     def contents(self) -> dict[tuple[int, str], Any]:
-        """Return what each name of each place holds now, equal where its content is; generators are left out."""
+        """Return what each name of each place holds now, equal where its content is."""
         found, seen = {}, dict[int, Any]()
         for at, (space, still) in enumerate(zip(self._spaces, self._still, strict=True)):
             if still is not None and self._is_still(at):
@@ -173,6 +176,11 @@ class KeptState:
             give = before.get(space.key, self._bound[at]).get(name)
             found[*space.key, name] = KeptName(space, name, self._weights, give)
         return found
+
+    def generators(self, names: Collection[tuple[int, str]]) -> list[str]:
+        """Return which of the ``names`` of `contents` are random generators."""
+        held = ((self._spaces[at], name) for at, name in names)
+        return sorted({f"{s.name}.{name}" for s, name in held if isinstance(s.read().get(name), GENERATORS)})
 
     def put_back(self, public: Collection[str] = ()) -> None:
         """Give all names what they had at `begin`, but for those that are ``public``."""
@@ -253,7 +261,7 @@ def _is_data(value: Any) -> bool:
         return True
     if isinstance(value, nn.Parameter):
         return False
-    if isinstance(value, (Tensor, np.ndarray, torch.Generator, *GENERATORS)):
+    if isinstance(value, (Tensor, np.ndarray, *GENERATORS)):
         return True
     if _container(value) is not None:  # whatever it holds is put back into it
         return True
@@ -317,6 +325,8 @@ def _content(value: Any, seen: dict[int, Any], most: int) -> Any:
     """Return what equals that of another value if both hold the same; an object of a library equals itself alone."""
     if isinstance(value, _SCALARS):
         return type(value), value
+    if isinstance(value, GENERATORS):
+        return own_generators([value])
     if _is_alone(value):
         return id(value), value
     if id(value) in seen or len(seen) > most:
