@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hmac
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from types import FrameType
 from typing import Any, get_args
 
-from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin, _given_hyperparameters
-from lightning.pytorch.utilities.parsing import collect_init_args
 from torch.utils.data import IterableDataset
 
 from lit_dpret.datamodules.readers import as_id
@@ -123,22 +119,6 @@ class UnitDataModule(SampledDataModule):
         self._units: OwnUnits | None = None
         if self.sample_rate is None and self.sampling != "full_batch":
             batch_among(self.expected_batch_size, len(self.train_units()))  # a number that may be private
-
-    def save_hyperparameters(
-        self, *args: Any, ignore: Any = None, frame: FrameType | None = None, logger: bool = True
-    ) -> None:
-        """Store the arguments of a subclass's constructor, as Lightning does for classes whose fields hold no data."""
-        frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
-        given = _given_hyperparameters.get()
-        if given is None and frame is not None and frame.f_code.co_name == "__init__":
-            given = {}
-            for found in collect_init_args(frame, [], classes=(HyperparametersMixin,)):
-                given.update(found)
-        before = _given_hyperparameters.set(given)
-        try:
-            super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
-        finally:
-            _given_hyperparameters.reset(before)
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         """Set the run's unit of privacy, which can only be a record."""

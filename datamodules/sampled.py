@@ -6,12 +6,16 @@ sampler there is no train loader, so a Trainer cannot quietly train on batches t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin, _given_hyperparameters
+from lightning.pytorch.utilities.parsing import collect_init_args
 from torch.utils.data import DataLoader, Dataset
 
 from lit_dpret.datamodules.unit_dataset import Planted
@@ -87,6 +91,22 @@ class SampledDataModule(LightningDataModule):
     rows_per_unit: RowsPerUnit = "one"
     seed: int = 0
     num_workers: int = 0
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Any = None, frame: FrameType | None = None, logger: bool = True
+    ) -> None:
+        """Store the arguments of a subclass's constructor, as Lightning does for classes whose fields hold no data."""
+        frame = frame or inspect.currentframe().f_back  # type: ignore[union-attr]
+        given = _given_hyperparameters.get()
+        if given is None and frame is not None and frame.f_code.co_name == "__init__":
+            given = {}
+            for found in collect_init_args(frame, [], classes=(HyperparametersMixin,)):
+                given.update(found)
+        before = _given_hyperparameters.set(given)
+        try:
+            super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
+        finally:
+            _given_hyperparameters.reset(before)
 
     def __post_init__(self) -> None:
         settings = {name: value for name, value in vars(self).items() if name not in _READ_BY_EACH_PLAN}

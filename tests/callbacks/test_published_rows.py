@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from lit_dpret import UnitDataModule
+from lit_dpret import PairsDataModule, UnitDataModule
 from lit_dpret.errors import ConfigurationError
 
 TEXTS = [f"my basement number {i} was flooded again" for i in range(60)]
@@ -144,6 +144,12 @@ class OwnModule(UnitDataModule):
             self.save_hyperparameters()
 
 
+class OwnPairs(PairsDataModule):
+    def __init__(self, path: Path, batch: int = 8) -> None:
+        super().__init__(pairs=path, expected_batch_size=batch)
+        self.save_hyperparameters("batch")
+
+
 class Given(UnitDataModule):
     def __init__(self, dataset: Any) -> None:
         self.save_hyperparameters()
@@ -151,7 +157,7 @@ class Given(UnitDataModule):
 
 
 def test_a_datamodule_stores_what_its_constructor_was_given_and_no_data(tmp_path: Path) -> None:
-    assert dict(OwnModule(named=True).hparams) == {"size": 20}
+    assert dict(OwnModule(named=True).hparams) == {"size": 20} and dict(OwnPairs(tmp_path).hparams) == {"batch": 8}
     data = OwnModule()
     assert dict(data.hparams) == {"size": 20, "named": False}
     run(tmp_path / "own", data, "none")
