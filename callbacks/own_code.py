@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
 
 import lightning as L
@@ -210,7 +209,7 @@ def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int =
         held = value.items()
         if keys:
             yield from ((f"a key of {where}", key) for key in value if isinstance(key, str))
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+    elif isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes, bytearray)):
         held = enumerate(value)
     elif isinstance(value, partial):
         held = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
@@ -233,7 +232,8 @@ def _is_foreign(value: Any) -> bool:
 
 def _is_collection(value: Any) -> bool:
     """Return whether a value gives others by number or name, as a data set or a table of pandas does."""
-    return hasattr(type(value), "__getitem__") and not isinstance(value, (str, type, nn.Module, np.generic, Enum))
+    setting = isinstance(value, (str, type, GenericAlias, nn.Module, np.generic, np.dtype, Enum))
+    return hasattr(type(value), "__getitem__") and not setting
 
 
 #: After so many units without a named row, a data set is not asked for the others.

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import own_modules
 import pandas as pd
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from lit_dpret import PairsDataModule, UnitDataModule
+from lit_dpret.callbacks.own_code import holds_data
 from lit_dpret.errors import ConfigurationError
 
 TEXTS = [f"my basement number {i} was flooded again" for i in range(60)]
@@ -118,6 +125,22 @@ def test_the_text_of_a_row_is_refused_where_it_would_be_published(
 def test_labels_and_words_of_rows_may_be_settings(tmp_path: Path) -> None:
     given = {"labels": ["flood", "basement"], "basement": 1, "text": Ticket("flooded again", "flood")}
     run(tmp_path, "a mapping", given, Remembers({"flood": 3}))
+
+
+class Depth(Enum):
+    SHALLOW = 3
+
+
+SETTINGS = [
+    range(3), OmegaConf.create({"widths": [8, 16], "name": "a net"}), np.dtype("float32"), torch.float32,
+    np.float32(0.5), list[int], Depth.SHALLOW, Path("runs/mine"), deque([1, 2]), torch.Size([2, 3]), partial(torch.optim.SGD, lr=0.1),
+    Ticket("a prompt", "flood"), {"flood": 0, "fire": 1}, {"a", "b"}, math.sqrt, None, 1e-3, "cosine",
+]  # fmt: skip
+
+
+def test_settings_of_all_kinds_may_be_kept(tmp_path: Path) -> None:
+    assert not any(map(holds_data, SETTINGS))
+    run(tmp_path, "a tuple", {"given": SETTINGS[0]}, Remembers({str(n): each for n, each in enumerate(SETTINGS)}))
 
 
 def table() -> Any:
