@@ -132,9 +132,9 @@ class Depth(Enum):
 
 
 SETTINGS = [
-    range(3), OmegaConf.create({"widths": [8, 16], "name": "a net"}), np.dtype("float32"), torch.float32,
-    np.float32(0.5), list[int], Depth.SHALLOW, Path("runs/mine"), deque([1, 2]), torch.Size([2, 3]), partial(torch.optim.SGD, lr=0.1),
-    Ticket("a prompt", "flood"), {"flood": 0, "fire": 1}, {"a", "b"}, math.sqrt, None, 1e-3, "cosine",
+    range(3), OmegaConf.create({"widths": [8, 16], "name": "a net"}), np.dtype("float32"), torch.float32, 1e-3,
+    "cosine", np.float32(0.5), list[int], Depth.SHALLOW, Path("runs/mine"), deque([1, 2]), torch.Size([2, 3]),
+    {"a", "b"}, None, partial(torch.optim.SGD, lr=0.1), Ticket("a prompt", "flood"), {"flood": 0}, math.sqrt,
 ]  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from lit_dpret.errors import ConfigurationError, DataError, StorageError, Unsupp
 from lit_dpret.modules.generator_folder import load_generator
 from lit_dpret.privacy.budget import Neighbours
 from lit_dpret.synthesis.dataset_folder import DATA_FILES, SyntheticQuery, write_dataset
+from lit_dpret.synthesis.prefill import prefill
+from lit_dpret.synthesis.sampler import Decoding, decode, uniforms
 from lit_dpret.synthesis.writer import synthesize
 
 # -- the folder ------------------------------------------------------------------------------
@@ -50,8 +52,11 @@ def test_the_stored_log_probability_is_the_models(whole: Path, source: Path) -> 
         facts = query["metadata"]
         ids = loaded.codec.queries([query["text"]])
         told = SyntheticQuery(**drawn[facts["passage_id"], facts["draw"]])
-        if not told.finished or told.log_prob is None or len(told.text.split()) + 1 != len(ids[0]):
-            continue  # cut at the limit, so that its end mark was never drawn
+        numbers = uniforms(SETTINGS["seed"], told.passage_id, told.draw, Decoding().max_new_tokens)
+        read = prefill(loaded.model, loaded.codec.passages([PASSAGES[told.passage_id]]))
+        (again,) = decode(loaded.model, read, numbers[None], Decoding())
+        if not told.finished or [*again.tokens, loaded.tokenizer.eos_token_id] != ids[0]:
+            continue  # cut at the limit before its end mark, or with a special token, which no text holds
         batch = generator().collate_rows([SimpleRow(query["text"], PASSAGES[facts["passage_id"]])])
         loss = float(loaded.model(**batch).loss.detach())
         assert facts["log_prob"] == pytest.approx(-loss * len(ids[0]), rel=1e-4)
