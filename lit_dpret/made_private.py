@@ -83,8 +83,11 @@ class MadePrivate(PrivateModule):
     ) -> None:
         super().__init__(privacy=privacy, optimizer=optimizer)
         self.module, self._public_rows = module, list(public_rows)
-        self._loss_of_rows, self._collate_fn = per_row_loss, collate_fn
+        # A module among them is no part of this one, or checkpoints would hold what the user's class cannot load.
+        vars(self).update(_loss_of_rows=per_row_loss, _collate_fn=collate_fn)
         # Where these were trained counts as well, also where their weights are read and they are never called.
+        self._loss_of_rows: Callable[[Any, Any], Tensor]
+        self._collate_fn: Callable[[list[Any]], Any]
         self._read_by_loss = _modules_read(per_row_loss)
         self._hparams_name = getattr(module, "_hparams_name", None)
         self.public_metrics = getattr(module, "public_metrics", ())

@@ -334,6 +334,30 @@ def test_a_schedule_may_ask_how_long_the_run_is(sampling: str, tmp_path: Path) -
     assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 4
 
 
+class Weighted(nn.Module):
+    """A loss with class weights, as a module; and a collation with a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("of_classes", torch.tensor([1.0, 2.0, 0.5]))
+
+    def forward(self, model: Any, batch: Any = None) -> Any:
+        if batch is None:
+            x, y = default_collate(model)
+            return x - self.of_classes.mean(), y
+        return F.cross_entropy(model(batch[0]), batch[1], weight=self.of_classes, reduction="none")
+
+
+def test_a_loss_and_a_collation_may_be_modules_and_are_no_part_of_what_is_saved(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
+    given = {"per_row_loss": Weighted(), "collate_fn": Weighted()}
+    fit(tmp_path / "run", made(**given), callbacks=[kept], max_steps=4)
+    (path,) = (tmp_path / "kept").glob("*step=2.ckpt")
+    Classifier.load_from_checkpoint(path)
+    fit(tmp_path / "run", made(**given), callbacks=[PrivacyAccountant(resume=True)], ckpt_path=path, max_steps=4)
+    assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 4
+
+
 class Sized(Classifier):
     def __init__(self, width: int, activation: Any = torch.tanh) -> None:
         super().__init__()
