@@ -315,6 +315,16 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
     """Refuse a data set whose rows of a unit follow from which unit was asked for before it."""
     asked = [unit for unit in range(min(sampler.units, UNNAMED)) if len(answer_of(_ask(dataset, unit))[1])][:4]
     for before, unit, other in zip(asked, asked[1:], asked[2:], strict=False):
+        rows = list(answer_of(_ask(dataset, unit))[1])
+        content = content_of_rows(rows)
+        _ask(dataset, other)
+        if content_of_rows(rows) != content:
+            raise DataError(
+                "The rows that the training data set has given for a unit change when another unit is read, as where "
+                "all rows are decoded into one buffer: a batch would hold the last unit's rows for all of them. Let "
+                "dataset[row] return a copy.",
+                trap="T38",
+            )
         found, own = [], []
         for first in (before, before, before, other):
             _ask(dataset, first)
@@ -331,6 +341,19 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
             )
         if found[2] != found[3]:
             refuse_other_rows()
+
+
+def refuse_shared_files(loader: Any) -> None:
+    """Refuse worker processes that share an open file with this one, since each of them moves its place for all."""
+    for each in islice(objects_in(loader.dataset), _OBJECTS) if getattr(loader, "num_workers", 0) else ():
+        is_open = callable(getattr(each, "fileno", None)) and not getattr(each, "closed", False)
+        if is_open or type(each).__module__.partition(".")[0] in ("sqlite3", "h5py"):
+            raise DataError(
+                f"The training data set holds an open {type(each).__name__}, since its rows were read in this process "
+                f"before: the {loader.num_workers} worker processes of the loader would share its place, and get "
+                "the rows of other units. Set num_workers=0 (datamodule.num_workers), or open the file for each row.",
+                trap="T38",
+            )
 
 
 def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> None:

@@ -28,6 +28,7 @@ from lit_dpret.callbacks.own_code import (
     refuse_remembering_collation,
     refuse_replaced_rows,
     refuse_replaced_sampler,
+    refuse_shared_files,
 )
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import require_agreement, tell_plan
@@ -291,6 +292,7 @@ class PrivacyAccountant(RunLedgers):
             self.ledger.append("event", name=UNITS_UNNAMED, unit=module.privacy.unit)
         if module.privacy.guarantee == "dp":
             refuse_replaced_rows(self._data, self._gate.stream, self._fingerprint)
+            refuse_shared_files(loader)
             refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
             if getattr(loader, "dataset", None) is not None:
                 self._unchanged = UnchangedUnits(loader.dataset, self.sampler)

@@ -11,7 +11,7 @@ import torch
 from own_modules import Classifier, data, fit, made, rows
 from torch.utils.data import Dataset, default_collate
 
-from lit_dpret.errors import UnsupportedModelError
+from lit_dpret.errors import DataError, UnsupportedModelError
 
 
 class Counting(Dataset[Any]):
@@ -145,3 +145,45 @@ def test_a_place_that_a_data_set_keeps_stays_that_of_what_it_read_there(kept: An
     for row in range(0 if kept is OneAfterAnother else 60):
         reading[row]
     fit(tmp_path, made(), data(reading, physical_batch_size=4))
+
+
+class IntoOneBuffer(InShards):
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(4)
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = rows()[row]
+        return self.buffer.copy_(x), y
+
+
+def test_rows_that_share_a_buffer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="copy") as refused:
+        fit(tmp_path, made(), data(IntoOneBuffer()))
+    assert refused.value.trap == "T38"
+
+
+class OpenedAtFirstUse(InShards):
+    """Opens its file in the process that reads it, as workers should; this process has read it before."""
+
+    file: Any = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(rows().tensors[0].numpy().tobytes())
+
+    def __getitem__(self, row: int) -> Any:
+        if self.file is None:
+            self.file = self.path.open("rb")
+        self.file.seek(16 * row)
+        return torch.frombuffer(bytearray(self.file.read(16)), dtype=torch.float32), row % 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_worker_processes_that_would_share_an_open_file_are_refused(workers: int, tmp_path: Path) -> None:
+    given = data(OpenedAtFirstUse(tmp_path / "rows"), num_workers=workers)
+    if workers:
+        with pytest.raises(DataError, match="BufferedReader.*num_workers") as refused:
+            fit(tmp_path, made(), given, max_steps=1)
+        assert refused.value.trap == "T38"
+    else:
+        fit(tmp_path, made(), given, max_steps=1)
