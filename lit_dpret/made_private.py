@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from types import TracebackType
@@ -132,8 +133,10 @@ class MadePrivate(PrivateModule):
         super().on_load_checkpoint(checkpoint)
 
     def collate_rows(self, rows: list[Any]) -> Any:
+        # Collators of labelled rows take the labels out, and rows are collated again on trial.
+        own = [copy(row) if isinstance(row, (dict, list, UserDict)) else row for row in rows]
         try:
-            features = _as_dicts(self._collate_fn(rows))
+            features = _as_dicts(self._collate_fn(own))
         except (RuntimeError, TypeError) as error:
             if self._collate_fn is not default_collate:
                 raise

@@ -182,7 +182,7 @@ class OpenedAtFirstUse(InShards):
 def test_worker_processes_that_would_share_an_open_file_are_refused(workers: int, tmp_path: Path) -> None:
     given = data(OpenedAtFirstUse(tmp_path / "rows"), num_workers=workers)
     if workers:
-        with pytest.raises(DataError, match="BufferedReader.*num_workers") as refused:
+        with pytest.raises(DataError, match=r"BufferedReader.*num_workers") as refused:
             fit(tmp_path, made(), given, max_steps=1)
         assert refused.value.trap == "T38"
     else:

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Model
 from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lit_dpret import (
     OptimizerSpec,
@@ -356,6 +356,25 @@ def test_a_loss_and_a_collation_may_be_modules_and_are_no_part_of_what_is_saved(
     Classifier.load_from_checkpoint(path)
     fit(tmp_path / "run", made(**given), callbacks=[PrivacyAccountant(resume=True)], ckpt_path=path, max_steps=4)
     assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 4
+
+
+class Labelled(Dataset[Any]):
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = rows()[row]
+        return {"x": x, "label": y}
+
+
+def test_a_collation_may_take_the_labels_out_of_the_rows(tmp_path: Path) -> None:
+    def collate(given: list[Any]) -> Any:
+        labels = []
+        while len(labels) < len(given):
+            labels.append(given[len(labels)].pop("label"))
+        return torch.stack([row["x"] for row in given]), torch.stack(labels)
+
+    fit(tmp_path, made(collate_fn=collate), data(Labelled()), max_steps=2)
 
 
 class Sized(Classifier):
