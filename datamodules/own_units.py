@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, get_args
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lit_dpret.datamodules.readers import as_id
@@ -47,12 +49,27 @@ class OwnUnits:
         return len(self._groups)
 
     def rows(self, unit: int) -> Sequence[Any]:
-        """Return all rows of unit number ``unit``, as the data set returns them."""
-        return tuple(self.dataset[row] for row in self._groups[unit])
+        """Return all rows of unit number ``unit``: copies, since a data set may read all its rows into one buffer."""
+        return tuple(_copied(self.dataset[row]) for row in self._groups[unit])
 
     def most_units_of_a_user(self) -> int | None:
         """None: only ``unit_of`` knows the person behind a unit."""
         return None
+
+
+def _copied(value: Any) -> Any:
+    """Return a row whose tensors and arrays have memory of their own; what is no plain container stays as it is."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in (tuple, list):
+        return type(value)(map(_copied, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
+    if type(value) is dict:
+        return {name: _copied(each) for name, each in value.items()}
+    return value
 
 
 @dataclass(eq=False, repr=False)
