@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
+from io import BytesIO, StringIO
 from itertools import islice
 from types import FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
@@ -335,8 +336,10 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
 
 def refuse_shared_files(loader: Any) -> None:
     """Refuse worker processes that share an open file with this one, since each of them moves its place for all."""
-    for each in islice(objects_in(loader.dataset), _OBJECTS) if getattr(loader, "num_workers", 0) else ():
+    dataset = getattr(loader, "dataset", None)
+    for each in islice(objects_in(dataset), _OBJECTS) if getattr(loader, "num_workers", 0) else ():
         is_open = callable(getattr(each, "fileno", None)) and not getattr(each, "closed", False)
+        is_open = is_open and not isinstance(each, (BytesIO, StringIO))  # each process has a copy of those
         if is_open or type(each).__module__.partition(".")[0] in ("sqlite3", "h5py"):
             raise DataError(
                 f"The training data set holds an open {type(each).__name__}, since its rows were read in this process "

@@ -276,10 +276,9 @@ class PrivacyAccountant(RunLedgers):
         if self.log_gate is not None:
             self.log_gate.training = True
         self._between.note_requeue_quietly()
-        early, self._early = self._early, False
         self._begin(trainer, pl_module)
         # Lightning has fetched a batch, though the checkpoint may stand at another step.
-        if early and (fetcher := trainer.fit_loop._data_fetcher) is not None:
+        if self._early and (fetcher := trainer.fit_loop._data_fetcher) is not None:
             self.sampler.next_step = self._gate.steps_done
             iter(fetcher)
         if self._gate.steps_done < self.planned_steps:
@@ -287,12 +286,13 @@ class PrivacyAccountant(RunLedgers):
 
     def _examine_data(self, trainer: L.Trainer, module: Any) -> None:
         loader: Any = trainer.train_dataloader
+        if module.privacy.guarantee == "dp":
+            refuse_shared_files(loader)  # before this process reads on, while workers may do so already
         self._with_rows = True
         if not refuse_other_units(loader, self.sampler) and self._ranks.is_first:
             self.ledger.append("event", name=UNITS_UNNAMED, unit=module.privacy.unit)
         if module.privacy.guarantee == "dp":
             refuse_replaced_rows(self._data, self._gate.stream, self._fingerprint)
-            refuse_shared_files(loader)
             refuse_remembering_collation(module, getattr(loader, "dataset", None), self.sampler)
             if getattr(loader, "dataset", None) is not None:
                 self._unchanged = UnchangedUnits(loader.dataset, self.sampler)
@@ -303,9 +303,10 @@ class PrivacyAccountant(RunLedgers):
 
         Lightning may fetch the first batches before ``on_train_start``; the sampler calls this too.
         """
+        if self._begun:
+            return
         if not trainer.strategy.optimizers:  # whose schedule asks for `trainer.estimated_stepping_batches`
             self._early = True
-        if self._begun or self._early:
             return
         self._begun = True
         module: Any = pl_module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,15 @@ def test_rows_that_are_views_of_one_array_are_those_that_were_asked_for(tmp_path
         return row_loss(model, (batch["x"][:, :4], batch["number"] % 3))
 
     fit(tmp_path, made(per_row_loss=loss), data(ShardInOneArray()), max_steps=3)
+
+
+class InMemory(Counting):
+    def __init__(self) -> None:
+        self.content = BytesIO(b"which each process has for itself")
+
+
+def test_a_file_in_memory_is_shared_by_nobody(tmp_path: Path) -> None:
+    fit(tmp_path, made(), data(InMemory(), num_workers=1), max_steps=1)
 
 
 class OpenedAtFirstUse(InShards):
