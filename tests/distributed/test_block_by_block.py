@@ -33,8 +33,7 @@ def test_sums_that_are_added_up_block_by_block_are_those_of_one_process(
     for rank in range(world):
         seen = told(tmp_path, rank)
         assert max(seen["gaps"]) < 1e-6 * seen["largest"], "in three steps, each after the one before was taken"
-        # A thread of the backend may hold a message a moment longer.
-        assert abs(seen["alive"][2] - seen["alive"][1]) < 5, "nothing of a step is left after it"
+        assert seen["alive"][2] <= seen["alive"][1], "nothing of a step is left after it"
         assert 0.09 < seen["norm"] <= 0.1 and seen["types"] == ["DTensor"] and seen["after"] == 0
         idle = world == 3 and rank == 2
         room = seen["padding"]
