@@ -334,7 +334,9 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
             refuse_other_rows()
 
 
-def refuse_shared_files(loader: Any) -> None:
+def refuse_shared_files(
+    loader: Any, whose: str = "The training data set", knob: str = "datamodule.num_workers"
+) -> None:
     """Refuse worker processes that share an open file with this one, since each of them moves its place for all."""
     dataset = getattr(loader, "dataset", None)
     for each in islice(objects_in(dataset), _OBJECTS) if getattr(loader, "num_workers", 0) else ():
@@ -342,9 +344,9 @@ def refuse_shared_files(loader: Any) -> None:
         is_open = is_open and not isinstance(each, (BytesIO, StringIO))  # each process has a copy of those
         if is_open or type(each).__module__.partition(".")[0] in ("sqlite3", "h5py"):
             raise DataError(
-                f"The training data set holds an open {type(each).__name__}, since its rows were read in this process "
-                f"before: the {loader.num_workers} worker processes of the loader would share its place, and get "
-                "the rows of other units. Set num_workers=0 (datamodule.num_workers), or open the file for each row.",
+                f"{whose} holds an open {type(each).__name__}, since its rows were read in this process before: the "
+                f"{loader.num_workers} worker processes of the loader would share its place, and get other rows. Set "
+                f"num_workers=0 ({knob}), or open the file for each row.",
                 trap="T38",
             )
 
@@ -376,6 +378,15 @@ class UnchangedUnits:
         step = max(1, sampler.units // _COMPARED)
         self._dataset, self._units = dataset, range(0, sampler.units, step)
         self._begun = self._contents()
+        read = [self._rows_of(Draw(unit, 0, 0, False, seed=unit)) for unit in self._units]
+        for unit, rows, content in zip(self._units, read, self._begun, strict=True):
+            if None not in (rows, content) and readable_content(rows) != content:
+                raise DataError(
+                    f"The training data set writes into the rows of unit {unit} when it reads other units, as where "
+                    "all rows are views of one buffer: a batch would hold one unit's rows in the places of others. Let "
+                    "dataset[draw] return copies (array.copy(), tensor.clone()).",
+                    trap="T38",
+                )
 
     def compare(self) -> None:
         """Refuse a data set in which one of these units has other rows now, with the same random numbers."""
@@ -408,9 +419,13 @@ class UnchangedUnits:
         return self._of_draw(Draw(unit, 0, 0, False, seed=unit))
 
     def _of_draw(self, draw: Draw) -> bytes | None:
+        rows = self._rows_of(draw)
+        return None if rows is None else readable_content(rows)
+
+    def _rows_of(self, draw: Draw) -> Any:
         try:
             (found,) = [self._dataset[each] for each in SeededDraws([draw])]
-            return readable_content(answer_of(found)[1])
+            return answer_of(found)[1]
         except KeyboardInterrupt:
             raise
         except BaseException:  # it ends the run where the unit is drawn, by what is known of such ends

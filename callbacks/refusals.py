@@ -337,7 +337,7 @@ def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None
             callback.refuse_queries_behind(behind, data)
     if module.privacy.guarantee == "dp":
         with kept_generators():  # rows may be made with random numbers as they are read
-            refuse_quoted(queries_of(data), *_published(trainer, module, data))
+            refuse_quoted(queries_of(data), *_published(trainer, module, data), because=_PUBLISHED)
 
 
 def _artefacts_behind(trainer: L.Trainer, module: Any, data: Any) -> list[Path]:
@@ -350,6 +350,10 @@ def _artefacts_behind(trainer: L.Trainer, module: Any, data: Any) -> list[Path]:
     return [] if start is None or start.facts["public"] or module.privacy.guarantee == "none" else [start.folder]
 
 
+_PUBLISHED = (
+    "it is published, and the queries are protected. Take a text of public data, or leave a hyper-parameter out, as by "
+    "self.save_hyperparameters(ignore=[...])."
+)
 #: Attributes of loggers with these in their names are places, which are not sent.
 _OF_THE_MACHINE = ("dir", "path", "uri")
 

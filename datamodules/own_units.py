@@ -113,6 +113,8 @@ class UnitDataModule(SampledDataModule):
         if len(dataset) == 0:
             raise DataError(f"dataset={kind} has no rows, so there is no unit to train on.")
         names: Any = getattr(unit_of, "__self__", None)  # users, of users.__getitem__
+        if type(names).__name__ in ("_LocIndexer", "_AtIndexer"):  # of users.loc.__getitem__
+            names = names.obj
         labels = getattr(names, "index", None) if hasattr(names, "iloc") else None  # of a pandas.Series
         if labels is not None and [*labels] != [*range(len(labels))]:
             raise DataError(

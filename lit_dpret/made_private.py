@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -250,6 +251,7 @@ def make_private(
             f"eps={eps!r} is not a positive, finite number. To train without a guarantee give trainer.fit the module "
             "itself, with a DataLoader."
         )
+    _warn_of_untrained(module, per_row_loss)
     name = type(module).__name__
     if isinstance(module, PrivateModule):
         raise UnsupportedModelError(f"{name} is a PrivateModule already: give it to trainer.fit itself.")
@@ -299,6 +301,19 @@ def _takes(function: Callable[..., Any], arguments: int) -> bool:
     except ValueError:  # of a builtin
         return True
     return True
+
+
+def _warn_of_untrained(module: nn.Module, per_row_loss: Any) -> None:
+    """Say which loss has parameters that look as if they were trained, as a temperature, and are no part of what is."""
+    owner = per_row_loss if isinstance(per_row_loss, nn.Module) else getattr(per_row_loss, "__self__", None)
+    trained = {id(each) for each in module.parameters()}
+    own = owner.named_parameters() if isinstance(owner, nn.Module) else ()
+    if left := [name for name, each in own if each.requires_grad and id(each) not in trained]:
+        rank_zero_warn(
+            f"per_row_loss={type(owner).__name__} has parameters of its own ({left[0]}) that are not trained: those of "
+            f"{type(module).__name__} are. Make the loss a part of it (module.loss = loss), or freeze them "
+            "(requires_grad_(False))."
+        )
 
 
 def _modules_read(function: Callable[..., Any]) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from own_modules import Classifier, data, fit, made, row_loss, rows
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lit_dpret.callbacks import PublicValidation
+from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.errors import DataError, UnsupportedModelError
 
 
@@ -172,6 +175,38 @@ def test_rows_that_are_views_of_one_array_are_those_that_were_asked_for(tmp_path
     fit(tmp_path, made(per_row_loss=loss), data(ShardInOneArray()), max_steps=3)
 
 
+class OwnUnitsInOneArray(SampledDataModule):
+    """Units of the user's own, each of which is read into the same array, or copied from there."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__(expected_batch_size=20, physical_batch_size=16)
+        self.copies, self.held = copies, np.zeros(4, np.float32)
+
+    def use_unit(self, unit: str, neighbours: str | None = None) -> None:
+        self.unit = unit
+
+    def train_units(self) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return 60
+
+    def rows(self, unit: int) -> Any:
+        row = rows()[unit]
+        self.held[:] = row[0]
+        return ((torch.from_numpy(self.held.copy() if self.copies else self.held), row[1]),)
+
+    def data_fingerprint(self, key: bytes) -> str:
+        return key.hex()
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_units_of_ones_own_in_one_array_are_refused_unless_they_are_copied(copies: bool, tmp_path: Path) -> None:
+    with nullcontext() if copies else pytest.raises(DataError, match="copies") as refused:
+        fit(tmp_path, made(), OwnUnitsInOneArray(copies=copies), max_steps=1)
+    assert copies or refused.value.trap == "T38"  # type: ignore[union-attr]
+
+
 class InMemory(Counting):
     def __init__(self) -> None:
         self.content = BytesIO(b"which each process has for itself")
@@ -206,3 +241,11 @@ def test_worker_processes_that_would_share_an_open_file_are_refused(workers: int
         assert refused.value.trap == "T38"
     else:
         fit(tmp_path, made(), given, max_steps=1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_of_a_public_validation_share_no_open_file(workers: int, tmp_path: Path) -> None:
+    public = DataLoader(OpenedAtFirstUse(tmp_path / "rows"), batch_size=20, num_workers=workers)
+    validation = PublicValidation(public, metrics=["val/loss"], equal_rows=60)
+    with pytest.raises(DataError, match=r"PublicValidation.*num_workers") if workers else nullcontext():
+        fit(tmp_path, made(), max_steps=1, callbacks=[validation])

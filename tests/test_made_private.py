@@ -359,6 +359,54 @@ def test_a_loss_and_a_collation_may_be_modules_and_are_no_part_of_what_is_saved(
     assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 4
 
 
+class Tempered(nn.Module):
+    """A loss with a learnable temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, model: Any, batch: Any) -> Tensor:
+        return row_loss(model, batch) / self.temperature
+
+
+@pytest.mark.parametrize("kind", ["loss", "method", "frozen", "part of the model"])
+def test_a_loss_with_parameters_that_nothing_trains_is_warned_of(kind: str) -> None:
+    loss, model = Tempered(), Classifier()
+    loss.requires_grad_(kind != "frozen")
+    if kind == "part of the model":
+        model.loss = loss
+    expected = pytest.warns(UserWarning, match=r"temperature.*not trained")
+    with expected if kind in ("loss", "method") else contextlib.nullcontext():
+        made(model, per_row_loss=loss.forward if kind == "method" else loss)
+
+
+def doubled(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    x *= 2
+    return row_loss(model, (x, y))
+
+
+def noised(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    x.add_(torch.randn_like(x) * 0.1)
+    return row_loss(model, (x, y))
+
+
+@pytest.mark.parametrize("engine", ["ghost", "loop"])
+@pytest.mark.parametrize("loss", [doubled, noised])
+def test_a_loss_may_write_into_its_batch(loss: Any, engine: str, tmp_path: Path) -> None:
+    fit(tmp_path, made(per_row_loss=loss, engine=engine), max_steps=4)
+
+
+def test_a_collation_that_sorts_its_rows_is_called_by_it(tmp_path: Path) -> None:
+    def by_size(found: list[Any]) -> Any:
+        return default_collate(sorted(found, key=lambda row: float(row[0].sum())))
+
+    with pytest.raises(UnsupportedModelError, match="sorted"):
+        fit(tmp_path, made(collate_fn=by_size), max_steps=1)
+
+
 class Labelled(Dataset[Any]):
     def __len__(self) -> int:
         return 60

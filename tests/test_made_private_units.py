@@ -117,8 +117,21 @@ class Table:
         return f"user {label}"
 
 
+class _LocIndexer:
+    """What ``table.loc`` is."""
+
+    def __init__(self, table: Table) -> None:
+        self.obj, self.look_up = table, table.__getitem__
+
+    def __getitem__(self, label: int) -> str:
+        return self.look_up(label)
+
+
+SHUFFLED = Table([*range(1, 60), 0])
+
+
 @pytest.mark.parametrize(
-    "names", [Table([*range(1, 60), 0]), Table([*range(61)])], ids=["shuffled", "longer"]
+    "names", [SHUFFLED, _LocIndexer(SHUFFLED), Table([*range(61)])], ids=["shuffled", "loc of shuffled", "longer"]
 )  # fmt: skip
 def test_names_of_another_table_are_refused(names: Any) -> None:
     with pytest.raises(DataError, match="unit_of"):

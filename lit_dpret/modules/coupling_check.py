@@ -26,7 +26,7 @@ from lit_dpret.modules.coupling_passes import refuse_memory
 from lit_dpret.modules.coupling_rows import Rows
 from lit_dpret.modules.coupling_values import TOLERANCE
 from lit_dpret.modules.kept_state import KeptName, KeptState, Looks
-from lit_dpret.privacy.batches import ALONE, UnitBatch, map_rows, take_rows
+from lit_dpret.privacy.batches import ALONE, UnitBatch, clone_rows
 from lit_dpret.privacy.user_code import is_library
 
 _TRAINING = attrgetter("training")
@@ -63,7 +63,7 @@ class CouplingCheck:
     def __init__(self) -> None:
         self._before: KeptState | None = None
         self._earlier: KeptState | None = None
-        self._collated_rows: Any = None
+        self._rows: Any = None
         self._collated: tuple[list[Any], list[Any]] | None = None
         self._differentiates, self._fixes_coins = False, True
         self._passes: Any = None
@@ -104,8 +104,7 @@ class CouplingCheck:
         self._before = KeptState(module) if due or self._as_collated else None
         if due:
             self._parts = []
-        compared = prepares_itself(module) and (alone or self._before is not None)
-        self._collated_rows = map_rows(torch.clone, batch.rows) if compared else None
+        self._rows = clone_rows(batch.rows) if alone or self._before is not None else None
         self._trained = None
 
     def note(self, losses: Tensor) -> None:
@@ -116,12 +115,12 @@ class CouplingCheck:
 
     def look(self, module: Any, batch: UnitBatch, seed: int) -> None:
         """Check the physical batch that the module just contributed, if `prepare` chose it."""
-        alone, own = _of_one_unit(batch), self._collated_rows
-        self._collated_rows = None
-        batch = batch if own is None else replace(batch, rows=own)
+        alone, own = _of_one_unit(batch), self._rows
+        self._rows = None
+        batch = batch if own is None else replace(batch, rows=own)  # as before a loss that writes into its batch
         previous = None
         if alone:
-            previous, self._single = self._single, take_rows(batch.rows, slice(None))
+            previous, self._single = self._single, own
         before = self._before
         if before is None:
             return
@@ -131,7 +130,7 @@ class CouplingCheck:
                 looks.again()
             return
         compare = partial(self._compare, rows, previous, looks.made, module=module, before=before, seed=seed,
-                          batch=None if own is None else batch)  # fmt: skip
+                          batch=batch if prepares_itself(module) else None)  # fmt: skip
         while True:
             try:
                 compare()
@@ -243,7 +242,7 @@ class CouplingCheck:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is kept of the module and of private rows, for copies and pickles of it."""
-        of_rows = ("_collated", "_collated_rows", "_single", "_trained")
+        of_rows = ("_collated", "_rows", "_single", "_trained")
         names = dict.fromkeys(("_before", "_earlier", "_passes", "_first", *of_rows))
         return {**vars(self), **names, "_of_rows": {}, "_parts": []}
 

@@ -74,7 +74,11 @@ class CollationPasses(Passes):
                     return self.compare_collated(rows, own, others, again=False)
                 self._refuse_other_coins()
             if differ(found[0], found[1], floor=FLOOR):
-                self._refuse(rows)
+                self._refuse(
+                    rows,
+                    "the loss of a row is different when it is collated with other rows, or stands in another place "
+                    "than it was given in, as where rows are sorted",
+                )
 
     def compare_placed(self, rows: Rows) -> None:
         """Compare the losses of the first units of a batch of fixed shape with those that they have alone in it."""

@@ -22,7 +22,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_rows import Rows
 from lit_dpret.modules.coupling_values import LOW_PRECISION, TOLERANCE, FixedCoins, differ, far, gaps, norm, shortened
 from lit_dpret.modules.kept_state import KeptState
-from lit_dpret.privacy.batches import UnitBatch, map_rows
+from lit_dpret.privacy.batches import UnitBatch, clone_rows
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.clipping.recorder import uncompiled
 from lit_dpret.privacy.collation import leaves
@@ -393,11 +393,11 @@ class Passes:
             done.completed -= 1
 
     def _prepared(self, features: Any) -> Any:
-        """Return the rows after ``before_batch``, where that belongs to a pass."""
-        batch = self._prepared_like
+        """Return a copy of the rows, since a loss may write into them, after ``before_batch`` where that belongs."""
+        batch, own = self._prepared_like, clone_rows(features)
         if batch is None:
-            return features
-        own, count = map_rows(torch.clone, features), len(leaves(features)[0])
+            return own
+        count = len(leaves(features)[0])
         if count == len(batch.unit_ids):
             batch = replace(batch, rows=own, alone=None)
         else:
@@ -468,7 +468,8 @@ class Passes:
         if differ(again[0], again[1]):
             raise UnsupportedModelError(
                 f"privacy={mode} cannot train {name}: the same rows have another loss each time, so a dependence "
-                "between rows cannot be detected. Draw random numbers in per_row_loss from torch.",
+                "between rows cannot be detected. Draw random numbers in per_row_loss from torch, and keep nothing of "
+                "private rows between batches, as in a queue.",
                 trap="T11",
             )
         if self._drew_publicly:

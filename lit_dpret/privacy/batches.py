@@ -272,6 +272,11 @@ def map_rows(function: Callable[[Any], Any], rows: Any) -> Any:
     return function(rows)
 
 
+def clone_rows(rows: Any) -> Any:
+    """Return nested dicts with a copy of every tensor."""
+    return map_rows(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rows)
+
+
 def take_rows(rows: Any, index: slice | Tensor) -> Any:
     """Select rows of a tensor, or of nested dicts of tensors whose first axis is the rows."""
     return map_rows(lambda tensor: tensor[index], rows)

@@ -276,5 +276,8 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
     def __len__(self) -> int:
         parts = self.physical_batches_per_step
         if parts is None:
-            raise TypeError("Under this law the number of physical batches is private.")
+            raise TypeError(
+                "Under this law the number of physical batches of a step may be private. The number of steps is "
+                "trainer.max_steps, or trainer.estimated_stepping_batches."
+            )
         return self.steps_per_epoch * parts
