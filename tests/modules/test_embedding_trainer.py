@@ -372,7 +372,7 @@ def test_views_that_take_a_scale_from_the_first_images_are_refused_and_blank_one
     module.try_rows([data.blank_row(), data.blank_row()])
     assert views.scale is None
     with pytest.raises(UnsupportedModelError) as refused:
-        fit(tmp_path / "run", module, data, steps=1)
+        fit(tmp_path / "run", module, data, steps=3)  # of which one draws two units
     assert refused.value.trap == "T11"
 
 
@@ -411,7 +411,7 @@ def test_a_net_that_is_fitted_at_its_first_use_is_not_by_blank_images_and_not_by
     assert not net.fitted and net.last is None
     if when == "always" or kept == "attributes":  # logit_dp trains in evaluation mode
         with pytest.raises(UnsupportedModelError) as refused:
-            fit(tmp_path / "run", module, data, steps=1)
+            fit(tmp_path / "run", module, data, steps=3)  # of which one draws two units
         assert refused.value.trap == "T11"
         return
     fit(tmp_path / "run", module, data, steps=2, extra=[PrivacyCard(run_dir=tmp_path / "run")])
