@@ -21,7 +21,7 @@ from torch import Tensor
 from lit_dpret.errors import DataError, UnsupportedModelError
 from lit_dpret.privacy.content import readable_content
 from lit_dpret.privacy.state_watch import same_values
-from lit_dpret.privacy.user_code import HOLD_NO_CODE, CachedFunction, Space, inside_of, is_library, reads_of
+from lit_dpret.privacy.user_code import HOLD_NO_CODE, CachedFunction, Space, dict_of, inside_of, is_library, reads_of
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 _NUMBERS = (int, float, complex, np.generic)
@@ -196,7 +196,7 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
         elif not isinstance(value, ModuleType):
             kinds = value.__mro__ if isinstance(value, type) else [value, *type(value).__mro__]
             own = [kind for kind in kinds if not isinstance(kind, type) or not is_library(kind.__module__)]
-            waiting += [each for kind in own for each in getattr(kind, "__dict__", {}).values()]
+            waiting += [each for kind in own for each in dict_of(kind).values()]
             if own and not is_library(getattr(value, "__module__", None) or type(value).__module__):
                 yield Space(value)
 

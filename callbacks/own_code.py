@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
+from inspect import getattr_static
 from io import BytesIO, StringIO
 from itertools import islice
 from types import FunctionType, GenericAlias, MethodType, ModuleType
@@ -25,7 +26,7 @@ from lit_dpret.privacy.content import content_of_rows, readable_content
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.sampling import PrivateBatchSampler
-from lit_dpret.privacy.user_code import HOLD_NO_CODE, NAMESPACES, is_library
+from lit_dpret.privacy.user_code import HOLD_NO_CODE, NAMESPACES, dict_of, is_library, items_of
 from lit_dpret.privacy.user_generators import kept_generators, own_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -207,17 +208,17 @@ def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int =
     """Yield the values that containers and objects of the user's hold, by place; ``keys`` of mappings as well."""
     held: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
-        held = value.items()
+        held = items_of(value)
         if keys:
             yield from ((f"a key of {where}", key) for key in value if isinstance(key, str))
     elif isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes, bytearray)):
-        held = enumerate(value)
+        held = enumerate(value) if isinstance(value, Set) else items_of(value)
     elif isinstance(value, partial):
         held = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     elif isinstance(value, MethodType):
         held = [("__self__", value.__self__)]
     elif isinstance(value, NAMESPACES) or (_is_foreign(value) and not _is_collection(value)):
-        held = vars(value).items()
+        held = dict_of(value).items()
     else:
         yield where, value
         return
@@ -228,7 +229,7 @@ def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int =
 
 def _is_foreign(value: Any) -> bool:
     plain = isinstance(value, (*HOLD_NO_CODE, type, FunctionType, ModuleType, nn.Module, Enum))
-    return not plain and hasattr(value, "__dict__") and not is_library(type(value).__module__)
+    return not plain and type(value).__dictoffset__ != 0 and not is_library(type(value).__module__)
 
 
 def _is_collection(value: Any) -> bool:
@@ -340,7 +341,7 @@ def refuse_shared_files(
     """Refuse worker processes that share an open file with this one, since each of them moves its place for all."""
     dataset = getattr(loader, "dataset", None)
     for each in islice(objects_in(dataset), _OBJECTS) if getattr(loader, "num_workers", 0) else ():
-        is_open = callable(getattr(each, "fileno", None)) and not getattr(each, "closed", False)
+        is_open = callable(getattr_static(each, "fileno", None)) and not getattr(each, "closed", False)
         is_open = is_open and not isinstance(each, (BytesIO, StringIO))  # each process has a copy of those
         if is_open or type(each).__module__.partition(".")[0] in ("sqlite3", "h5py"):
             raise DataError(

@@ -129,8 +129,8 @@ def _texts_in(row: Any, depth: int = 4) -> Iterator[str]:
     if isinstance(row, str):
         yield row
         return
-    if hasattr(row, "to_dict"):  # a row of pandas
+    if callable(getattr(type(row), "to_dict", None)):  # a row of pandas
         row = row.to_dict()
     held = row.values() if isinstance(row, Mapping) else row if isinstance(row, (tuple, list)) else ()
-    for each in held or getattr(row, "__dict__", {}).values() if depth else ():
+    for each in held or (vars(row).values() if type(row).__dictoffset__ else ()) if depth else ():
         yield from _texts_in(each, depth - 1)

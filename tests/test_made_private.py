@@ -16,6 +16,7 @@ import pytest
 import torch
 from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from omegaconf import OmegaConf
 from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -357,6 +358,55 @@ def test_a_loss_and_a_collation_may_be_modules_and_are_no_part_of_what_is_saved(
     Classifier.load_from_checkpoint(path)
     fit(tmp_path / "run", made(**given), callbacks=[PrivacyAccountant(resume=True)], ckpt_path=path, max_steps=4)
     assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 4
+
+
+class Lazy:
+    """Looks nothing up before it is bound to something, as proxies and stand-ins of libraries do."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name} is bound to nothing")
+
+
+LAZY = Lazy()
+
+
+class Settings:
+    lazy = LAZY
+
+
+class Unset(Classifier):
+    """Keeps a configuration of which nobody reads what is not set."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.settings = settings
+
+
+UNSET = OmegaConf.create({"temperature": 1.0, "later": "???", "home": "${oc.env:IS_NOT_SET}", "some": ["???"]})
+
+
+@pytest.mark.parametrize("where", ["module", "class of an attribute", "loss", "data set", "collation", "settings"])
+def test_an_object_whose_attributes_cannot_be_asked_for_is_no_matter(where: str, tmp_path: Path) -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        return row_loss(model, batch) / UNSET.temperature * (1 if LAZY else 0)
+
+    model, found = Unset(UNSET) if where == "settings" else Classifier(), rows()
+    collation = partial(collated, lazy=LAZY if where == "collation" else None)
+    if where == "module":
+        model.lazy = LAZY  # type: ignore[assignment]
+    if where == "class of an attribute":
+        model.settings = Settings()  # type: ignore[assignment]
+    if where == "data set":
+        found.lazy = LAZY  # type: ignore[attr-defined]
+    private = made(model, per_row_loss=loss if where == "loss" else row_loss, collate_fn=collation)
+    fit(tmp_path, private, data(found), max_steps=2)
+
+
+def collated(found: list[Any], lazy: Any) -> Any:
+    return default_collate(found)
 
 
 class Tempered(nn.Module):

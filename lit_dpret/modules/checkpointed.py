@@ -18,6 +18,7 @@ from lit_dpret.errors import DataError, ResumeError, first_line
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.privacy.ledger.trained import mark_trained, note, note_built, noted, remember_loaded
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
+from lit_dpret.privacy.user_code import items_of
 
 #: Where a checkpoint names the class that wrote it.
 CLASS_KEY = "lit_dpret_class"
@@ -168,16 +169,16 @@ def _named(optimizer: Any) -> str:
 def is_plain(value: Any) -> bool:
     """Return whether a value can be stored in a checkpoint that is read without running code."""
     if isinstance(value, Mapping):
-        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and is_plain(item) for key, item in items_of(value))
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return all(map(is_plain, value))
+        return all(is_plain(item) for _, item in items_of(value))
     return value is None or isinstance(value, (bool, int, float, str, Path))
 
 
 def plain_value(value: Any) -> Any:
     """Return the value as lists, dicts, numbers and texts."""
     if isinstance(value, Mapping):
-        return {key: plain_value(item) for key, item in value.items()}
+        return {key: plain_value(item) for key, item in items_of(value)}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain_value(item) for item in value]
+        return [plain_value(item) for _, item in items_of(value)]
     return str(value) if isinstance(value, Path) else value

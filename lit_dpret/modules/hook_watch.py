@@ -25,7 +25,7 @@ from lit_dpret.modules.kept_state import ENTRIES, OWN_TO_MODULES, Looks, code_of
 from lit_dpret.privacy.batches import UnitBatch, digests_of
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.state_watch import checksums
-from lit_dpret.privacy.user_code import attributes_of
+from lit_dpret.privacy.user_code import attributes_of, items_of
 
 #: Values that hold nothing; a class derived from one may.
 _HOLD_NOTHING = (bool, int, float, str, type(None))
@@ -204,6 +204,6 @@ def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
             return
         seen.add(id(value))
         whole = attributes_of(value) if is_foreign(value) else dict(enumerate(value))
-        inside = value if isinstance(value, Mapping) else whole
-        for name, each in islice(inside.items(), ENTRIES):
+        inside = items_of(value) if isinstance(value, Mapping) else whole.items()
+        for name, each in islice(inside, ENTRIES):
             yield from _within(f"{path}.{name}", each, seen)

@@ -395,7 +395,7 @@ def is_foreign(value: Any) -> bool:
     """Return whether a value is a plain object of the user's own."""
     if isinstance(value, (nn.Module, PrivacyMode, type, Optimizer, LRScheduler)):
         return False
-    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+    has_attributes = type(value).__dictoffset__ != 0 or hasattr(type(value), "__slots__")
     return has_attributes and type(value).__module__.split(".")[0] not in _KNOWN
 
 

@@ -179,13 +179,33 @@ class Space:
                 kind.__delattr__(self.owner, name)
 
 
+def dict_of(value: Any) -> Mapping[str, Any]:
+    """Return ``__dict__`` of an object or class; nothing of one without it, whatever its ``__getattr__`` does."""
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+        return found
+    except Exception:  # a property of the user's own may raise anything
+        return {}
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object or class itself, those in slots included."""
-    found = dict(getattr(value, "__dict__", {}))
-    kind: Any = type(value)
-    for name in () if isinstance(value, type) else slots_of(kind):
-        if hasattr(value, name):
-            found[name] = getattr(value, name)
+    found = dict(dict_of(value))
+    for name in () if isinstance(value, type) else slots_of(type(value)):
+        with suppress(AttributeError):
+            found[name] = object.__getattribute__(value, name)
+    return found
+
+
+def items_of(value: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return what a mapping or sequence gives by key or number; a configuration may hold what it cannot give yet."""
+    keyed = isinstance(value, Mapping)
+    with suppress(Exception):
+        return list(value.items() if keyed else enumerate(value))  # type: ignore[union-attr]
+    found = []
+    for key in value if keyed else range(len(value)):
+        with suppress(Exception):
+            found.append((key, value[key]))
     return found
 
 
@@ -307,7 +327,7 @@ class ReadByLoss:
         elif isinstance(value, Mapping) and not isinstance(value, NAMESPACES):
             if not is_library(type(value).__module__):
                 self._note(value)
-            waiting += ((f"{path}.{key}", each) for key, each in islice(list(value.items()), _ENTRIES))
+            waiting += ((f"{path}.{key}", each) for key, each in islice(items_of(value), _ENTRIES))
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
             if not is_library(type(value).__module__):
                 self._note(value)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from lit_dpret.privacy.user_code import dict_of
+
 # So many values of a tensor are looked at after a step, and at the end of a run: weights that a run without noise
 # trained may differ from those before in a few rows alone.
 _LOOKED_AT = 32
@@ -126,7 +128,7 @@ def _inside(held: object) -> Iterable[object]:
     known = {each.__module__.partition(".")[0] for each in type(held).__mro__}
     if isinstance(held, (type, np.ndarray)) or known & {"lightning", "lit_dpret", "rich", "threading"}:
         return ()
-    return tuple(getattr(held, "__dict__", {}).values())
+    return tuple(dict_of(held).values())
 
 
 def looked_at(tensor: Tensor) -> Tensor | None:

@@ -30,6 +30,7 @@ from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
 from lit_dpret.privacy.ledger.passed import fingerprint_of, is_common, looked_at, passed_in
 from lit_dpret.privacy.state_watch import checksums, parts_of
+from lit_dpret.privacy.user_code import dict_of
 
 #: Where state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
@@ -107,7 +108,7 @@ def _inside(each: Any) -> Iterable[Any]:
         return (each.func, *each.args, *each.keywords.values())
     if isinstance(each, Tensor) or _leads_away(type(each)):
         return ()
-    return getattr(each, "__dict__", {}).values()
+    return dict_of(each).values()
 
 
 def _leads_away(kind: type) -> bool:
