@@ -196,7 +196,7 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
         elif not isinstance(value, ModuleType):
             kinds = value.__mro__ if isinstance(value, type) else [value, *type(value).__mro__]
             own = [kind for kind in kinds if not isinstance(kind, type) or not is_library(kind.__module__)]
-            waiting += [each for kind in own for each in dict_of(kind).values()]
+            waiting += [each for kind in own for each in (dict_of(kind) or {}).values()]
             if own and not is_library(getattr(value, "__module__", None) or type(value).__module__):
                 yield Space(value)
 

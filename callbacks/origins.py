@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from lit_dpret.privacy.ledger.passed import Passed, held_by, is_common, is_reada
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, private_start
 from lit_dpret.privacy.ledger.trained import (
     TrainedIn,
+    changed_here,
     fingerprint,
     fingerprints,
     fingerprints_of_casts,
@@ -109,6 +110,8 @@ def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -
         if called not in met and not trainer.interrupted:
             with temporarily_clear_interpreter_stack():  # a loss may call it inside torch.func.vmap
                 refuse_other_weights(module, accountant, data, part=called)
+                if module.privacy.guarantee != "none":
+                    _refuse_unknown(changed_here, called, accountant, data, module)
             met.update(called.modules())
 
     return register_module_forward_pre_hook(ask)
@@ -116,10 +119,16 @@ def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -
 
 def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
     """Refuse weights and buffers that are neither as built, nor as a counted run left them, nor declared public."""
+    _refuse_unknown(set_later, module, accountant, data, module)
+
+
+def _refuse_unknown(
+    unknown: Callable[[nn.Module, Collection[str]], list[str]], part: nn.Module, accountant: Any, data: Any, module: Any
+) -> None:
     start = accountant.start()
     if accountant.counted_by_others or (start is None and accountant.init_from_is_public):
         return
-    if not (names := set_later(module, accountant.known_runs(module, data))):
+    if not (names := unknown(part, accountant.known_runs(module, data))):
         return
     way = (
         "start from the run that trained them (init_from), or declare that they contain nothing private, which the "
@@ -128,7 +137,7 @@ def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
         else f"and load what {start.knob}={start.folder} saved before the module is built (before make_private)."
     )
     raise ConfigurationError(
-        f"{_listed(names)} of {type(module).__name__} was set after the module was built, or trained before it, and "
+        f"{_listed(names)} of {type(part).__name__} was set after the module was built, or trained before it, and "
         "not by a run that this one counts, so the private data behind it are unknown. Set weights and buffers in the "
         f"constructor, {way}",
         trap="T30",
@@ -139,11 +148,18 @@ def assumed_weights(module: Any, accountant: Any) -> list[str]:
     """Return for the card what is assumed of the weights that the module begins with, besides the start's own."""
     start = accountant.start()
     if start is None:
-        names = set_later(module) if accountant.init_from_is_public else []
+        if not accountant.init_from_is_public:
+            return []
+        names = set_later(module)
+        own = (
+            f"{_listed(names)}, set after {type(module).__name__} was built or trained before, nor into "
+            if names
+            else ""
+        )
         return [
-            f"No private data went into {_listed(names)}, set after {type(module).__name__} was built or trained "
-            "before, as declared (init_from_is_public)."
-        ] if names else []  # fmt: skip
+            f"No private data went into {own}other models that were trained in the same process before and that the "
+            "run asks, as declared (init_from_is_public)."
+        ]
     asked = module.privacy.guarantee != "none" and not (accountant.resume or accountant.counted_by_others)
     if not asked or (file := _other_weights_in(start, module)) is None:
         return []

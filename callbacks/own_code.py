@@ -218,7 +218,7 @@ def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int =
     elif isinstance(value, MethodType):
         held = [("__self__", value.__self__)]
     elif isinstance(value, NAMESPACES) or (_is_foreign(value) and not _is_collection(value)):
-        held = dict_of(value).items()
+        held = (dict_of(value) or {}).items()
     else:
         yield where, value
         return
@@ -229,7 +229,7 @@ def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int =
 
 def _is_foreign(value: Any) -> bool:
     plain = isinstance(value, (*HOLD_NO_CODE, type, FunctionType, ModuleType, nn.Module, Enum))
-    return not plain and type(value).__dictoffset__ != 0 and not is_library(type(value).__module__)
+    return not plain and dict_of(value) is not None and not is_library(type(value).__module__)
 
 
 def _is_collection(value: Any) -> bool:

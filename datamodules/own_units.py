@@ -66,7 +66,7 @@ def _copied(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_copied, value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
+        return type(value)._make(map(_copied, value))
     if type(value) is dict:
         return {name: _copied(each) for name, each in value.items()}
     return value

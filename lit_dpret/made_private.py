@@ -371,15 +371,16 @@ def _as_collated(rows: Any) -> Any:
         return tuple(made.values())
     if isinstance(key, _Field):
         named = {str(name): value for name, value in made.items()}
-        return _mapping(key.kind, named) if issubclass(key.kind, Mapping) else key.kind(**named)
+        return _mapping(key.kind, named) if issubclass(key.kind, Mapping) else key.kind._make(made.values())
     return made
 
 
 def _mapping(kind: type[Any], named: dict[str, Any]) -> Any:
-    """Return a mapping of this kind; a dict where its constructor takes something else, as that of a defaultdict."""
+    """Return a mapping of this kind; a dict where its constructor makes something else, as that of a defaultdict."""
     try:
         found = kind(named)
-        return found if found.keys() == named.keys() else named
+        same = found.keys() == named.keys() and all(found[name] is value for name, value in named.items())
+        return found if same else named
     except Exception:
         return named
 

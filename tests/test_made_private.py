@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 from collections import UserDict, defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -358,6 +359,57 @@ def test_a_loss_and_a_collation_may_be_modules_and_are_no_part_of_what_is_saved(
     Classifier.load_from_checkpoint(path)
     fit(tmp_path / "run", made(**given), callbacks=[PrivacyAccountant(resume=True)], ckpt_path=path, max_steps=4)
     assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 4
+
+
+class Scaled(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Halved(Scaled):
+    """Is given other numbers than it holds, as a row that is normalised at once."""
+
+    def __new__(cls, x: Tensor, y: Tensor) -> Halved:
+        return super().__new__(cls, x / 2, y)
+
+
+class HalvedDict(UserDict[str, Tensor]):
+    def __init__(self, found: dict[str, Tensor]) -> None:
+        super().__init__({"x": found["x"] / 2, "y": found["y"]})
+
+
+class Ones(Dataset[Any]):
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        return self.kind(torch.ones(4), torch.tensor(row % 3))
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "rows": lambda *batch: batch,
+    "tuple": Halved,
+    "dict": lambda x, y: HalvedDict({"x": x, "y": y}),
+}
+
+
+@pytest.mark.parametrize("of", KINDS)
+def test_rows_and_batches_are_made_once(of: str, tmp_path: Path) -> None:
+    """Their constructors are the user's, and may change what they are given."""
+
+    def collate(found: list[Any]) -> Any:
+        return KINDS[of](*map(torch.stack, zip(*found, strict=True)))
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        x, y = (batch["x"], batch["y"]) if of == "dict" else batch
+        if float(x.max()) != 0.5:
+            raise LookupError("These are other numbers than those of the data set.")
+        return row_loss(model, (x, y))
+
+    fit(tmp_path, made(per_row_loss=loss, collate_fn=collate), data(Ones(Halved if of == "rows" else Scaled)))
 
 
 class Lazy:

@@ -198,9 +198,43 @@ def test_a_teacher_may_be_asked_by_a_run_that_counts_it(tmp_path: Path) -> None:
     )
 
 
-def test_no_run_is_asked_about_a_teacher_that_was_never_trained_privately(tmp_path: Path) -> None:
+@pytest.fixture
+def trained() -> Classifier:
+    """Return a model that an optimizer of this process trained without privacy, on data that nobody named."""
     plain = Classifier()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     row_loss(plain, rows()[:]).mean().backward()
     optimizer.step()
-    student(tmp_path, PLACES["list"](plain))
+    return plain
+
+
+@pytest.mark.parametrize("copies", [lambda each: each, copy.deepcopy], ids=["itself", "copied"])
+@pytest.mark.parametrize("place", ["closure", "list", "transform", "collate_fn", "data set", "callback"])
+def test_a_teacher_that_was_trained_without_privacy_is_refused(
+    place: str, copies: Any, trained: Classifier, tmp_path: Path
+) -> None:
+    refuses(tmp_path, PLACES[place](copies(trained)))
+
+
+@pytest.mark.parametrize("place", ["list", "collate_fn", "data set"])
+def test_a_teacher_that_was_trained_on_public_data_is_declared(place: str, trained: Classifier, tmp_path: Path) -> None:
+    how = PLACES[place](trained)
+    student(tmp_path, how | {"callbacks": [PrivacyAccountant(init_from_is_public=True)]})
+    assert "init_from_is_public" in (tmp_path / "privacy_card.json").read_text(encoding="utf-8")
+
+
+def test_a_probe_that_a_callback_trains_while_the_run_goes_on_may_be_asked(tmp_path: Path) -> None:
+    class Probes(L.Callback):
+        """Trains a classifier of its own on public rows after each step, and asks it and a copy."""
+
+        def on_fit_start(self, trainer: Any, private: Any) -> None:
+            self.probe = nn.Linear(4, 3)
+            self.optimizer = torch.optim.SGD(self.probe.parameters(), lr=0.1)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.enable_grad():
+                self.probe(torch.ones(1, 4)).sum().backward()
+            self.optimizer.step()
+            self.probe(torch.ones(1, 4))
+
+    fit(tmp_path, made(), max_steps=3, callbacks=[Probes()])

@@ -23,7 +23,7 @@ from lit_dpret.distributed.xla import is_lazy
 from lit_dpret.privacy.ledger.trained import MARK
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.state_watch import COPIED, checksums, is_copied
-from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of, slots_of
+from lit_dpret.privacy.user_code import ReadByLoss, Space, attributes_of, dict_of, slots_of
 from lit_dpret.privacy.user_generators import own_generators
 
 #: What `PrivateStep._leave_run` sets.
@@ -395,7 +395,7 @@ def is_foreign(value: Any) -> bool:
     """Return whether a value is a plain object of the user's own."""
     if isinstance(value, (nn.Module, PrivacyMode, type, Optimizer, LRScheduler)):
         return False
-    has_attributes = type(value).__dictoffset__ != 0 or hasattr(type(value), "__slots__")
+    has_attributes = dict_of(value) is not None or hasattr(type(value), "__slots__")
     return has_attributes and type(value).__module__.split(".")[0] not in _KNOWN
 
 

@@ -179,18 +179,17 @@ class Space:
                 kind.__delattr__(self.owner, name)
 
 
-def dict_of(value: Any) -> Mapping[str, Any]:
-    """Return ``__dict__`` of an object or class; nothing of one without it, whatever its ``__getattr__`` does."""
-    try:
-        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+def dict_of(value: Any) -> Mapping[str, Any] | None:
+    """Return ``__dict__`` of an object or class, None where it has none, whatever its ``__getattr__`` does."""
+    with suppress(Exception):  # a property of the user's own may raise anything
+        found: Mapping[str, Any] = type(value).__getattribute__(value, "__dict__")
         return found
-    except Exception:  # a property of the user's own may raise anything
-        return {}
+    return None
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object or class itself, those in slots included."""
-    found = dict(dict_of(value))
+    found = dict(dict_of(value) or {})
     for name in () if isinstance(value, type) else slots_of(type(value)):
         with suppress(AttributeError):
             found[name] = object.__getattribute__(value, name)

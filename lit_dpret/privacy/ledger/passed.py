@@ -128,7 +128,7 @@ def _inside(held: object) -> Iterable[object]:
     known = {each.__module__.partition(".")[0] for each in type(held).__mro__}
     if isinstance(held, (type, np.ndarray)) or known & {"lightning", "lit_dpret", "rich", "threading"}:
         return ()
-    return tuple(dict_of(held).values())
+    return tuple((dict_of(held) or {}).values())
 
 
 def looked_at(tensor: Tensor) -> Tensor | None:

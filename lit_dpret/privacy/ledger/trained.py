@@ -108,7 +108,7 @@ def _inside(each: Any) -> Iterable[Any]:
         return (each.func, *each.args, *each.keywords.values())
     if isinstance(each, Tensor) or _leads_away(type(each)):
         return ()
-    return dict_of(each).values()
+    return (dict_of(each) or {}).values()
 
 
 def _leads_away(kind: type) -> bool:
@@ -169,15 +169,32 @@ def note_built(module: nn.Module, given: Sequence[nn.Module] = ()) -> None:
     if any(map(is_lazy, module.parameters())):
         return
     own = list(weights(module).values())
-    shapes = {each.shape for each in own}
-    stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
-    changed = {fingerprint_of(values) for values in stepped if not is_common(values)} - _built
+    changed = _changed(own)
     kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
     found = {number for each in kept for number in fingerprints_of_casts(each)}
     vars(module)[_BUILT] = built = frozenset(found | {_digest(each) for _, each in extra_states(module)})
     _built.update(built)
     outside = {id(each) for part in given for each in modules_and_tensors_in(part)}
     _made.update(number for each in kept if id(each) not in outside for number in fingerprints_of_casts(each))
+
+
+def _changed(like: Iterable[Tensor]) -> set[int]:
+    """Return the fingerprints of parameters that an optimizer of this process changed, of the shapes of ``like``."""
+    shapes = {each.shape for each in like}
+    stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
+    return {fingerprint_of(values) for values in stepped if not is_common(values)} - _built
+
+
+def changed_here(module: nn.Module, runs: Collection[str]) -> list[str]:
+    """Return the names of weights that an optimizer of this process changed, and of copies; not what ``runs`` left."""
+    own = weights(module)
+    changed, left = _changed(own.values()), set[int]().union(*(_left.get(run, ()) for run in runs))
+    return [
+        name for name, each in own.items()
+        if (each in _stepped or fingerprint(each) in changed)
+        and not left.issuperset(fingerprints_of_casts(each)[:1])
+        and not any(run.run in runs for run in passed_in(each))
+    ]  # fmt: skip
 
 
 def fingerprints_of_casts(tensor: Tensor) -> list[int]:
