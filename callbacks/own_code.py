@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
-from inspect import getattr_static
-from io import BytesIO, StringIO
 from itertools import islice
 from types import FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lit_dpret.callbacks.first_come import FIRST, depends_on_the_first, refuse_other_rows
+from lit_dpret.callbacks.shared_files import refuse_shared_files
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.privacy.batches import ALONE, Draw, SeededDraws, UnitOwners, answer_of, names_its_unit, row_keys
 from lit_dpret.privacy.clipping.base import trainable
@@ -335,21 +334,12 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
             refuse_other_rows()
 
 
-def refuse_shared_files(
-    loader: Any, whose: str = "The training data set", knob: str = "datamodule.num_workers"
-) -> None:
-    """Refuse worker processes that share an open file with this one, since each of them moves its place for all."""
-    dataset = getattr(loader, "dataset", None)
-    for each in islice(objects_in(dataset), _OBJECTS) if getattr(loader, "num_workers", 0) else ():
-        is_open = callable(getattr_static(each, "fileno", None)) and not getattr(each, "closed", False)
-        is_open = is_open and not isinstance(each, (BytesIO, StringIO))  # each process has a copy of those
-        if is_open or type(each).__module__.partition(".")[0] in ("sqlite3", "h5py"):
-            raise DataError(
-                f"{whose} holds an open {type(each).__name__}, since its rows were read in this process before: the "
-                f"{loader.num_workers} worker processes of the loader would share its place, and get other rows. Set "
-                f"num_workers=0 ({knob}), or open the file for each row.",
-                trap="T38",
-            )
+def refuse_shared_draws(loader: Any, units: int) -> None:
+    """Refuse worker processes of the training loader that share an open file with this one."""
+    dataset = loader.dataset
+    refuse_shared_files(
+        loader, lambda unit: _ask(dataset, unit), units, whose="The training data set", knob="datamodule.num_workers"
+    )
 
 
 def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> None:

@@ -28,7 +28,7 @@ from lit_dpret.callbacks.own_code import (
     refuse_remembering_collation,
     refuse_replaced_rows,
     refuse_replaced_sampler,
-    refuse_shared_files,
+    refuse_shared_draws,
 )
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import require_agreement, tell_plan
@@ -287,7 +287,7 @@ class PrivacyAccountant(RunLedgers):
     def _examine_data(self, trainer: L.Trainer, module: Any) -> None:
         loader: Any = trainer.train_dataloader
         if module.privacy.guarantee == "dp":
-            refuse_shared_files(loader)  # before this process reads on, while workers may do so already
+            refuse_shared_draws(loader, self.sampler.units)
         self._with_rows = True
         if not refuse_other_units(loader, self.sampler) and self._ranks.is_first:
             self.ledger.append("event", name=UNITS_UNNAMED, unit=module.privacy.unit)

@@ -22,9 +22,9 @@ from torchmetrics import Metric
 
 from lit_dpret.callbacks.averages import averaged
 from lit_dpret.callbacks.log_gate import tell
-from lit_dpret.callbacks.own_code import refuse_shared_files
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
 from lit_dpret.callbacks.same_rows import count_equal_rows
+from lit_dpret.callbacks.shared_files import refuse_shared_files
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT
@@ -91,7 +91,13 @@ class PublicValidation(Callback):
     def refuse_protected(self, module: Any, data: Any) -> None:
         """Refuse rows that hold what rows of the training hold, whichever object gives them."""
         found, self._compared = count_equal_rows(self.dataloader, data)
-        refuse_shared_files(self.dataloader, "The data set of PublicValidation", "its DataLoader")
+        rows: Any = getattr(self.dataloader, "dataset", None)
+        if hasattr(rows, "__len__"):
+            with kept_generators():
+                refuse_shared_files(
+                    self.dataloader, rows.__getitem__, len(rows), whose="The data set of PublicValidation",
+                    knob="its DataLoader",
+                )  # fmt: skip
         if found > self.equal_rows:
             raise ConfigurationError(
                 f"PublicValidation reads {found} rows that hold what rows of the training data set hold: these are "

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, get_args
 
-import numpy as np
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lit_dpret.datamodules.readers import as_id
@@ -17,7 +15,7 @@ from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.budget import ALL_OF_ONE, EACH_ROW, UNNAMED, Unit
-from lit_dpret.privacy.content import content_of_rows
+from lit_dpret.privacy.content import content_of_rows, copied_row
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import batch_among, naming_arguments
 
@@ -50,26 +48,11 @@ class OwnUnits:
 
     def rows(self, unit: int) -> Sequence[Any]:
         """Return all rows of unit number ``unit``: copies, since a data set may read all its rows into one buffer."""
-        return tuple(_copied(self.dataset[row]) for row in self._groups[unit])
+        return tuple(copied_row(self.dataset[row]) for row in self._groups[unit])
 
     def most_units_of_a_user(self) -> int | None:
         """None: only ``unit_of`` knows the person behind a unit."""
         return None
-
-
-def _copied(value: Any) -> Any:
-    """Return a row whose tensors and arrays have memory of their own; what is no plain container stays as it is."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if type(value) in (tuple, list):
-        return type(value)(map(_copied, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)._make(map(_copied, value))
-    if type(value) is dict:
-        return {name: _copied(each) for name, each in value.items()}
-    return value
 
 
 @dataclass(eq=False, repr=False)

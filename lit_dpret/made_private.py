@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import OrderedDict, UserDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from lit_dpret.errors import ConfigurationError, DataError, ResumeError, Unsuppo
 from lit_dpret.modules import OptimizerSpec, PrivateModule
 from lit_dpret.modules.checkpointed import CLASS_KEY, is_plain, plain_value
 from lit_dpret.modules.private_module import save_weights
+from lit_dpret.privacy.content import copied_row
 from lit_dpret.privacy.ledger.gate import undeclared_metric
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 from lit_dpret.privacy.state_watch import state_of_part
@@ -134,10 +134,8 @@ class MadePrivate(PrivateModule):
         super().on_load_checkpoint(checkpoint)
 
     def collate_rows(self, rows: list[Any]) -> Any:
-        # Collators of labelled rows take the labels out, and rows are collated again on trial.
-        own = [copy(row) if isinstance(row, (dict, list, UserDict)) else row for row in rows]
-        try:
-            features = _as_dicts(self._collate_fn(own))
+        try:  # copies, since collations take labels out of rows or write into them, and rows are collated on trial too
+            features = _as_dicts(self._collate_fn([copied_row(row) for row in rows]))
         except (RuntimeError, TypeError) as error:
             if self._collate_fn is not default_collate:
                 raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -216,27 +218,54 @@ def test_a_file_in_memory_is_shared_by_nobody(tmp_path: Path) -> None:
     fit(tmp_path, made(), data(InMemory(), num_workers=1), max_steps=1)
 
 
+STRIDE = 10_000  # above what a reader keeps of a file
+HANDLES: dict[Path, Any] = {}
+
+
+@lru_cache
+def opened(path: Path) -> Any:
+    return path.open("rb")
+
+
+def opened_by_name(path: Path) -> Any:
+    if path not in HANDLES:
+        HANDLES[path] = path.open("rb")
+    return HANDLES[path]
+
+
 class OpenedAtFirstUse(InShards):
     """Opens its file in the process that reads it, as workers should; this process has read it before."""
 
-    file: Any = None
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.write_bytes(rows().tensors[0].numpy().tobytes())
+    def __init__(self, path: Path, how: str) -> None:
+        self.path, self.how, self.file, self.number = path, how, {}, -1
+        path.write_bytes(b"".join(row.numpy().tobytes().ljust(STRIDE) for row in rows().tensors[0]))
 
     def __getitem__(self, row: int) -> Any:
-        if self.file is None:
-            self.file = self.path.open("rb")
-        self.file.seek(16 * row)
-        return torch.frombuffer(bytearray(self.file.read(16)), dtype=torch.float32), row % 3
+        return torch.frombuffer(bytearray(self.read(row * STRIDE)), dtype=torch.float32), row % 3
+
+    def read(self, place: int) -> bytes:
+        if self.how == "number":
+            self.number = os.open(self.path, os.O_RDONLY) if self.number < 0 else self.number
+            os.lseek(self.number, place, os.SEEK_SET)
+            return os.read(self.number, 16)
+        if self.how in ("cache", "global"):
+            file = (opened if self.how == "cache" else opened_by_name)(self.path)
+        elif self.how == "each time":
+            file = self.path.open("rb")
+        else:
+            key = os.getpid() if self.how == "own" else 0
+            file = self.file.setdefault(key, None) or self.path.open("rb")
+            self.file[key] = file
+        file.seek(place)
+        return file.read(16)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_worker_processes_that_would_share_an_open_file_are_refused(workers: int, tmp_path: Path) -> None:
-    given = data(OpenedAtFirstUse(tmp_path / "rows"), num_workers=workers)
-    if workers:
-        with pytest.raises(DataError, match=r"BufferedReader.*num_workers") as refused:
+@pytest.mark.parametrize("how", ["attribute", "number", "cache", "global", "own", "each time"])
+def test_worker_processes_that_would_share_an_open_file_are_refused(how: str, workers: int, tmp_path: Path) -> None:
+    given = data(OpenedAtFirstUse(tmp_path / "rows", how), num_workers=workers)
+    if workers and how not in ("own", "each time"):
+        with pytest.raises(DataError, match="num_workers") as refused:
             fit(tmp_path, made(), given, max_steps=1)
         assert refused.value.trap == "T38"
     else:
@@ -245,7 +274,7 @@ def test_worker_processes_that_would_share_an_open_file_are_refused(workers: int
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_of_a_public_validation_share_no_open_file(workers: int, tmp_path: Path) -> None:
-    public = DataLoader(OpenedAtFirstUse(tmp_path / "rows"), batch_size=20, num_workers=workers)
+    public = DataLoader(OpenedAtFirstUse(tmp_path / "rows", "cache"), batch_size=20, num_workers=workers)
     validation = PublicValidation(public, metrics=["val/loss"], equal_rows=60)
     with pytest.raises(DataError, match=r"PublicValidation.*num_workers") if workers else nullcontext():
         fit(tmp_path, made(), max_steps=1, callbacks=[validation])

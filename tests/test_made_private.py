@@ -8,6 +8,7 @@ import re
 from collections import UserDict, defaultdict
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -410,6 +411,33 @@ def test_rows_and_batches_are_made_once(of: str, tmp_path: Path) -> None:
         return row_loss(model, (x, y))
 
     fit(tmp_path, made(per_row_loss=loss, collate_fn=collate), data(Ones(Halved if of == "rows" else Scaled)))
+
+
+def in_place(found: list[Any]) -> Any:
+    for x, _ in found:
+        x /= 255
+    return default_collate(found)
+
+
+class InFiles(Dataset[Any]):
+    """Rows that are files in memory."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = rows()[row]
+        return {"x": BytesIO(x.numpy().tobytes()), "y": y}
+
+
+def from_files(found: list[Any]) -> Any:
+    x = [torch.frombuffer(bytearray(row["x"].read()), dtype=torch.float32) for row in found]
+    return torch.stack(x), torch.stack([row.pop("y") for row in found])
+
+
+@pytest.mark.parametrize("collate", [in_place, from_files])
+def test_a_collation_may_write_into_its_rows_and_use_them_up(collate: Any, tmp_path: Path) -> None:
+    fit(tmp_path, made(collate_fn=collate), data(InFiles() if collate is from_files else rows()), max_steps=3)
 
 
 class Lazy:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+from collections import UserDict
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -128,6 +130,25 @@ def _as_array(leaf: Any) -> Any:
     ):
         return leaf
     return leaf.detach().cpu().resolve_conj().resolve_neg().numpy()
+
+
+def copied_row(value: Any) -> Any:
+    """Return a row whose tensors and arrays have memory of their own; what is no plain container stays as it is."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) in (tuple, list):
+        return type(value)(map(copied_row, value))
+    if isinstance(value, tuple) and (make := getattr(type(value), "_make", None)) is not None:  # a named tuple
+        return make(map(copied_row, value))
+    if type(value) is dict:
+        return {name: copied_row(each) for name, each in value.items()}
+    if isinstance(value, UserDict):  # as what a tokenizer of transformers makes
+        found = copy(value)
+        found.data = copied_row(value.data)
+        return found
+    return copy(value) if isinstance(value, (dict, list, io.BytesIO, io.StringIO)) else value
 
 
 def readable_content(rows: Any) -> bytes | None:

@@ -181,8 +181,9 @@ class Space:
 
 def dict_of(value: Any) -> Mapping[str, Any] | None:
     """Return ``__dict__`` of an object or class, None where it has none, whatever its ``__getattr__`` does."""
+    kind: Any = type(value)
     with suppress(Exception):  # a property of the user's own may raise anything
-        found: Mapping[str, Any] = type(value).__getattribute__(value, "__dict__")
+        found: Mapping[str, Any] = kind.__getattribute__(value, "__dict__")
         return found
     return None
 
@@ -190,7 +191,8 @@ def dict_of(value: Any) -> Mapping[str, Any] | None:
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object or class itself, those in slots included."""
     found = dict(dict_of(value) or {})
-    for name in () if isinstance(value, type) else slots_of(type(value)):
+    kind: Any = type(value)
+    for name in () if isinstance(value, type) else slots_of(kind):
         with suppress(AttributeError):
             found[name] = object.__getattribute__(value, name)
     return found

@@ -1,0 +1,97 @@
+"""Find files whose place worker processes would share with this one, which has read rows from them before.
+
+A process that is forked has the files of its parent, and whoever reads moves the place of all: a worker then gets rows
+of other units, or parts of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+from lit_dpret.errors import DataError
+from lit_dpret.privacy.ledger.trained import objects_in
+
+#: More objects than these are not searched.
+_OBJECTS = 50_000
+#: Whose connections no forked process may use, whatever it reads.
+_NEVER_FORKED = ("sqlite3", "h5py")
+#: How long a forked process may take to read three rows, in seconds.
+_LONGEST = 60
+
+
+def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, whose: str, knob: str) -> None:
+    """Refuse forked workers of ``loader`` that share a file with this process, however its data set holds it.
+
+    ``read`` asks for one of ``rows``. A file is shared whose place it moves here, and in a process that is forked for
+    this alone; one that each process opens for itself is not.
+    """
+    context: Any = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    if not getattr(loader, "num_workers", 0) or context.get_start_method() != "fork":
+        return
+    holds = next((type(each).__name__ for each in islice(objects_in(loader.dataset), _OBJECTS)
+                  if type(each).__module__.partition(".")[0] in _NEVER_FORKED), None)  # fmt: skip
+    asked = sorted({0, rows // 2, rows - 1})
+    if holds is not None or (_moved(read, asked) and _moved_by_a_fork(read, asked)):
+        raise DataError(
+            f"{whose} holds an open {holds or 'file'}, since its rows were read in this process before: the "
+            f"{loader.num_workers} worker processes of the loader would share its place, and get other rows. Set "
+            f"num_workers=0 ({knob}), or let each process open it for itself, as in a dict with os.getpid() as key.",
+            trap="T38",
+        )
+
+
+def _moved(read: Callable[[int], Any], asked: Iterable[int]) -> bool:
+    """Return whether reading moves the place of a file that stays open."""
+    places = []
+    for row in asked:
+        with suppress(Exception):  # it ends the run where the row is drawn, by what is known of such ends
+            read(row)
+        places.append(_places())
+    return any(len({each.get(file) for each in places}) > 1 for file in places[-1])
+
+
+def _moved_by_a_fork(read: Callable[[int], Any], asked: Iterable[int]) -> bool:
+    """Return whether a forked process moves the place of a file of this one; also true if it does not end in time."""
+    if (child := os.fork()) == 0:
+        moved = True
+        try:
+            before = _places()
+            with suppress(Exception):
+                moved = False
+                for row in asked:
+                    read(row)
+                    after = _places()
+                    moved |= any(after.get(file, place) != place for file, place in before.items())
+        finally:
+            os._exit(moved)  # without the ends of this process, as of its files and threads
+    begun = time.monotonic()
+    while time.monotonic() - begun < _LONGEST:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status != 0
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return True
+
+
+def _places() -> dict[int, int]:
+    """Return the place of each file that is open for reading, but for what this process says (standard output)."""
+    import fcntl  # as os.fork, not on Windows
+
+    said = {(each.st_dev, each.st_ino) for each in map(os.fstat, (1, 2))}
+    found = {}
+    for number in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # that of the listing is closed by now
+            file = os.fstat(number)
+            only_written = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+            if stat.S_ISREG(file.st_mode) and not only_written and (file.st_dev, file.st_ino) not in said:
+                found[number] = os.lseek(number, 0, os.SEEK_CUR)
+    return found
