@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -204,6 +203,5 @@ def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor
             return
         seen.add(id(value))
         whole = attributes_of(value) if is_foreign(value) else dict(enumerate(value))
-        inside = items_of(value) if isinstance(value, Mapping) else whole.items()
-        for name, each in islice(inside, ENTRIES):
+        for name, each in items_of(value if isinstance(value, Mapping) else whole, ENTRIES):
             yield from _within(f"{path}.{name}", each, seen)

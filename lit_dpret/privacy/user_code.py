@@ -198,13 +198,13 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
-def items_of(value: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
+def items_of(value: Mapping[Any, Any] | Sequence[Any], most: int | None = None) -> list[tuple[Any, Any]]:
     """Return what a mapping or sequence gives by key or number; a configuration may hold what it cannot give yet."""
     keyed = isinstance(value, Mapping)
     with suppress(Exception):
-        return list(value.items() if keyed else enumerate(value))  # type: ignore[union-attr]
+        return list(islice(value.items() if keyed else enumerate(value), most))  # type: ignore[union-attr]
     found = []
-    for key in value if keyed else range(len(value)):
+    for key in islice(value if keyed else range(len(value)), most):
         with suppress(Exception):
             found.append((key, value[key]))
     return found
@@ -328,7 +328,7 @@ class ReadByLoss:
         elif isinstance(value, Mapping) and not isinstance(value, NAMESPACES):
             if not is_library(type(value).__module__):
                 self._note(value)
-            waiting += ((f"{path}.{key}", each) for key, each in islice(items_of(value), _ENTRIES))
+            waiting += ((f"{path}.{key}", each) for key, each in items_of(value, _ENTRIES))
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
             if not is_library(type(value).__module__):
                 self._note(value)
