@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.modules.coupling_passes import FLOOR, Passes
+from lit_dpret.modules.coupling_passes import DEPENDS, FLOOR, Passes
 from lit_dpret.modules.coupling_rows import Rows
 from lit_dpret.modules.coupling_values import FixedCoins, differ
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
@@ -74,11 +74,7 @@ class CollationPasses(Passes):
                     return self.compare_collated(rows, own, others, again=False)
                 self._refuse_other_coins()
             if differ(found[0], found[1], floor=FLOOR):
-                self._refuse(
-                    rows,
-                    "the loss of a row is different when it is collated with other rows, or stands in another place "
-                    "than it was given in, as where rows are sorted",
-                )
+                self._refuse(rows, f"{DEPENDS}, or collated in another order, as where collate_rows sorts them")
 
     def compare_placed(self, rows: Rows) -> None:
         """Compare the losses of the first units of a batch of fixed shape with those that they have alone in it."""

@@ -41,7 +41,7 @@ FLOOR = 1e-4
 ROUNDING = 1e-3
 #: Shorter gradients, or those below the bound, are compared by this: they consist of rounding where a row is learnt.
 _SHORT = 1e-2
-_DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
+DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
 
 
 class _Seen(NamedTuple):
@@ -366,7 +366,7 @@ class Passes:
             found.append(of_rows(features))
         if differ(found[0][rows.kept], found[1], floor=FLOOR):
             what = "the embedding of a row is different when it is collated with other rows"
-            self._refuse(rows, what if of_pairs else _DEPENDS)
+            self._refuse(rows, what if of_pairs else DEPENDS)
 
     def _embeddings(self, features: Any, *, as_trained: bool = False, gradients: bool = False) -> Tensor:
         seed_everywhere(self._seed)
@@ -461,7 +461,7 @@ class Passes:
                 handle.remove()
         return found
 
-    def _refuse(self, rows: Rows, what: str = _DEPENDS) -> NoReturn:
+    def _refuse(self, rows: Rows, what: str = DEPENDS) -> NoReturn:
         """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""
         again = [self._afresh(rows.as_they_are()) for _ in range(2)]
         name, mode = type(self.module).__name__, self.module.privacy.name

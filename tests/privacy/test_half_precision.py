@@ -264,9 +264,9 @@ def test_a_unit_that_is_alone_in_its_batch_may_have_a_shape_of_its_own(tmp_path:
 def test_a_shape_that_changes_in_a_later_batch_is_refused_then_and_nothing_is_claimed(tmp_path: Path) -> None:
     class Late(Log):
         def rows(self, unit: int) -> list[Line]:
-            """The longest query of all is there from the third time on that it is asked for."""
+            """The longest query of all is there once the looks at the start have asked for it."""
             self.asked = getattr(self, "asked", 0) + (unit == LONGEST)
-            return [] if unit == LONGEST and self.asked < 6 else super().rows(unit)
+            return [] if unit == LONGEST and self.asked < 7 else super().rows(unit)
 
     module = PadsToAMultiple(privacy=private(tmp_path), optimizer=STILL)
     with pytest.raises(UnsupportedModelError, match="letters"):
