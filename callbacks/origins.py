@@ -30,7 +30,7 @@ from lit_dpret.privacy.ledger.passed import Passed, held_by, is_common, is_reada
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, ledger_identity, private_start
 from lit_dpret.privacy.ledger.trained import (
     TrainedIn,
-    changed_here,
+    changed_before,
     fingerprint,
     fingerprints,
     fingerprints_of_casts,
@@ -102,7 +102,7 @@ def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -
     Every module of this process and of its forked workers is checked at its first call, however the loss reaches it: a
     closure, a list, ``collate_fn`` or a data set. Weights read without a call, and results computed earlier, go unseen.
     """
-    met = WeakSet(module.modules())  # asked about before training begins
+    met, changed = WeakSet(module.modules()), changed_before(module)  # asked about before training begins
 
     def ask(called: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -111,7 +111,7 @@ def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -
             with temporarily_clear_interpreter_stack():  # a loss may call it inside torch.func.vmap
                 refuse_other_weights(module, accountant, data, part=called)
                 if module.privacy.guarantee != "none":
-                    _refuse_unknown(changed_here, called, accountant, data, module)
+                    _refuse_unknown(changed, called, accountant, data, module)
             met.update(called.modules())
 
     return register_module_forward_pre_hook(ask)

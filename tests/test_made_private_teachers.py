@@ -223,18 +223,25 @@ def test_a_teacher_that_was_trained_on_public_data_is_declared(place: str, train
     assert "init_from_is_public" in (tmp_path / "privacy_card.json").read_text(encoding="utf-8")
 
 
-def test_a_probe_that_a_callback_trains_while_the_run_goes_on_may_be_asked(tmp_path: Path) -> None:
-    class Probes(L.Callback):
-        """Trains a classifier of its own on public rows after each step, and asks it and a copy."""
+class Probes(L.Callback):
+    """Trains a classifier of its own on public rows after each step, and asks it, copies, and parts of the model."""
 
-        def on_fit_start(self, trainer: Any, private: Any) -> None:
-            self.probe = nn.Linear(4, 3)
-            self.optimizer = torch.optim.SGD(self.probe.parameters(), lr=0.1)
+    def on_fit_start(self, trainer: Any, private: Any) -> None:
+        self.probe = nn.Linear(3, 3)
+        self.optimizer = torch.optim.SGD(self.probe.parameters(), lr=0.1)
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            with torch.enable_grad():
-                self.probe(torch.ones(1, 4)).sum().backward()
-            self.optimizer.step()
-            self.probe(torch.ones(1, 4))
+    def on_train_batch_end(self, trainer: Any, private: Any, *_: Any) -> None:
+        net, public = private.module.net, torch.ones(2, 4)
+        with torch.enable_grad():
+            self.probe(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+        for each in (net[:2], copy.deepcopy(net), nn.Sequential(net, copy.deepcopy(self.probe))):
+            each(public)
 
-    fit(tmp_path, made(), max_steps=3, callbacks=[Probes()])
+
+def part_of_itself(model: Any, batch: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(model.net[2:](model.net[:2](batch[0])), batch[1], reduction="none")
+
+
+def test_parts_and_copies_of_what_is_trained_meanwhile_may_be_asked(tmp_path: Path) -> None:
+    fit(tmp_path, made(per_row_loss=part_of_itself), max_steps=6, callbacks=[Probes()])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -185,16 +185,26 @@ def _changed(like: Iterable[Tensor]) -> set[int]:
     return {fingerprint_of(values) for values in stepped if not is_common(values)} - _built
 
 
-def changed_here(module: nn.Module, runs: Collection[str]) -> list[str]:
-    """Return the names of weights that an optimizer of this process changed, and of copies; not what ``runs`` left."""
-    own = weights(module)
-    changed, left = _changed(own.values()), set[int]().union(*(_left.get(run, ()) for run in runs))
-    return [
-        name for name, each in own.items()
-        if (each in _stepped or fingerprint(each) in changed)
-        and not left.issuperset(fingerprints_of_casts(each)[:1])
-        and not any(run.run in runs for run in passed_in(each))
-    ]  # fmt: skip
+def changed_before(own: nn.Module) -> Callable[[nn.Module, Collection[str]], list[str]]:
+    """Return a search for weights that an optimizer of this process has changed by now, or that equal such.
+
+    It takes a module and runs, and returns names of weights that none of these left. Those of ``own`` are not among
+    them, and neither is what is trained from now on, as a probe that a callback trains on public rows.
+    """
+    of_own = {id(each) for each in weights(own).values()}
+    others = [each for each in list(_stepped) if id(each) not in of_own]
+    changed, held = _changed(others), WeakIdKeyDictionary(dict.fromkeys(others))  # type: ignore[no-untyped-call]
+
+    def search(module: nn.Module, runs: Collection[str]) -> list[str]:
+        left = set[int]().union(*(_left.get(run, ()) for run in runs))
+        return [
+            name for name, each in weights(module).items()
+            if (each in held or fingerprint(each) in changed)
+            and not left.issuperset(fingerprints_of_casts(each)[:1])
+            and not any(run.run in runs for run in passed_in(each))
+        ]  # fmt: skip
+
+    return search
 
 
 def fingerprints_of_casts(tensor: Tensor) -> list[int]:
