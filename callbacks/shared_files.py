@@ -15,6 +15,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+import torch
+
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.ledger.trained import objects_in
 
@@ -62,6 +64,7 @@ def _moved_by_a_fork(read: Callable[[int], Any], asked: Iterable[int]) -> bool:
     if (child := os.fork()) == 0:
         moved = True
         try:
+            torch.set_num_threads(1)  # as in a worker: those of this process are not there
             before = _places()
             with suppress(Exception):
                 moved = False

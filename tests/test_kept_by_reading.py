@@ -272,6 +272,20 @@ def test_worker_processes_that_would_share_an_open_file_are_refused(how: str, wo
         fit(tmp_path, made(), given, max_steps=1)
 
 
+def test_rows_that_torch_computes_with_several_threads_are_read_in_a_fork_too(tmp_path: Path) -> None:
+    class Computed(OpenedAtFirstUse):
+        def __getitem__(self, row: int) -> Any:
+            x, y = super().__getitem__(row)
+            return x + torch.ones(1_000_000).mul(2.0).sum() * 0, y
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fit(tmp_path, made(), data(Computed(tmp_path / "rows", "own"), num_workers=1), max_steps=1)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_of_a_public_validation_share_no_open_file(workers: int, tmp_path: Path) -> None:
     public = DataLoader(OpenedAtFirstUse(tmp_path / "rows", "cache"), batch_size=20, num_workers=workers)
