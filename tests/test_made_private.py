@@ -523,6 +523,48 @@ def noised(model: Any, batch: Any) -> Tensor:
     return row_loss(model, (x, y))
 
 
+def expanded(found: list[Any]) -> Any:
+    """A mask that has one memory for all rows, which the loss fills row by row."""
+    x, y = default_collate(found)
+    return x, y, torch.zeros(1, 4).expand(len(found), 4)
+
+
+def views_of_each_other(found: list[Any]) -> Any:
+    x, y = default_collate(found)
+    mask = torch.zeros(len(found) + 1, 4)
+    return x, y, mask[1:], mask[:-1]
+
+
+def filled(model: Any, batch: Any) -> Tensor:
+    x, y, mask, *others = batch
+    lengths = 1 + (x[:, 0] > 1).long() * 3
+    for row, length in enumerate(lengths.tolist()):
+        mask[row, :length] = 1
+    return row_loss(model, (x * (mask + sum(others)), y))
+
+
+@pytest.mark.parametrize("collate", [expanded, views_of_each_other])
+@pytest.mark.parametrize("engine", ["ghost", "loop"])
+def test_rows_of_a_batch_share_no_memory_that_a_loss_may_write_into(
+    collate: Any, engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both batches hold the same numbers when the loss begins, so their clipped sums are equal."""
+    sums: dict[str, dict[str, Tensor]] = {}
+    privatize = DPSGD.privatize
+
+    for name, whose in (("shared", collate), ("own", lambda found: tuple(each.clone() for each in collate(found)))):
+
+        def record(self: Any, found: Any, *, name: str = name, **given: Any) -> Any:
+            sums.setdefault(name, {at: each.detach().clone() for at, each in found.items()})
+            return privatize(self, found, **given)
+
+        monkeypatch.setattr(DPSGD, "privatize", record)
+        private = made(per_row_loss=filled, collate_fn=whose, engine=engine, noise_seed=1)
+        settings = {"sampling": "full_batch", "expected_batch_size": None, "physical_batch_size": 60}
+        fit(tmp_path / name, private, data(**settings), max_steps=1)
+    assert all(torch.allclose(each, sums["own"][at], atol=1e-6) for at, each in sums["shared"].items())
+
+
 @pytest.mark.parametrize("engine", ["ghost", "loop"])
 @pytest.mark.parametrize("loss", [doubled, noised])
 def test_a_loss_may_write_into_its_batch(loss: Any, engine: str, tmp_path: Path) -> None:

@@ -277,6 +277,24 @@ def clone_rows(rows: Any) -> Any:
     return map_rows(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rows)
 
 
+def with_own_memory(rows: Any) -> Any:
+    """Return nested dicts in which no row shares memory with another one, so that a loss may write into each.
+
+    An expanded tensor has one memory for all rows, and two tensors may be views of one.
+    """
+    met = set[int]()
+
+    def own(leaf: Any) -> Any:
+        if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_nested or not leaf.numel():
+            return leaf
+        place = leaf.untyped_storage().data_ptr()
+        shared = place in met or torch._debug_has_internal_overlap(leaf) != 0
+        met.add(place)
+        return leaf.clone() if shared else leaf
+
+    return map_rows(own, rows)
+
+
 def take_rows(rows: Any, index: slice | Tensor) -> Any:
     """Select rows of a tensor, or of nested dicts of tensors whose first axis is the rows."""
     return map_rows(lambda tensor: tensor[index], rows)

@@ -14,7 +14,17 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
-from lit_dpret.privacy.batches import ALONE, PADDING, Draw, FixedShape, UnitBatch, answer_of, digests_of, row_keys
+from lit_dpret.privacy.batches import (
+    ALONE,
+    PADDING,
+    Draw,
+    FixedShape,
+    UnitBatch,
+    answer_of,
+    digests_of,
+    row_keys,
+    with_own_memory,
+)
 from lit_dpret.privacy.budget import RowsPerUnit
 from lit_dpret.privacy.content import readable_content
 from lit_dpret.privacy.state_watch import same_values
@@ -245,6 +255,7 @@ class UnitCollator:
             # From here on each row has the slot that its place is in, whether or not it is data.
             slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
             real += [False] * (shape.slots - len(real))
+        features = with_own_memory(features)
         return UnitBatch(
             rows=features,
             unit_ids=torch.tensor(slots, dtype=torch.long),
