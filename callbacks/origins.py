@@ -97,7 +97,10 @@ def refuse_other_weights(module: Any, accountant: Any, data: Any, *, part: nn.Mo
 
 
 def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -> RemovableHandle:
-    """Refuse calls of modules that `refuse_other_weights` refuses, until the handle is removed or the fit fails.
+    """Refuse calls of modules whose weights no claim counts, until the handle is removed or the fit fails.
+
+    They are those that `refuse_other_weights` refuses, and those that an optimizer of this process had changed before
+    the fit, unless they are declared public.
 
     Every module of this process and of its forked workers is checked at its first call, however the loss reaches it: a
     closure, a list, ``collate_fn`` or a data set. Weights read without a call, and results computed earlier, go unseen.
@@ -125,6 +128,7 @@ def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
 def _refuse_unknown(
     unknown: Callable[[nn.Module, Collection[str]], list[str]], part: nn.Module, accountant: Any, data: Any, module: Any
 ) -> None:
+    """Refuse what ``unknown`` finds in ``part``, the module in training or one that it calls, given the known runs."""
     start = accountant.start()
     if accountant.counted_by_others or (start is None and accountant.init_from_is_public):
         return
