@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from own_modules import Classifier, data, fit, made, row_loss, rows
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lit_dpret.callbacks import PublicValidation
@@ -175,6 +177,36 @@ def test_rows_that_are_views_of_one_array_are_those_that_were_asked_for(tmp_path
         return row_loss(model, (batch["x"][:, :4], batch["number"] % 3))
 
     fit(tmp_path, made(per_row_loss=loss), data(ShardInOneArray()), max_steps=3)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    x: Tensor
+    number: int
+
+
+class InManyBuffers(Counting):
+    """Reads its rows into more arrays in turn than the looks at the start would see used again."""
+
+    def __init__(self) -> None:
+        self.held, self.at = np.zeros((20, 4), np.float32), 0
+
+    def __getitem__(self, row: int) -> Any:
+        self.at = (self.at + 1) % 20
+        self.held[self.at] = rows().tensors[0][row]
+        return Numbers(torch.from_numpy(self.held[self.at]), row)
+
+
+def collated(found: list[Any]) -> Any:
+    for each in found:
+        if not torch.equal(each.x, rows().tensors[0][each.number]):
+            raise LookupError("A row was written over by a later one.")
+    return torch.stack([each.x for each in found]), torch.tensor([each.number % 3 for each in found])
+
+
+def test_rows_of_dataclasses_are_copied_as_well(tmp_path: Path) -> None:
+    given = {"sampling": "full_batch", "expected_batch_size": None, "physical_batch_size": 60}
+    fit(tmp_path, made(collate_fn=collated), data(InManyBuffers(), **given), max_steps=1)
 
 
 class OwnUnitsInOneArray(SampledDataModule):

@@ -8,6 +8,7 @@ import pickle
 from collections import UserDict
 from collections.abc import Iterator, Mapping
 from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,10 @@ def _as_array(leaf: Any) -> Any:
 
 
 def copied_row(value: Any) -> Any:
-    """Return a row whose tensors and arrays have memory of their own; what is no plain container stays as it is."""
+    """Return a row whose tensors and arrays have memory of their own, in plain containers and dataclasses.
+
+    Other objects stay as they are.
+    """
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, np.ndarray):
@@ -145,8 +149,13 @@ def copied_row(value: Any) -> Any:
     if type(value) is dict:
         return {name: copied_row(each) for name, each in value.items()}
     if isinstance(value, UserDict):  # as what a tokenizer of transformers makes
-        found = copy(value)
-        found.data = copied_row(value.data)
+        mapping = copy(value)
+        mapping.data = copied_row(value.data)
+        return mapping
+    if is_dataclass(value) and not isinstance(value, type):
+        found: Any = copy(value)
+        for field in fields(value):
+            object.__setattr__(found, field.name, copied_row(getattr(value, field.name)))  # also of a frozen one
         return found
     return copy(value) if isinstance(value, (dict, list, io.BytesIO, io.StringIO)) else value
 
