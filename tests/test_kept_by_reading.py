@@ -308,7 +308,7 @@ def test_rows_that_torch_computes_with_several_threads_are_read_in_a_fork_too(tm
     class Computed(OpenedAtFirstUse):
         def __getitem__(self, row: int) -> Any:
             x, y = super().__getitem__(row)
-            return x + torch.ones(1_000_000).mul(2.0).sum() * 0, y
+            return x + torch.ones(100_000).mul(2.0).sum() * 0, y
 
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
