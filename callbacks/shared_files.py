@@ -29,7 +29,7 @@ _LONGEST = 60
 
 
 def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, whose: str, knob: str) -> None:
-    """Refuse forked workers of ``loader`` that share a file with this process, however its data set holds it.
+    """Refuse forked workers of ``loader`` that share a file with this process, if reading leaves it at another place.
 
     ``read`` asks for one of ``rows``. A file is shared whose place it moves here, and in a process that is forked for
     this alone; one that each process opens for itself is not.
