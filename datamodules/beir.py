@@ -132,4 +132,6 @@ def _from_ir_datasets(wanted: BeirSet, repeated: Repeated) -> Collection:
                 )
             grade = {"highest": max(known, grade), "first": known, "last": grade}[repeated]
         grades[judged.doc_id] = grade
-    return Collection(passages=passages, queries=queries, qrels={wanted.split: qrels}, source=wanted.source)
+    return Collection(
+        passages=passages, queries=queries, qrels={wanted.split: qrels}, query_ids="all", source=wanted.source
+    )

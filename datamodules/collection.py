@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from lit_dpret.datamodules.readers import NOT_UNICODE, as_id, is_unicode
 from lit_dpret.datamodules.rows import SPLITS
@@ -22,7 +22,9 @@ Qrels = Mapping[str, Mapping[str, int]]
 _SHORTEST_KEY = 16
 
 
-QueryIds = Literal["all", "some", "none"]
+QueryIds = Literal["all", "some", "none", "unknown"]
+#: The key under which a written record says what its log's records had, where not all had ids.
+GIVEN_IDS = "query_ids"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -40,7 +42,9 @@ class Collection:
     users: Mapping[str, str] = field(default_factory=dict)
     domains: Mapping[str, str] = field(default_factory=dict)  # domain by query id, where domains are known
     passage_domains: Mapping[str, str] = field(default_factory=dict)  # domain by passage id, where domains are known
-    query_ids: QueryIds = "all"  # which records had one; others are queries of their own
+    # Which records had one; those without are queries of their own. Unless a reader says it, the runs on its data are
+    # not added up with others: one query of those may be several here.
+    query_ids: QueryIds = "unknown"
     source: str = "the data set"  # where it came from, for messages
 
     def __post_init__(self) -> None:
@@ -171,6 +175,22 @@ class Collection:
             for passage_id, grade in judged.items():
                 add((passage_id, str(grade)))
         return digest.hexdigest()
+
+
+class GivenIds:
+    """Collect which records have ids of queries, as `Collection.query_ids` says it."""
+
+    def __init__(self) -> None:
+        self._met: set[QueryIds] = set()
+
+    def note(self, record: Mapping[str, Any], *, named: bool) -> None:
+        """Count a record that is ``named``, unless it says that it got its name when a split was written."""
+        said = record.get(GIVEN_IDS)
+        self._met.add(next((word for word in get_args(QueryIds) if word == said), "all" if named else "none"))
+
+    def found(self) -> QueryIds:
+        """Return the word for all records."""
+        return next(iter(self._met)) if len(self._met) == 1 else "unknown" if "unknown" in self._met else "some"
 
 
 class TextData(Protocol):

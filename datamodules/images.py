@@ -117,6 +117,11 @@ class ImagesDataModule(SampledDataModule):
         self._splits: dict[ImageSplit, _Split] = {}
         self._unit: str | None = None
 
+    @property
+    def unit_by(self) -> str | None:
+        """None: every image has an id."""
+        return None
+
     def _folder(self, folder: str | Path | None) -> Path | None:
         """Return where the data lies, or None where the hub is read; refuse settings that contradict each other."""
         known = SOURCES[self.source]

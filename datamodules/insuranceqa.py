@@ -90,6 +90,7 @@ class InsuranceQADataModule(PairsDataModule):
             qrels=qrels,
             domains=domains,
             passage_domains={passage_id: count.most_common(1)[0][0] for passage_id, count in asked_in.items()},
+            query_ids="all",
             source="InsuranceQA",
         )
 

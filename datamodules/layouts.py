@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.collection import Collection, GivenIds
 from lit_dpret.datamodules.left_out import HARMLESS, LeftOut
 from lit_dpret.datamodules.passage_store import build_store, cached_store, file_key
 from lit_dpret.datamodules.readers import Complain, Problems, RecordFile, Records, as_id, refuse
@@ -52,6 +52,7 @@ class Queries:
     texts: dict[str, str] = field(default_factory=dict)
     users: dict[str, str] = field(default_factory=dict)
     domains: dict[str, str] = field(default_factory=dict)
+    ids: GivenIds = field(default_factory=GivenIds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +173,7 @@ def read_queries(path: str | Path, *, header: Sequence[str] | None = None, compl
             found.users[query_id] = user
         if domain is not None:
             found.domains[query_id] = domain
+        found.ids.note(_with_metadata(record), named=True)
     if not found.texts:
         raise DataError(f"{file.path} holds no queries.", kind="empty file")
     return found
@@ -301,6 +303,7 @@ def read_parts(
         users=asked.users,
         domains=asked.domains,
         passage_domains=passages.domains,
+        query_ids=asked.ids.found(),
         source=source,
     )
 

@@ -124,7 +124,9 @@ class MSMarcoDataModule(PairsDataModule):
                             kind="query with two texts",
                         )
                     )
-        return Collection(passages=passages.texts, queries=queries, qrels=qrels, source=str(self.folder))
+        return Collection(
+            passages=passages.texts, queries=queries, qrels=qrels, query_ids="all", source=str(self.folder)
+        )
 
     def _downloaded(self) -> Collection:
         def build(draft: Path) -> bool:
@@ -147,7 +149,7 @@ class MSMarcoDataModule(PairsDataModule):
             for row in ir_records(source, "qrels"):
                 judged.setdefault(row.query_id, {})[row.doc_id] = int(row.relevance)
             queries |= {r.query_id: r.text for r in ir_records(source, "queries") if r.query_id in judged}
-        return Collection(passages=texts, queries=queries, qrels=qrels, source=_SOURCE)
+        return Collection(passages=texts, queries=queries, qrels=qrels, query_ids="all", source=_SOURCE)
 
 
 def _refuse_repeated(passage_id: str) -> None:

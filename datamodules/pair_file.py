@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.collection import Collection
+from lit_dpret.datamodules.collection import Collection, GivenIds
 from lit_dpret.datamodules.layouts import CorpusSettings, Passages, open_corpus, query_text, split_name
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, Records, as_id, refuse
@@ -83,7 +83,7 @@ class PairReader:
         self._pairs: dict[tuple[str, str], tuple[int, int]] = {}
         self._qrels: dict[str, dict[str, dict[str, int]]] = {}
         self._sources: list[Records] = []
-        self._with_id: set[bool] = set()
+        self._ids = GivenIds()
 
     def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
         """Add ``limit`` records of one source at most; return their number. Unmarked ones are of ``split``."""
@@ -109,14 +109,14 @@ class PairReader:
             users=self._users,
             domains=self._domains,
             passage_domains=self.corpus.domains if self.corpus else {},
-            query_ids="none" if self._with_id == {False} else "some" if False in self._with_id else "all",
+            query_ids=self._ids.found(),
             source=source,
         )
 
     def _take(self, records: Records, number: int, record: Mapping[str, Any], split: str) -> None:
         """Add one record, or complain of every part of it that is wrong."""
         columns, named = self.columns, self.columns.query_id in record
-        self._with_id.add(named)
+        self._ids.note(record, named=named)
         shown = as_id(record.get(columns.query_id)) or self._unnamed(number)
         parts = records.sound(
             number,

@@ -29,7 +29,7 @@ from lit_dpret.datamodules.splitting import division_of
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import OutputFolder
-from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, Duplicates
+from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, UNSAID, Duplicates
 from lit_dpret.settings import require_whole
 
 
@@ -221,8 +221,6 @@ class PairsDataModule(SampledDataModule):
                 read = preparation.with_units_without_rows(read, everything)
             else:
                 read = self._left_out.checked(read, allow_empty_passages=self.allow_empty_passages)
-            # A written split has ids that the log may not have had: its units stay those of the log.
-            read = replace(read, query_ids=division_of(self._place).get("query_ids", read.query_ids))
             if self.lower_case_queries:
                 read = preparation.lower_case_queries(read)
             if self.drop_overlap:
@@ -307,7 +305,8 @@ class PairsDataModule(SampledDataModule):
         """What rows make one unit (`PrivacyBudget.unit_by`): each, of a log of queries without ids."""
         if self.duplicates == "merge" or self._unit != "query":
             return None
-        return {"all": None, "some": PARTLY_NAMED, "none": EACH_ROW}[self.collection.query_ids]
+        by_ids = {"all": None, "some": PARTLY_NAMED, "none": EACH_ROW, "unknown": UNSAID}
+        return by_ids[self.collection.query_ids]
 
     def train_units(self) -> GroupedUnitDataset:
         """Return the train split, one item per unit of privacy; built on first use, after `use_unit`."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from lit_dpret.datamodules.unit_dataset import Planted
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.batches import PADDING, Draw
-from lit_dpret.privacy.budget import RowsPerUnit, SamplingName
+from lit_dpret.privacy.budget import UNSAID, RowsPerUnit, SamplingName
 from lit_dpret.settings import require_choice, require_whole
 
 PhysicalBatchSize = int | Literal["auto"]
@@ -200,6 +200,11 @@ class SampledDataModule(LightningDataModule):
     def _train_items(self) -> Dataset[Any]:
         """Return the data set of the train loader: a map from a draw to ``(draw, rows of its unit)``."""
         return UnitItems(self.train_units())
+
+    @property
+    def unit_by(self) -> str | None:
+        """What rows make one unit (see `TrainingData`); until a subclass says so, its runs are added up with none."""
+        return UNSAID
 
     @property
     def n_units(self) -> int:

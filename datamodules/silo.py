@@ -52,5 +52,6 @@ class SiloDataModule(PairsDataModule):
             queries={query.qid: query.text for query in silo.queries},
             qrels=qrels,
             passage_domains=dict.fromkeys(silo.sentences, silo.name),
+            query_ids="all",
             source=str(self.folder),
         )

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from lit_dpret.datamodules.collection import Collection, QueryIds
+from lit_dpret.datamodules.collection import GIVEN_IDS, Collection
 from lit_dpret.datamodules.readers import parse_json_file
 from lit_dpret.datamodules.rows import SPLITS, stable_hash
 from lit_dpret.errors import ConfigurationError, DataError
@@ -81,13 +81,12 @@ def divides_by(collection: Collection, by: SplitBy) -> Literal["user", "text"]:
 
 
 def division_of(data: Path) -> dict[str, Any]:
-    """Return what `write_split` noted of a data set, a folder or a file: ``by`` and ``query_ids``; empty if nothing."""
+    """Return what `write_split` noted of a data set, a folder or a file: ``by``; empty if nothing."""
     note = (data if data.is_dir() else data.parent) / DIVISION_FILE
     if not (data.exists() and note.is_file()):
         return {}
     found = parse_json_file(note)
-    known = {"by": ("user", "text"), "query_ids": get_args(QueryIds)}
-    if not isinstance(found, dict) or any(found.get(name) not in values for name, values in known.items()):
+    if not isinstance(found, dict) or found.get("by") not in ("user", "text"):
         raise DataError(
             f"{note} is not a note of task.write_split. Write the split again, or remove it.", kind="bad note"
         )
@@ -101,8 +100,8 @@ def write_split(
     it.
 
     Where the list of passages is public this is a BEIR folder, else one file of pairs, so that the list does not
-    become public by having been copied. A note beside it says ``by`` what it was divided, and which records had
-    query ids.
+    become public by having been copied. Each record says whether the log had ids of queries, unless all had; a note
+    beside them says ``by`` what they were divided.
 
     Guarantees:
         - What is written reads back as the same passages, queries, users, domains and qrels.
@@ -115,7 +114,7 @@ def write_split(
             _write_pairs(collection, draft / PAIRS_FILE)
         # A query without a user was divided by its text.
         everybody = all(query in collection.users for qrels in collection.qrels.values() for query in qrels)
-        note = {"by": "user" if by == "user" and everybody else "text", "query_ids": collection.query_ids}
+        note = {"by": "user" if by == "user" and everybody else "text"}
         (draft / DIVISION_FILE).write_text(json.dumps(note) + "\n", encoding="utf-8")
     if public_passages:
         return {"folder": str(folder)}
@@ -182,7 +181,8 @@ def _write_pairs(collection: Collection, path: Path) -> None:
 
 def _metadata(collection: Collection, query_id: str) -> dict[str, str]:
     known = {"user_id": collection.users, "domain": collection.domains}
-    return {name: found[query_id] for name, found in known.items() if query_id in found}
+    ids = {} if collection.query_ids == "all" else {GIVEN_IDS: collection.query_ids}
+    return {name: found[query_id] for name, found in known.items() if query_id in found} | ids
 
 
 def _check_id(name: str) -> str:

@@ -108,6 +108,7 @@ class SquadDataModule(PairsDataModule):
             qrels=qrels,
             domains=domains,
             passage_domains=passage_domains,
+            query_ids="all",
             source=str(self.folder),
         )
 

@@ -48,6 +48,7 @@ class Log(L.LightningDataModule):
         for name, value in (known | settings).items():
             setattr(self, name, value)
         self.n_units, self.emptied = size, emptied
+        self.unit_by = None
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         self.unit = unit

@@ -70,6 +70,7 @@ class Numbers(L.LightningDataModule):
         self.physical_batch_size, self.rows_per_unit = physical_batch_size, rows_per_unit
         self.batch_sampler: Any = None
         self.duplicates = "keep"
+        self.unit_by: str | None = None
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         self.unit = unit

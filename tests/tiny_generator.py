@@ -145,6 +145,7 @@ class CopyTask(L.LightningDataModule):
         super().__init__()
         self.sampling, self.expected_batch_size, self.physical_batch_size = sampling, batch, batch
         self.pairs = copy_pairs(size)
+        self.unit_by = None
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         self.unit = unit

@@ -50,4 +50,4 @@ class QuestionsDataModule(PairsDataModule):
             split = records.text(number, record, "split", optional=True) or "train"
             qrels.setdefault(split, {})[f"q{number}"] = {passage: 1}
         texts: dict[str, Any] = {identity: text for text, identity in passages.items()}
-        return Collection(passages=texts, queries=queries, qrels=qrels, source=str(self.file))
+        return Collection(passages=texts, queries=queries, qrels=qrels, query_ids="none", source=str(self.file))

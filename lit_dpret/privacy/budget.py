@@ -42,6 +42,9 @@ ALL_OF_ONE = "all rows of one "
 UNNAMED = "what unit_of names"
 """`PrivacyBudget.unit_by` of rows grouped by a function of the user's, of which nobody said what it names."""
 
+UNSAID = "what the DataModule groups"
+"""`PrivacyBudget.unit_by` of a DataModule that does not say what rows make one unit."""
+
 ROUNDING_SHARE = 2.0**-16
 """The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid of `noise_source`."""
 
@@ -155,7 +158,7 @@ class PrivacyBudget:
     def of_units(self, data: Any) -> PrivacyBudget:
         """Return the budget for the units of ``data``, a DataModule: its ``duplicates`` and ``unit_by``."""
         duplicates = getattr(data, "duplicates", self.duplicates)
-        return replace(self, duplicates=duplicates, unit_by=getattr(data, "unit_by", self.unit_by))
+        return replace(self, duplicates=duplicates, unit_by=getattr(data, "unit_by", UNSAID))
 
     def refuse_other_units(
         self, unit: str, neighbours: str, duplicates: str, where: str, *, unit_by: str | None
@@ -175,6 +178,13 @@ class PrivacyBudget:
         knob, way = ("datamodule.unit_name", "unit_of and unit_name") if unit == "record" else (
             "datamodule.columns", "a column of query ids"
         )  # fmt: skip
+        if UNSAID in (ours, theirs):
+            raise ConfigurationError(
+                f"unit_by: a DataModule does not say what rows make one unit: a unit of this run is {ours}, and "
+                f"{where} units that are {theirs}. The epsilons of different units do not add up. Give the class of "
+                "the DataModule unit_by (lit_dpret.privacy.sampling.TrainingData), or query_ids to the Collection "
+                "that its read_collection returns."
+            )
         if ours != theirs:
             raise ConfigurationError(
                 f"{knob}: a unit of this run is {ours}, but {where} units that are {theirs}. One of these may be "

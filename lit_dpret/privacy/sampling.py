@@ -46,6 +46,14 @@ class TrainingData(SamplingRequest, Protocol):
     def n_units(self) -> int:
         """The number of units, after `use_unit`."""
 
+    @property
+    def unit_by(self) -> str | None:
+        """What rows make one unit, after `use_unit`: None where all have an id of the run's unit.
+
+        Otherwise one of `lit_dpret.privacy.budget`: ``EACH_ROW``, ``PARTLY_NAMED``, ``UNSAID``, or ``ALL_OF_ONE`` with
+        a name. Runs are added up only where it is the same.
+        """
+
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         """Group the rows by ``privacy.unit``; called before anything is planned."""
 
@@ -61,7 +69,7 @@ class TrainingData(SamplingRequest, Protocol):
 
 OFFERED = (
     "sampling", "expected_batch_size", "sample_rate", "physical_batch_size", "cap", "rows_per_unit", "n_units",
-    "use_unit", "data_fingerprint", "attach", "train_dataloader",
+    "unit_by", "use_unit", "data_fingerprint", "attach", "train_dataloader",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.cli import build_parts, run
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
-from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, PrivacyBudget
+from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, UNSAID, PrivacyBudget
 from lit_dpret.privacy.ledger.run_ledger import charged_releases
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -150,6 +150,13 @@ def without_ids() -> Numbers:
     return data
 
 
+def unsaid() -> Numbers:
+    """A DataModule of one's own, which does not say what its units are."""
+    data = without_ids()
+    data.unit_by = UNSAID
+    return data
+
+
 def partly_named() -> Numbers:
     """One record without an id must not make all others rows of their own."""
     data = without_ids()
@@ -172,6 +179,11 @@ def test_units_with_ids_rows_without_and_a_log_in_which_some_records_have_one_ar
     for start, data in mixed:
         with pytest.raises(ConfigurationError, match=r"datamodule\.columns"):
             train(tmp_path / "mixed", start, data=data())
+    assert PrivacyBudget(eps=1.0, delta=1e-5).of_units(object()).unit_by == UNSAID
+    train(tmp_path / "own", data=unsaid())
+    for start in (ids, tmp_path / "own"):
+        with pytest.raises(ConfigurationError, match=r"unit_by"):
+            train(tmp_path / "mixed", start, data=unsaid())
     train(tmp_path / "both", alone, data=without_ids())
     assert verify_chain(tmp_path / "both", parents=[alone]).failed == []
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.rows import TextUnit
 from lit_dpret.datamodules.splitting import write_split
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw
-from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED
+from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, UNSAID
 
 Write = Callable[..., Path]
 KEY = bytes(range(32))
@@ -289,3 +291,19 @@ def test_an_evaluation_set_is_a_split_s_queries_and_graded_qrels(harbour: Path) 
     queries, qrels = PairsDataModule(folder=harbour).evaluation_set("test")
     assert queries == {"e1": "what does a berth cost", "e2": "what is that noise in the mist"}
     assert qrels == {"e1": {"p5": 1}, "e2": {"p7": 2, "p1": 0}}
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OwnReader(PairsDataModule):
+    """A reader of one's own, whose collection says nothing of ids of queries."""
+
+    def read_collection(self, complain: Any = None) -> Collection:
+        return Collection(passages={"p": "pump"}, queries={"1": "wet"}, qrels={"train": {"1": {"p": 1}}})
+
+
+def test_a_reader_that_does_not_say_which_records_had_ids_does_not_say_what_its_units_are(tmp_path: Path) -> None:
+    data = OwnReader(pairs=tmp_path)
+    data.use_unit("query")
+    assert data.unit_by == UNSAID
+    data.use_unit("pair")
+    assert data.unit_by is None

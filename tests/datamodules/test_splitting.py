@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.rows import SPLITS
 from lit_dpret.datamodules.splitting import checked_fractions, divides_by, split_collection, write_split
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED
+from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, UNSAID
 from lit_dpret.texts import normalise
 
 SHARES = {"train": 0.6, "dev": 0.2, "test": 0.2}
@@ -159,14 +160,21 @@ def test_a_run_on_a_split_by_text_says_that_the_split_depends_on_texts(tmp_path:
 
 @pytest.mark.parametrize("public", [True, False])
 def test_a_log_without_ids_does_not_get_other_units_by_being_split(tmp_path: Path, public: bool) -> None:
-    for number, (ids, by) in enumerate((("all", None), ("some", PARTLY_NAMED), ("none", EACH_ROW))):
+    kinds = (("all", None), ("some", PARTLY_NAMED), ("none", EACH_ROW), ("unknown", UNSAID))
+    for number, (ids, by) in enumerate(kinds):
         split = split_collection(replace(LOG, query_ids=ids), fractions=SHARES)  # type: ignore[arg-type]
-        data = PairsDataModule(**write_split(split, tmp_path / str(number), public_passages=public))  # type: ignore[arg-type]
-        data.use_unit("query")
-        assert data.unit_by == by
+        settings = write_split(split, tmp_path / str(number), public_passages=public)
+        for copied in (False, True):  # without the note beside it
+            if copied:
+                shutil.copytree(tmp_path / str(number), tmp_path / f"copy {number}")
+                (tmp_path / f"copy {number}" / "division.json").unlink()
+                settings = {k: v.replace(f"/{number}", f"/copy {number}") for k, v in settings.items()}
+            data = PairsDataModule(**settings)  # type: ignore[arg-type]
+            data.use_unit("query")
+            assert data.unit_by == by
     (tmp_path / "0" / "division.json").write_text("{}")
     with pytest.raises(DataError, match=r"division\.json"):
-        _ = PairsDataModule(**write_split_settings(tmp_path / "0", public)).collection
+        PairsDataModule(**write_split_settings(tmp_path / "0", public)).assumptions()
 
 
 def write_split_settings(folder: Path, public: bool) -> dict[str, Any]:
