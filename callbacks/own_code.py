@@ -366,11 +366,14 @@ class UnchangedUnits:
     """
 
     def __init__(self, dataset: Any, sampler: PrivateBatchSampler) -> None:
-        step = max(1, sampler.units // _COMPARED)
-        self._dataset, self._units = dataset, range(0, sampler.units, step)
-        self._begun = self._contents()
-        read = [self._rows_of(Draw(unit, 0, 0, False, seed=unit)) for unit in self._units]
-        for unit, rows, content in zip(self._units, read, self._begun, strict=True):
+        self._dataset, units = dataset, sampler.units
+        self._units = range(0, units, max(1, units // _COMPARED))
+        self._begun = self._contents(self._units)
+        # As many as a batch holds before it is collated: then a pool of as many buffers is in use again.
+        together = range(0, units, max(1, units // max(_COMPARED, sampler.physical_batch_size)))
+        contents = self._begun if together == self._units else self._contents(together)
+        read = [self._rows_of(Draw(unit, 0, 0, False, seed=unit)) for unit in together]
+        for unit, rows, content in zip(together, read, contents, strict=True):
             if None not in (rows, content) and readable_content(rows) != content:
                 raise DataError(
                     f"The training data set writes into the rows of unit {unit} when it reads other units, as where "
@@ -381,7 +384,7 @@ class UnchangedUnits:
 
     def compare(self) -> None:
         """Refuse a data set in which one of these units has other rows now, with the same random numbers."""
-        now = self._contents()
+        now = self._contents(self._units)
         for unit, before, after in zip(self._units, self._begun, now, strict=True):
             if None not in (before, after) and before != after:
                 raise DataError(
@@ -403,11 +406,8 @@ class UnchangedUnits:
                     trap="T38",
                 )
 
-    def _contents(self) -> list[bytes | None]:
-        return [self._of_unit(unit) for unit in self._units]
-
-    def _of_unit(self, unit: int) -> bytes | None:
-        return self._of_draw(Draw(unit, 0, 0, False, seed=unit))
+    def _contents(self, units: Iterable[int]) -> list[bytes | None]:
+        return [self._of_draw(Draw(unit, 0, 0, False, seed=unit)) for unit in units]
 
     def _of_draw(self, draw: Draw) -> bytes | None:
         rows = self._rows_of(draw)

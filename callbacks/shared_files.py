@@ -29,18 +29,18 @@ _LONGEST = 60
 
 
 def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, whose: str, knob: str) -> None:
-    """Refuse forked workers of ``loader`` that share a file with this process, if reading leaves it at another place.
+    """Refuse forked workers of ``loader`` that share a file with this process.
 
-    ``read`` asks for one of ``rows``. A file is shared whose place it moves here, and in a process that is forked for
-    this alone; one that each process opens for itself is not.
+    ``read`` asks for one of ``rows``. A file is shared whose place it moves in a process that is forked for this alone,
+    where every file was put to another place before, so that one is seen that is put back after each row. One that
+    each process opens for itself is not shared.
     """
     context: Any = getattr(loader, "multiprocessing_context", None) or multiprocessing
     if not getattr(loader, "num_workers", 0) or context.get_start_method() != "fork":
         return
     holds = next((type(each).__name__ for each in islice(objects_in(loader.dataset), _OBJECTS)
                   if type(each).__module__.partition(".")[0] in _NEVER_FORKED), None)  # fmt: skip
-    asked = sorted({0, rows // 2, rows - 1})
-    if holds is not None or (_moved(read, asked) and _moved_by_a_fork(read, asked)):
+    if holds is not None or _moved_by_a_fork(read, sorted({0, rows // 2, rows - 1})):
         raise DataError(
             f"{whose} holds an open {holds or 'file'}, since its rows were read in this process before: the "
             f"{loader.num_workers} worker processes of the loader would share its place, and get other rows. Set "
@@ -49,40 +49,37 @@ def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, w
         )
 
 
-def _moved(read: Callable[[int], Any], asked: Iterable[int]) -> bool:
-    """Return whether reading moves the place of a file that stays open."""
-    places = []
-    for row in asked:
-        with suppress(Exception):  # it ends the run where the row is drawn, by what is known of such ends
-            read(row)
-        places.append(_places())
-    return any(len({each.get(file) for each in places}) > 1 for file in places[-1])
-
-
 def _moved_by_a_fork(read: Callable[[int], Any], asked: Iterable[int]) -> bool:
     """Return whether a forked process moves the place of a file of this one; also true if it does not end in time."""
+    for row in asked:
+        with suppress(Exception):  # it ends the run where the row is drawn, by what is known of such ends
+            read(row)  # opens what is opened at first use
+    if not (before := _places()):
+        return False
     if (child := os.fork()) == 0:
         moved = True
         try:
             torch.set_num_threads(1)  # as in a worker: those of this process are not there
-            before = _places()
-            with suppress(Exception):
-                moved = False
-                for row in asked:
+            for file, place in before.items():
+                os.lseek(file, place + 1, os.SEEK_SET)
+            for row in asked:
+                with suppress(Exception):
                     read(row)
-                    after = _places()
-                    moved |= any(after.get(file, place) != place for file, place in before.items())
+            after = _places()
+            moved = any(after.get(file, place + 1) != place + 1 for file, place in before.items())
         finally:
             os._exit(moved)  # without the ends of this process, as of its files and threads
-    begun = time.monotonic()
-    while time.monotonic() - begun < _LONGEST:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status != 0
+    begun, status = time.monotonic(), 1
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() - begun < _LONGEST:
         time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return True
+    if ended[0]:
+        status = ended[1]
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    for file, place in before.items():
+        os.lseek(file, place, os.SEEK_SET)
+    return status != 0
 
 
 def _places() -> dict[int, int]:

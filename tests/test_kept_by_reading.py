@@ -197,6 +197,19 @@ class InManyBuffers(Counting):
         return Numbers(torch.from_numpy(self.held[self.at]), row)
 
 
+class Holder:
+    """A row of a class of the user's own, which is no dataclass."""
+
+    def __init__(self, x: Tensor, number: int) -> None:
+        self.x, self.number = x, number
+
+
+class InManyBuffersByObjects(InManyBuffers):
+    def __getitem__(self, row: int) -> Any:
+        found = super().__getitem__(row)
+        return Holder(found.x, found.number)
+
+
 def collated(found: list[Any]) -> Any:
     for each in found:
         if not torch.equal(each.x, rows().tensors[0][each.number]):
@@ -207,6 +220,15 @@ def collated(found: list[Any]) -> Any:
 def test_rows_of_dataclasses_are_copied_as_well(tmp_path: Path) -> None:
     given = {"sampling": "full_batch", "expected_batch_size": None, "physical_batch_size": 60}
     fit(tmp_path, made(collate_fn=collated), data(InManyBuffers(), **given), max_steps=1)
+
+
+def test_a_pool_of_buffers_that_a_batch_uses_twice_is_refused_where_rows_cannot_be_copied(tmp_path: Path) -> None:
+    def stacked(found: list[Any]) -> Any:
+        return torch.stack([each.x for each in found]), torch.tensor([each.number % 3 for each in found])
+
+    given = {"sampling": "full_batch", "expected_batch_size": None, "physical_batch_size": 60}
+    with pytest.raises(DataError, match="copies"):
+        fit(tmp_path, made(collate_fn=stacked), data(InManyBuffersByObjects(), **given), max_steps=1)
 
 
 class OwnUnitsInOneArray(SampledDataModule):
@@ -289,11 +311,14 @@ class OpenedAtFirstUse(InShards):
             file = self.file.setdefault(key, None) or self.path.open("rb")
             self.file[key] = file
         file.seek(place)
-        return file.read(16)  # type: ignore[no-any-return]
+        found: bytes = file.read(16)
+        if self.how == "rewound":
+            file.seek(0)
+        return found
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("how", ["attribute", "number", "cache", "global", "own", "each time"])
+@pytest.mark.parametrize("how", ["attribute", "number", "cache", "global", "rewound", "own", "each time"])
 def test_worker_processes_that_would_share_an_open_file_are_refused(how: str, workers: int, tmp_path: Path) -> None:
     given = data(OpenedAtFirstUse(tmp_path / "rows", how), num_workers=workers)
     if workers and how not in ("own", "each time"):
@@ -302,6 +327,14 @@ def test_worker_processes_that_would_share_an_open_file_are_refused(how: str, wo
         assert refused.value.trap == "T38"
     else:
         fit(tmp_path, made(), given, max_steps=1)
+
+
+def test_open_files_of_the_process_are_left_at_their_place(tmp_path: Path) -> None:
+    given = data(OpenedAtFirstUse(tmp_path / "rows", "own"), num_workers=2)
+    with (tmp_path / "rows").open("rb", buffering=0) as mine:
+        mine.seek(5)
+        fit(tmp_path, made(), given, max_steps=1)
+        assert mine.tell() == 5
 
 
 def test_rows_that_torch_computes_with_several_threads_are_read_in_a_fork_too(tmp_path: Path) -> None:

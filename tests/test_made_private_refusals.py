@@ -209,6 +209,47 @@ def test_a_copy_of_what_an_optimizer_trained_here_is_refused_as_the_original_is(
     assert "assumed" in card_in(tmp_path / "other")["pretraining"]["start"]
 
 
+def earlier(saved: bool, folder: Path) -> Any:
+    """Return the weights that a plain training left behind in the middle; what was trained is gone, or goes on."""
+    trained = Classifier()
+    optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
+    kept: list[Any] = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        row_loss(trained, rows().tensors).mean().backward()
+        optimizer.step()
+        kept.append(copy.deepcopy(trained.state_dict()))
+    if not saved:
+        return kept[2]
+    torch.save(kept[2], folder / "best.pt")
+    return torch.load(folder / "best.pt")
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_a_training_of_this_process_left_and_forgot_is_known_again(saved: bool, tmp_path: Path) -> None:
+    best = earlier(saved, tmp_path)
+    student = Classifier()
+    student.load_state_dict(best)
+    with pytest.raises(ConfigurationError, match="init_from_is_public"):
+        fit(tmp_path / "student", made(student))
+    public = PrivacyAccountant(init_from_is_public=True)
+    fit(tmp_path / "declared", made(student), max_steps=1, callbacks=[public])
+
+
+def test_what_no_step_changed_is_no_training(tmp_path: Path) -> None:
+    first, copied = Classifier(), Classifier()
+    copied.load_state_dict(copy.deepcopy(first.state_dict()))
+    words = nn.Embedding(4096, 8)
+    untouched = copy.deepcopy(words.state_dict())
+    optimizer = torch.optim.SGD([*first.parameters(), *words.parameters()], lr=0.1)
+    for _ in range(3):
+        (row_loss(first, rows().tensors).mean() + words(torch.tensor([1, 2])).sum()).backward()
+        optimizer.step()
+    copied.words = nn.Embedding(4096, 8)
+    copied.words.load_state_dict(untouched)
+    fit(tmp_path, made(copied), max_steps=1)
+
+
 @pytest.mark.parametrize("kind", ["loss", "count"])
 def test_what_a_loss_counts_is_put_back_or_refused_where_it_hangs_on_it(tmp_path: Path, kind: str) -> None:
     class Warm(Classifier):

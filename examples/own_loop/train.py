@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.privacy.budget import EACH_ROW
 from lit_dpret.privacy.modes import DPSGD, PrivacyMode
 
 
@@ -44,6 +45,7 @@ class PointsData(L.LightningDataModule):
 
     sampling, expected_batch_size, sample_rate = "truncated_poisson", 64, None
     physical_batch_size, cap, rows_per_unit = 32, None, "one"
+    unit_by = EACH_ROW
 
     def __init__(self, count: int = 1000) -> None:
         super().__init__()

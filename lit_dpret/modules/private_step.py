@@ -42,6 +42,7 @@ from lit_dpret.privacy.ledger.gate import (
     tells_progress,
     undeclared_metric,
 )
+from lit_dpret.privacy.ledger.passed import outside_steps
 from lit_dpret.privacy.modes import PrivacyMode, StepCounts
 from lit_dpret.privacy.state_watch import kept_buffers
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
@@ -371,7 +372,7 @@ class PrivateStep(Checkpointed):
         guard.record(permit, update)  # it lets go of the sums, and measures what becomes of them
         optimizer: Any = self.optimizers()
         self._handover.give(update.gradients, optimizer)
-        with self._watched_update(optimizer, guard.stream.model_seed(attempt, step, 0)):
+        with outside_steps.off(), self._watched_update(optimizer, guard.stream.model_seed(attempt, step, 0)):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._move_schedules(step + 1)

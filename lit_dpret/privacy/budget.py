@@ -158,7 +158,7 @@ class PrivacyBudget:
     def of_units(self, data: Any) -> PrivacyBudget:
         """Return the budget for the units of ``data``, a DataModule: its ``duplicates`` and ``unit_by``."""
         duplicates = getattr(data, "duplicates", self.duplicates)
-        return replace(self, duplicates=duplicates, unit_by=getattr(data, "unit_by", UNSAID))
+        return replace(self, duplicates=duplicates, unit_by=getattr(data, "unit_by", self.unit_by))
 
     def refuse_other_units(
         self, unit: str, neighbours: str, duplicates: str, where: str, *, unit_by: str | None

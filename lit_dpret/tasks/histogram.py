@@ -83,7 +83,7 @@ class Histogram(Settings):
         data, units = read_units(parts, mode)
         noted, named = {"task.tuning_note": self.tuning_note or ""}, {"hydra.run.dir": folder.resolve().name}
         refuse_quoted(protected_queries(data), noted, named)
-        self._bins.fit(data.public_passages())
+        self._bins.fit(data.public_passages)
         public, delta = mode.public_units(len(units)), start.facts["delta"]
         if mode.delta is None and public is not None:
             delta = min(delta, 1 / (2 * public))  # the log may have grown since

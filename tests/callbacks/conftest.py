@@ -15,6 +15,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setattr(trained, "_values", {})
         monkeypatch.setattr(trained, "_left", {})
         monkeypatch.setattr(passed, "_noted", [])
+        monkeypatch.setattr(trained, "outside_steps", passed.OutsideSteps())
         monkeypatch.setattr(trained, "_built", set())
         monkeypatch.setattr(trained, "_stepped", type(trained._stepped)())
 

@@ -12,6 +12,7 @@ import torch
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.rows import TextUnit
+from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.datamodules.splitting import write_split
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.privacy.batches import PADDING, Draw
@@ -307,3 +308,4 @@ def test_a_reader_that_does_not_say_which_records_had_ids_does_not_say_what_its_
     assert data.unit_by == UNSAID
     data.use_unit("pair")
     assert data.unit_by is None
+    assert SampledDataModule(expected_batch_size=2).unit_by == UNSAID

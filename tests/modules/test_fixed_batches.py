@@ -150,7 +150,7 @@ class Pairs(LightningDataModule):
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         self.unit = unit
 
-    n_units = 64
+    n_units, unit_by = 64, None
 
     def data_fingerprint(self, key: bytes) -> str:
         return "pairs"

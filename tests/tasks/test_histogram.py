@@ -100,9 +100,19 @@ def test_it_counts_every_train_query_once_in_the_bin_of_its_passage(chain: Path)
     data.use_unit("query")
     units = data.train_units()
     bins = LabelBins(mapping=LABELS)
-    bins.fit(data.public_passages())
+    bins.fit(data.public_passages)
     expected = [[int(bins.assign(["x"], [units.rows(i)[0].passage_id])[0])] for i in range(len(units))]
     assert contributed(units, bins) == expected
+
+
+def test_bins_that_need_no_passages_do_not_ask_for_public_ones(chain: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(
+        json.dumps({"query_id": f"q{i}", "query": f"words {i}", "passage": f"answer {i}"}) + "\n" for i in range(40)
+    ))  # fmt: skip
+    counted(chain, tmp_path / "run", {"bins": None}, data={"folder": None, "pairs": log})
+    with pytest.raises(ConfigurationError, match="passages_are_public"):
+        counted(chain, tmp_path / "labels", data={"folder": None, "pairs": log})
 
 
 def test_queries_with_a_claim_of_their_own_are_not_counted_under_another(chain: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Pairs(L.LightningDataModule):
     """Units of one to three pairs; few are drawn, so that physical batches are full, partly full and empty."""
 
     sampling, cap, sample_rate, max_rows_per_unit = "truncated_poisson", None, None, 3
-    n_units, n_pairs = 64, copy_pairs(66)
+    n_units, n_pairs, unit_by = 64, copy_pairs(66), None
 
     def __init__(self, *, rows_per_unit: str, expected: int, physical: int) -> None:
         super().__init__()

@@ -7,15 +7,18 @@ as whole numbers of 64 bits, and told apart when a module is looked at: a step c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.optim import Optimizer
 
 from lit_dpret.privacy.user_code import dict_of
 
@@ -34,6 +37,10 @@ _CASTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda drawn: drawn.bfloat16().float(),
     lambda drawn: drawn.half().bfloat16().float(),
 )
+
+# So many tensors of an optimizer are looked at after a step that no run notes; their values wait on the device.
+_TENSORS = 16
+_WAITING = 256
 
 _Shapes = tuple[tuple[int, ...], ...]
 
@@ -54,8 +61,75 @@ class _Noted:
             self._new.clear()
         return _among(digest, self._sorted) and not _among(digest, self._begun)
 
+    def begin(self, digests: np.ndarray) -> None:
+        self._begun = np.union1d(self._begun, digests)
+
+    def so_far(self) -> _Noted:
+        """Return a copy that takes up no more."""
+        _ = np.int64(0) in self  # sorts
+        copy = _Noted(self.runs, self._begun)
+        copy._sorted = self._sorted
+        return copy
+
 
 _noted: list[_Noted] = []
+
+
+class OutsideSteps:
+    """The values that optimizers of this process made of weights in steps that no run of this package notes.
+
+    Of each optimizer a few tensors are looked at, evenly chosen; those in shards are not.
+    """
+
+    def __init__(self) -> None:
+        self._noted = _Noted((), np.empty(0, np.int64))
+        self._chosen = WeakKeyDictionary[Optimizer, list[Tensor]]()
+        self._waiting = list[tuple[Tensor, list[int], _Shapes, bool]]()
+        self._off = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Look at no step within the block: a run notes it."""
+        before, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = before
+
+    def before(self, optimizer: Optimizer, stepped: Container[Tensor]) -> None:
+        """Note what weights are before their first step; those in ``stepped`` have made it."""
+        if self._off or optimizer in self._chosen or torch.compiler.is_compiling():
+            return
+        found = [each for group in optimizer.param_groups for each in group["params"] if is_readable(each)]
+        self._chosen[optimizer] = chosen = found[:: -(-len(found) // _TENSORS) or 1]
+        self._wait([each for each in chosen if each not in stepped], first=True)
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Note what the weights are after a step."""
+        if not (self._off or torch.compiler.is_compiling()):
+            self._wait([each for each in self._chosen.get(optimizer, ()) if is_readable(each)], first=False)
+
+    def so_far(self) -> Callable[[Tensor], bool]:
+        """Return a search that says whether a tensor has the values of one after a step until now."""
+        self._take_up()
+        noted = self._noted.so_far()
+        return lambda tensor: is_readable(tensor) and any(digest in noted for digest in _looked(tensor))
+
+    def _wait(self, tensors: list[Tensor], *, first: bool) -> None:
+        if tensors:
+            views = [*map(_spread, tensors)]
+            self._waiting.append((_joined(views).clone(), [*map(len, views)], _shapes(tensors), first))
+        if len(self._waiting) >= _WAITING:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        for drawn, sizes, shapes, first in self._waiting:
+            digests = _digests_of(torch.split(drawn, sizes), shapes)
+            (self._noted.begin if first else self._noted.add)(digests.ravel())
+        self._waiting.clear()
+
+
+outside_steps = OutsideSteps()
 
 
 class Passed:
@@ -85,13 +159,19 @@ def passed_in(tensor: Tensor) -> frozenset[Any]:
     """Return the runs whose weights had the values of ``tensor`` after one of their steps."""
     if not _noted or not is_readable(tensor):
         return frozenset()
+    looked = _looked(tensor)
+    found = [each.runs for each in _noted if any(digest in each for digest in looked)]
+    return frozenset().union(*found)
+
+
+def _looked(tensor: Tensor) -> list[np.int64]:
+    """Return the digests that copies of a tensor share, without those that unrelated runs may have."""
     exact, rounded, _ = _digests([tensor])[:, 0]
     drawn = _spread(tensor).float()
     looked = [] if is_common(drawn) else [exact]
     if len(drawn) >= _FEW and not is_common(drawn.bfloat16()):
         looked.append(rounded)
-    found = [each.runs for each in _noted if any(digest in each for digest in looked)]
-    return frozenset().union(*found)
+    return looked
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -180,10 +260,13 @@ def _digests_of(views: Sequence[Tensor], shapes: _Shapes) -> np.ndarray:
 
 
 def _gathered(views: Sequence[Tensor]) -> Tensor:
-    devices = {each.device for each in views}
-    if len(devices) > 1:
+    return _joined(views).cpu().float()
+
+
+def _joined(views: Sequence[Tensor]) -> Tensor:
+    if len({each.device for each in views}) > 1:
         return torch.cat([each.cpu().float() for each in views])
-    return torch.cat(list(views)).cpu().float()
+    return torch.cat(list(views))
 
 
 @lru_cache(maxsize=256)

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lit_dpret.distributed.shards import is_sharded
 from lit_dpret.errors import DataError
 from lit_dpret.files import write_whole
-from lit_dpret.privacy.ledger.passed import fingerprint_of, is_common, looked_at, passed_in
+from lit_dpret.privacy.ledger.passed import fingerprint_of, is_common, looked_at, outside_steps, passed_in
 from lit_dpret.privacy.state_watch import checksums, parts_of
 from lit_dpret.privacy.user_code import dict_of
 
@@ -64,13 +64,19 @@ _made: set[int] = set()
 _stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 
+def _note_begin(optimizer: Optimizer, *_: Any) -> None:
+    outside_steps.before(optimizer, _stepped)
+
+
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    outside_steps.after(optimizer)
     for group in optimizer.param_groups:
         for each in group["params"]:
             if each.grad is not None:  # others are as they were
                 _stepped[each] = True
 
 
+register_optimizer_step_pre_hook(_note_begin)
 register_optimizer_step_post_hook(_note_step)
 
 
@@ -163,14 +169,15 @@ def note_built(module: nn.Module, given: Sequence[nn.Module] = ()) -> None:
     """Store the fingerprints of the `weights` and extra states of ``module``, and of casts, after its constructor.
 
     Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
-    changed before, nor of copies of such, unless a constructor had set the same values: where theirs come from, nobody
-    noted. What is ``given`` to a constructor is known as this module's alone.
+    changed before, nor of copies of such or of what they were after one of its steps, unless a constructor had set the
+    same values: where theirs come from, nobody noted. What is ``given`` to a constructor is known as this module's
+    alone.
     """
     if any(map(is_lazy, module.parameters())):
         return
     own = list(weights(module).values())
-    changed = _changed(own)
-    kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed]
+    changed, passed = _changed(own), outside_steps.so_far()
+    kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed and not passed(each)]
     found = {number for each in kept for number in fingerprints_of_casts(each)}
     vars(module)[_BUILT] = built = frozenset(found | {_digest(each) for _, each in extra_states(module)})
     _built.update(built)
@@ -186,20 +193,21 @@ def _changed(like: Iterable[Tensor]) -> set[int]:
 
 
 def changed_before(own: nn.Module) -> Callable[[nn.Module, Collection[str]], list[str]]:
-    """Return a search for weights that an optimizer of this process has changed by now, or that equal such.
+    """Return a search for weights that an optimizer of this process has changed by now, or equal to such after a step.
 
     It takes a module and runs, and returns names of weights that none of these left. Those of ``own`` are not among
     them, and neither is what is trained from now on, as a probe that a callback trains on public rows.
     """
     of_own = {id(each) for each in weights(own).values()}
     others = [each for each in list(_stepped) if id(each) not in of_own]
-    changed, held = _changed(others), WeakIdKeyDictionary(dict.fromkeys(others))  # type: ignore[no-untyped-call]
+    changed, passed = _changed(others), outside_steps.so_far()
+    held = WeakIdKeyDictionary(dict.fromkeys(others))  # type: ignore[no-untyped-call]
 
     def search(module: nn.Module, runs: Collection[str]) -> list[str]:
         left = set[int]().union(*(_left.get(run, ()) for run in runs))
         return [
             name for name, each in weights(module).items()
-            if (each in held or fingerprint(each) in changed)
+            if (each in held or fingerprint(each) in changed or passed(each))
             and not left.issuperset(fingerprints_of_casts(each)[:1])
             and not any(run.run in runs for run in passed_in(each))
         ]  # fmt: skip

@@ -8,7 +8,7 @@ histogram, so that synthetic queries are put into the very same bins.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -32,9 +32,8 @@ class Bins(ABC):
     trusts: tuple[Assumption, ...] = ()
     """What a claim takes on trust where the bins are used."""
 
-    @abstractmethod
-    def fit(self, passages: Mapping[str, str]) -> None:
-        """Read public passages, if the bins depend on them."""
+    def fit(self, passages: Callable[[], Mapping[str, str]]) -> None:  # noqa: B027 - bins need not depend on them
+        """Read the public passages, if the bins depend on them; where there are none, asking for them is refused."""
 
     @property
     @abstractmethod
@@ -64,9 +63,6 @@ class LengthBins(Bins):
         if not self.edges or self.edges[0] < 1 or any(a >= b for a, b in zip(self.edges, self.edges[1:], strict=False)):
             raise ConfigurationError(f"task.bins.edges={list(edges)} must be rising numbers of words from 1 on.")
 
-    def fit(self, passages: Mapping[str, str]) -> None:
-        """Do nothing: lengths need no passages."""
-
     @property
     def names(self) -> tuple[str, ...]:
         lows = [0, *self.edges]
@@ -91,9 +87,10 @@ class LabelBins(Bins):
             raise ConfigurationError("task.bins.labels: give a file of passage ids and labels.")
         self.labels = dict(mapping) if mapping is not None else _read_labels(Path(str(labels)))
 
-    def fit(self, passages: Mapping[str, str]) -> None:
-        """Store the labels of these passages."""
-        self.labels = {name: label for name, label in self.labels.items() if name in passages}
+    def fit(self, passages: Callable[[], Mapping[str, str]]) -> None:
+        """Keep the labels of these passages."""
+        known = passages()
+        self.labels = {name: label for name, label in self.labels.items() if name in known}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,15 +141,16 @@ class TopicBins(Bins):
         self.trusts = require_public_encoder(self.encoder, self.encoder_is_public, knob="task.bins.encoder")
         self._centroids = None if self.centroids is None else np.asarray(self.centroids, dtype=np.float32)
 
-    def fit(self, passages: Mapping[str, str]) -> None:
+    def fit(self, passages: Callable[[], Mapping[str, str]]) -> None:
         if self._centroids is not None:
             return
-        chosen = sorted(passages, key=lambda name: sha256(name.encode("utf-8", "surrogatepass")).digest())
+        texts = passages()
+        chosen = sorted(texts, key=lambda name: sha256(name.encode("utf-8", "surrogatepass")).digest())
         chosen = chosen[: self.max_passages]
         if len(chosen) < self.topics:
             raise ConfigurationError(f"task.bins.topics={self.topics} is more than the {len(chosen)} public passages.")
         tower = load_towers(self.encoder).passage_encoder
-        vectors = tower.encode([passages[name] for name in chosen], "passage").float().numpy()
+        vectors = tower.encode([texts[name] for name in chosen], "passage").float().numpy()
         vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         centroids = vectors[: self.topics].copy()
         for _ in range(self.rounds):

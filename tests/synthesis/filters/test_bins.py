@@ -38,7 +38,7 @@ def test_labels_are_those_of_the_passages_and_a_passage_without_one_has_a_bin_to
     file = tmp_path / "labels.tsv"
     file.write_text("p0\tlife\np1\tauto\nelsewhere\thome\n")
     bins = LabelBins(labels=file)
-    bins.fit(PASSAGES)
+    bins.fit(lambda: PASSAGES)
     assert bins.names == ("auto", "life", "no label")
     assert bins.assign(["x"] * 3, ["p0", "p1", "p2"]).tolist() == [1, 0, 2]
 
@@ -46,7 +46,7 @@ def test_labels_are_those_of_the_passages_and_a_passage_without_one_has_a_bin_to
 def test_a_topic_is_the_nearest_centroid_of_public_passages_and_fitting_is_repeatable(encoder: Path) -> None:
     def fitted() -> TopicBins:
         bins = TopicBins(topics=3, encoder=str(encoder), encoder_is_public=True)
-        bins.fit(PASSAGES)
+        bins.fit(lambda: PASSAGES)
         return bins
 
     bins = fitted()
@@ -89,7 +89,7 @@ def test_no_query_has_a_say_in_the_bin_of_another_one(encoder: Path) -> None:
 
 def test_bins_can_be_made_again_from_what_is_stored(encoder: Path) -> None:
     topics = TopicBins(topics=2, encoder=str(encoder), encoder_is_public=True)
-    topics.fit(PASSAGES)
+    topics.fit(lambda: PASSAGES)
     for bins in (LengthBins(edges=[3]), LabelBins(mapping={"p0": "a", "p1": "b"}), topics):
         again = bins_from_spec(bins.spec(), encoder=str(encoder), encoder_is_public=True)
         assert again.fingerprint() == bins.fingerprint() and again.names == bins.names
@@ -119,7 +119,7 @@ def test_topics_need_a_public_encoder_and_enough_passages(encoder: Path, tmp_pat
     with pytest.raises(PrivateDataError, match="privacy card"):
         TopicBins(encoder=str(part), encoder_is_public=True)
     with pytest.raises(ConfigurationError, match=r"topics=9 is more than the 8 public"):
-        TopicBins(topics=9, encoder=str(encoder), encoder_is_public=True).fit(PASSAGES)
+        TopicBins(topics=9, encoder=str(encoder), encoder_is_public=True).fit(lambda: PASSAGES)
 
 
 @pytest.mark.parametrize("spec", [{}, {"kind": "length"}, {"kind": "phase of the moon"}])
