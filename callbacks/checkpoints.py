@@ -235,6 +235,20 @@ class CheckpointGate:
                 )
             self._declare(f"{name} in a checkpoint")
 
+    def leave_out_refused(self, checkpoint: dict[str, Any]) -> None:
+        """Like `check`, but a checkpoint that is refused loses what callbacks of the user's put there, and is checked
+        again.
+        """
+        try:
+            self.check(checkpoint)
+        except ConfigurationError as refusal:
+            trusted = self._own(self._trainer.callbacks)["callbacks"]  # type: ignore[attr-defined]
+            held = checkpoint.get("callbacks", {})
+            checkpoint["callbacks"] = {key: state for key, state in held.items() if key in trusted}
+            self.check(checkpoint)
+            left_out = ", ".join(key.partition("{")[0] for key in held if key not in trusted)
+            warnings.warn(f"The states of {left_out} were left out of a checkpoint: {refusal}", stacklevel=2)
+
     @property
     def _public(self) -> frozenset[str]:
         trainer: Any = self._trainer

@@ -138,7 +138,8 @@ def _refuse_unknown(
         "start from the run that trained them (init_from), or declare that they contain nothing private, which the "
         "card will name: PrivacyAccountant(init_from_is_public=True)."
         if start is None
-        else f"and load what {start.knob}={start.folder} saved before the module is built (before make_private)."
+        else f"and load what {start.knob}={start.folder} saved before the module is built (before make_private). Where "
+        "it was trained on with public data since, save it and start in a new process: the card lists that as assumed."
     )
     raise ConfigurationError(
         f"{_listed(names)} of {type(part).__name__} was set after the module was built, or trained before it, and "

@@ -139,7 +139,7 @@ class PrivacyAccountant(RunLedgers):
         self._weights: OwnWeights | None = None
         self._noted: set[str] = set()
         self._early = self._begun = self._ended = self._in_batch = self._with_rows = self._counts_epochs = False
-        self._step = 0
+        self._step, self._trial_at = 0, -1
         self._strange: str | None = None
         self._unchanged: UnchangedUnits | None = None
         self._updates.reset()
@@ -338,6 +338,7 @@ class PrivacyAccountant(RunLedgers):
         if self.resume and run is not None:
             tell_repeated(run, self._gate.steps_done, self.planned_steps)
         if module.privacy.guarantee == "dp":
+            self._trial_at = self._gate.steps_done + 1
             declare = self._note_kept if module.log_private_loss else None
             self._checkpoint_gate = CheckpointGate(trainer, module, self._between.put_together(False), declare)
             self._writes.expect_at_saving(self._checkpoint_gate)
@@ -356,6 +357,8 @@ class PrivacyAccountant(RunLedgers):
         self._writes.refuse_before_first_batch()
         if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
             watch()
+        if batch.step == self._trial_at and batch.part == self._ranks.rank:
+            self._ranks.together(self._try_checkpoint)
         self._in_batch, self._step = True, batch.step
         self._between.begin_batch(batch.step)
         if self.plan is not None:
@@ -366,6 +369,11 @@ class PrivacyAccountant(RunLedgers):
             except BudgetExceededError:
                 self._save_paid(trainer)
                 raise
+
+    def _try_checkpoint(self) -> None:
+        """Refuse after the first step what no checkpoint may hold: at the end of an epoch, all steps may be spent."""
+        if (gate := self._checkpoint_gate) is not None:
+            gate.check(self._between.put_together(False))
 
     def _save_paid(self, trainer: L.Trainer) -> None:
         """Write a checkpoint of all steps that were made, from which a resume writes their model."""
@@ -473,7 +481,8 @@ class PrivacyAccountant(RunLedgers):
             ranks = Ranks() if trainer.interrupted else self._ranks
             if not (trainer.interrupted or self._ended):
                 ranks.together(self._writes.refuse_after_last_batch)
-            ranks.together(lambda: gate.check(checkpoint))
+            check = gate.leave_out_refused if trainer.interrupted else gate.check
+            ranks.together(lambda: check(checkpoint))
         self._module.complete_checkpoint(checkpoint)
 
     # -- the end -----------------------------------------------------------------------------
@@ -514,6 +523,9 @@ class PrivacyAccountant(RunLedgers):
             if late and self._gate.steps_done:
                 self._gate.forfeit()
             failed = begun and self.plan is not None and self._ends_by_rows(exception)
+            finished = begun and self.plan is not None and self._gate.steps_done == self.planned_steps
+            if finished and self._ranks.world_size == 1 and not (failed or late or isinstance(exception, OSError)):
+                self._save_paid(trainer)
             if begun and hasattr(self, "_run"):  # this rank holds the ledger
                 if isinstance(exception, OSError) and not failed:
                     self._gate.take_forfeits()  # nothing more may fit on the disk; an end can be written on resume

@@ -265,7 +265,7 @@ def accountant(folder: Path) -> Any:
 def test_after_an_error_such_a_checkpoint_is_left_out_and_the_error_stays(tmp_path: Path) -> None:
     keep = OnExceptionCheckpoint(tmp_path / "left", "left")
     with pytest.warns(UserWarning, match=SECRET), pytest.raises(Killed):
-        attacked("hparams", tmp_path, save_every=100, extra=[KillAt(3), keep])
+        attacked("hparams", tmp_path, save_every=100, extra=[KillAt(1), keep])
     assert not checkpoints(tmp_path)
 
 
