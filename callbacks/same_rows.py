@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ def count_equal_rows(loader: Any, data: Any) -> tuple[int, bool]:
 
     A row is compared as the loader's data set gives it, and as each one behind that does (`Subset`, `ConcatDataset`,
     and attributes that hold a data set of the same length), which finds it before a transform; and as it lies in
-    attributes that hold a value for each row, such as ``data`` of torchvision's. Of a loader without a data set, the
-    rows of its batches are compared. Single numbers, such as labels, are left out.
+    attributes that hold a value for each row, such as ``data`` of torchvision's. Data sets of Hugging Face that are
+    parts of one Arrow table are parts of one set. Of a loader without a data set, the rows of its batches are compared.
+    Single numbers, such as labels, are left out.
 
     Returns:
         How many there are, and whether every row could be compared.
@@ -34,20 +36,23 @@ def count_equal_rows(loader: Any, data: Any) -> tuple[int, bool]:
     with kept_generators():
         seed_everywhere(0)
         trained = [*_sets_behind(getattr(data, "dataset", None))]
-        found = [*_forms_of(loader, {id(each) for each in trained})]
+        found = [*_forms_of(loader, {id(each) for each in trained}.union(*map(_buffers, trained)))]
         wanted = {form for forms in found for form in forms or ()}
         met = wanted.intersection(_forms_trained_on(trained, data)) if wanted else set()
     equal = sum(forms is None or not met.isdisjoint(forms) for forms in found)
     return equal, bool(found) and all(forms is None or forms for forms in found)
 
 
-def _forms_of(loader: Any, own: Collection[int]) -> Iterator[set[bytes] | None]:
+def _forms_of(loader: Any, own: set[int]) -> Iterator[set[bytes] | None]:
     """Yield the digests of each row in all its forms, none where they are unknown; None if one of ``own`` gives it."""
     dataset = getattr(loader, "dataset", None)
     if dataset is not None and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+        part = cache(lambda number: not own.isdisjoint(_buffers(known[number])))
+        known: dict[int, Any] = {}
         for index in range(len(dataset)):
             places = [*_places(dataset, index)]
-            same = any(id(each) in own for each, _ in places)
+            known |= {id(each): each for each, _ in places}
+            same = any(id(each) in own or part(id(each)) for each, _ in places)
             yield None if same else {form for each, at in places for form in _forms(each, at)}
         return
     for given in loader if dataset is None else dataset:
@@ -91,6 +96,13 @@ def _places(dataset: Any, index: int, seen: tuple[int, ...] = ()) -> Iterator[tu
         for inner in _inner(dataset):
             if id(inner) not in seen and len(inner) == len(dataset):
                 yield from _places(inner, index, (*seen, id(dataset)))
+
+
+def _buffers(dataset: Any) -> set[int]:
+    """Return where the Arrow table of a data set of Hugging Face lies in memory, which its parts share."""
+    table: Any = getattr(getattr(dataset, "data", None), "table", None)
+    chunks = () if not hasattr(table, "itercolumns") else (c for column in table.itercolumns() for c in column.chunks)
+    return {each.address for chunk in chunks for each in chunk.buffers() if each is not None and each.size}
 
 
 def _sets_behind(dataset: Any) -> Iterator[Any]:

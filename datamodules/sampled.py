@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_start_method
 from types import FrameType
 from typing import Any, Literal, Protocol, get_args
 
@@ -232,6 +233,8 @@ class SampledDataModule(LightningDataModule):
             batch_sampler=self._batch_sampler,
             collate_fn=self._collate_fn,
             num_workers=self.num_workers,
+            # Later Pythons start by another default, under which what collates would have to be pickled.
+            multiprocessing_context="fork" if self.num_workers and get_start_method() == "forkserver" else None,
             generator=torch.Generator().manual_seed(self.seed),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lightning as L
 import numpy as np
 import pytest
@@ -264,7 +265,11 @@ class Stream(IterableDataset[Any]):
 
 X, Y = OWN.tensors
 PUBLIC = TensorDataset(X[:8] + 9.0, Y[:8])
+HALVES = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).train_test_split(test_size=0.3, seed=0)
+TENTH = [half.with_format("torch") for half in HALVES["train"].train_test_split(test_size=0.1, shuffle=False).values()]
 READS: dict[str, tuple[Any, Any]] = {
+    "half of a table": (HALVES["train"].with_format("torch"), HALVES["test"].with_format("torch")),
+    "end of a table": (TENTH[0], Subset(TENTH[1], [0, 1])),
     "another object": (OWN, TensorDataset(X.clone(), Y)),
     "other labels": (OWN, TensorDataset(X.clone(), 2 - Y)),
     "batches": (OWN, [OWN[:8], OWN[8:16]]),

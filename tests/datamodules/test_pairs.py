@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lit_dpret.datamodules import sampled
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.rows import TextUnit
@@ -309,3 +310,15 @@ def test_a_reader_that_does_not_say_which_records_had_ids_does_not_say_what_its_
     data.use_unit("pair")
     assert data.unit_by is None
     assert SampledDataModule(expected_batch_size=2).unit_by == UNSAID
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_workers_are_forked_where_python_starts_them_by_a_server(
+    workers: int, monkeypatch: pytest.MonkeyPatch, pair_log: Path
+) -> None:
+    monkeypatch.setattr(sampled, "get_start_method", lambda: "forkserver")
+    data = PairsDataModule(pairs=pair_log, num_workers=workers)
+    data.use_unit("query")
+    data.attach(Batches(), list)
+    context = data.train_dataloader().multiprocessing_context
+    assert context is None if not workers else context.get_start_method() == "fork"
