@@ -14,6 +14,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -103,6 +104,22 @@ class BetweenSteps:
                 f"The checkpoint {filepath} cannot be written now: {reason}. Request it in on_train_batch_end."
             )
         warnings.warn(f"The checkpoint {filepath} was skipped: {reason}. Earlier ones are complete.", stacklevel=2)
+
+    def rescue(self, path: Path) -> None:
+        """Write a checkpoint after an error; where a callback of the user's is refused or fails, without them."""
+        if getattr(self._module, "updating", False):
+            return
+        trainer: Any = self._trainer
+        everyone = trainer.callbacks
+        for callbacks in (everyone, [each for each in everyone if is_library(type(each).__module__)]):
+            trainer.callbacks = callbacks
+            try:
+                self._save(path, None, None)
+                return
+            except Exception as error:  # the run ends by another one
+                warnings.warn(f"{path} could not be written with {len(callbacks)} callbacks: {error}", stacklevel=2)
+            finally:
+                trainer.callbacks = everyone
 
     def _put_together_whole(self, weights_only: bool | None = None) -> dict[str, Any]:
         self.saving = True
@@ -234,20 +251,6 @@ class CheckpointGate:
                     trap="T25",
                 )
             self._declare(f"{name} in a checkpoint")
-
-    def leave_out_refused(self, checkpoint: dict[str, Any]) -> None:
-        """Like `check`, but a checkpoint that is refused loses what callbacks of the user's put there, and is checked
-        again.
-        """
-        try:
-            self.check(checkpoint)
-        except ConfigurationError as refusal:
-            trusted = self._own(self._trainer.callbacks)["callbacks"]  # type: ignore[attr-defined]
-            held = checkpoint.get("callbacks", {})
-            checkpoint["callbacks"] = {key: state for key, state in held.items() if key in trusted}
-            self.check(checkpoint)
-            left_out = ", ".join(key.partition("{")[0] for key in held if key not in trusted)
-            warnings.warn(f"The states of {left_out} were left out of a checkpoint: {refusal}", stacklevel=2)
 
     @property
     def _public(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from lit_dpret.privacy.ledger.gate import ReleaseGate, SharedGate, undeclared_me
 from lit_dpret.privacy.ledger.judgement import PRIVATE_LOG_EVENT, UNITS_UNNAMED
 from lit_dpret.privacy.ledger.private_run import Position, PrivateRun, state_hash
 from lit_dpret.privacy.ledger.run_ledger import FAILED
-from lit_dpret.privacy.ledger.trained import TrainedIn, extra_states, values_of
+from lit_dpret.privacy.ledger.trained import TrainedIn, extra_states, merged_values, values_of
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.state_watch import copy_parts
@@ -358,7 +359,7 @@ class PrivacyAccountant(RunLedgers):
         if (watch := getattr(pl_module, "watch_hooks", None)) is not None:
             watch()
         if batch.step == self._trial_at and batch.part == self._ranks.rank:
-            self._ranks.together(self._try_checkpoint)
+            self._ranks.together(self._try_states)
         self._in_batch, self._step = True, batch.step
         self._between.begin_batch(batch.step)
         if self.plan is not None:
@@ -367,22 +368,23 @@ class PrivacyAccountant(RunLedgers):
             try:
                 self._gate.require_budget(batch.step)
             except BudgetExceededError:
-                self._save_paid(trainer)
+                self._save_paid(trainer, trainer.save_checkpoint)
                 raise
 
-    def _try_checkpoint(self) -> None:
-        """Refuse after the first step what no checkpoint may hold: at the end of an epoch, all steps may be spent."""
+    def _try_states(self) -> None:
+        """Refuse states of callbacks after the first step: when the first checkpoint is due, all may be spent."""
         if (gate := self._checkpoint_gate) is not None:
-            gate.check(self._between.put_together(False))
+            callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+            gate.check({"callbacks": {each.state_key: each.state_dict() for each in callbacks}})
 
-    def _save_paid(self, trainer: L.Trainer) -> None:
+    def _save_paid(self, trainer: L.Trainer, save: Callable[[Path], None]) -> None:
         """Write a checkpoint of all steps that were made, from which a resume writes their model."""
         folders = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
         if self._gate.steps_done and (folder := next(filter(None, folders), None)) is not None:
             last = Path(folder) / "last.ckpt"
             if last.is_symlink() and self._ranks.is_first:  # what it points to stays as it was
                 last.unlink()
-            trainer.save_checkpoint(last)
+            save(last)
 
     def _require_drawn(self, batch: Any) -> None:
         """Refuse a step with other units than were drawn, on all ranks, before it is released."""
@@ -471,6 +473,7 @@ class PrivacyAccountant(RunLedgers):
         if self._weights is not None:
             for state in states:
                 self._weights.remember(state.items())
+            self._weights.remember(merged_values(self._module))  # whoever loads the checkpoint may merge its adapters
         loops = trainer._checkpoint_connector._get_loops_state_dict()
         checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         self._between.set_back(checkpoint, self._gate.steps_done)
@@ -481,8 +484,7 @@ class PrivacyAccountant(RunLedgers):
             ranks = Ranks() if trainer.interrupted else self._ranks
             if not (trainer.interrupted or self._ended):
                 ranks.together(self._writes.refuse_after_last_batch)
-            check = gate.leave_out_refused if trainer.interrupted else gate.check
-            ranks.together(lambda: check(checkpoint))
+            ranks.together(lambda: gate.check(checkpoint))
         self._module.complete_checkpoint(checkpoint)
 
     # -- the end -----------------------------------------------------------------------------
@@ -524,8 +526,8 @@ class PrivacyAccountant(RunLedgers):
                 self._gate.forfeit()
             failed = begun and self.plan is not None and self._ends_by_rows(exception)
             finished = begun and self.plan is not None and self._gate.steps_done == self.planned_steps
-            if finished and self._ranks.world_size == 1 and not (failed or late or isinstance(exception, OSError)):
-                self._save_paid(trainer)
+            if finished and self._ranks.world_size == 1 and not (late or isinstance(exception, OSError)):
+                self._save_paid(trainer, self._between.rescue)
             if begun and hasattr(self, "_run"):  # this rank holds the ledger
                 if isinstance(exception, OSError) and not failed:
                     self._gate.take_forfeits()  # nothing more may fit on the disk; an end can be written on resume

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data._utils import worker
 
 from lit_dpret.errors import DataError
 from lit_dpret.privacy.ledger.trained import objects_in
@@ -40,7 +41,7 @@ def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, w
         return
     holds = next((type(each).__name__ for each in islice(objects_in(loader.dataset), _OBJECTS)
                   if type(each).__module__.partition(".")[0] in _NEVER_FORKED), None)  # fmt: skip
-    if holds is not None or _moved_by_a_fork(read, sorted({0, rows // 2, rows - 1})):
+    if holds is not None or _moved_by_a_worker(loader, read, sorted({0, rows // 2, rows - 1})):
         raise DataError(
             f"{whose} holds an open {holds or 'file'}, since its rows were read in this process before: the "
             f"{loader.num_workers} worker processes of the loader would share its place, and get other rows. Set "
@@ -49,8 +50,11 @@ def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, w
         )
 
 
-def _moved_by_a_fork(read: Callable[[int], Any], asked: Iterable[int]) -> bool:
-    """Return whether a forked process moves the place of a file of this one; also true if it does not end in time."""
+def _moved_by_a_worker(loader: Any, read: Callable[[int], Any], asked: Iterable[int]) -> bool:
+    """Return whether a process like the loader's workers moves the place of a file of this one.
+
+    Also true if it does not end in time.
+    """
     for row in asked:
         with suppress(Exception):  # it ends the run where the row is drawn, by what is known of such ends
             read(row)  # opens what is opened at first use
@@ -60,8 +64,13 @@ def _moved_by_a_fork(read: Callable[[int], Any], asked: Iterable[int]) -> bool:
         moved = True
         try:
             torch.set_num_threads(1)  # as in a worker: those of this process are not there
+            worker._worker_info = worker.WorkerInfo(
+                id=0, num_workers=loader.num_workers, seed=0, dataset=loader.dataset
+            )
             for file, place in before.items():
                 os.lseek(file, place + 1, os.SEEK_SET)
+            if (begin := getattr(loader, "worker_init_fn", None)) is not None:
+                begin(0)
             for row in asked:
                 with suppress(Exception):
                     read(row)
@@ -83,15 +92,13 @@ def _moved_by_a_fork(read: Callable[[int], Any], asked: Iterable[int]) -> bool:
 
 
 def _places() -> dict[int, int]:
-    """Return the place of each file that is open for reading, but for what this process says (standard output)."""
+    """Return the place of each file that is open for reading alone: what a data set reads, and no log."""
     import fcntl  # as os.fork, not on Windows
 
-    said = {(each.st_dev, each.st_ino) for each in map(os.fstat, (1, 2))}
     found = {}
     for number in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # that of the listing is closed by now
-            file = os.fstat(number)
-            only_written = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
-            if stat.S_ISREG(file.st_mode) and not only_written and (file.st_dev, file.st_ino) not in said:
+            only_read = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if only_read and stat.S_ISREG(os.fstat(number).st_mode):
                 found[number] = os.lseek(number, 0, os.SEEK_CUR)
     return found

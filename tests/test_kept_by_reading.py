@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ import pytest
 import torch
 from own_modules import Classifier, data, fit, made, row_loss, rows
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lit_dpret.callbacks import PublicValidation
 from lit_dpret.datamodules.sampled import SampledDataModule
@@ -307,7 +308,8 @@ class OpenedAtFirstUse(InShards):
         elif self.how == "each time":
             file = self.path.open("rb")
         else:
-            key = os.getpid() if self.how == "own" else 0
+            info = get_worker_info()
+            key = {"own": os.getpid(), "worker": -1 if info is None else info.id}.get(self.how, 0)
             file = self.file.setdefault(key, None) or self.path.open("rb")
             self.file[key] = file
         file.seek(place)
@@ -318,10 +320,10 @@ class OpenedAtFirstUse(InShards):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("how", ["attribute", "number", "cache", "global", "rewound", "own", "each time"])
+@pytest.mark.parametrize("how", ["attribute", "number", "cache", "global", "rewound", "own", "worker", "each time"])
 def test_worker_processes_that_would_share_an_open_file_are_refused(how: str, workers: int, tmp_path: Path) -> None:
     given = data(OpenedAtFirstUse(tmp_path / "rows", how), num_workers=workers)
-    if workers and how not in ("own", "each time"):
+    if workers and how not in ("own", "worker", "each time"):
         with pytest.raises(DataError, match="num_workers") as refused:
             fit(tmp_path, made(), given, max_steps=1)
         assert refused.value.trap == "T38"
@@ -331,10 +333,33 @@ def test_worker_processes_that_would_share_an_open_file_are_refused(how: str, wo
 
 def test_open_files_of_the_process_are_left_at_their_place(tmp_path: Path) -> None:
     given = data(OpenedAtFirstUse(tmp_path / "rows", "own"), num_workers=2)
-    with (tmp_path / "rows").open("rb", buffering=0) as mine:
+    with (tmp_path / "rows").open("rb", buffering=0) as mine, (tmp_path / "log").open("w+") as log:
         mine.seek(5)
+        lines = Writing(log)
         fit(tmp_path, made(), given, max_steps=1)
         assert mine.tell() == 5
+        lines.stop()
+    written = (tmp_path / "log").read_text().splitlines()
+    assert written == [str(number) for number in range(len(written))] and len(written) == lines.count
+
+
+class Writing(threading.Thread):
+    """Writes numbered lines into a file meanwhile, as a log does."""
+
+    def __init__(self, log: Any) -> None:
+        super().__init__(daemon=True)
+        self.log, self.count, self.ends = log, 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.ends.wait(0.001):
+            self.log.write(f"{self.count}\n")
+            self.log.flush()
+            self.count += 1
+
+    def stop(self) -> None:
+        self.ends.set()
+        self.join()
 
 
 def test_rows_that_torch_computes_with_several_threads_are_read_in_a_fork_too(tmp_path: Path) -> None:

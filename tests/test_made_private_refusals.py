@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import peft
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -234,6 +236,45 @@ def test_what_a_training_of_this_process_left_and_forgot_is_known_again(saved: b
         fit(tmp_path / "student", made(student))
     public = PrivacyAccountant(init_from_is_public=True)
     fit(tmp_path / "declared", made(student), max_steps=1, callbacks=[public])
+
+
+def test_weights_stay_known_when_another_training_begins_with_them(tmp_path: Path) -> None:
+    best, student = earlier(False, tmp_path), Classifier()
+    student.load_state_dict(best)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+    row_loss(student, rows().tensors).mean().backward()
+    optimizer.step()
+    del student
+    another = Classifier()
+    another.load_state_dict(best)
+    with pytest.raises(ConfigurationError, match="init_from_is_public"):
+        fit(tmp_path, made(another))
+
+
+def adapted(module: Classifier) -> Any:
+    return peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_adapters_that_an_optimizer_trained_are_known_when_they_are_merged(copied: bool, tmp_path: Path) -> None:
+    lora = adapted(Classifier())
+    optimizer = torch.optim.SGD([each for each in lora.parameters() if each.requires_grad], lr=0.1)
+    row_loss(lora, rows().tensors).mean().backward()
+    optimizer.step()
+    merged = lora.merge_and_unload()
+    with pytest.raises(ConfigurationError, match="init_from_is_public"):
+        fit(tmp_path, made(copy.deepcopy(merged) if copied else merged))
+
+
+def test_adapters_of_a_checkpoint_are_known_when_they_are_merged(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(tmp_path / "first", made(adapted(Classifier()), optimizer=OptimizerSpec(lr=0.1)), callbacks=[kept], max_steps=3)
+    (middle,) = (tmp_path / "kept").glob("*step=2.ckpt")
+    state = torch.load(middle, weights_only=False)["state_dict"]
+    loaded = adapted(Classifier())
+    loaded.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
+    with pytest.raises(ConfigurationError, match="init_from"):
+        fit(tmp_path / "second", made(loaded.merge_and_unload(), optimizer=OptimizerSpec(lr=0.1)))
 
 
 def test_what_no_step_changed_is_no_training(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rank_runs import Server, told
 from stand_ins import Killed, Numbers, Regression, StopAfter, dp, fit, records
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
-from lit_dpret.cards.card import read_card
+from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cards.text import card_markdown
 from lit_dpret.errors import BudgetExceededError, ConfigurationError, LedgerError, PrivacyViolation, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -399,6 +399,8 @@ def test_the_card_states_the_total_of_one_unit_when_the_run_ended(tmp_path: Path
     assert stated["epsilon"] == pytest.approx(cost(tmp_path / "a", tmp_path / "b"), rel=1e-12)
     assert stated["epsilon"] > card["claim"]["epsilon"]
     assert (stated["runs"], stated["running"], stated["total_eps"], stated["delta"]) == (2, 0, LIMIT, DELTA)
+    told = [each["text"] for each in card["assumptions"] if "total of all runs" in each["text"]]
+    assert len(told) == 1 and verify_card(card, tmp_path / "b" / "privacy_ledger.jsonl") == []
     assert "all runs on this data set" in card_markdown(card)
 
 

@@ -45,10 +45,25 @@ class Fails(L.Callback):
             raise ValueError("The picture could not be drawn.")
 
 
-@pytest.mark.parametrize("callback", [History("on_train_epoch_end"), Fails()], ids=["refused", "error"])
+class FailsToSave(L.Callback):
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        if trainer.global_step == 6:
+            raise RuntimeError("The upload failed.")
+
+
+class FailsInTheLastBatch(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            raise ValueError("The picture could not be drawn.")
+
+
+@pytest.mark.parametrize(
+    "callback", [History("on_train_epoch_end"), Fails(), FailsToSave(), FailsInTheLastBatch()],
+    ids=["refused", "error", "save", "batch"],
+)  # fmt: skip
 def test_a_run_whose_last_hook_fails_keeps_its_steps_and_can_be_finished(callback: Any, tmp_path: Path) -> None:
     given = {"expected_batch_size": None, "sample_rate": 1 / 6}
-    with pytest.raises((ConfigurationError, ValueError)):
+    with pytest.raises((ConfigurationError, ValueError, RuntimeError)):
         fit(tmp_path, made(), data(**given), callbacks=[callback])
     (last,) = tmp_path.rglob("last.ckpt")
     assert not any("History" in key for key in torch.load(last, weights_only=False)["callbacks"])

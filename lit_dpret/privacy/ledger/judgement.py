@@ -26,6 +26,7 @@ from lit_dpret.privacy.accounting.releases import (
     release_from_dict,
 )
 from lit_dpret.privacy.budget import NAMES, ROUNDING_SHARE, AccountantName
+from lit_dpret.privacy.ledger.dataset_file import noted_total
 from lit_dpret.privacy.ledger.run_ledger import (
     FAILED,
     FLOAT_SLACK,
@@ -137,7 +138,19 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
             f"{plan.budget.eps:g}."
         )
         found.append(Assumption(text, "unverified"))
-    return [*found, *_not_compared(records, plan)]
+    return [*found, *_not_compared(records, plan), *_added_up(records, plan)]
+
+
+def _added_up(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
+    """What is assumed where a total of several runs on a data set is stated."""
+    total, unit = noted_total(records), plan.budget.unit_name
+    if total is None or total["runs"] < 2:
+        return []
+    text = (
+        f"For the total of all runs on this data set: what one {unit} of these data holds is in at most one {unit} of "
+        "the data of each other run that it counts."
+    )
+    return [Assumption(text, "unverified")]
 
 
 def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:

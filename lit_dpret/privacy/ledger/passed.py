@@ -62,7 +62,9 @@ class _Noted:
         return _among(digest, self._sorted) and not _among(digest, self._begun)
 
     def begin(self, digests: np.ndarray) -> None:
-        self._begun = np.union1d(self._begun, digests)
+        """Take these for values from before a first step, but for those that another training left."""
+        _ = np.int64(0) in self  # sorts
+        self._begun = np.union1d(self._begun, np.setdiff1d(digests, self._sorted))
 
     def so_far(self) -> _Noted:
         """Return a copy that takes up no more."""
@@ -96,13 +98,16 @@ class OutsideSteps:
         finally:
             self._off = before
 
-    def before(self, optimizer: Optimizer, stepped: Container[Tensor]) -> None:
-        """Note what weights are before their first step; those in ``stepped`` have made it."""
+    def before(self, optimizer: Optimizer, stepped: Container[Tensor]) -> bool:
+        """Note what weights are before their first step, those in ``stepped`` have made it; return whether that is
+        now.
+        """
         if self._off or optimizer in self._chosen or torch.compiler.is_compiling():
-            return
+            return False
         found = [each for group in optimizer.param_groups for each in group["params"] if is_readable(each)]
         self._chosen[optimizer] = chosen = found[:: -(-len(found) // _TENSORS) or 1]
         self._wait([each for each in chosen if each not in stepped], first=True)
+        return True
 
     def after(self, optimizer: Optimizer) -> None:
         """Note what the weights are after a step."""

@@ -7,8 +7,10 @@ that come another way have no known origin (`set_later`).
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -64,8 +66,17 @@ _made: set[int] = set()
 _stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 
+# What an optimizer changed adapters beside, as it was before: it is trained once these are merged into it.
+_adapted: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+
 def _note_begin(optimizer: Optimizer, *_: Any) -> None:
-    outside_steps.before(optimizer, _stepped)
+    if outside_steps.before(optimizer, _stepped) and "peft" in sys.modules:
+        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for layer in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
+            weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+            if isinstance(weight, nn.Parameter) and not own.isdisjoint(map(id, layer.parameters())):
+                _adapted.setdefault(weight, fingerprint(weight))
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
@@ -176,8 +187,9 @@ def note_built(module: nn.Module, given: Sequence[nn.Module] = ()) -> None:
     if any(map(is_lazy, module.parameters())):
         return
     own = list(weights(module).values())
-    changed, passed = _changed(own), outside_steps.so_far()
-    kept = [each for each in own if each not in _stepped and fingerprint(each) not in changed and not passed(each)]
+    stepped, passed = _trained_here(), outside_steps.so_far()
+    changed = _changed(stepped, own)
+    kept = [each for each in own if each not in stepped and fingerprint(each) not in changed and not passed(each)]
     found = {number for each in kept for number in fingerprints_of_casts(each)}
     vars(module)[_BUILT] = built = frozenset(found | {_digest(each) for _, each in extra_states(module)})
     _built.update(built)
@@ -185,11 +197,17 @@ def note_built(module: nn.Module, given: Sequence[nn.Module] = ()) -> None:
     _made.update(number for each in kept if id(each) not in outside for number in fingerprints_of_casts(each))
 
 
-def _changed(like: Iterable[Tensor]) -> set[int]:
-    """Return the fingerprints of parameters that an optimizer of this process changed, of the shapes of ``like``."""
+def _trained_here() -> Any:
+    """Return the parameters that an optimizer of this process changed, or into which such adapters were merged."""
+    merged = [each for each in list(_adapted) if fingerprint(each) != _adapted[each]]
+    return WeakIdKeyDictionary(dict.fromkeys([*_stepped, *merged]))  # type: ignore[no-untyped-call]
+
+
+def _changed(stepped: Iterable[Tensor], like: Iterable[Tensor]) -> set[int]:
+    """Return the fingerprints of ``stepped`` parameters of the shapes of ``like``."""
     shapes = {each.shape for each in like}
-    stepped = [values for each in list(_stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
-    return {fingerprint_of(values) for values in stepped if not is_common(values)} - _built
+    known = [values for each in list(stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
+    return {fingerprint_of(values) for values in known if not is_common(values)} - _built
 
 
 def changed_before(own: nn.Module) -> Callable[[nn.Module, Collection[str]], list[str]]:
@@ -199,8 +217,8 @@ def changed_before(own: nn.Module) -> Callable[[nn.Module, Collection[str]], lis
     them, and neither is what is trained from now on, as a probe that a callback trains on public rows.
     """
     of_own = {id(each) for each in weights(own).values()}
-    others = [each for each in list(_stepped) if id(each) not in of_own]
-    changed, passed = _changed(others), outside_steps.so_far()
+    others = [each for each in list(_trained_here()) if id(each) not in of_own]
+    changed, passed = _changed(others, others), outside_steps.so_far()
     held = WeakIdKeyDictionary(dict.fromkeys(others))  # type: ignore[no-untyped-call]
 
     def search(module: nn.Module, runs: Collection[str]) -> list[str]:
@@ -279,8 +297,13 @@ def fingerprints(module: nn.Module) -> dict[str, int | None]:
 
 
 def values_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the `weights`, and those of layers with merged adapters (peft's LoRA)."""
+    """Yield the `weights`, and the `merged_values`."""
     yield from weights(module).items()
+    yield from merged_values(module)
+
+
+def merged_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that layers would have with their adapters (peft's LoRA) merged."""
     for name, part in module.named_modules():
         if not hasattr(part, "lora_A"):
             continue
