@@ -29,7 +29,7 @@ from lit_dpret.datamodules.splitting import division_of
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset, Planted
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import OutputFolder
-from lit_dpret.privacy.budget import EACH_ROW, PARTLY_NAMED, UNSAID, Duplicates
+from lit_dpret.privacy.budget import ALL_OF_ONE, EACH_ROW, PARTLY_NAMED, UNSAID, Duplicates
 from lit_dpret.settings import require_whole
 
 
@@ -302,7 +302,11 @@ class PairsDataModule(SampledDataModule):
 
     @property
     def unit_by(self) -> str | None:
-        """What rows make one unit (`PrivacyBudget.unit_by`): each, of a log of queries without ids."""
+        """What rows make one unit (`PrivacyBudget.unit_by`): each, of a log of queries without ids; all of one user by
+        the name of a column that was renamed.
+        """
+        if self._unit == "user" and self._pair_columns.user != PairColumns().user:
+            return f"{ALL_OF_ONE}{self._pair_columns.user}"
         if self.duplicates == "merge" or self._unit != "query":
             return None
         by_ids = {"all": None, "some": PARTLY_NAMED, "none": EACH_ROW, "unknown": UNSAID}

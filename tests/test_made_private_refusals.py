@@ -277,6 +277,18 @@ def test_adapters_of_a_checkpoint_are_known_when_they_are_merged(tmp_path: Path)
         fit(tmp_path / "second", made(loaded.merge_and_unload(), optimizer=OptimizerSpec(lr=0.1)))
 
 
+@pytest.mark.parametrize("lr", [1e-8, 1e-2])
+def test_the_start_of_a_training_is_nobodys(lr: float, tmp_path: Path) -> None:
+    public = {name: value * (1.5 + lr) for name, value in Classifier().state_dict().items()}  # of no other test
+    baseline, fresh = Classifier(), Classifier()
+    for each in (baseline, fresh):
+        each.load_state_dict(copy.deepcopy(public))
+    optimizer = torch.optim.AdamW(baseline.parameters(), lr=lr)
+    row_loss(baseline, rows().tensors).mean().backward()
+    optimizer.step()
+    fit(tmp_path, made(fresh), max_steps=1)
+
+
 def test_what_no_step_changed_is_no_training(tmp_path: Path) -> None:
     first, copied = Classifier(), Classifier()
     copied.load_state_dict(copy.deepcopy(first.state_dict()))

@@ -175,9 +175,10 @@ class PrivacyBudget:
                     "Use the same."
                 )
         ours, theirs = (by or f"all rows with one id of a {unit}" for by in (self.unit_by, unit_by))
-        knob, way = ("datamodule.unit_name", "unit_of and unit_name") if unit == "record" else (
-            "datamodule.columns", "a column of query ids"
-        )  # fmt: skip
+        knob, way = {
+            "record": ("datamodule.unit_name", "unit_of and unit_name"),
+            "user": ("datamodule.columns", "one name for the column of users"),
+        }.get(unit, ("datamodule.columns", "a column of query ids"))
         if UNSAID in (ours, theirs):
             raise ConfigurationError(
                 f"unit_by: a DataModule does not say what rows make one unit: a unit of this run is {ours}, and "

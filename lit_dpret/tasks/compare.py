@@ -165,9 +165,9 @@ def _uncovered(about: Mapping[str, Any]) -> str:
     said = {name: {one["whose"] for one in runs if "whose" in one} - {"public"} for name, runs in about.items()}
     if not (names := [name for name, owners in said.items() if owners]):
         return ""
-    declared = {owner or "of nobody (task.whose)" for name in names for owner in said[name]}
+    declared = {f"declared {owner}" if owner else "of unknown owners (task.whose)" for n in names for owner in said[n]}
     return (
-        f"{', '.join(names)}: queries declared {' or '.join(sorted(declared))}. No epsilon covers these numbers: keep "
+        f"{', '.join(names)}: queries {' or '.join(sorted(declared))}. No epsilon covers these numbers: keep "
         "them with the queries."
     )
 

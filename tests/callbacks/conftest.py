@@ -18,6 +18,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setattr(trained, "outside_steps", passed.OutsideSteps())
         monkeypatch.setattr(trained, "_built", set())
         monkeypatch.setattr(trained, "_stepped", type(trained._stepped)())
+        monkeypatch.setattr(trained, "_begun", set())
         monkeypatch.setattr(trained, "_adapted", type(trained._adapted)())
 
     return forget

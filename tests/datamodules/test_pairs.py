@@ -246,6 +246,7 @@ def test_the_fingerprint_follows_the_data_and_how_it_is_grouped(harbour: Path, h
         ({}, {"duplicates": "merge"}, "query", None),  # equal texts are one unit, with ids or without
         ({}, {}, "pair", None),
         ({"user_id": "u1"}, {}, "user", None),
+        ({"device": "d1"}, {"columns": {"user_id": "device"}}, "user", "all rows of one device"),
     ],
 )
 def test_each_row_is_a_unit_only_where_nothing_names_queries(
@@ -254,7 +255,7 @@ def test_each_row_is_a_unit_only_where_nothing_names_queries(
     log = write("log.jsonl", [{"query": "wet cellar", "passage": text} | columns for text in ("pump", "drain")])
     datamodule = PairsDataModule(pairs=log, **settings)
     datamodule.use_unit(unit)
-    assert (datamodule.unit_by, datamodule.n_units) == (by, 2 if by or unit == "pair" else 1)
+    assert (datamodule.unit_by, datamodule.n_units) == (by, 2 if by == EACH_ROW or unit == "pair" else 1)
     some = write(
         "some.jsonl", [{"query": "wet", "passage": "pump"}, {"query": "mole", "passage": "x", "query_id": "q"}]
     )

@@ -64,15 +64,20 @@ _built: set[int] = set()
 _made: set[int] = set()
 # Parameters that an optimizer of this process has changed, whoever called it.
 _stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-
-
+# Values that such began with, but for those that another training left: small steps leave many of them.
+_begun: set[int | None] = set()
 # What an optimizer changed adapters beside, as it was before: it is trained once these are merged into it.
 _adapted: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 
 def _note_begin(optimizer: Optimizer, *_: Any) -> None:
-    if outside_steps.before(optimizer, _stepped) and "peft" in sys.modules:
-        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if not outside_steps.before(optimizer, _stepped):
+        return
+    params = [each for group in optimizer.param_groups for each in group["params"]]
+    changed, passed = _changed(_trained_here(), params), outside_steps.so_far()
+    _begun.update({fingerprint(each) for each in params if not passed(each)} - changed)
+    if "peft" in sys.modules:
+        own = {*map(id, params)}
         for layer in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
             weight = getattr(getattr(layer, "base_layer", None), "weight", None)
             if isinstance(weight, nn.Parameter) and not own.isdisjoint(map(id, layer.parameters())):
@@ -207,7 +212,7 @@ def _changed(stepped: Iterable[Tensor], like: Iterable[Tensor]) -> set[int]:
     """Return the fingerprints of ``stepped`` parameters of the shapes of ``like``."""
     shapes = {each.shape for each in like}
     known = [values for each in list(stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
-    return {fingerprint_of(values) for values in known if not is_common(values)} - _built
+    return {fingerprint_of(values) for values in known if not is_common(values)} - _built - _begun
 
 
 def changed_before(own: nn.Module) -> Callable[[nn.Module, Collection[str]], list[str]]:
