@@ -57,7 +57,7 @@ def _own_checkpoint(trainer: Any, run: PrivateRun, run_dir: Path | None) -> str 
     """Return a checkpoint of this run that lies where its callbacks, or Lightning, put them."""
     kept = {Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath}
     root = Path(run_dir or ".")  # no deeper: it may be a project, with other runs below it
-    for folder in sorted(kept | {root, root / "checkpoints", *root.glob("lightning_logs/*/checkpoints")}):
+    for folder in sorted(kept | {root, *root.glob("*/"), *root.glob("lightning_logs/*/checkpoints")}):
         if (found := newest_checkpoint(folder, run_id=run.run_id, quiet=True)) is not None:
             return str(found)
     return None

@@ -310,7 +310,8 @@ def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
         text += f" {_BEYOND_PLAN[beyond]}, so that together they cost more than was planned."
     if planned is None:
         text += (
-            " What they cost together was not computed: no more than their epsilons added up, at their deltas added up."
+            " What they cost together was not computed: for the same units and neighbours no more than their epsilons "
+            "added up, at their deltas added up, and epsilons of different ones do not add up."
         )
     else:
         text += (
@@ -319,8 +320,8 @@ def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
             f"{_NONE_BEYOND}."
         )
     return (
-        f"{text} That, and not the epsilon of one run, is the epsilon of several of them, and of one that was chosen "
-        "among them, such as the one with the best score, on whatever data it is scored."
+        f"{text} That, and not the epsilon of one run, covers several of them, and one that was chosen among them, "
+        "such as the one with the best score, on whatever data it is scored."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lit_dpret.federated.settings import PddAs2
@@ -32,8 +32,8 @@ _NEXT = {
 }
 
 
-def sights(run: PddAs2) -> list[Sight]:
-    """Return everything that leaves a silo in one run under these settings; nothing else does.
+def sights(run: PddAs2, systems: Collection[str] = ("fed_negative",)) -> list[Sight]:
+    """Return everything that leaves a silo in one run of one of ``systems`` under these settings; nothing else does.
 
     A budget is of all runs that share the silo's folder of ledgers. Each system and each seed of ``task=federated`` has
     a copy of its own, so that what several of them release costs more.
@@ -76,7 +76,7 @@ def sights(run: PddAs2) -> list[Sight]:
                 "ledger counts it",
             )
         )
-    if run.stage2.epochs and run.stage2.negatives == "fed":
+    if run.stage2.epochs and run.stage2.negatives == "fed" and "fed_negative" in systems:
         found += [_request(run, dp, bare), _response(run)]
     if count := _count(run, found, bare, masks):
         found.insert(1, count)

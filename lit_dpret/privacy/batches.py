@@ -105,10 +105,12 @@ class FixedShape:
             return cls(data.physical_batch_size + spare, 1, place_rows, ragged, spare)
         most = getattr(data, "max_rows_per_unit", None)
         if most is None:
+            bounded = hasattr(data, "max_rows_per_unit")
+            way = "datamodule.max_rows_per_unit" if bounded else "trainer.precision=32-true without fixed shapes"
             raise ConfigurationError(
                 "datamodule.rows_per_unit=all with fixed shapes (trainer=tpu, model.fixed_shapes=true, or a "
                 "trainer.precision below float32 under a guarantee) needs room for the rows of the largest unit: set "
-                "datamodule.max_rows_per_unit, or datamodule.rows_per_unit=one."
+                f"{way}, or datamodule.rows_per_unit=one."
             )
         return cls(data.physical_batch_size + spare, most, place_rows, ragged, spare)
 

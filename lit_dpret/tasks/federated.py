@@ -130,7 +130,7 @@ class Federated:
             data=data_facts(plan.silos, {name: read_manifest(folder)["sha256"] for name, folder in silos.items()}),
             split=self.split,
             model=plan.model.describe(),
-            trust=[(one.what, one.server, one.silos, one.protection) for one in sights(settings)],
+            trust=[(one.what, one.server, one.silos, one.protection) for one in sights(settings, self.systems)],
             **picked(plan.privacy, "eps", "unit", "delta", "neighbours"),
             together=together,
             passages=runner.spent(ledger=PASSAGE_LEDGER) if plan.privacy.eps is not None else {},

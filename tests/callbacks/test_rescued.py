@@ -8,10 +8,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from own_modules import card_in, data, fit, made
+from stand_ins import StopAfter, Stopped
 
 from lit_dpret import PrivacyAccountant
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 
@@ -70,3 +72,12 @@ def test_a_run_whose_last_hook_fails_keeps_its_steps_and_can_be_finished(callbac
     fit(tmp_path, made(), data(**given), ckpt_path=last, callbacks=[PrivacyAccountant(resume=True)])
     assert intents(tmp_path) == 6 and card_in(tmp_path)["claim"]["guarantee"] == "dp"
     assert (tmp_path / "model" / "weights.pt").is_file()
+
+
+def test_a_resume_without_its_checkpoint_names_it_wherever_it_lies_in_the_run_folder(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)
+    with pytest.raises(Stopped):
+        fit(tmp_path, made(), callbacks=[kept, StopAfter(3)])
+    with pytest.raises(ResumeError, match=r"kept.*ckpt"):
+        fit(tmp_path, made(), callbacks=[PrivacyAccountant(resume=True)])
+    assert intents(tmp_path) == 3

@@ -168,6 +168,7 @@ def test_a_run_that_spent_more_than_planned_does_not_state_what_was_planned_for_
     card = run.card(tuning={"data": "none"})
     assert card["claim"]["guarantee"] == "dp" and card["tuning"]["accounted"] is False
     assert card["tuning"]["siblings"]["planned"] is None
+    assert "of different ones do not add up" in card["tuning"]["text"]
     path = write_card(card, run.folder)
     child = inherit_card(path, CHILD, CardFacts(tuning={"data": "none"}), description="x")
     for told in (card, child):

@@ -132,3 +132,9 @@ def test_queries_that_a_generator_wrote_are_counted_and_not_called_train_queries
     row = next(one for one in table if one.what == "how many queries its DP generator wrote")
     assert of_own is None and "in clear" not in row.protection and "number" in row.server
     assert "how many train queries a silo has" in table[-1].what  # not told: what is sent is made of the written ones
+
+
+def test_no_request_is_told_of_where_no_system_makes_one() -> None:
+    settings = with_(SMALL, "uniform", "exact")
+    assert any("request" in one.what for one in sights(settings))
+    assert not any("request" in one.what for one in sights(settings, ["stage1", "customised"]))
