@@ -109,8 +109,13 @@ def test_names_that_say_a_split_and_names_that_do_not_are_refused_together(folde
     ],
 )
 def test_a_wrong_setting_of_a_local_folder_is_named_in_one_line_and_nothing_is_warned_of(
-    settings: dict[str, Any], named: str, folder: Path, recwarn: pytest.WarningsRecorder
+    settings: dict[str, Any],
+    named: str,
+    folder: Path,
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # five retries take 23 s
     with pytest.raises((ConfigurationError, DataError), match=named) as found:
         data = HuggingFaceDataModule(**{"path": folder, **COLUMNS, **settings})
         data.prepare_data()
