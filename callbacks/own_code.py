@@ -115,11 +115,15 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
             "what a row is embedded as, with the random numbers in it, and whether two rows are each other's negatives "
             "(answers), depend on no further row, and the loss of their similarities on nothing else"
         )
+    examined = (
+        "Samples of it were examined while the run trained, and nothing was found; that proves none of it."
+        if hasattr(module, "examine_collation")
+        else "None of it was examined: the training step is its own. Test it with assert_private."
+    )
     text = (
         f"{', '.join(own)}: in this code, {what}, and nothing of a private row ends the run, sets a learning rate, "
-        "changes an update or a weight, or reaches a file. Samples of it were examined while the run trained, and "
-        "nothing was found; that proves none of it. No private data went into what it reads beside its rows and the "
-        "trained weights: other models, labels, tables."
+        f"changes an update or a weight, or reaches a file. {examined} No private data went into what it reads beside "
+        "its rows and the trained weights: other models, labels, tables."
     )
     public = ", ".join(getattr(module, "public_metrics", ()))
     return [*bound, text] + ([f"No private row is behind {public} but through trained weights."] if public else [])

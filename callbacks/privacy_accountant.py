@@ -485,7 +485,8 @@ class PrivacyAccountant(RunLedgers):
             if not (trainer.interrupted or self._ended):
                 ranks.together(self._writes.refuse_after_last_batch)
             ranks.together(lambda: gate.check(checkpoint))
-        self._module.complete_checkpoint(checkpoint)
+        if hasattr(self._module, "complete_checkpoint"):  # a module that is no PrivateModule need not
+            self._module.complete_checkpoint(checkpoint)
 
     # -- the end -----------------------------------------------------------------------------
 

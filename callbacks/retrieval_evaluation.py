@@ -174,12 +174,13 @@ class RetrievalEvaluation(Callback):
         source = self.datamodule if self.datamodule is not None else data
         queries, _, _ = self._load(source)
         for log in filter(None, (source, getattr(source, "evaluation", None))):
-            names = filter(None, (training_behind(folder, log) for folder in folders))
-            if (name := next(names, None)) is not None and trains_on(log, queries):
+            name, unit = next(filter(None, (training_behind(folder, log) for folder in folders)), (None, ""))
+            if name is not None and trains_on(log, queries, users_of=source if unit == "user" else None):
                 raise ConfigurationError(
                     f"callbacks.evaluation.data=public, but callbacks.evaluation.split={self.split} holds train "
-                    f"queries of the log that {name} was trained on privately, according to its ledger, over a tenth "
-                    "of it, and the claim of this run is about them. Evaluate on others, or after the run.",
+                    f"queries of the log that {name} was trained on privately, according to its ledger, or queries of "
+                    "the users that it protects, over a tenth of it, and the claim of this run is about them. Evaluate "
+                    "on others, or after the run.",
                     trap="T25",
                 )
 

@@ -64,7 +64,7 @@ def fit(folder: Path, rank: int, world: int, *, declares: bool = False, adds_up:
     settings = {"strategy": "ddp", "devices": world} if world > 1 else {"devices": 1}
     trainer = L.Trainer(
         accelerator="cpu", max_steps=3, max_epochs=-1, default_root_dir=folder, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
         callbacks=[PrivacyAccountant(run_dir=folder, eps_log_points=1), PrivacyCard(run_dir=folder)], **settings,
     )  # fmt: skip
     trainer.fit(module, datamodule=example.PointsData())

@@ -267,8 +267,8 @@ _ROUNDS = "seed*/*/silos/*/*/attempt-*"
 """Where a run of silos in one process keeps the ledgers of their rounds, beside the encoder that it saves."""
 
 
-def training_behind(folder: Path, data: Any) -> str | None:
-    """Return the name of a private training behind an artefact whose data set this is; None if none is recognised.
+def training_behind(folder: Path, data: Any) -> tuple[str, str] | None:
+    """Return name and unit of a private training behind an artefact whose data set this is; None if none is recognised.
 
     It is recognised where the ledger of the training lies with the artefact or beside it, or near it and is the one
     that the artefact's card names, also through other cards, or is that of a silo whose federation saved the artefact;
@@ -282,8 +282,8 @@ def training_behind(folder: Path, data: Any) -> str | None:
     places = (inside, inside.parent)
     for path in dict.fromkeys([*(place / LEDGER_NAME for place in places), *beside, *_named_by_cards(places)]):
         plans = [r for r in _records(path) if r.get("kind") == "plan" and r.get("mode") not in ("none", "synthetic")]
-        if any(_is_data_of(plan, data) for plan in plans):
-            return path.parent.name
+        if (plan := next((plan for plan in plans if _is_data_of(plan, data)), None)) is not None:
+            return path.parent.name, str(plan["plan"]["budget"]["unit"])
     return None
 
 

@@ -72,7 +72,8 @@ def refuse_training_data(data: Any, folder: str | Path | None, *, knob: str) -> 
     """Refuse queries declared public that ``folder`` was privately trained on, as far as `training_behind` sees it."""
     if folder is None or not Path(folder).is_dir():
         return
-    if (run := training_behind(Path(folder), data)) is not None:
+    if (found := training_behind(Path(folder), data)) is not None:
+        run, _ = found
         raise ConfigurationError(
             f"{knob}=public, but this is the data set that {run} was trained on privately, according "
             f"to its ledger, and its other splits are of the same log. Set {knob}=private, or use a data set that "

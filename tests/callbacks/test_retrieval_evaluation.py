@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from stand_ins import Numbers, Regression, dp, fit, records
 from torch import Tensor
 
-from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, RetrievalEvaluation, examine
+from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard, RetrievalEvaluation, examine, retrieval_evaluation
 from lit_dpret.cards.card import read_card, subject_of, verify_card, write_card
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
@@ -173,12 +173,17 @@ class Renamed(Judged):
 
 
 @pytest.mark.parametrize("unit", ["user", "query"])
-def test_queries_of_the_users_that_a_run_protects_are_not_public(unit: str) -> None:
+def test_queries_of_the_users_that_a_run_protects_are_not_public(
+    unit: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     data = Renamed(["x", "y"])
     data.collection = replace(data.collection, users={"t0": "anna", "t1": "bert", "q0": "anna", "q1": "carl"})
     module = SimpleNamespace(privacy=SimpleNamespace(guarantee="dp", unit=unit))
     with pytest.raises(ConfigurationError, match="users") if unit == "user" else nullcontext():
         RetrievalEvaluation(data="public", split="dev").refuse_protected(module, data)
+    monkeypatch.setattr(retrieval_evaluation, "training_behind", lambda folder, log: ("an earlier run", unit))
+    with pytest.raises(ConfigurationError, match="users") if unit == "user" else nullcontext():
+        RetrievalEvaluation(data="public", split="dev").refuse_queries_behind([tmp_path], data)
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["its own data", "the same queries in another DataModule"])
