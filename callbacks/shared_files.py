@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -41,7 +42,8 @@ def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, w
         return
     holds = next((type(each).__name__ for each in islice(objects_in(loader.dataset), _OBJECTS)
                   if type(each).__module__.partition(".")[0] in _NEVER_FORKED), None)  # fmt: skip
-    if holds is not None or _moved_by_a_worker(loader, read, sorted({0, rows // 2, rows - 1})):
+    moved = partial(_moved_by_a_worker, loader, read, sorted({0, rows // 2, rows - 1}))
+    if holds is not None or (moved() and moved()):  # once, another thread of this process may have read a file
         raise DataError(
             f"{whose} holds an open {holds or 'file'}, since its rows were read in this process before: the "
             f"{loader.num_workers} worker processes of the loader would share its place, and get other rows. Set "
@@ -68,14 +70,16 @@ def _moved_by_a_worker(loader: Any, read: Callable[[int], Any], asked: Iterable[
                 id=0, num_workers=loader.num_workers, seed=0, dataset=loader.dataset
             )
             for file, place in before.items():
-                os.lseek(file, place + 1, os.SEEK_SET)
+                with suppress(OSError):  # of a kind that has no such place
+                    os.lseek(file, place + 1, os.SEEK_SET)
+            put = _places()
             if (begin := getattr(loader, "worker_init_fn", None)) is not None:
                 begin(0)
             for row in asked:
                 with suppress(Exception):
                     read(row)
             after = _places()
-            moved = any(after.get(file, place + 1) != place + 1 for file, place in before.items())
+            moved = any(after.get(file, place) != place for file, place in put.items() if file in before)
         finally:
             os._exit(moved)  # without the ends of this process, as of its files and threads
     begun, status = time.monotonic(), 1
@@ -87,7 +91,8 @@ def _moved_by_a_worker(loader: Any, read: Callable[[int], Any], asked: Iterable[
         os.kill(child, 9)
         os.waitpid(child, 0)
     for file, place in before.items():
-        os.lseek(file, place, os.SEEK_SET)
+        with suppress(OSError):
+            os.lseek(file, place, os.SEEK_SET)
     return status != 0
 
 
