@@ -26,7 +26,7 @@ from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError, DataError, told
 from lit_dpret.files import json_sha256
 from lit_dpret.privacy.accounting.releases import Poisson, SamplingLaw, Shuffle
-from lit_dpret.privacy.budget import LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon, show_delta
+from lit_dpret.privacy.budget import EACH_ROW, LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon, show_delta
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PrivacyPlan
@@ -119,6 +119,12 @@ def plan_run(
     """
     begin_from(mode, start)
     data.use_unit(mode.unit, mode.neighbours)
+    if mode.unit == "user" and mode.guarantee == "dp" and getattr(data, "unit_by", None) == EACH_ROW:
+        raise ConfigurationError(
+            f"privacy.unit=user, but each row of {type(data).__name__} is a unit of its own (unit_by), so a user with "
+            "several rows is several units. Group the rows by user, as UnitDataModule does by unit_of, or claim a "
+            "guarantee about rows (privacy.unit=record)."
+        )
     refuse_false_bound(mode, data)
     units = data.n_units
     per_epoch = steps_per_epoch(data, mode.public_units(units))

@@ -187,6 +187,12 @@ def test_units_with_ids_rows_without_and_a_log_in_which_some_records_have_one_ar
     assert verify_chain(tmp_path / "both", parents=[alone]).failed == []
 
 
+def test_rows_that_are_units_are_no_users(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.unit=user"):
+        train(tmp_path / "users", data=without_ids(), unit="user")
+    assert not (tmp_path / "users" / "privacy_ledger.jsonl").exists()
+
+
 @pytest.mark.parametrize("first", ["keep", "merge"])
 def test_the_ledger_of_a_data_set_adds_up_one_kind_of_unit(first: str, tmp_path: Path) -> None:
     ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
