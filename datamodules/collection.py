@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 from lit_dpret.datamodules.readers import NOT_UNICODE, as_id, is_unicode
 from lit_dpret.datamodules.rows import SPLITS
@@ -186,7 +186,9 @@ class GivenIds:
     def note(self, record: Mapping[str, Any], *, named: bool) -> None:
         """Count a record that is ``named``, unless it says that it got its name when a split was written."""
         said = record.get(GIVEN_IDS)
-        self._met.add(next((word for word in get_args(QueryIds) if word == said), "all" if named else "none"))
+        words: tuple[QueryIds, ...] = ("some", "none", "unknown")  # no log says "all" of what it lacks
+        told = next((word for word in words if isinstance(said, str) and word == said), None)
+        self._met.add(told or ("all" if named else "none"))
 
     def found(self) -> QueryIds:
         """Return the word for all records."""

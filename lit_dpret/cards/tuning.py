@@ -310,8 +310,8 @@ def _beside(siblings: Mapping[str, Any], *, claims: bool) -> str:
         text += f" {_BEYOND_PLAN[beyond]}, so that together they cost more than was planned."
     if planned is None:
         text += (
-            " What they cost together was not computed: for the same units and neighbours no more than their epsilons "
-            "added up, at their deltas added up, and epsilons of different ones do not add up."
+            " What they cost together was not computed: for the same data, units and neighbours no more than their "
+            "epsilons added up, at their deltas added up, and epsilons of different ones do not add up."
         )
     else:
         text += (

@@ -262,6 +262,10 @@ def test_each_row_is_a_unit_only_where_nothing_names_queries(
     datamodule = PairsDataModule(pairs=some)
     datamodule.use_unit("query")
     assert datamodule.unit_by == PARTLY_NAMED
+    claims = write("claims.jsonl", [{"query": "wet", "passage": "pump", "query_ids": "all"}])
+    datamodule = PairsDataModule(pairs=claims)
+    datamodule.use_unit("query")
+    assert datamodule.unit_by == EACH_ROW, "no log says that its records had ids which they lack"
 
 
 def test_a_log_alone_gives_no_public_passages_unless_declared(pair_log: Path, write: Write) -> None:

@@ -56,19 +56,22 @@ class _Noted:
         self._new.append(digests.ravel())
 
     def __contains__(self, digest: np.int64) -> bool:
+        self._sort()
+        return _among(digest, self._sorted) and not _among(digest, self._begun)
+
+    def _sort(self) -> None:
         if self._new:
             self._sorted = np.unique(np.concatenate([self._sorted, *self._new]))
             self._new.clear()
-        return _among(digest, self._sorted) and not _among(digest, self._begun)
 
     def begin(self, digests: np.ndarray) -> None:
         """Take these for values from before a first step, but for those that another training left."""
-        _ = np.int64(0) in self  # sorts
+        self._sort()
         self._begun = np.union1d(self._begun, np.setdiff1d(digests, self._sorted))
 
     def so_far(self) -> _Noted:
         """Return a copy that takes up no more."""
-        _ = np.int64(0) in self  # sorts
+        self._sort()
         copy = _Noted(self.runs, self._begun)
         copy._sorted = self._sorted
         return copy
