@@ -111,7 +111,9 @@ class SampledDataModule(LightningDataModule):
 
     def __post_init__(self) -> None:
         settings = {name: value for name, value in vars(self).items() if name not in _READ_BY_EACH_PLAN}
+        trainer = getattr(self, "trainer", None)
         super().__init__()
+        self.trainer = trainer  # of a subclass that calls this constructor in its `setup`, where the data are ready
         self.finds_physical_batch_size = self.physical_batch_size == "auto"
         if self.finds_physical_batch_size:
             self.physical_batch_size = UNTIL_FOUND

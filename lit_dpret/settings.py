@@ -154,7 +154,7 @@ def naming_arguments(
             near = [meant] if meant in known else get_close_matches(key, known, n=1)
             of_rest = f", and those of {getattr(rest, '__name__', rest)}: {', '.join(passed_on)}" if rest else ""
             raise ConfigurationError(
-                f"{name} takes no {key}{f': it is called {near[0]}' if near else ''}. Its arguments are "
+                f"{name} takes no {key}{f'; did you mean {near[0]}?' if near else '.'} Its arguments are "
                 f"{', '.join(listed)}{of_rest}."
             )
 

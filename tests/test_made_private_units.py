@@ -46,6 +46,22 @@ def test_rows_of_one_name_are_one_unit_and_rows_without_names_are_units_themselv
     assert single.n_units == 2 and list(single.train_units().rows(1)) == [11]
 
 
+def test_a_subclass_may_read_its_data_in_setup(tmp_path: Path) -> None:
+    class ReadLate(UnitDataModule):
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def setup(self, stage: str | None = None) -> None:
+            if not hasattr(self, "dataset"):
+                super().__init__(rows(self.count), expected_batch_size=20)
+
+    late = ReadLate(60)
+    for name, of in {"plain": data(rows(60)), "late": late, "late again": late}.items():
+        fit(tmp_path / name, made(), of)
+    claims = [card_in(tmp_path / name)["claim"] for name in ("plain", "late", "late again")]
+    assert claims[0] == claims[1] == claims[2]
+
+
 def test_another_row_name_or_order_is_another_fingerprint() -> None:
     x, y = rows(6).tensors
     of = partial(data, **SMALL)

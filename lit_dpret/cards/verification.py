@@ -254,7 +254,7 @@ def _examine(
 def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, required: bool) -> None:
     digests, name = found.card["subject"]["sha256"], found.name
     if not digests:
-        result.pass_over(name, "files", "the card lists none, as that of an unfinished run does.")
+        result.pass_over(name, "files", "the card lists none: it was written for no saved model.")
         return
     folders = (found.path.parent, found.path.parent / MODEL_FOLDER)
     folder = max(folders, key=lambda place: sum((place / file).is_file() for file in digests))
@@ -271,6 +271,8 @@ def _check_files(result: Verification, lineage: Lineage, found: FoundCard, *, re
     known = {file.resolve() for file in checked}
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in CARD_FILES]
     paths = [file.relative_to(folder).as_posix() for file in files if file.resolve() not in known]
+    if folder != found.path.parent:
+        paths += [f"checkpoints/{file.name}" for file in sorted((found.path.parent / "checkpoints").glob("*.ckpt"))]
     if others := [path for path in paths if path not in digests]:
         shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
         result.pass_over(name, "other files", f"not on the card, so nothing is known of them: {shown}")

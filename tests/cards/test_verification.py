@@ -303,6 +303,13 @@ def test_a_card_that_lost_the_result_of_an_audit_that_its_ledger_registered_is_r
 # -- runs that started from another run's model ------------------------------------------------
 
 
+def test_the_checkpoints_beside_a_saved_model_are_named_as_not_checked(chain: Chain) -> None:
+    (place := chain.generator / "checkpoints").mkdir()
+    (place / "last.ckpt").write_bytes(b"of another run")
+    others = [one.text for one in verify_chain(chain.generator).not_checked if one.check == "other files"]
+    assert len(others) == 1 and "checkpoints/last.ckpt" in others[0]
+
+
 def test_a_run_that_started_from_another_is_followed_to_it(tmp_path: Path) -> None:
     second = started(tmp_path)
     write_card(second.card(), second.folder)

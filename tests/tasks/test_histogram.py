@@ -275,6 +275,9 @@ def test_a_second_histogram_beside_the_first_is_refused(chain: Path, histogram: 
         assert [one.distances for one in both] == [None, None], "before the first one scores"
     again, _ = apply_filters(released, [first, HistogramMatch(histogram, keep_share=0.9, seed=1)])
     assert again.claim == histogram, "looking at one release twice costs nothing"
+    Filter(data=chain / "made" / "synthetic", filters={"match": first}, tuning_data="none").run(parts(tmp_path))
+    with pytest.raises(PrivateDataError, match=r"a second histogram.*one of them alone"):
+        apply_filters(load_released(tmp_path / "run" / "filtered"), [second])
 
 
 # -- a generator that was audited in between ---------------------------------------------------

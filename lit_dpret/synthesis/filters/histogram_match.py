@@ -157,6 +157,7 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
         raise DataError(f"{folder} holds the card of {card['subject']['artifact_type']}, not of a histogram.")
     if names_before_evidence(card) & released.ancestors:
         return
+    second = released.claim is not None
     if released.provenance == "card" and released.folder is not None:
         try:
             start = recorded_start(PrivacyLedger.read(folder / LEDGER_NAME).records)
@@ -164,15 +165,16 @@ def require_composed(folder: Path, released: ReleasedQueries) -> None:
             raise DataError(f"{folder}: {error}") from error
         theirs = read_card(released.claim or released.folder)
         charged = _releases(theirs["ledger"]["releases"], theirs)
-        if start is not None and charged == _releases(start["releases"]):
-            named = str(start["card_sha256"])
-            if named in released.ancestors or _the_same_card(named, released, near=(folder, released.folder)):
+        named = "" if start is None else str(start["card_sha256"])
+        if named in released.ancestors or _the_same_card(named, released, near=(folder, released.folder)):
+            if start is not None and charged == _releases(start["releases"]):
                 return
-    if released.claim is not None:
+            second = True
+    if second:
         raise PrivateDataError(
-            f"{folder} is a second histogram for queries that {released.claim} chose among, and its card does not "
-            "compose that one: both went into the choice, and no claim would cover both. Choose by one of them alone, "
-            "or count both at once, by one task=histogram with finer bins."
+            f"{folder} is a second histogram for queries that {released.claim or released.folder} chose among, and its "
+            "card does not compose that one: both went into the choice, and no claim would cover both. Choose by one "
+            "of them alone, or count both at once, by one task=histogram with finer bins."
         )
     raise PrivateDataError(
         f"The histogram in {folder} was charged to another ledger than these queries: its card does not start from "
