@@ -110,10 +110,10 @@ class SampledDataModule(LightningDataModule):
             _given_hyperparameters.reset(before)
 
     def __post_init__(self) -> None:
+        trainer = vars(self).pop("trainer", None)  # where a subclass calls this constructor in its `setup`
         settings = {name: value for name, value in vars(self).items() if name not in _READ_BY_EACH_PLAN}
-        trainer = getattr(self, "trainer", None)
         super().__init__()
-        self.trainer = trainer  # of a subclass that calls this constructor in its `setup`, where the data are ready
+        self.trainer = trainer
         self.finds_physical_batch_size = self.physical_batch_size == "auto"
         if self.finds_physical_batch_size:
             self.physical_batch_size = UNTIL_FOUND
