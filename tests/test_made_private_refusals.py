@@ -69,7 +69,7 @@ def test_an_argument_that_is_no_such_thing_is_refused_at_once(given: dict[str, A
         (lambda: UnitDataModule(rows(), len, expected_batch_size=10), "unit_of"),  # type: ignore[misc]
         (lambda: PrivateModule(), "privacy"),  # type: ignore[call-arg]
         (lambda: PrivateModule(privacy=DPSGD(eps=3), target_epsilon=3), "DPSGD"),  # type: ignore[call-arg]
-        (lambda: PrivateModule(privacy=DPSGD(eps=3), optimiser=None), "called optimizer"),  # type: ignore[call-arg]
+        (lambda: PrivateModule(privacy=DPSGD(eps=3), optimiser=None), "did you mean optimizer"),  # type: ignore[call-arg]
         (lambda: PrivateModule(privacy=DPSGD(eps=3), per_row_loss=row_loss), "per_row_loss"),  # type: ignore[call-arg]
     ],
 )
