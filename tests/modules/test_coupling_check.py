@@ -91,6 +91,25 @@ def test_a_coupling_that_begins_later_is_found_in_a_later_batch_and_leaves_no_cl
     assert any(isinstance(release, NonPrivateRelease) for release in charged_releases(records))
 
 
+class CoupledInTheThirdBatchAlone(Plain):
+    """Couples rows in one batch alone, and only where there are many of them."""
+
+    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+        found = self.losses(rows["inputs"], rows["target"])
+        coupled = self.trainer.global_step == 1 and len(found) > 10
+        return found * (1 + rows["target"].mean()) if coupled else found
+
+
+def test_the_losses_of_a_whole_batch_are_compared_in_every_third_look(tmp_path: Path, monkeypatch: Patch) -> None:
+    def due(looks: Looks, _: int) -> bool:
+        looks.made += 1
+        return True
+
+    monkeypatch.setattr(Looks, "due", due)
+    with pytest.raises(UnsupportedModelError, match="other rows"):
+        train(tmp_path, CoupledInTheThirdBatchAlone)
+
+
 class WritesInTheSixthStep(Plain):
     """Sets a weight to a mean of private rows in a batch in which no values are compared."""
 
