@@ -141,7 +141,6 @@ def moments(*every_day: str, **named: Callable[[], None]) -> Any:
 
 @moments(
     "step_announced",
-    "no_result",
     ledger_begun=at_record("plan", "stage1-000", after=True),
     before_the_first_step=at_record("intent", "stage1-000"),
     step_announced=at_record("intent", "stage1-001", nth=2, after=True),

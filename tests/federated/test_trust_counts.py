@@ -81,9 +81,10 @@ def with_(settings: PddAs2, weighting: Any, request: Any, **more: Any) -> PddAs2
 
 @pytest.mark.parametrize(
     ("weighting", "secure_sum", "request_", "seal"),
-    [("uniform", False, "none", False), ("uniform", False, "exact", False), ("uniform", True, "exact", True),
-     ("examples", False, "none", False), ("capped", False, "exact", True), ("capped", True, "none", False),
-     ("capped", True, "exact", False)],
+    [("uniform", False, "none", False), ("examples", False, "none", False), ("capped", True, "exact", False),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in
+       [("uniform", False, "exact", False), ("uniform", True, "exact", True), ("capped", False, "exact", True),
+        ("capped", True, "none", False)])],
 )  # fmt: skip
 def test_the_number_of_train_queries_is_told_where_one_query_less_changes_what_others_get(
     weighting: str, secure_sum: bool, request_: str, seal: bool, tmp_path: Path
