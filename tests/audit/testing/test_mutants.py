@@ -35,6 +35,10 @@ def keyed_without(**fixed: Any) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(KeyedStream, "normal", lambda *a, **k: normal(*a, **{**k, **fixed}))
 
 
+def in_turns_of(steps: int) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(KeyedStream, "normal", lambda *a, step, **k: normal(*a, step=step % steps, **k))
+
+
 def divided_before_the_noise(patch: Patch) -> None:
     def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
         mean = {name: total / self._plan.denominator for name, total in sums.items()}
@@ -229,6 +233,7 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
     "one draw for a whole parameter": (one_value_for_all, "neighbouring coordinates of one parameter get correlated"),
     "one row of noise for a whole matrix": (one_row_for_all, "the rows of one parameter get correlated"),
     "a coordinate is not a number": (one_nan, "the update of parameter first.weight is not finite"),
+    "the same noise again after sixteen steps": (in_turns_of(16), "two steps get the same noise"),
     "the same noise at every step": (keyed_without(step=0), "two steps get the same noise"),
     "the same noise in every attempt": (keyed_without(attempt=0), "another attempt gets the same"),
     "the same noise for two sums": (keyed_without(salt=""), "another sum"),
