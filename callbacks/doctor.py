@@ -18,7 +18,12 @@ import lightning as L
 
 from lit_dpret.callbacks.fixed_shapes import attach_batches
 from lit_dpret.callbacks.log_gate import rehearsed
-from lit_dpret.callbacks.own_code import refuse_other_units, refuse_remembering_collation, refuse_replaced_sampler
+from lit_dpret.callbacks.own_code import (
+    refuse_first_asked,
+    refuse_other_units,
+    refuse_remembering_collation,
+    refuse_replaced_sampler,
+)
 from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
 from lit_dpret.callbacks.readable_rows import refuse_unread_rows
 from lit_dpret.callbacks.refusals import complaints, refuse_endless_losses, refuse_protected_queries
@@ -207,6 +212,7 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
         attach_batches(trainer, module, data, sampler)
         loader = data.train_dataloader()
         refuse_replaced_sampler(loader, sampler)
+        refuse_first_asked(loader, sampler)
         refuse_other_units(loader, sampler)
     with look.at("engine"):
         mode.attach(module, planned.plan, stream)

@@ -264,6 +264,24 @@ def _refuse_fetching_together(dataset: Any) -> None:
         )
 
 
+def refuse_first_asked(loader: Any, sampler: PrivateBatchSampler) -> None:
+    """Refuse an external training data set whose rows depend on which unit was asked for first.
+
+    Ask before the loader does: once a first batch has set a scale, it stays, and nothing shows whose it is.
+    """
+    dataset = loader.dataset
+    if _is_ours(dataset):  # `refuse_first_come` asks it by row
+        return
+    units = range(min(sampler.units, FIRST))
+    if depends_on_the_first([dataset], [partial(_rows_of, dataset, unit) for unit in units]):
+        refuse_other_rows()
+
+
+def _is_ours(dataset: Any) -> bool:
+    parts = (dataset, getattr(dataset, "units", dataset))
+    return all(type(part).__module__.startswith("lit_dpret.") for part in parts)
+
+
 def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     """Read every unit of an external training data set once, and refuse units that share rows.
 
@@ -277,8 +295,8 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
             "epsilon would be false: len(dataset) must be datamodule.n_units (datamodule.train_dataloader).",
             trap="T38",
         )
-    units = getattr(dataset, "units", dataset)
-    if type(units).__module__.startswith("lit_dpret.") and type(dataset).__module__.startswith("lit_dpret."):
+    if _is_ours(dataset):
+        units = getattr(dataset, "units", dataset)
         if (grouped := getattr(units, "unit", sampler.unit)) != sampler.unit:
             raise DataError(
                 f"The training data are grouped by {grouped} where privacy.unit={sampler.unit}, so epsilon would be "
@@ -289,9 +307,6 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
             _refuse_remembering(dataset, sampler)
         return True
     _refuse_fetching_together(dataset)
-    units_in_turn = range(min(sampler.units, FIRST))
-    if depends_on_the_first([dataset], [partial(_rows_of, dataset, unit) for unit in units_in_turn]):
-        refuse_other_rows()
     owners, seen, unnamed = UnitOwners(sampler.unit), False, False
     with kept_generators():
         for unit in range(sampler.units):

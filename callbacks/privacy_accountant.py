@@ -25,6 +25,7 @@ from lit_dpret.callbacks.log_gate import LogGate, tell
 from lit_dpret.callbacks.origins import OwnWeights, claim_of, refuse_called, refuse_other_weights
 from lit_dpret.callbacks.own_code import (
     UnchangedUnits,
+    refuse_first_asked,
     refuse_other_units,
     refuse_remembering_collation,
     refuse_replaced_rows,
@@ -140,6 +141,7 @@ class PrivacyAccountant(RunLedgers):
         self._weights: OwnWeights | None = None
         self._noted: set[str] = set()
         self._early = self._begun = self._ended = self._in_batch = self._with_rows = self._counts_epochs = False
+        self._asked = False
         self._step, self._trial_at = 0, -1
         self._strange: str | None = None
         self._unchanged: UnchangedUnits | None = None
@@ -191,7 +193,7 @@ class PrivacyAccountant(RunLedgers):
         stream = self._run.stream if ranks.is_first else KeyedStream(secret, run_id, secure_rng=mode.secure_rng)
         self.sampler = planned.sampler(data, stream, ranks=ranks)
         self.sampler.watched = self.plan is not None
-        self.sampler.before_first_draw = lambda: self._begin(trainer, pl_module)
+        self.sampler.before_first_draw = lambda: self._begin_to_draw(trainer, pl_module)
         own = None
         if ranks.is_first:
             # Until the account reserves, nothing is: a step that came too early would be refused.
@@ -282,8 +284,6 @@ class PrivacyAccountant(RunLedgers):
         if self._early and (fetcher := trainer.fit_loop._data_fetcher) is not None:
             self.sampler.next_step = self._gate.steps_done
             iter(fetcher)
-        if self._gate.steps_done < self.planned_steps:
-            self._gate.require_budget(self._gate.steps_done)
 
     def _examine_data(self, trainer: L.Trainer, module: Any) -> None:
         loader: Any = trainer.train_dataloader
@@ -299,11 +299,17 @@ class PrivacyAccountant(RunLedgers):
                 self._unchanged = UnchangedUnits(loader.dataset, self.sampler)
         self._with_rows = False
 
-    def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Settle where to go on, and reserve the steps, before the first coin is tossed.
+    def _begin_to_draw(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ask the data set before the loader does, and begin: Lightning fetches before ``on_train_start``."""
+        loader: Any = trainer.train_dataloader
+        if self.plan is not None and not self._asked and loader is not None:
+            self._asked = self._with_rows = True
+            self._ranks.together(lambda: refuse_first_asked(loader, self.sampler))
+            self._with_rows = False
+        self._begin(trainer, pl_module)
 
-        Lightning may fetch the first batches before ``on_train_start``; the sampler calls this too.
-        """
+    def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Settle where to go on, and reserve the steps, before the first coin is tossed."""
         if self._begun:
             return
         if not trainer.strategy.optimizers:  # whose schedule asks for `trainer.estimated_stepping_batches`

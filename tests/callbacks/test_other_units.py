@@ -169,9 +169,22 @@ class Remembers(Rows):
         return found, mixed
 
 
-def test_a_data_set_that_mixes_in_what_was_asked_for_before_is_refused(tmp_path: Path) -> None:
+class FollowsTheFirst(Rows):
+    """Gives each unit the words of the one that was asked for first, as data that are scaled by it."""
+
+    first: str | None = None
+
+    def __getitem__(self, draw: Draw) -> Any:
+        found, rows = super().__getitem__(draw)
+        if self.first is None:
+            self.first = f"{draw.unit}"
+        return found, [Line(row.query_id, self.first, row.passage_id, row.passage, row.positives) for row in rows]
+
+
+@pytest.mark.parametrize("kind", [Remembers, FollowsTheFirst])
+def test_a_data_set_that_mixes_in_what_was_asked_for_before_is_refused(kind: type[Rows], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train_dataloader") as refused:
-        run(tmp_path, Remembers([of_a_query(20 * number) for number in range(SIZE)]))
+        run(tmp_path, kind([of_a_query(20 * number) for number in range(SIZE)]))
     assert refused.value.trap == "T38"
 
 
