@@ -161,6 +161,8 @@ def _optimizer_of(module: Any) -> dict[str, Any]:
 
 
 def _named(optimizer: Any) -> str:
+    if type(optimizer).__module__.startswith("deepspeed."):  # its class is the stage, which a resume may change
+        optimizer = optimizer.optimizer
     sizes = [str(len(group["params"])) for group in optimizer.param_groups]
     name = type(optimizer).__name__
     return name if len(sizes) == 1 else f"{name} with groups of {' and '.join(sizes)} parameters"
