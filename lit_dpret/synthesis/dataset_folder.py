@@ -323,9 +323,9 @@ def _whose(privacy: Mapping[str, Any]) -> str:
     labels = {part["release"].get("label") for part in (privacy["accounting"] or {}).get("composition", [])}
     if EVOLUTION in labels:
         return "the noised votes of the private queries"
-    return (
-        "the generator and of a histogram of the private queries together" if HISTOGRAM in labels else "the generator"
-    )
+    if HISTOGRAM in labels:
+        return "what wrote the queries and of a histogram of the private queries together"
+    return "the generator"
 
 
 def _claim_table(privacy: Mapping[str, Any]) -> list[str]:

@@ -116,7 +116,7 @@ class Histogram(Settings):
             trusts=[*self._bins.trusts, *foreign_code(self._bins)],
             mechanism={"bins": len(noised), "max_count": self.max_count},
             tuning={"data": self.tuning_data, "note": self.tuning_note or ""},
-            output_released=("the noised histogram", "the generator that it was charged together with"),
+            output_released=("the noised histogram", "what it was charged together with"),
         )  # fmt: skip
         return self._tell(folder)
 
@@ -174,8 +174,8 @@ class Histogram(Settings):
             told |= {"epsilon": claim["epsilon"], "epsilon_of_histogram_alone": parts["epsilon_of_this_run"],
                      "epsilon_of_generator_alone": parts["epsilon_of_start"]}  # fmt: skip
             say(
-                f"epsilon of generator and histogram together: {show_epsilon(claim['epsilon'])} (generator alone "
-                f"{show_epsilon(parts['epsilon_of_start'])}), delta {show_delta(claim['delta'])}"
+                f"epsilon of task.generator and histogram together: {show_epsilon(claim['epsilon'])} (task.generator "
+                f"alone {show_epsilon(parts['epsilon_of_start'])}), delta {show_delta(claim['delta'])}"
             )
         say(f"histogram: {folder / HISTOGRAM_NAME}\nprivacy card: {folder / CARD_NAME}")
         return told

@@ -22,7 +22,7 @@ from lit_dpret.cards.text import privacy_line
 from lit_dpret.cards.tuning import TuningData
 from lit_dpret.datamodules import SyntheticDataModule
 from lit_dpret.datamodules.identity import data_facts
-from lit_dpret.errors import ConfigurationError
+from lit_dpret.errors import ConfigurationError, DataError, ResumeError
 from lit_dpret.files import OutputFolder
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.ledger.siblings import among_siblings, siblings_now
@@ -80,8 +80,8 @@ def _files(folder: Path) -> dict[str, Path]:
 
 METRIC_NAMES = {"ndcg@10": "nDCG@10", "recall@10": "Recall@10", "mrr@10": "MRR@10"}
 System = Literal["bm25", "zero_shot", "original", "direct", "synthetic", "pseudo"]
-# Settings that finished stages do not depend on; they may change on resume.
-_MAY_CHANGE = ("min_free_mb", "only", "embeddings")
+# Settings that no finished stage depends on, or that the stage itself compares; they may change on resume.
+_MAY_CHANGE = ("min_free_mb", "only", "embeddings", "round_trip_filter")
 # Shared by the stages and removed at the end: embeddings of queries are as private as the queries.
 EMBEDDINGS = "embeddings"
 _PRIVATE_STAGES = ("direct", "generator")
@@ -351,9 +351,21 @@ class Pipeline(Settings):
             released = load_released(folder, declared_public=not card)
             released = replace(released, passages=self._searched.public_passages())
             k = self.round_trip_filter or _ROUND_TRIP_K
-            return check_round_trip(model, released, stage, k=k, seed=self._parts.seed)
+            found = check_round_trip(model, released, stage, k=k, seed=self._parts.seed)
+            if self.round_trip_filter is not None and not found["kept"]:
+                raise DataError(
+                    f"task.round_trip_filter={k}: none of {found['queries']} synthetic queries finds its own passage "
+                    f"among the first {k} results. Go on with all of them by resume=true task.round_trip_filter=null, "
+                    "or train the generator longer in a new run."
+                )
+            return found | {"filter": self.round_trip_filter}
 
-        self._trips[name] = self._stages.run(name, work)
+        trip = self._trips[name] = self._stages.run(name, work)
+        if trip["filter"] != self.round_trip_filter:
+            raise ResumeError(
+                f"task.round_trip_filter={self.round_trip_filter}, and stage {name} of this run was finished with "
+                f"{trip['filter']}. Restore that, or choose another hydra.run.dir."
+            )
         keep = None if self.round_trip_filter is None else self._parts.run_dir / name / KEPT
         return self._made(folder, keep, card=card)
 

@@ -209,7 +209,8 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     assert any("list of passages" in text for text in stated), "which synthesize was told, and no histogram"
     readme = (folder / "README.md").read_text()
     assert (
-        "histogram_match" in readme and "of the generator and of a histogram of the private queries together" in readme
+        "histogram_match" in readme
+        and "of what wrote the queries and of a histogram of the private queries together" in readme
     )
     assert f"histogram {facts['distance_before']:.3f} before, {facts['distance_after']:.3f} after" in told
     found = verify_chain(folder, parents=[histogram, chain / "generator"])

@@ -18,11 +18,12 @@ from tiny_tasks import open_to_others, parts, retriever, trainer
 from lit_dpret.cards.card import read_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.cli.composition import build_parts
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, ResumeError
+from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, ResumeError
 from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases, noise_keys
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy, SyntheticData
 from lit_dpret.tasks import Pipeline
+from lit_dpret.tasks import pipeline as pipelines
 
 STEPS = 3
 
@@ -150,6 +151,26 @@ def test_the_filter_keeps_the_queries_that_find_their_passage_and_the_report_say
     assert plan["law"]["n"] == len(kept)
     assert f"{len(kept)} of {len(made)} synthetic queries" in (run / "report.html").read_text(encoding="utf-8")
     assert claimed(run / "from_synthetic") == claimed(run / "generator"), "choosing by public means costs nothing"
+
+
+def test_queries_of_which_none_finds_its_passage_are_trained_on_by_a_resume_without_the_filter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the generator spent is not lost, and a finished stage's filter is not changed."""
+    check = pipelines.check_round_trip
+
+    def none_found(*args: Any, **settings: Any) -> dict[str, Any]:
+        return check(*args, **settings) | {"kept": 0}
+
+    monkeypatch.setattr(pipelines, "check_round_trip", none_found)
+    with pytest.raises(DataError, match=r"task\.round_trip_filter=1"):
+        pipeline(round_trip_filter=1).run(parts(tmp_path))
+    pipeline().run(parts(tmp_path, resume=True))
+    queries = (tmp_path / "run" / "synthetic" / "data" / "queries.jsonl").read_text(encoding="utf-8").splitlines()
+    plan = next(iter(PrivacyLedger.read(tmp_path / "run" / "from_synthetic" / "privacy_ledger.jsonl").records))
+    assert plan["law"]["n"] == len(queries)
+    with pytest.raises(ResumeError, match=r"task\.round_trip_filter=1"):
+        pipeline(round_trip_filter=1).run(parts(tmp_path, resume=True))
 
 
 class Interrupt(Callback):

@@ -164,7 +164,7 @@ class ReleaseGate:
         reserved_until: int | None = None,
     ) -> None:
         self.run, self.plan, self.sampler = run, plan, sampler
-        self.steps_done = 0
+        self.steps_done = self._began_at = 0
         self.departures = 0
         self.reserved_until = reserved_until
         self._guarantee = mode.guarantee
@@ -199,6 +199,7 @@ class ReleaseGate:
         if position is not None:
             self.run.go_on_from(position, must_be_known=self._guarantee != "inherited")
             self.steps_done = position.steps_done
+        self._began_at = self.steps_done
         self.run.resume_or_begin_attempt(self.steps_done, state)
         self.sampler.next_step = self.steps_done
         self.sampler.attempt = self.run.attempt
@@ -334,8 +335,8 @@ class ReleaseGate:
         made = f"{charged} steps"
         if charged > self.steps_done:
             made += (
-                f", and this attempt repeats those after step {self.steps_done}: go on from a later checkpoint if "
-                "there is one (trainer.fit(ckpt_path=))"
+                f", some of them twice, since this attempt went on after step {self._began_at}: go on from a later "
+                "checkpoint if there is one (trainer.fit(ckpt_path=))"
             )
         raise BudgetExceededError(
             f"The next step would bring epsilon to {show_epsilon(after)} at delta={show_delta(budget.delta)} "
