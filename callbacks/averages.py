@@ -58,7 +58,11 @@ def averaging(trainer: L.Trainer) -> Any:
 @contextmanager
 def averaged(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
     """Put the averaged weights into ``module`` within the block, if a callback has begun an average."""
-    average = _average_of(averaging(trainer))
+    callback = averaging(trainer)
+    if isinstance(callback, WeightAveraging) and isinstance(module, L.LightningModule):
+        # It may stand later in the list of callbacks; of one step it takes the weights once.
+        callback.on_train_batch_end(trainer, module, None, None, 0)
+    average = _average_of(callback)
     if average is None:
         yield
         return

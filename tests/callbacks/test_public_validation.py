@@ -198,9 +198,11 @@ def test_a_callback_that_goes_on_with_the_numbers_of_an_earlier_fit_is_refused(k
     fit(tmp_path / "three", made(Measured()), callbacks=[kept(tmp_path / "three"), validation()], max_steps=4)
 
 
-def test_an_average_of_the_weights_is_what_is_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_an_average_of_the_weights_is_what_is_measured(first: bool, tmp_path: Path) -> None:
     module, callback, average = Measured(), validation(every_n_steps=6), EMAWeightAveraging(decay=0.9)
-    fit(tmp_path, made(module), callbacks=[average, callback])  # which puts the average into the module at the end
+    both = [average, callback] if first else [callback, average]
+    fit(tmp_path, made(module), callbacks=both)  # which puts the average into the module at the end
     (found,) = L.Trainer(logger=False, accelerator="cpu").validate(module, public(), verbose=False)
     assert callback.last["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
 
