@@ -280,9 +280,9 @@ def _lacking(cfg: DictConfig, missing: Sequence[str]) -> str:
 
 def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:
     """Refuse a device that is not here and sampling that no accountant supports, before a task reads its data."""
-    device = getattr(task, "device", None)
-    if isinstance(device, str) and device not in ("cpu", "auto") and not getattr(task, "predicts_devices", False):
-        from lit_dpret.distributed.job import device_named
+    device, elsewhere = getattr(task, "device", None), getattr(task, "predicts_devices", getattr(task, "workers", 0))
+    if isinstance(device, str) and device not in ("cpu", "auto") and not elsewhere:
+        from lit_dpret.distributed.ray_workers import device_named
 
         device_named(device, knob="task.device")
     if hasattr(task, "planned_fits") and cfg.datamodule.get("sampling") is not None:

@@ -97,6 +97,10 @@ class Window:
         """Return the number of distinct texts to compute."""
         return len(self._unique)
 
+    def batch(self, start: int, stop: int) -> list[bytes]:
+        """Return the token ids of some of the distinct texts, as `ids_of` reads them."""
+        return self._unique[start:stop]
+
     def embed(self, start: int, stop: int, batch_size: int, done: Callable[[int], None] | None = None) -> Tensor:
         """Return embeddings of the distinct texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
 
@@ -105,11 +109,15 @@ class Window:
         parts: list[Tensor] = []
         for first in range(start, min(stop, len(self)), batch_size):
             last = min(first + batch_size, stop, len(self))
-            batch = [np.frombuffer(row, dtype=">u4").astype(np.int64) for row in self._unique[first:last]]
-            parts.append(self._encoding.embed(batch))
+            parts.append(self._encoding.embed(ids_of(self.batch(first, last))))
             if done is not None:
                 done(last)
         return torch.cat(parts) if parts else torch.empty(0, self._encoding.dim)
+
+
+def ids_of(batch: Sequence[bytes]) -> list[Any]:
+    """Return the token ids of each text of `Window.batch`."""
+    return [np.frombuffer(row, dtype=">u4").astype(np.int64) for row in batch]
 
 
 def encode_windows(

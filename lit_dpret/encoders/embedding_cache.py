@@ -1,8 +1,8 @@
 """Embeddings cached on disk, keyed by a hash of weights, contract, vocabulary and texts, and resumed after a kill.
 
-Each window of texts is cut into groups. Whoever computes a group writes it into a file of its own, named by its
-SHA-256. The first rank puts a window's rows in their place and the window's SHA-256 into a journal: names and journal
-are believed only where the bytes agree. No two processes write into one file, which shared file systems may not bear.
+Each window of texts is cut into groups. A group is written into a file of its own, named by its SHA-256, when it is
+computed. When all are there, the window's rows are put in their place and its SHA-256 into a journal: names and journal
+are believed only where the bytes agree.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dpret.distributed.job import Job
-from lit_dpret.encoders.bulk import BUFFER, OneSide, Progress, Window
+from lit_dpret.encoders.bulk import BUFFER, OneSide, Progress, Window, ids_of
 from lit_dpret.errors import DataError, ResumeError, StorageError
 from lit_dpret.files import append_fact, json_sha256, read_facts, write_whole
+
+Piece = tuple[int, list[list[bytes]]]
+"""The number of a group of texts, and their token ids in batches (`Window.batch`)."""
+
+Embedded = tuple[int, Tensor]
+"""The number of a group, and its embeddings, ``(texts, dim)``."""
 
 _BATCHES_PER_GROUP = 16
 _READ = 2**24
@@ -60,36 +65,32 @@ def encode_to_file(
     facts: Mapping[str, Any],
     restart: bool = False,
     progress: Progress | None = None,
-    job: Job | None = None,
+    over: Callable[[Iterable[Piece]], Iterator[Embedded]] | None = None,
 ) -> None:
     """Write the embeddings of ``texts`` to ``path``, row by row; resume an interrupted call.
 
     Guarantees:
-        - ``path`` appears whole or not at all, and has the bytes of a call by one process that was never
-          interrupted, whatever the number of ranks (same machine and library versions).
+        - ``path`` appears whole or not at all, and has the bytes of a call that was never interrupted (same machine
+          and library versions), wherever its pieces were computed.
         - Rows whose bytes are not those that the journal vouches for are computed again.
 
     What is unfinished lies beside ``path`` as ``.partial``, ``.journal`` and ``.parts``. ``facts`` are what the
     content depends on besides texts and ``rows``; ``restart`` begins again where something else was begun, instead
-    of refusing. The ranks of ``job`` call this with the same arguments, and all see the folder of ``path``.
+    of refusing. ``over`` does what `embed_piece` does, in any order, in place of this process.
     """
-    job = Job() if job is None else job
     begun = {  # everything that the bytes of the matrix depend on, as its journal keeps it
         **facts, "rows": len(texts), "dim": encoding.dim, "dtype": str(rows.dtype).removeprefix("torch."),
         "batch_size": rows.batch_size, "buffer_size": rows.buffer_size,
     }  # fmt: skip
     key = json_sha256(begun)[:16]
-    matrix = SharedMatrix(job, path, rows, encoding.dim, key)
     try:
         with ExitStack() as stack:
-            opened: list[Unfinished] = []  # on the first rank alone
-            job.share(lambda: opened.append(stack.enter_context(Unfinished(path, begun, restart=restart))))
-            file = opened[0] if job.is_first else None
-            stack.enter_context(encoding)
-            matrix.fill(file, encoding, texts, progress)
-            if file is not None:
-                file.finish()
-                matrix.forget_parts()
+            file = stack.enter_context(Unfinished(path, begun, restart=restart))
+            if over is None:
+                stack.enter_context(encoding)
+                over = partial(map, partial(embed_piece, encoding, rows.dtype))
+            Filling(path, rows, encoding.dim, key, over).fill(file, encoding, texts, progress)
+            file.finish()
     except StorageError:
         raise
     except OSError as error:
@@ -99,11 +100,23 @@ def encode_to_file(
         ) from error
 
 
+def embed_piece(encoding: OneSide, dtype: torch.dtype, piece: Piece) -> Embedded:
+    """Return the number of a piece, and the embeddings of its batches of token ids."""
+    start, batches = piece
+    found = torch.cat([encoding.embed(ids_of(batch)) for batch in batches])
+    if broken := int((~found.isfinite()).any(dim=1).sum()):
+        raise DataError(
+            f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
+            "its precision is too low for it: choose float32 or bfloat16."
+        )
+    return start, found.to(dtype)
+
+
 class WindowGroups:
     """A window split into groups that are computed and verified separately."""
 
     def __init__(self, window: Window, window_at: int, made: Rows) -> None:
-        self._window, self.window_at, self._made = window, window_at, made
+        self._window, self.window_at, self._size = window, window_at, made.batch_size
         self._order = window.places.argsort(stable=True)
         self._sorted_places = window.places[self._order]
         self._step = made.batch_size * _BATCHES_PER_GROUP
@@ -120,16 +133,14 @@ class WindowGroups:
         """Return the number of finished texts after this group and those before it."""
         return int(torch.searchsorted(self._sorted_places, start + self._step))
 
-    def embed(self, start: int) -> Tensor:
+    def piece(self, start: int) -> Piece:
+        """Return what `embed_piece` takes to compute a group."""
+        stop = min(start + self._step, len(self._window))
+        return start, [self._window.batch(at, min(at + self._size, stop)) for at in range(start, stop, self._size)]
+
+    def spread(self, start: int, embedded: Tensor) -> Tensor:
         """Return the embeddings of a group, in the order of ``rows``."""
-        places = self._window.places[self.rows(start)] - start
-        found = self._window.embed(start, start + self._step, self._made.batch_size)[places]
-        if broken := int((~found.isfinite()).any(dim=1).sum()):
-            raise DataError(
-                f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
-                "its precision is too low for it: choose float32 or bfloat16."
-            )
-        return found.to(self._made.dtype)
+        return embedded[self._window.places[self.rows(start)] - start]
 
 
 class Unfinished:
@@ -215,58 +226,52 @@ def mapped(path: Path, rows: int, dim: int, dtype: torch.dtype) -> Tensor | None
 
 
 @dataclass(frozen=True)
-class SharedMatrix:
-    """A matrix that several ranks fill; ``key`` tells it from another one that was begun at ``path``."""
+class Filling:
+    """The computation of a matrix; ``key`` tells it from another one that was begun at ``path``."""
 
-    job: Job
     path: Path
     made: Rows
     dim: int
     key: str
+    over: Callable[[Iterable[Piece]], Iterator[Embedded]]
 
     @property
     def parts(self) -> Path:
-        """The folder of the ranks' results."""
+        """The folder of groups that are computed and not in their place."""
         return self.path.with_name(self.path.name + ".parts")
 
-    def fill(self, file: Unfinished | None, encoding: OneSide, texts: Sequence[str], progress: Progress | None) -> None:
-        """Compute what is missing; ``file`` is the matrix on the first rank, and None on the others."""
+    def fill(self, file: Unfinished, encoding: OneSide, texts: Sequence[str], progress: Progress | None) -> None:
+        """Compute what is missing."""
         for window_at in range(0, len(texts), self.made.buffer_size):
             part = texts[window_at : window_at + self.made.buffer_size]
-            there = self.job.share(partial(_has_window, file, window_at, len(part)))
-            if not there:
+            if not file.has_window(window_at, len(part)):
                 groups = WindowGroups(Window(encoding, part), window_at, self.made)
                 self._window(file, groups, progress, len(texts))
             if progress is not None:
                 progress(window_at + len(part), len(texts))
+        self._forget_parts()
 
-    def _window(self, file: Unfinished | None, groups: WindowGroups, progress: Progress | None, total: int) -> None:
-        missing = self.job.share(lambda: [start for start in groups.starts if self._part(groups, start) is None])
-
-        def work() -> None:
-            for start in self.job.deal(f"{self.path.name}-{groups.window_at}", missing):
-                data = groups.embed(start).contiguous().view(torch.uint8).numpy().tobytes()
-                name = f"{self._begins(groups, start)}{hashlib.sha256(data).hexdigest()}.part"
-                write_whole(self.parts / name, data, owner_only=True)
-                if progress is not None:
-                    progress(min(total, groups.window_at + groups.end(start)), total)
-
-        self.job.together(work)
-        self.job.share(lambda: None if file is None else self._join(file, groups))
-
-    def _join(self, file: Unfinished, groups: WindowGroups) -> None:
-        """Put the groups of a window in their place."""
+    def _window(self, file: Unfinished, groups: WindowGroups, progress: Progress | None, total: int) -> None:
+        missing = [start for start in groups.starts if self._part(groups, start) is None]
+        done = groups.window_at + len(groups) - sum(len(groups.rows(start)) for start in missing)
+        for start, embedded in self.over(map(groups.piece, missing)):
+            data = groups.spread(start, embedded).contiguous().view(torch.uint8).numpy().tobytes()
+            name = f"{self._begins(groups, start)}{hashlib.sha256(data).hexdigest()}.part"
+            write_whole(self.parts / name, data, owner_only=True)
+            done += len(groups.rows(start))
+            if progress is not None:
+                progress(done, total)
         joined = torch.empty(len(groups), self.dim, dtype=self.made.dtype)
         for start in groups.starts:
-            data = self._part(groups, start)
-            if data is None:
+            part = self._part(groups, start)
+            if part is None:
                 raise OSError(f"a part of it is not in {self.parts} any more")
-            joined[groups.rows(start)] = data
+            joined[groups.rows(start)] = part
         file.write_window(groups.window_at, joined)
-        self.forget_parts()
+        self._forget_parts()
 
     def _part(self, groups: WindowGroups, start: int) -> Tensor | None:
-        """Return the embeddings of a group where somebody has written them; a torn file is not believed."""
+        """Return the embeddings of a group that is on the disk; a torn file is not believed."""
         rows = len(groups.rows(start))
         for path in self.parts.glob(f"{self._begins(groups, start)}*.part"):
             data = path.read_bytes()
@@ -277,10 +282,6 @@ class SharedMatrix:
     def _begins(self, groups: WindowGroups, start: int) -> str:
         return f"{groups.window_at}-{start}-{self.key}-"
 
-    def forget_parts(self) -> None:
-        """Remove all parts, including those of another matrix started here."""
+    def _forget_parts(self) -> None:
+        """Remove all parts, including those of another matrix that was begun here."""
         shutil.rmtree(self.parts, ignore_errors=True)
-
-
-def _has_window(file: Unfinished | None, window_at: int, rows: int) -> bool:
-    return file is not None and file.has_window(window_at, rows)

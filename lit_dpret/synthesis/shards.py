@@ -72,10 +72,6 @@ class ShardStore:
         self._configuration = {"shards": count, **configuration}
         self._manifest = folder / MANIFEST_NAME
         self._known = self._read_manifest()
-        for journal in self._journals():
-            facts = read_facts(journal)
-            if facts and facts[0].get("configuration") == configuration_hash(self._configuration):
-                self.adopt({int(fact["shard"]): str(fact["sha256"]) for fact in facts[1:] if "shard" in fact})
         for leftover in (folder / SHARDS_NAME).glob(".*.tmp"):
             leftover.unlink(missing_ok=True)
         self.missing = [index for index in range(count) if not self._is_whole(index)]
@@ -85,13 +81,6 @@ class ShardStore:
         sha256 = write_chunks(shard_path(self.folder, index), map(json_line, records))
         self._append({"shard": index, "sha256": sha256})
         self._known[index] = sha256
-
-    def adopt(self, made: Mapping[int, str]) -> None:
-        """Record shards written by other ranks, by SHA-256."""
-        for index, sha256 in sorted(made.items()):
-            if self._known.get(index) != sha256:
-                self._append({"shard": index, "sha256": sha256})
-                self._known[index] = sha256
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield all records of all shards in order."""
@@ -108,12 +97,6 @@ class ShardStore:
         lines = [self._first_line()]
         lines += [json_line({"shard": index, "sha256": self._known[index]}) for index in sorted(self._known)]
         write_chunks(self._manifest, lines)
-        for journal in self._journals():
-            journal.unlink(missing_ok=True)
-
-    def _journals(self) -> list[Path]:
-        """Return the journals of other ranks, of this job or of one that was stopped."""
-        return sorted(self.folder.glob(f".{MANIFEST_NAME}.rank*"))
 
     def _first_line(self) -> str:
         return json_line({"schema": SYNTHETIC_SCHEMA, "configuration": self._configuration})
@@ -166,38 +149,6 @@ class ShardStore:
                     f"{key}={_short(self._configuration.get(key))}: it would mix two data sets. Restore it, or choose "
                     "another out folder."
                 )
-
-
-def configuration_hash(configuration: Mapping[str, Any]) -> str:
-    """Return a hash that identifies a generation."""
-    return hashlib.sha256(json_line(dict(configuration)).encode()).hexdigest()
-
-
-class RankShards:
-    """The shards written by a rank other than the first, beside the first rank's `ShardStore`.
-
-    Guarantees:
-        - A shard that ``add`` has returned from is on the disk, whole, and in a journal of this rank; the next
-          `ShardStore` in the folder takes it in, if nobody else has.
-    """
-
-    def __init__(self, folder: Path, configuration: Mapping[str, Any], rank: int, missing: list[int]) -> None:
-        self.folder, self.missing = folder, missing
-        self.made: dict[int, str] = {}
-        self._journal = folder / f".{MANIFEST_NAME}.rank{rank}"
-        self._configuration = configuration
-
-    def add(self, index: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write one shard and record it."""
-        sha256 = write_chunks(shard_path(self.folder, index), map(json_line, records))
-        try:
-            if not self.made:  # a journal of an earlier job has been taken in
-                self._journal.unlink(missing_ok=True)
-                append_fact(self._journal, {"configuration": configuration_hash(self._configuration)})
-            append_fact(self._journal, {"shard": index, "sha256": sha256})
-        except OSError as error:
-            raise unwritable(self._journal, error) from error
-        self.made[index] = sha256
 
 
 def _short(value: Any) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from lit_dpret.cards.card import CARD_NAME, CardFacts, inherit_card, read_card, 
 from lit_dpret.cards.file import check_artefact
 from lit_dpret.cards.provenance import environment_facts, version_of
 from lit_dpret.cards.start import model_folder
-from lit_dpret.distributed.job import Job, device_named
+from lit_dpret.distributed.ray_workers import device_named
 from lit_dpret.errors import ConfigurationError, DataError, StorageError
 from lit_dpret.modules.generator_folder import GeneratorModel, load_generator, read_contract, weights_hash
 from lit_dpret.privacy.ledger.chain import left_behind
@@ -39,9 +39,9 @@ from lit_dpret.synthesis.dataset_folder import (
     write_readme,
     write_summary,
 )
-from lit_dpret.synthesis.groups import Drawn, Generation, canonical_groups, draw_groups
+from lit_dpret.synthesis.groups import Generation, canonical_groups, draw_groups
 from lit_dpret.synthesis.sampler import Decoding
-from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME, RankShards, ShardStore, unwritable
+from lit_dpret.synthesis.shards import MANIFEST_NAME, SHARDS_NAME, ShardStore, unwritable
 
 
 def synthesize(
@@ -54,15 +54,14 @@ def synthesize(
     license: str | None = None,
     tuning: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    job: Job | None = None,
     **settings: Any,
 ) -> Path:
     """Write queries for public passages with a generator, as a data set in BEIR's layout; return ``out``.
 
     Guarantees:
         - Run again after any interruption, it goes on, and the data files have the same bytes as those of a run
-          that was never interrupted (same machine and library versions), with whatever ``workers`` and
-          ``groups_in_flight`` each part of it was made, and by however many ranks.
+          that was never interrupted (same machine and library versions), with whatever ``workers`` each part of it
+          was made.
         - The queries of a passage do not depend on ``queries_per_passage``, beyond how many there are.
         - The data set's privacy card carries the generator's claim and names its card.
         - Nothing is read but the generator and the passages.
@@ -77,17 +76,14 @@ def synthesize(
         license: Licence of the set for the data card, as the Hugging Face hub writes it; None states none.
         tuning: On which data the settings above were chosen, as in `CardFacts`.
         progress: Called with (passages done, passages in all).
-        job: The ranks that share the work, each calling this with the same arguments and a folder that all of them
-            see; the first one merges and writes the card.
         settings: The settings of `Generation`.
 
     Raises:
         DataError: The generator's card is missing or about other weights, or the passages are malformed.
         ResumeError: ``out`` was begun with another configuration, or other versions of torch or transformers.
         StorageError: ``out`` cannot be written, is in use, or the disk is too small.
-        WorkerError: A worker or another rank died.
+        WorkerError: Workers died or failed.
     """
-    job = job or Job()
     source, folder = model_folder(generator_folder), Path(out)
     if not source.exists():
         raise DataError(f"task.generator={source} does not exist.")
@@ -98,7 +94,8 @@ def synthesize(
         tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=language, license=license,
     )  # fmt: skip
     how = Generation(**settings)
-    place = job.place(device_named(how.device))
+    # With workers the device is on their machines.
+    place = torch.device(how.device) if how.workers and how.device != "auto" else device_named(how.device)
     check_passages(passages)
     if not (source / CARD_NAME).is_file():
         raise DataError(
@@ -142,20 +139,18 @@ def synthesize(
     configuration = drawing_facts(source, texts, how)
     groups = canonical_groups(generator.codec, texts, how.group_size)
     fits = partial(check_disk, folder, texts, draws=how.queries_per_passage, max_new_tokens=longest)
-    with opened(folder, configuration, len(groups), job=job, check=fits) as store:
+    with opened(folder, configuration, len(groups), check=fits) as store:
         alone = None if how.workers else generator
         del generator  # with workers, each has its own
-        draw_into(store, groups, texts, source, how, generator=alone, progress=progress, job=job)
-        if isinstance(store, ShardStore):
-            of = f"`{configuration['generator'][:16]}` (SHA-256 of its files)"
-            about = replace(about, origin=[f"Generator: {of}, named in the privacy card.", "Filters: none."])
-            amount = f"{how.queries_per_passage} per passage; seed {how.seed}"
-            records = store.records
+        draw_into(store, groups, texts, source, how, generator=alone, progress=progress)
+        of = f"`{configuration['generator'][:16]}` (SHA-256 of its files)"
+        about = replace(about, origin=[f"Generator: {of}, named in the privacy card.", "Filters: none."])
+        amount = f"{how.queries_per_passage} per passage; seed {how.seed}"
 
-            def queries() -> Iterator[SyntheticQuery]:
-                return (SyntheticQuery(**record) for record in records())
+        def queries() -> Iterator[SyntheticQuery]:
+            return (SyntheticQuery(**record) for record in store.records())
 
-            write_set(folder, queries, texts, configuration, about, card_of, amount=amount)
+        write_set(folder, queries, texts, configuration, about, card_of, amount=amount)
     return folder
 
 
@@ -176,7 +171,7 @@ def drawing_facts(source: Path, texts: Mapping[str, str], how: Generation) -> di
 
 
 def draw_into(
-    store: ShardStore | RankShards,
+    store: ShardStore,
     groups: Sequence[Sequence[str]],
     texts: Mapping[str, str],
     source: Path,
@@ -184,50 +179,25 @@ def draw_into(
     *,
     generator: GeneratorModel | None = None,
     progress: Callable[[int, int], None] | None = None,
-    job: Job | None = None,
 ) -> None:
-    """Draw the missing shards; afterwards the first rank's store has all of them.
+    """Draw the missing shards, and write each when it is there.
 
-    The arguments are those of `synthesize` and `draw_groups`; the others ranks return when nothing is left to do.
+    The arguments are those of `synthesize` and `draw_groups`.
     """
-    job = job or Job()
-    # The longest passages first: what does not fit into memory shows at once, not after hours.
-    mine = job.deal("groups", [*reversed(store.missing)])
-    drawing = draw_groups(
-        ((index, {name: texts[name] for name in groups[index]}) for index in mine),
-        source,
-        how,
-        workers=min(how.workers, len(store.missing)),
-        generator=generator,
-    )
-    job.together(lambda: _keep(drawing, store, [len(group) for group in groups], progress, job))
-    made = job.gather(store.made if isinstance(store, RankShards) else {})
-    if isinstance(store, ShardStore):
-        for shards in made:
-            store.adopt(shards)
-        store.seal()
-
-
-def _keep(
-    drawing: Generator[Drawn],
-    store: ShardStore | RankShards,
-    sizes: Sequence[int],
-    progress: Callable[[int, int], None] | None,
-    job: Job,
-) -> None:
-    """Write each group when it is there."""
-    total = sum(sizes)
-    done = before = total - sum(sizes[index] for index in store.missing)
+    total = sum(map(len, groups))
+    done = total - sum(len(groups[index]) for index in store.missing)
     if progress is not None:
         progress(done, total)
-    if not store.missing:
-        return
-    with closing(drawing):
-        for index, records in drawing:
-            store.add(index, records)
-            done = before + job.add("passages", sizes[index]) if job.size > 1 else done + sizes[index]
-            if progress is not None:
-                progress(done, total)
+    if store.missing:
+        # The longest passages first: what does not fit into memory shows at once, not after hours.
+        tasks = ((index, {name: texts[name] for name in groups[index]}) for index in reversed(store.missing))
+        with closing(draw_groups(tasks, source, how, generator=generator)) as drawing:
+            for index, records in drawing:
+                store.add(index, records)
+                done += len(groups[index])
+                if progress is not None:
+                    progress(done, total)
+    store.seal()
 
 
 def write_set(
@@ -297,26 +267,12 @@ def _why_public(source: Path, declared: object) -> str:
 
 @contextmanager
 def opened(
-    folder: Path, configuration: Mapping[str, Any], count: int, *, job: Job, check: Callable[[], None]
-) -> Iterator[ShardStore | RankShards]:
-    """Yield the shards for this rank to write; the first rank finds the missing ones and tells the others.
-
-    The first rank calls ``check`` before anything is written to ``folder``, which all ranks see.
-    """
-    if job.is_first:
-        with ExitStack() as stack:
-
-            def prepare() -> ShardStore:
-                check()
-                stack.enter_context(alone_in(folder))
-                return ShardStore(folder, configuration, count)
-
-            found: list[ShardStore] = []
-            job.share(lambda: found.append(prepare()) or found[0].missing)  # type: ignore[func-returns-value]
-            yield found[0]
-    else:
-        missing: list[int] = job.share(list)
-        yield RankShards(folder, {"shards": count, **configuration}, job.ranks.rank, missing)
+    folder: Path, configuration: Mapping[str, Any], count: int, *, check: Callable[[], None]
+) -> Iterator[ShardStore]:
+    """Yield the shards of ``folder``, which is locked; ``check`` is called before anything is written there."""
+    check()
+    with alone_in(folder):
+        yield ShardStore(folder, configuration, count)
 
 
 def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_tokens: int) -> None:

@@ -11,7 +11,7 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from string import Formatter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +20,7 @@ from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import CARD_NAME, CardFacts, inherit_card, read_card
 from lit_dpret.cards.start import traces_of_training
 from lit_dpret.cards.text import privacy_line
-from lit_dpret.distributed.job import Job, device_named
+from lit_dpret.distributed.ray_workers import device_named
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.files import OutputFolder
@@ -41,7 +41,6 @@ from lit_dpret.synthesis.evolution import Candidate, at_most, distinct, in_turn,
 from lit_dpret.synthesis.filters.bins import require_public_encoder
 from lit_dpret.synthesis.filters.released import shown
 from lit_dpret.synthesis.groups import Generation, canonical_groups
-from lit_dpret.synthesis.shards import ShardStore
 from lit_dpret.synthesis.writer import check_disk, draw_into, drawing_facts, list_assumption, opened, write_set
 from lit_dpret.tasks import histogram
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -215,11 +214,8 @@ class Evolve(SetDrawing):
         longest = generator.contract.max_query_length if self.max_new_tokens is None else self.max_new_tokens
         settings = picked(
             self, "top_p", "temperature", "top_k", "min_new_tokens", "group_size", "precision", "threads", "workers",
-            "groups_in_flight",
         )  # fmt: skip
-        how = Generation(
-            seed=parts.seed, max_new_tokens=longest, device=str(Job().place(device_named(self.device))), **settings
-        )
+        how = Generation(seed=parts.seed, max_new_tokens=longest, device=str(device_named(self.device)), **settings)
         how.decoding()  # refused here, and not after the ledger was begun
         return _Writer(place, generator, how)
 
@@ -418,14 +414,14 @@ class _Writer:
             check_disk(folder, texts, draws=1, max_new_tokens=self.how.max_new_tokens or 1)
 
         with (
-            opened(folder, configuration, len(groups), job=Job(), check=fits) as store,
+            opened(folder, configuration, len(groups), check=fits) as store,
             ProgressLine(f"writing {label}") as progress,
         ):
             draw_into(
                 store, groups, texts, self.place, self.how, progress=progress,
                 generator=None if self.how.workers else self.generator,
             )  # fmt: skip
-            drawn = {str(record["passage_id"]): record for record in cast(ShardStore, store).records()}
+            drawn = {str(record["passage_id"]): record for record in store.records()}
         return [Candidate.of_record(drawn[name]) for name in texts]
 
 

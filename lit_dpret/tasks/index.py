@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from lit_dpret.cards.file import read_card
 from lit_dpret.cards.tuning import TuningData
-from lit_dpret.distributed.job import job_here
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.report.page import shortened
 from lit_dpret.retrieval.search import MISSING
@@ -32,11 +31,7 @@ class Index(Settings):
     derives_from: ClassVar[tuple[str, ...]] = ("task.embeddings",)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/index``, on the first rank."""
-        with job_here() as job:
-            return job.share(lambda: self._run(parts))
-
-    def _run(self, parts: Parts) -> dict[str, float]:
+        """Write ``run_dir/index``."""
         check_run_dir(parts.run_dir, min_free_mb=50)
         how = picked(self, "search", "private", "device", "tuning_data")
         made = index_folder(self.embeddings, parts.run_dir / INDEX, seed=parts.seed, **how)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,19 +25,19 @@ from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card
 from lit_dpret.cards.file import card_names, check_artefact, check_dataset_card, names_behind, read_card
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
-from lit_dpret.distributed.job import Job
+from lit_dpret.distributed.ray_workers import ray_workers
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import OneSide, in_order
-from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_file
-from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError
+from lit_dpret.encoders.embedding_cache import Embedded, Piece, Rows, content_hash, embed_piece, encode_to_file
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError, WorkerError
 from lit_dpret.files import file_sha256, meant, read_json, settle_modes, write_whole
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
 from lit_dpret.retrieval.rows import STORAGES, FileRows, Storage, TensorRows
 from lit_dpret.retrieval.search import lexicographic_rank, search
 from lit_dpret.retrieval.topk import TopK
-from lit_dpret.settings import Count, settle
+from lit_dpret.settings import Count, Natural, settle
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, shown
 
 SCHEMA = "lit-dpret/index/1"
@@ -219,6 +219,9 @@ class Encoding:
     batch_size: Count = 64  # texts per forward pass
     max_length: int | None = None  # tokens of a text that are read; null for what the encoder's folder says
     device: str | None = None  # ``cpu``, ``cuda`` and so on
+    # Processes of a Ray cluster that embed, each with the encoder, on as many threads as this one; 0 embeds in this
+    # one. The bytes are the same.
+    workers: Natural = 0
     tuning_data: TuningData = "unknown"  # what the settings above, and the encoder, were chosen on, for the card
 
     def __post_init__(self) -> None:
@@ -234,6 +237,11 @@ class Encoding:
                 "their owner and gives them no card, or task.queries=public for queries that are published or covered "
                 "by a claim."
             )
+        if self.workers and self.is_private:
+            raise ConfigurationError(
+                f"task.workers={self.workers} with task.queries=private: Ray would copy private queries to other "
+                "processes and to its files. Set task.workers=0."
+            )
 
     @property
     def is_private(self) -> bool:
@@ -243,19 +251,18 @@ class Encoding:
 
 def encode_folder(
     encoder: str | Path, texts: Mapping[str, str], out: str | Path, how: Encoding | None = None, *,
-    progress: Progress | None = None, job: Job | None = None, claim: Path | None = None,
+    progress: Progress | None = None, claim: Path | None = None,
     about: Mapping[str, str] | None = None,
 ) -> IndexFolder:  # fmt: skip
     """Embed texts, by id, into a searchable folder; resume an interrupted call.
 
     Guarantees:
         - Run again after any interruption it goes on, and its files have the bytes of a call that was
-          never interrupted (same machine and library versions), by however many ranks of one ``job``.
+          never interrupted (same machine and library versions), by however many workers.
         - An encoder with a privacy card gives the folder a card that carries its claim, never a better one; so do
           queries with a card (``claim``). Where both have one, one claim has to cover both.
         - Private queries leave files that their owner alone can read, and no card.
     """
-    job = job or Job()
     how = how or Encoding()
     folder, side, private = Path(out), how.side, how.is_private
     if not texts:
@@ -283,7 +290,7 @@ def encode_folder(
     claimed = parent is not None and not private
     begun = {"encoder": tower.fingerprint(), "side": side, "texts": key, "private": private, "claimed": claimed}
     declared = {"tuning_data": how.tuning_data}  # only the card depends on it
-    where = None if how.device is None else str(job.place(torch.device(how.device)))
+    where = how.device
 
     def prepare() -> bool:
         """Prepare the folder; return whether there is anything to compute."""
@@ -304,14 +311,32 @@ def encode_folder(
         _seal(folder, manifest, names, None if private else parent, what, begun | declared, facts)
 
     with _storing(folder):
-        if job.share(prepare):
+        if prepare():
             rows = Rows(dtype=STORAGES[how.storage], batch_size=how.batch_size)
-            encode_to_file(
-                OneSide(tower, side, where), in_order(texts), folder / EMBEDDINGS, rows, facts=begun,
-                progress=progress, job=job,
-            )  # fmt: skip
-        job.share(seal)
+            with ExitStack() as stack:
+                over = None
+                if how.workers:
+                    make = partial(_worker, encoder, how, tower.fingerprint(), rows)
+                    threads = torch.get_num_threads()
+                    workers = ray_workers(make, how.workers, device=where or "cpu", threads=threads)
+                    over = stack.enter_context(workers)
+                encode_to_file(
+                    OneSide(tower, side, None if how.workers else where), in_order(texts), folder / EMBEDDINGS, rows,
+                    facts=begun, progress=progress, over=over,
+                )  # fmt: skip
+        seal()
     return IndexFolder(folder)
+
+
+def _worker(encoder: str | Path, how: Encoding, fingerprint: str, rows: Rows) -> Callable[[Piece], Embedded]:
+    """Return what embeds a piece of the texts in a process of its own."""
+    towers = cut(load_towers(encoder, dtype=how.dtype), **{f"{how.side}_max_length": how.max_length})
+    tower = towers.query_encoder if how.side == "query" else towers.passage_encoder
+    if tower.fingerprint() != fingerprint:
+        raise WorkerError(f"{encoder} is another encoder on a worker's machine. Put the same folder there.")
+    side = OneSide(tower, how.side, how.device)
+    side.__enter__()
+    return partial(embed_piece, side, rows.dtype)
 
 
 def index_folder(

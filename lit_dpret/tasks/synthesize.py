@@ -10,7 +10,6 @@ from typing import ClassVar
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.tuning import TuningData
-from lit_dpret.distributed.job import Job, job_here
 from lit_dpret.settings import Count, Natural, Settings, picked
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks.parts import Parts, by_hash, check_run_dir, say, say_unaccounted
@@ -39,7 +38,6 @@ class SetDrawing(Drawing):
     device: str = "auto"
     threads: Count = 1
     workers: Natural = 0
-    groups_in_flight: Count = 2
     language: str | None = None
     license: str | None = None
     tuning_data: TuningData = "unknown"
@@ -61,7 +59,6 @@ class SetDrawing(Drawing):
 class Synthesize(SetDrawing):
     """Write synthetic queries in BEIR's layout, with the generator's privacy card attached."""
 
-    takes_ranks = True
     derives_from: ClassVar[tuple[str, ...]] = ("task.generator",)
 
     generator: Path
@@ -73,33 +70,25 @@ class Synthesize(SetDrawing):
         super().__post_init__()
         self.settings = picked(
             self, "top_p", "temperature", "top_k", "max_new_tokens", "min_new_tokens", "group_size", "precision",
-            "device", "threads", "workers", "groups_in_flight", "language", "license", "tuning", "passages_are_public",
+            "device", "threads", "workers", "language", "license", "tuning", "passages_are_public",
             "queries_per_passage",
         )  # fmt: skip
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Write ``run_dir/synthetic``, on any number of ranks; an interrupted run resumes."""
-        with job_here() as job:
-            return self._run(parts, job)
-
-    def _run(self, parts: Parts, job: Job) -> dict[str, float]:
-        job.require_same("hydra.run.dir", str(parts.run_dir))
-        job.share(lambda: check_run_dir(parts.run_dir, min_free_mb=50))
-        data = parts.make_datamodule()
-        job.share(data.prepare_data)
-        data.setup("predict")
+        """Write ``run_dir/synthetic``; an interrupted run resumes."""
+        check_run_dir(parts.run_dir, min_free_mb=50)
+        data = parts.read_data("predict")
         card, log = self.generator / CARD_NAME, getattr(data, "collection", None)
         if log is not None and card.is_file() and read_card(card)["claim"]["guarantee"] == "dp":
             self.refuse_queries(log.queries.values(), parts.run_dir)
         passages = public_sample(data.public_passages(), self.max_passages)
         with ProgressLine("generating queries") as progress:
             folder = synthesize(
-                self.generator, passages, parts.run_dir / SYNTHETIC, seed=parts.seed, job=job,
-                progress=progress if job.is_first else None, **self.settings,
+                self.generator, passages, parts.run_dir / SYNTHETIC, seed=parts.seed, progress=progress,
+                **self.settings,
             )  # fmt: skip
-        if job.is_first:
-            say(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}")
-            say_unaccounted(read_card(folder))
+        say(f"synthetic queries: {folder}\nprivacy card: {folder / 'privacy_card.json'}")
+        say_unaccounted(read_card(folder))
         return {"passages": float(len(passages))}
 
 

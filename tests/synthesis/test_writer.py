@@ -205,7 +205,7 @@ def test_passages_that_cannot_be_written_are_refused(source: Path, tmp_path: Pat
     "change",
     [
         {"queries_per_passage": 0}, {"group_size": 0}, {"precision": "16-true"}, {"device": "abacus"},
-        {"language": "English"}, {"license": "CC BY 4.0"}, {"workers": -1}, {"workers": 1.5}, {"groups_in_flight": 0},
+        {"language": "English"}, {"license": "CC BY 4.0"}, {"workers": -1}, {"workers": 1.5},
         {"threads": 0},
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +29,16 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     return make_chain(tmp_path_factory.mktemp("chain"))
 
 
+def read(data: Any, stage: str) -> Any:
+    data.prepare_data()
+    data.setup(stage)
+    return data
+
+
 def encode(chain: Chain, encoder: Path, out: Path, data: Any = None, split: str = "train") -> Path:
     data = data or SyntheticDataModule(folder=chain.synthetic, expected_batch_size=8)
     task = Encode(side="query", queries="public", split=split, encoder=str(encoder))
-    task.run(SimpleNamespace(run_dir=out, make_datamodule=lambda: data))  # type: ignore[arg-type]
+    task.run(SimpleNamespace(run_dir=out, read_data=partial(read, data)))  # type: ignore[arg-type]
     return out / "embeddings"
 
 
@@ -60,7 +67,7 @@ def test_a_public_encoder_hands_on_the_claim_of_the_queries(chain: Chain, tmp_pa
 
 def test_embeddings_and_an_index_of_them_say_what_was_declared_of_their_settings(chain: Chain, tmp_path: Path) -> None:
     data = SyntheticDataModule(folder=chain.synthetic, expected_batch_size=8)
-    parts = SimpleNamespace(run_dir=tmp_path, make_datamodule=lambda: data)
+    parts = SimpleNamespace(run_dir=tmp_path, read_data=partial(read, data))
     task = Encode(
         side="query", queries="public", split="train", encoder=str(chain.encoder / "model"), tuning_data="none"
     )
