@@ -280,8 +280,8 @@ def _lacking(cfg: DictConfig, missing: Sequence[str]) -> str:
 
 def check_request(cfg: DictConfig, task: Any, parts: Parts) -> None:
     """Refuse a device that is not here and sampling that no accountant supports, before a task reads its data."""
-    device, elsewhere = getattr(task, "device", None), getattr(task, "predicts_devices", getattr(task, "workers", 0))
-    if isinstance(device, str) and device not in ("cpu", "auto") and not elsewhere:
+    device = getattr(task, "device", None)
+    if isinstance(device, str) and device not in ("cpu", "auto") and not getattr(task, "device_is_elsewhere", False):
         from lit_dpret.distributed.ray_workers import device_named
 
         device_named(device, knob="task.device")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.encoders.contract import Side
+from lit_dpret.errors import DataError
 from lit_dpret.evaluation_mode import evaluation_mode
 
 BUFFER = 50_000
@@ -25,6 +27,17 @@ BUFFER = 50_000
 
 Progress = Callable[[int, int], None]
 """Called with (texts done, texts in all) after every batch."""
+
+Piece = tuple[int, list[list[bytes]]]
+"""The place of some texts among the distinct ones of a `Window`, and their token ids in batches."""
+
+Embedded = tuple[int, Tensor]
+"""The place of a piece, and its embeddings, ``(texts, dim)``."""
+
+Over = Callable[[Iterable[Piece]], Iterator[Embedded]]
+"""Embed pieces, each by `embed_piece`, here or elsewhere, in any order."""
+
+BATCHES_PER_PIECE = 16
 
 T = TypeVar("T")
 
@@ -97,9 +110,10 @@ class Window:
         """Return the number of distinct texts to compute."""
         return len(self._unique)
 
-    def batch(self, start: int, stop: int) -> list[bytes]:
-        """Return the token ids of some of the distinct texts, as `ids_of` reads them."""
-        return self._unique[start:stop]
+    def piece(self, start: int, batch_size: int) -> Piece:
+        """Return the `BATCHES_PER_PIECE` batches from ``start``, a multiple of ``batch_size``."""
+        stop = min(start + batch_size * BATCHES_PER_PIECE, len(self))
+        return start, [self._unique[at : min(at + batch_size, stop)] for at in range(start, stop, batch_size)]
 
     def embed(self, start: int, stop: int, batch_size: int, done: Callable[[int], None] | None = None) -> Tensor:
         """Return embeddings of the distinct texts from ``start``, a multiple of ``batch_size``, up to ``stop``.
@@ -109,15 +123,26 @@ class Window:
         parts: list[Tensor] = []
         for first in range(start, min(stop, len(self)), batch_size):
             last = min(first + batch_size, stop, len(self))
-            parts.append(self._encoding.embed(ids_of(self.batch(first, last))))
+            parts.append(self._encoding.embed(_ids_of(self._unique[first:last])))
             if done is not None:
                 done(last)
         return torch.cat(parts) if parts else torch.empty(0, self._encoding.dim)
 
 
-def ids_of(batch: Sequence[bytes]) -> list[Any]:
-    """Return the token ids of each text of `Window.batch`."""
+def _ids_of(batch: Sequence[bytes]) -> list[Any]:
     return [np.frombuffer(row, dtype=">u4").astype(np.int64) for row in batch]
+
+
+def embed_piece(encoding: OneSide, dtype: torch.dtype, piece: Piece) -> Embedded:
+    """Return the number of a piece, and the embeddings of its batches of token ids."""
+    start, batches = piece
+    found = torch.cat([encoding.embed(_ids_of(batch)) for batch in batches])
+    if broken := int((~found.isfinite()).any(dim=1).sum()):
+        raise DataError(
+            f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
+            "its precision is too low for it: choose float32 or bfloat16."
+        )
+    return start, found.to(dtype)
 
 
 def encode_windows(
@@ -128,10 +153,14 @@ def encode_windows(
     buffer_size: int = BUFFER,
     progress: Progress | None = None,
     total: int | None = None,
+    over: Over | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the embeddings of a stream of texts, ``buffer_size`` rows at a time, in the order of the texts."""
+    """Yield the embeddings of a stream of texts, ``buffer_size`` rows at a time, in the order of the texts.
+
+    ``over`` embeds the pieces of each buffer in place of this process.
+    """
     source, before = iter(texts), 0
-    with encoding:
+    with encoding if over is None else nullcontext():
         while part := list(islice(source, buffer_size)):
             window, count = Window(encoding, part), len(part)
 
@@ -139,7 +168,16 @@ def encode_windows(
                 if progress is not None:
                     progress(before + round(count * done / unique), before + count if total is None else total)
 
-            yield window.embed(0, len(window), batch_size, counted)[window.places]
+            if over is None:
+                found = window.embed(0, len(window), batch_size, counted)
+            else:
+                found, unique = torch.empty(len(window), encoding.dim), 0
+                starts = range(0, len(window), batch_size * BATCHES_PER_PIECE)
+                for start, embedded in over(window.piece(start, batch_size) for start in starts):
+                    found = found.to(embedded.dtype)
+                    found[start : start + len(embedded)] = embedded
+                    counted(unique := unique + len(embedded))
+            yield found[window.places]
             before += count
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,17 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_dpret.encoders.bulk import BUFFER, OneSide, Progress, Window, ids_of
-from lit_dpret.errors import DataError, ResumeError, StorageError
+from lit_dpret.encoders.bulk import BATCHES_PER_PIECE, BUFFER, OneSide, Over, Piece, Progress, Window, embed_piece
+from lit_dpret.errors import ResumeError, StorageError
 from lit_dpret.files import append_fact, json_sha256, read_facts, write_whole
 
-Piece = tuple[int, list[list[bytes]]]
-"""The number of a group of texts, and their token ids in batches (`Window.batch`)."""
-
-Embedded = tuple[int, Tensor]
-"""The number of a group, and its embeddings, ``(texts, dim)``."""
-
-_BATCHES_PER_GROUP = 16
 _READ = 2**24
 
 
@@ -65,7 +58,7 @@ def encode_to_file(
     facts: Mapping[str, Any],
     restart: bool = False,
     progress: Progress | None = None,
-    over: Callable[[Iterable[Piece]], Iterator[Embedded]] | None = None,
+    over: Over | None = None,
 ) -> None:
     """Write the embeddings of ``texts`` to ``path``, row by row; resume an interrupted call.
 
@@ -100,18 +93,6 @@ def encode_to_file(
         ) from error
 
 
-def embed_piece(encoding: OneSide, dtype: torch.dtype, piece: Piece) -> Embedded:
-    """Return the number of a piece, and the embeddings of its batches of token ids."""
-    start, batches = piece
-    found = torch.cat([encoding.embed(ids_of(batch)) for batch in batches])
-    if broken := int((~found.isfinite()).any(dim=1).sum()):
-        raise DataError(
-            f"{broken} of {len(found)} embeddings hold a NaN or infinity. The encoder's weights are broken, or "
-            "its precision is too low for it: choose float32 or bfloat16."
-        )
-    return start, found.to(dtype)
-
-
 class WindowGroups:
     """A window split into groups that are computed and verified separately."""
 
@@ -119,7 +100,7 @@ class WindowGroups:
         self._window, self.window_at, self._size = window, window_at, made.batch_size
         self._order = window.places.argsort(stable=True)
         self._sorted_places = window.places[self._order]
-        self._step = made.batch_size * _BATCHES_PER_GROUP
+        self._step = made.batch_size * BATCHES_PER_PIECE
         self.starts = range(0, len(window), self._step)
 
     def __len__(self) -> int:
@@ -135,8 +116,7 @@ class WindowGroups:
 
     def piece(self, start: int) -> Piece:
         """Return what `embed_piece` takes to compute a group."""
-        stop = min(start + self._step, len(self._window))
-        return start, [self._window.batch(at, min(at + self._size, stop)) for at in range(start, stop, self._size)]
+        return self._window.piece(start, self._size)
 
     def spread(self, start: int, embedded: Tensor) -> Tensor:
         """Return the embeddings of a group, in the order of ``rows``."""
@@ -233,7 +213,7 @@ class Filling:
     made: Rows
     dim: int
     key: str
-    over: Callable[[Iterable[Piece]], Iterator[Embedded]]
+    over: Over
 
     @property
     def parts(self) -> Path:
@@ -254,7 +234,7 @@ class Filling:
     def _window(self, file: Unfinished, groups: WindowGroups, progress: Progress | None, total: int) -> None:
         missing = [start for start in groups.starts if self._part(groups, start) is None]
         done = groups.window_at + len(groups) - sum(len(groups.rows(start)) for start in missing)
-        for start, embedded in self.over(map(groups.piece, missing)):
+        for start, embedded in self.over(groups.piece(start) for start in missing):
             data = groups.spread(start, embedded).contiguous().view(torch.uint8).numpy().tobytes()
             name = f"{self._begins(groups, start)}{hashlib.sha256(data).hexdigest()}.part"
             write_whole(self.parts / name, data, owner_only=True)

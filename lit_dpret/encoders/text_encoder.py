@@ -25,7 +25,7 @@ from lit_dpret.encoders.backbones import (
     take_pooler,
     vocabulary,
 )
-from lit_dpret.encoders.bulk import BUFFER, OneSide, Progress, encode_windows
+from lit_dpret.encoders.bulk import BUFFER, OneSide, Over, Progress, encode_windows
 from lit_dpret.encoders.contract import Contract, Side, get_pooling
 from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_file, mapped
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
@@ -155,6 +155,7 @@ class TextEncoder(nn.Module):
         progress: Progress | None = None,
         apart: bool = False,
         cache_dir: str | Path | None = None,
+        over: Over | None = None,
     ) -> Tensor:
         """Return the embeddings of any number of texts, without gradient and without dropout.
 
@@ -174,6 +175,7 @@ class TextEncoder(nn.Module):
             cache_dir: Keep the result there, and return what was kept for the same model and texts, found by
                 content. A file that cannot be read is computed again. Embeddings of private texts are private: so
                 is their cache.
+            over: Embeds in place of this process, as `embedding_workers` does; not ``apart``.
 
         Returns:
             float32 (float64 for a float64 encoder) on the CPU, shape ``(texts, dim)``.
@@ -182,15 +184,22 @@ class TextEncoder(nn.Module):
         _require_positive(batch_size=size)
         one_side = OneSide(self, side, device, apart=apart)
         if cache_dir is not None:
-            return self._cached(one_side, texts, side, Path(cache_dir), size, progress)
+            return self._cached(one_side, texts, side, Path(cache_dir), size, progress, over)
         found, start = torch.empty(len(texts), self.dim, dtype=self.wide), 0
-        for part in encode_windows(one_side, texts, batch_size=size, progress=progress, total=len(texts)):
+        for part in encode_windows(one_side, texts, batch_size=size, progress=progress, total=len(texts), over=over):
             found[start : start + len(part)] = part
             start += len(part)
         return found
 
     def _cached(
-        self, one_side: OneSide, texts: Sequence[str], side: Side, folder: Path, size: int, progress: Progress | None
+        self,
+        one_side: OneSide,
+        texts: Sequence[str],
+        side: Side,
+        folder: Path,
+        size: int,
+        progress: Progress | None,
+        over: Over | None,
     ) -> Tensor:
         contract = self.contract
         facts = [contract.pooling, contract.normalise, contract.lower_case, contract.prefix(side)]
@@ -200,7 +209,7 @@ class TextEncoder(nn.Module):
         stored = mapped(path, len(texts), self.dim, self.wide)
         if stored is None:
             rows = Rows(dtype=self.wide, batch_size=size)
-            encode_to_file(one_side, texts, path, rows, facts={"key": key}, restart=True, progress=progress)
+            encode_to_file(one_side, texts, path, rows, facts={"key": key}, restart=True, progress=progress, over=over)
             stored = mapped(path, len(texts), self.dim, self.wide)
         if stored is None:
             raise StorageError(f"The cache entry {path} was changed while it was written.")
@@ -235,11 +244,12 @@ class TextEncoder(nn.Module):
         buffer_size: int = BUFFER,
         device: torch.device | str | None = None,
         progress: Progress | None = None,
+        over: Over | None = None,
     ) -> Iterator[Tensor]:
         """Yield the embeddings of texts that need not be in memory together, ``buffer_size`` rows at a time.
 
         The rows are those of `encode`; with another buffer they differ by rounding. Where the stream has no length,
-        ``progress`` is called with the texts read so far.
+        ``progress`` is called with the texts read so far. ``over`` embeds in place of this process.
         """
         _require_positive(batch_size=batch_size, buffer_size=buffer_size)
         return encode_windows(
@@ -249,6 +259,7 @@ class TextEncoder(nn.Module):
             buffer_size=buffer_size,
             progress=progress,
             total=len(texts) if isinstance(texts, Sized) else None,
+            over=over,
         )
 
     @property

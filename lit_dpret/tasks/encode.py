@@ -26,6 +26,11 @@ class Encode(Encoding):
     device: str = "cpu"
 
     @property
+    def device_is_elsewhere(self) -> bool:
+        """Whether workers embed, perhaps on other machines."""
+        return self.workers > 0
+
+    @property
     def reads(self) -> str:
         """Which of the texts, for the line that names the data: passages are of no split."""
         return "passages" if self.side == "passage" else f"queries of split {self.split}"

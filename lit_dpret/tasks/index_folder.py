@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,12 +25,12 @@ from lit_dpret.cards.card import CARD_NAME, CardFacts, card_sha256, inherit_card
 from lit_dpret.cards.file import card_names, check_artefact, check_dataset_card, names_behind, read_card
 from lit_dpret.cards.provenance import environment_facts
 from lit_dpret.cards.tuning import TuningData
-from lit_dpret.distributed.ray_workers import ray_workers
 from lit_dpret.encoders import Progress, Side, TextEncoder, cut, load_towers
 from lit_dpret.encoders.backbones import resolve_folder
 from lit_dpret.encoders.bulk import OneSide, in_order
-from lit_dpret.encoders.embedding_cache import Embedded, Piece, Rows, content_hash, embed_piece, encode_to_file
-from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError, WorkerError
+from lit_dpret.encoders.embedding_cache import Rows, content_hash, encode_to_file
+from lit_dpret.encoders.remote import embedding_workers
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, StorageError
 from lit_dpret.files import file_sha256, meant, read_json, settle_modes, write_whole
 from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.backends import Faiss, search_with
@@ -313,30 +313,16 @@ def encode_folder(
     with _storing(folder):
         if prepare():
             rows = Rows(dtype=STORAGES[how.storage], batch_size=how.batch_size)
-            with ExitStack() as stack:
-                over = None
-                if how.workers:
-                    make = partial(_worker, encoder, how, tower.fingerprint(), rows)
-                    threads = torch.get_num_threads()
-                    workers = ray_workers(make, how.workers, device=where or "cpu", threads=threads)
-                    over = stack.enter_context(workers)
+            with embedding_workers(
+                encoder, tower, side, how.workers, device=where, stored=rows.dtype, dtype=how.dtype,
+                max_length=how.max_length,
+            ) as over:  # fmt: skip
                 encode_to_file(
                     OneSide(tower, side, None if how.workers else where), in_order(texts), folder / EMBEDDINGS, rows,
                     facts=begun, progress=progress, over=over,
                 )  # fmt: skip
         seal()
     return IndexFolder(folder)
-
-
-def _worker(encoder: str | Path, how: Encoding, fingerprint: str, rows: Rows) -> Callable[[Piece], Embedded]:
-    """Return what embeds a piece of the texts in a process of its own."""
-    towers = cut(load_towers(encoder, dtype=how.dtype), **{f"{how.side}_max_length": how.max_length})
-    tower = towers.query_encoder if how.side == "query" else towers.passage_encoder
-    if tower.fingerprint() != fingerprint:
-        raise WorkerError(f"{encoder} is another encoder on a worker's machine. Put the same folder there.")
-    side = OneSide(tower, how.side, how.device)
-    side.__enter__()
-    return partial(embed_piece, side, rows.dtype)
 
 
 def index_folder(

@@ -72,7 +72,7 @@ class Plan:
 
     takes_start: ClassVar[bool] = True
     takes_canaries: ClassVar[bool] = True
-    predicts_devices: ClassVar[bool] = True  # which need not be here
+    device_is_elsewhere: ClassVar[bool] = True  # which need not be here
     units: int | None = None
     epochs: float | None = None
     measure: bool | Literal["slices"] = False

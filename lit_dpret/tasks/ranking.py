@@ -11,6 +11,7 @@ from torch import Tensor
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.encoders import Side, TextEncoder, Towers, cut, load_towers
 from lit_dpret.encoders.bulk import ahead, in_order
+from lit_dpret.encoders.remote import embedding_workers
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import OutputFolder
 from lit_dpret.retrieval.backends import check_search, make_search
@@ -18,7 +19,7 @@ from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.metrics import Qrels
 from lit_dpret.retrieval.search import SearchStream, TopK, lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import EvaluationResult, Ranking, evaluate, without_self_matches
-from lit_dpret.settings import Settings, built
+from lit_dpret.settings import Natural, Settings, built
 
 
 def rank_embeddings(
@@ -88,6 +89,9 @@ class Ranker(Settings):
     dtype: str = "float32"
     batch_size: int = 64  # texts per forward pass
     device: str = "cpu"  # where to encode and search
+    # Processes of a Ray cluster that embed passages, each with the encoder; 0 embeds in this one. The result is the
+    # same.
+    workers: Natural = 0
     # Fields of `lit_dpret.retrieval.bm25.BM25Settings`, for ``bm25``.
     bm25: Mapping[str, Any] = field(default_factory=dict)
 
@@ -124,13 +128,17 @@ class Ranker(Settings):
         how: dict[str, Any] = {"batch_size": self.batch_size, "device": self.device}
         asked = self._towers.query_encoder.encode(list(queries.values()), "query", **how)
         ids, texts, tower = list(passages), in_order(passages), self._towers.passage_encoder
-        with ProgressLine("encoding passages") as progress:
+        given: dict[str, Any] = {"dtype": self.dtype, "max_length": self.max_passage_length, "device": self.device}
+        with (
+            ProgressLine("encoding passages") as progress,
+            embedding_workers(self.encoder, tower, "passage", self.workers, **given) as over,
+        ):
             if self.cache_dir is None and self.search == "exact":
-                pieces = tower.encode_stream(texts, "passage", progress=progress, **how)
+                pieces = tower.encode_stream(texts, "passage", progress=progress, over=over, **how)
                 # On a CPU the two would only take each other's cores.
                 pieces = pieces if self.device == "cpu" else ahead(pieces)
                 return rank_stream(list(queries), asked, ids, pieces, k=k, device=self.device)
-            found = tower.encode(texts, "passage", progress=progress, cache_dir=self.cache_dir, **how)
+            found = tower.encode(texts, "passage", progress=progress, cache_dir=self.cache_dir, over=over, **how)
         find = make_search(self.search, device=self.device)
         return rank_embeddings(list(queries), asked, ids, found, k=k, find=find)
 

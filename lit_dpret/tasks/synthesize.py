@@ -44,6 +44,11 @@ class SetDrawing(Drawing):
     tuning_note: str | None = None
 
     @property
+    def device_is_elsewhere(self) -> bool:
+        """Whether workers draw the queries, perhaps on other machines."""
+        return self.workers > 0
+
+    @property
     def tuning(self) -> dict[str, str]:
         """The data on which settings were chosen, for the card."""
         return {"data": self.tuning_data, "note": self.tuning_note or ""}

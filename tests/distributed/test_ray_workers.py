@@ -17,10 +17,11 @@ from tiny_models import tiny_bert, tiny_tokenizer
 
 from lit_dpret.distributed import ray_workers as engine
 from lit_dpret.distributed.ray_workers import ray_workers
-from lit_dpret.encoders import Contract, TextEncoder, embedding_cache
+from lit_dpret.encoders import Contract, TextEncoder, bulk, embedding_cache
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError, WorkerError
 from lit_dpret.synthesis.writer import synthesize
+from lit_dpret.tasks import Ranker
 from lit_dpret.tasks.index_folder import Encoding, IndexFolder, encode_folder
 
 MANY = {f"p{number}": passage(number, 2 + number % 9) for number in range(60)}
@@ -162,6 +163,12 @@ def encoder(tmp_path: Path) -> Path:
     return tmp_path / "encoder"
 
 
+def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a piece hold one batch."""
+    for module in (bulk, embedding_cache):
+        monkeypatch.setattr(module, "BATCHES_PER_PIECE", 1)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -172,7 +179,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_embeddings_have_the_bytes_of_one_process_also_after_a_worker_is_killed(
     encoder: Path, tmp_path: Path, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding_cache, "_BATCHES_PER_GROUP", 1)
+    few_batches(monkeypatch)
     how: dict[str, Any] = {"batch_size": 8, "storage": storage}
     whole = encode_folder(encoder, TEXTS, tmp_path / "whole", Encoding(**how)).folder
     killer: Any = one_killed(None)
@@ -181,10 +188,25 @@ def test_embeddings_have_the_bytes_of_one_process_also_after_a_worker_is_killed(
     IndexFolder(out, verify=True)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_ranking_is_that_of_one_process(
+    encoder: Path, tmp_path: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_batches(monkeypatch)
+    found = []
+    for workers in (0, 2):
+        cache = str(tmp_path / f"cache{workers}") if cached else None
+        ranker = Ranker(encoder=str(encoder), workers=workers, batch_size=8, cache_dir=cache)
+        found.append(ranker.rank({"q": "flood insurance", "r": "my house"}, TEXTS, k=7).top)
+    assert torch.equal(found[0].indices, found[1].indices) and torch.equal(found[0].scores, found[1].scores)
+
+
 def test_a_part_that_is_torn_or_of_another_matrix_is_not_believed(
     encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding_cache, "_BATCHES_PER_GROUP", 1)
+    few_batches(monkeypatch)
     whole = files(encode_folder(encoder, TEXTS, tmp_path / "whole", Encoding(batch_size=8)).folder)
     parts = tmp_path / "set" / "embeddings.bin.parts"
     parts.mkdir(parents=True)
