@@ -11,7 +11,7 @@ import logging
 import os
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import islice
@@ -64,7 +64,7 @@ def ray_workers(
         threads: Processors that each worker reserves, and threads of PyTorch.
 
     Raises:
-        ConfigurationError: Ray is not installed.
+        ConfigurationError: Ray is not installed, or its cluster has no place for one worker.
         LitDpretError: What a worker raised.
         WorkerError: Workers died or failed for another reason, or Ray could not be started.
     """
@@ -86,14 +86,27 @@ def ray_workers(
                 f"{error} Set RAY_ADDRESS to a cluster that runs, or task.workers=0 to work in this process."
             ) from error
     needs = {"num_cpus": threads, "num_gpus": int(torch.device(device).type == "cuda")}
-    remote: Any = ray.remote(**needs)  # type: ignore[call-overload]
-    pool = _Pool(ray, remote(_Worker), make, workers, threads)
     try:
-        yield pool.results
+        _require_places(ray.cluster_resources(), needs)
+        remote: Any = ray.remote(**needs)  # type: ignore[call-overload]
+        pool = _Pool(ray, remote(_Worker), make, workers, threads)
+        try:
+            yield pool.results
+        finally:
+            pool.close()
     finally:
-        pool.close()
         if started:
             ray.shutdown()
+
+
+def _require_places(has: Mapping[str, float], needs: Mapping[str, int]) -> None:
+    """Refuse workers of which none would ever start."""
+    cpus, gpus = int(has.get("CPU", 0)), int(has.get("GPU", 0))
+    if cpus < needs["num_cpus"] or gpus < needs["num_gpus"]:
+        raise ConfigurationError(
+            f"A worker needs {needs['num_cpus']} processors (task.threads, or OMP_NUM_THREADS for task=encode and "
+            f"task=evaluate) and {needs['num_gpus']} GPUs (task.device), and the Ray cluster has {cpus} and {gpus}."
+        )
 
 
 class _Worker:

@@ -100,6 +100,14 @@ def test_a_piece_that_kills_each_worker_ends_the_work_and_another_error_is_said(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("place", "setting"), [({"threads": 3}, "task.threads"), ({"device": "cuda"}, "task.device")])
+def test_a_cluster_without_a_place_for_one_worker_is_refused(place: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigurationError, match=setting), ray_workers(squares, 1, **place):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_a_worker_with_other_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_versions", lambda: {"torch": "1.0"})
     with pytest.raises(WorkerError, match=r"torch.*1\.0"), ray_workers(squares, 1) as over:
