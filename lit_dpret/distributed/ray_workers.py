@@ -87,7 +87,7 @@ def ray_workers(
             ) from error
     needs = {"num_cpus": threads, "num_gpus": int(torch.device(device).type == "cuda")}
     try:
-        _require_places(ray.cluster_resources(), needs)
+        _require_places(ray.cluster_resources(), needs)  # type: ignore[no-untyped-call]
         remote: Any = ray.remote(**needs)  # type: ignore[call-overload]
         pool = _Pool(ray, remote(_Worker), make, workers, threads)
         try:

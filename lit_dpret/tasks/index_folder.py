@@ -397,7 +397,8 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
     card = read_card(claim)
     names = card_names(claim, card)
     ancestors = names_behind(claim, card)
-    released = ReleasedQueries(queries=(), passages={}, provenance="card", ancestors=frozenset(ancestors))
+    released = ReleasedQueries(queries=(), passages={}, provenance="card", ancestors=frozenset(ancestors),
+                               claim=claim.parent)  # fmt: skip
     try:
         place = encoder if str(encoder) == "minilm" else resolve_folder(encoder)
         trusts = require_covered(place, released, declared_public=True, knob="task.encoder")
@@ -410,7 +411,7 @@ def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[
             "Encode passages (task.side=passage), or use an encoder that was trained on these queries, or a public "
             "one."
         ) from error
-    derived = own is not None and any(str(parent["sha256"]) in names for parent in read_card(own)["parents"][:1])
+    derived = own is not None and any(str(parent["sha256"]) in names for parent in read_card(own)["parents"])
     return (own if own is not None and derived else claim), trusts
 
 

@@ -13,7 +13,7 @@ import pytest
 from card_chain import Chain, make_chain, run
 from tiny_tasks import retriever, write_beir
 
-from lit_dpret.cards.card import card_sha256, read_card
+from lit_dpret.cards.card import card_sha256, inherit_card, read_card, subject_of, write_card
 from lit_dpret.cards.file import card_of_data
 from lit_dpret.cards.tuning import tuning_facts
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
@@ -106,6 +106,16 @@ def test_real_queries_of_an_evaluation_do_not_get_the_card_of_the_synthetic_set(
 
 def test_an_encoder_trained_on_the_queries_has_their_claim_already(chain: Chain, tmp_path: Path) -> None:
     made = encode(chain, chain.encoder / "model", tmp_path / "run")
+    assert claim(made) == claim(chain.synthetic)
+    assert card_sha256(chain.synthetic) in {parent["sha256"] for parent in read_card(made)["parents"]}
+
+
+def test_an_export_of_such_an_encoder_has_it_as_well(chain: Chain, tmp_path: Path) -> None:
+    place, source = tmp_path / "export", chain.encoder / "model"
+    shutil.copytree(source, place, ignore=shutil.ignore_patterns("privacy_*"))
+    weights = [path for path in place.rglob("*") if path.is_file()]
+    write_card(inherit_card(source, subject_of("weights", "export", weights, root=place), description="export"), place)
+    made = encode(chain, place, tmp_path / "run")
     assert claim(made) == claim(chain.synthetic)
     assert card_sha256(chain.synthetic) in {parent["sha256"] for parent in read_card(made)["parents"]}
 

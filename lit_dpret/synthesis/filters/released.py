@@ -194,8 +194,9 @@ def require_covered(
         - The model is ``bm25`` or ``minilm``, or was declared public and no card, note or ledger in or around its
           folder tells of a run that trained it.
         - Its card is that of an artefact that the queries were made from.
-        - It was made by post-processing from such an artefact, and its card tells of no private data beside:
-          neither in the choice of its settings nor in an assumption that does not hold.
+        - It was made by post-processing from such an artefact, or of the same releases as the queries, and its card
+          tells of no private data beside: neither in the choice of its settings nor in an assumption that does not
+          hold.
 
     In the last two cases its files are those that its card describes.
 
@@ -211,7 +212,7 @@ def require_covered(
         if not card_names(path, card) & released.ancestors:
             parents = [str(parent["sha256"]) for parent in card["parents"]]
             derived = card["mechanism"].get("kind") == "post_processing" and bool(parents)
-            if not derived or parents[0] not in released.ancestors:
+            if not derived or not (parents[0] in released.ancestors or _is_of_one_ledger(card, released)):
                 raise PrivateDataError(
                     f"{knob}={model} was trained on private data of its own ({_claim(card)}), which the claim of the "
                     "queries does not cover: filtering with it would spend more than their card says. Use a public "
@@ -235,6 +236,20 @@ def require_covered(
             "Use the whole folder that the run wrote, or a public model."
         )
     return [declared(model, declared_public, knob)]
+
+
+def _is_of_one_ledger(card: Mapping[str, Any], released: ReleasedQueries) -> bool:
+    """Return whether a model's card and that of the queries claim the same of the same releases.
+
+    So do an export of a retriever of these queries, and a retriever of a filtered part of them. One that came out of a
+    later run, which began with the generator of the queries, has another ledger.
+    """
+    place = released.claim or released.folder
+    if released.provenance != "card" or place is None:
+        return False
+    mine, theirs = ([(one["ledger"] or {}).get("head"), one["claim"]["guarantee"], one["claim"]["epsilon"]]
+                    for one in (card, read_card(place)))  # fmt: skip
+    return mine[0] is not None and mine == theirs
 
 
 def foreign_code(part: object, what: str = "that it looks at nothing private") -> list[Assumption]:

@@ -224,6 +224,29 @@ def test_the_claim_of_the_queries_covers_their_generator_and_what_was_made_from_
         require_covered(folder, released, declared_public=False, knob="encoder")
 
 
+def test_what_the_same_releases_cover_may_filter_however_far_it_went_and_in_which_order(
+    released: ReleasedQueries, data: Path, generator_folder: Path, tmp_path: Path
+) -> None:
+    """An export of a retriever of these queries, and one of a part of them, but not with private settings between."""
+    retriever = artefact(tmp_path / "retriever", data)
+    part = artefact(tmp_path / "part", data)
+    for folder in (artefact(tmp_path / "export", retriever), artefact(tmp_path / "of_part", part)):
+        assert read_card(folder)["parents"][0]["sha256"] not in released.ancestors
+        require_covered(folder, released, declared_public=False, knob="encoder")
+    chosen = artefact(tmp_path / "chosen", data, tuning={"data": "private"})
+    with pytest.raises(PrivateDataError, match="settings were chosen on private data"):
+        require_covered(artefact(tmp_path / "of_chosen", chosen), released, declared_public=True, knob="encoder")
+    broken = artefact(tmp_path / "broken", data, assumptions=[Assumption("No private metric was shown.", "refuted")])
+    with pytest.raises(PrivateDataError, match="of its own"):
+        require_covered(artefact(tmp_path / "of_broken", broken), released, declared_public=True, knob="encoder")
+    later = artefact(tmp_path / "later", generator_folder)  # trained further on private data
+    card = read_card(later)
+    card["ledger"]["head"] = "0" * 64
+    (later / "privacy_card.json").write_text(json.dumps(card | {"checksum": checksum(card)}))
+    with pytest.raises(PrivateDataError, match="of its own"):
+        require_covered(artefact(tmp_path / "of_later", later), released, declared_public=True, knob="encoder")
+
+
 def test_a_model_of_other_private_training_is_refused_whatever_is_declared(
     released: ReleasedQueries, tmp_path: Path
 ) -> None:
