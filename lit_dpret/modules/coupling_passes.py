@@ -41,6 +41,7 @@ FLOOR = 1e-4
 ROUNDING = 1e-3
 #: Shorter gradients, or those below the bound, are compared by this: they consist of rounding where a row is learnt.
 _SHORT = 1e-2
+_FEW = 4
 DEPENDS = "the loss of a row is different when other rows are in the batch, or are not there"
 
 
@@ -237,6 +238,8 @@ class Passes:
     ) -> None:
         """Refuse ``names`` that cannot be put back, and losses and learning rates that follow from what they held."""
         left, rates = [], []
+        if not names and not getattr(self.module._trainer, "lr_scheduler_configs", None):
+            return  # nothing is put back, and nothing could follow from it
         for features in batches:
             self._afresh(features)
             put_back()
@@ -415,7 +418,8 @@ class Passes:
         seed_everywhere(self._seed)
         coins = self._coins() if fixed_coins else nullcontext()
         before = None if self._fixes_coins else generators_now()
-        with torch.set_grad_enabled(gradients or self._differentiates), coins, self._wide(as_trained):
+        wide, few = self._wide(as_trained), _one_thread(len(leaves(features)[0]))
+        with torch.set_grad_enabled(gradients or self._differentiates), coins, wide, few:
             losses: Tensor = self.module.per_row_loss(self._prepared(features))
         self.drew |= before is not None and generators_now() != before
         return losses if gradients else losses.detach()
@@ -433,6 +437,10 @@ class Passes:
 
     def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
         """Of the kept rows' losses, with alternating signs and powers of two so that no two rows weigh the same."""
+        with _one_thread(len(losses)):
+            return self._weighted_gradient(losses, kept)
+
+    def _weighted_gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
         count = int(kept.sum())
         weights = torch.tensor([(-1.0) ** i * 2.0 ** (i % 5 // 2) for i in range(count)], device=losses.device)
         loss = (losses[kept] * weights.to(losses.dtype)).sum()
@@ -499,6 +507,20 @@ class Passes:
 
     def _refuse_memory(self) -> NoReturn:
         refuse_memory(self.module)
+
+
+@contextmanager
+def _one_thread(rows: int) -> Iterator[None]:
+    """Compute few rows with one thread of PyTorch: a second one would wait for the first most of the time."""
+    before = torch.get_num_threads()
+    if rows > _FEW or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _differing(contents: Sequence[dict[tuple[int, str], Any]]) -> set[tuple[int, str]]:
