@@ -80,6 +80,16 @@ def zero_server() -> Iterator[ZeroServer]:
     found.close()
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Ray with two processors of this machine."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install lit-dpret[ray]")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lit_dpret.callbacks import ProgressLine
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.settings import Settings, picked
+from lit_dpret.settings import Natural, Settings, picked
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS, Labelling, label
 from lit_dpret.synthesis.filters.released import load_released
 from lit_dpret.tasks.parts import Parts, check_run_dir, say
@@ -15,7 +15,8 @@ from lit_dpret.tasks.ranking import Ranker
 
 PSEUDO_LABELS = "pseudo_labels"
 _OF_LABELLING = (
-    "cross_encoder", "cross_encoder_is_public", "encoder_is_public", "depth", "per_query", "batch_size", "max_length"
+    "cross_encoder", "cross_encoder_is_public", "encoder_is_public", "depth", "per_query", "batch_size", "max_length",
+    "device", "workers",
 )  # fmt: skip
 
 
@@ -34,6 +35,8 @@ class PseudoLabels(Settings):
     per_query: int = 5
     batch_size: int = 32
     max_length: int | None = None
+    device: str = "cpu"
+    workers: Natural = 0
     min_free_mb: float = 50
 
     def __post_init__(self) -> None:
@@ -50,7 +53,7 @@ class PseudoLabels(Settings):
                 released,
                 parts.run_dir / PSEUDO_LABELS,
                 Labelling(seed=parts.seed, **picked(self, *_OF_LABELLING)),
-                ranker=Ranker(encoder=self.encoder),
+                ranker=Ranker(encoder=self.encoder, device=self.device, workers=self.workers),
                 progress=progress,
             )
         say(f"labels: {folder / LABELS}")

@@ -29,16 +29,6 @@ WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my",
 TEXTS = {f"p{i}{j}": f"{one} {two}{' house' * (i % 4)}" for i, one in enumerate(WORDS) for j, two in enumerate(WORDS)}
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Two processors of this machine."""
-    ray = pytest.importorskip("ray")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
 def squares(dies_over: tuple[int, ...] = (), fails_over: int | None = None) -> Callable[[int], tuple[int, int]]:
     """What does a piece: the square, and the process that made it."""
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from lit_dpret.privacy.ledger.judgement import Assumption
 from lit_dpret.retrieval.trec_runs import Ranking
 from lit_dpret.settings import require_whole
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
+from lit_dpret.synthesis.filters.pair_scores import pair_workers, score_pairs
 from lit_dpret.synthesis.filters.released import ReleasedQueries, require_covered, require_released, shown
 
 Progress = Callable[[int, int], None]
@@ -139,6 +141,8 @@ class _ByThreshold(QueryFilter):
     keep_share: float | None = None  # the best share, in (0, 1]; InPars keeps a tenth
     min_score: float | None = None  # or every query that scores as much
     batch_size: int = 32  # pairs per forward pass
+    device: str = "cpu"  # where the model computes
+    workers: int = 0  # processes of a Ray cluster that score, each with the model; 0 scores in this one
 
     def __post_init__(self) -> None:
         share = self.keep_share
@@ -148,6 +152,14 @@ class _ByThreshold(QueryFilter):
             )
         if share is not None and not 0 < share <= 1:
             raise ConfigurationError(f"keep_share={share} of the filter {self.name} is not in (0, 1].")
+        require_whole(f"task.filters.{self.name}", self, 0, "workers")
+
+    def _scored(
+        self, released: ReleasedQueries, load: Callable[[], Any], source: str | Path, progress: Progress | None
+    ) -> np.ndarray:
+        how = {"workers": self.workers, "device": self.device}
+        with pair_workers(load, source, batch_size=self.batch_size, **how) as over:  # type: ignore[arg-type]
+            return score_pairs(*released.pairs(), over, batch_size=self.batch_size, progress=progress)
 
     def keep(self, released: ReleasedQueries, scores: np.ndarray) -> np.ndarray:
         if self.min_score is not None:
@@ -186,8 +198,8 @@ class LanguageModelScore(_ByThreshold):
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         if self.model is None:
             return np.array([float(q.log_prob or 0.0) / (len(q.text.split()) + 1) for q in released])
-        scorer = TokenScorer.load(self.model, prompt=self.prompt)
-        return scorer.score(*released.pairs(), batch_size=self.batch_size, progress=progress).per_token()
+        load = partial(TokenScorer.load, self.model, prompt=self.prompt, device=self.device)
+        return self._scored(released, load, self.model, progress)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -211,8 +223,8 @@ class CrossEncoderScore(_ByThreshold):
         return require_covered(self.model, released, declared_public=self.model_is_public, knob="model")
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
-        scorer = CrossEncoder.load(self.model, max_length=self.max_length)
-        return scorer.score(*released.pairs(), batch_size=self.batch_size, progress=progress)
+        load = partial(CrossEncoder.load, self.model, max_length=self.max_length, device=self.device)
+        return self._scored(released, load, self.model, progress)
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lit_dpret.files import file_sha256
 from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.synthesis.filters.by_score import Progress, Ranks
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
+from lit_dpret.synthesis.filters.pair_scores import pair_workers
 from lit_dpret.synthesis.filters.released import (
     ReleasedQueries,
     require_covered,
@@ -69,6 +71,8 @@ class Labelling:
     batch_size: int = 32  # pairs per forward pass
     max_length: int | None = None  # tokens of a pair that are read; null for what the cross-encoder's folder says
     group_size: int = 256  # queries that are finished, and safe, together
+    device: str = "cpu"  # where the cross-encoder computes
+    workers: int = 0  # processes of a Ray cluster that score pairs; 0 scores in this one. The files are the same
 
 
 def label(
@@ -96,7 +100,8 @@ def label(
         ),
         *require_covered(ranker.encoder, released, declared_public=how.encoder_is_public, knob="encoder"),
     ]
-    scorer = CrossEncoder.load(how.cross_encoder, max_length=how.max_length)
+    load = partial(CrossEncoder.load, how.cross_encoder, max_length=how.max_length, device=how.device)
+    scorer = CrossEncoder.load(how.cross_encoder, max_length=how.max_length) if how.workers else load()
     mined = mine(released, ranker, depth=how.depth, per_query=how.per_query, seed=how.seed)
     folder, size = Path(out), how.group_size
     groups = [released.queries[start : start + size] for start in range(0, len(released), size)]
@@ -106,13 +111,15 @@ def label(
         "sha256_of_work": _digest(released, mined), "sha256_of_cross_encoder": scorer.fingerprint(),
     }  # fmt: skip
     store = ShardStore(folder, configuration, len(groups))
-    missing = set(store.missing)
-    done = sum(len(group) for i, group in enumerate(groups) if i not in missing)
-    for index in store.missing:
-        store.add(index, (vars(one) for one in _labels(released, groups[index], mined, scorer, how.batch_size)))
-        done += len(groups[index])
-        if progress is not None:
-            progress(done, len(released))
+    missing = store.missing
+    done = len(released) - sum(len(groups[index]) for index in missing)
+    given: dict[str, Any] = {"batch_size": how.batch_size, "workers": how.workers, "device": how.device}
+    with pair_workers(load if how.workers else lambda: scorer, how.cross_encoder, **given) as over:
+        for index, scores in over((index, *_pairs(released, groups[index], mined)) for index in missing):
+            store.add(index, (vars(one) for one in _labels(groups[index], mined, scores)))
+            done += len(groups[index])
+            if progress is not None:
+                progress(done, len(released))
     store.seal()
     records = [LabelledNegative(**record) for record in store.records()]
     write_chunks(folder / LABELS, (record.line() for record in records))
@@ -127,19 +134,17 @@ def label(
     return folder
 
 
-def _labels(
-    released: ReleasedQueries,
-    group: Sequence[Any],
-    mined: dict[str, list[str]],
-    scorer: CrossEncoder,
-    batch_size: int,
-) -> Iterator[LabelledNegative]:
+def _pairs(released: ReleasedQueries, group: Sequence[Any], mined: dict[str, list[str]]) -> tuple[list[str], list[str]]:
+    """Return the texts of each query of a group with its own passage, and then with each that was mined for it."""
     asked, read = list[str](), list[str]()
     for query in group:
         for passage in (query.passage_id, *mined[query.query_id]):
             asked.append(query.text)
             read.append(released.passages[passage])
-    scores = scorer.score(asked, read, batch_size=batch_size)
+    return asked, read
+
+
+def _labels(group: Sequence[Any], mined: dict[str, list[str]], scores: np.ndarray) -> Iterator[LabelledNegative]:
     if not np.isfinite(scores).all():
         raise DataError("The cross-encoder gave scores that are not finite: its weights are broken.")
     place = 0

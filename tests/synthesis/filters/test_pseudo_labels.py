@@ -95,6 +95,16 @@ def test_labels_of_a_second_generators_queries_cannot_enter_under_the_claim_of_t
     assert "datamodule.keep" in told
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_two_workers_write_the_labels_of_one_process(
+    released: ReleasedQueries, cross_encoder_folder: Path, tmp_path: Path
+) -> None:
+    here, there = (labelled(released, tmp_path / f"{n}", cross_encoder_folder, workers=n) for n in (0, 2))
+    for name in (LABELS, NEGATIVES):
+        assert (here / name).read_bytes() == (there / name).read_bytes()
+
+
 class Stop(Exception):
     pass
 
