@@ -395,6 +395,7 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.like(2)
 @pytest.mark.parametrize("unit", ["query", pytest.param("pair", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_of_texts_carries_an_audit_in_its_modes(family: str, unit: str, tmp_path: Path) -> None:

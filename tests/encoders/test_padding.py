@@ -69,6 +69,7 @@ def encoder(kind: str, side: str, **contract: Any) -> TextEncoder:
     return TextEncoder(spread(KINDS[kind]()), tokenizer, Contract(**LENGTHS | contract)).eval()
 
 
+@pytest.mark.like(4)
 @SIDES
 @pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
 @pytest.mark.parametrize("kind", KINDS)

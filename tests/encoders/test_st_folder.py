@@ -158,6 +158,7 @@ def test_the_folder_says_where_texts_are_cut_in_both_places(name: str, tmp_path:
     assert told == tokenized == set(lengths)
 
 
+@pytest.mark.like(3)
 @ALL
 def test_a_backbone_of_both_sides_is_written_once_and_stays_one_in_sentence_transformers(
     name: str, tmp_path: Path

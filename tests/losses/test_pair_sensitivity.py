@@ -101,6 +101,7 @@ def test_sensitivities_grow_with_n(loss: PairwiseLoss, relation: Relation) -> No
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(found))
 
 
+@pytest.mark.like(3)
 @EACH
 @RELATIONS
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -113,6 +114,7 @@ def test_no_table_moves_the_gradient_further_and_one_moves_it_as_far(
     assert found >= 0.99 * claimed
 
 
+@pytest.mark.like(3)
 @EACH
 @RELATIONS
 def test_no_embeddings_move_the_gradient_further_and_some_move_it_as_far(
@@ -177,6 +179,7 @@ def test_the_sum_of_absolute_factors_is_the_longest_movement_over_all_gradients(
 # Masks: an entry ij depends on the records i and j, so survivors keep theirs.
 
 
+@pytest.mark.like(3)
 @EACH
 @RELATIONS
 @pytest.mark.parametrize("n", [2, 5])

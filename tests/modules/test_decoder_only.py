@@ -79,6 +79,7 @@ def test_logits_are_computed_where_the_query_stands_and_nowhere_else() -> None:
 # -- clipping --------------------------------------------------------------------------------
 
 
+@pytest.mark.like(3)
 @KINDS
 @pytest.mark.parametrize(
     ("tied", "count"), [(True, "length"), (False, 3)], ids=["tied, as many rows as tokens", "untied, three rows"]
@@ -101,6 +102,7 @@ def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(kind: str, ti
         torch.testing.assert_close(total, sums[1][name], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "settings",
@@ -323,6 +325,7 @@ def test_given_queries_have_the_scores_of_training(kind: str) -> None:
 # -- runs and folders ------------------------------------------------------------------------
 
 
+@pytest.mark.like(2)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"lora": {"r": 2}}, {"prompt_tuning": {"num_virtual_tokens": 3}}],

@@ -80,6 +80,7 @@ OTHERS = [name for name in TOWERS if name != "shared"]
 SOON = {*((mode, "shared") for mode in MODES), *zip(MODES, itertools.cycle(OTHERS), strict=False)}
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize(
     ("name", "towers"),
     [pytest.param(*pair, marks=() if pair in SOON else pytest.mark.slow) for pair in itertools.product(MODES, TOWERS)],

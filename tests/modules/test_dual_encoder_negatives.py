@@ -276,6 +276,7 @@ def gradients_of_rows(module: DualEncoder, queries: dict[str, str], count: int =
     return torch.stack([clipped_sum(module, plan, part) for part in parts])
 
 
+@pytest.mark.like(2)
 @pytest.mark.parametrize(("mode", "source"), ROW_CASES)
 def test_poisoning_the_text_of_one_query_changes_its_gradient_alone(mode: str, source: str) -> None:
     """Mined anew with the poisoned text, as the run on the neighbouring data would do."""
@@ -574,6 +575,7 @@ def losses(folder: Path, log: list[dict[str, Any]], mode: type, unit: str, sourc
     return found
 
 
+@pytest.mark.like(4)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("unit", ["query", "pair", "user"])
 @pytest.mark.parametrize("mode", [PublicPassages, DPSGD])

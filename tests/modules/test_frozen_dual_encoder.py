@@ -342,6 +342,7 @@ def of_mode(
     return kind(privacy=privacy, **{**known, **settings})
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("head", ["query", "both", "shared"])
 @pytest.mark.parametrize("name", ["none", "batch_clip", "per_example_duplicated", "logit_dp", "public_passages"])
 def test_every_mode_trains_every_head(name: str, head: str, tmp_path: Path) -> None:

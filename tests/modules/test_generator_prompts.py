@@ -175,6 +175,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize(("engine", "name"), PAIRS)
 def test_clipping_is_that_of_one_row_at_a_time(engine: str, name: str) -> None:
     module = prompted(**CLIPPED[name]).double()

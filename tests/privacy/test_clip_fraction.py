@@ -151,6 +151,7 @@ MECHANISMS: dict[str, tuple[type[DPSGD], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.like(4)
 @pytest.mark.parametrize("name", list(MECHANISMS))
 @pytest.mark.parametrize("bound", [1e-3, 1e3])
 def test_no_unit_moves_the_sum_further_whether_it_is_emptied_or_taken_out(name: str, bound: float) -> None:

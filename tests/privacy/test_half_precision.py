@@ -449,6 +449,7 @@ class Compiled(Placing):
     fixed_shapes = True
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize(
     ("make", "engine", "unit"),

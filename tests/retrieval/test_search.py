@@ -71,6 +71,7 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, queries: int, passages: int) -> N
     monkeypatch.setattr(search_module, "_CPU_BLOCK", passages)
 
 
+@pytest.mark.like(5)
 @pytest.mark.parametrize(("query_chunk", "passage_chunk"), [(1, 1000), (5, 7), (1000, 1), (4, 333), (23, 64)])
 @pytest.mark.parametrize("scale", [1.0, 0.0137])
 def test_the_result_does_not_depend_on_the_chunk_sizes(
@@ -324,6 +325,7 @@ def test_arrays_of_numpy_are_searched_as_tensors_are() -> None:
     assert torch.equal(found.indices, expected.indices) and torch.equal(found.scores, expected.scores)
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_question_alone_gets_the_answer_that_it_gets_among_many(threads: int) -> None:
     """Few queries share out the passages over threads, many the queries; near-ties show what either leaves out."""
@@ -343,6 +345,7 @@ def test_a_question_alone_gets_the_answer_that_it_gets_among_many(threads: int) 
         torch.set_num_threads(before)
 
 
+@pytest.mark.like(6)
 @pytest.mark.parametrize("kind", ["random", "duplicated", "nearly tied", "rising"])
 @pytest.mark.parametrize("queries", [1, 10, 70])
 @pytest.mark.parametrize("passages", [1, 99, 6_007])

@@ -52,6 +52,7 @@ def without_leakage() -> tuple[CanaryScores, ...]:
     return tuple(flipped(rng, 400) for _ in range(EXPERIMENTS))
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("name", ON_SCORES)
 def test_scores_without_leakage_are_rarely_evidence(name: str) -> None:
     found = [ON_SCORES[name](scores).eps_lower > 0 for scores in without_leakage()]

@@ -260,6 +260,7 @@ CALIBRATIONS: list[tuple[AccountantName, Neighbours, str]] = [
 ]
 
 
+@pytest.mark.like(2)
 @pytest.mark.parametrize(("accountant", "neighbours", "kind"), CALIBRATIONS)
 def test_calibrated_noise_meets_the_budget_and_is_no_larger_than_told(
     accountant: AccountantName, neighbours: Neighbours, kind: str

@@ -155,6 +155,7 @@ def truncated_pair(
     return with_them, without
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("others", [0.0, 1.0, -1.0, 7.0])
 @pytest.mark.parametrize(("cap", "units"), [(4, 2), (6, 3), (12, 3)])
 def test_a_truncated_step_shows_no_more_than_is_stated(cap: int, units: int, others: float) -> None:

@@ -90,6 +90,7 @@ def library(law: str, accountant: str, neighbours: str) -> float:
     return float(made.get_epsilon(DELTA))
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize(("law", "accountant", "neighbours", "judged"), CELLS, ids=lambda value: str(value))
 def test_a_cell_is_the_librarys_number_or_a_refusal_by_name(
     law: str, accountant: AccountantName, neighbours: Neighbours, judged: bool

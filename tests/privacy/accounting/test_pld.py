@@ -48,6 +48,7 @@ def test_deltas_of_many_values_are_the_librarys(kind: AdjacencyType, rate: float
     assert ours.get_delta_for_epsilon(0.1) == theirs.get_delta_for_epsilon(0.1)
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("rate", RATES)
 def test_composed_epsilons_of_poisson_sampling_are_the_librarys(relation: NeighboringRelation, rate: float) -> None:
@@ -59,6 +60,7 @@ def test_composed_epsilons_of_poisson_sampling_are_the_librarys(relation: Neighb
         assert ours.get_epsilon_for_delta(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-7)
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("cap", [100, 120, 10_000])
 def test_composed_epsilons_of_truncated_sampling_are_the_librarys(relation: NeighboringRelation, cap: int) -> None:

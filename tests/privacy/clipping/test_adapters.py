@@ -116,6 +116,7 @@ PAIRS = [(name, adapter) for name in sorted(MODELS) for adapter in sorted(ADAPTE
 PAIRS.remove(("distilbert", "prefix_tuning"))  # it takes no keys and values from outside
 
 
+@pytest.mark.like(4)
 @pytest.mark.parametrize(
     ("name", "adapter", "clip_groups"),
     [*((*pair, "flat") for pair in PAIRS), *((*pair, "per_layer") for pair in PAIRS if pair[0] in OF_EACH_KIND)],

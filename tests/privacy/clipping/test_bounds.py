@@ -135,6 +135,7 @@ def finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0.0)
 
 
+@pytest.mark.like(4)
 @pytest.mark.parametrize(("rows", "clip_groups"), [(1, "flat"), (2, "flat"), (1, "per_layer")])
 @pytest.mark.parametrize(
     ("kind", "engine"),

@@ -141,6 +141,7 @@ def largest(shape: str, form: Format, share: Callable[[Certified, Tensor], Tenso
     return most
 
 
+@pytest.mark.like(4)
 @pytest.mark.parametrize(("device", "name"), ON)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_certified_norm_is_below_the_exact_one(name: Any, shape: str, device: str, monkeypatch: Patch) -> None:

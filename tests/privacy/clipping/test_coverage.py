@@ -62,6 +62,7 @@ WAYS = [("ghost", "flat"), ("ghost", "per_layer"), ("vmap", "flat")]
 SLOW = [("vmap", "per_layer"), ("loop", "flat"), ("loop", "per_layer")]
 
 
+@pytest.mark.like(4)
 @pytest.mark.parametrize(
     ("engine", "clip_groups"), [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW)]
 )

@@ -47,6 +47,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         assert bool(written) == ("always" in asked)
 
 
+@pytest.mark.like(4)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_norms_and_sum_equal_one_unit_at_a_time(name: str, way: Way) -> None:
     check_exact(CASES[name](), **way)
@@ -81,6 +82,7 @@ def test_a_unit_of_several_rows_is_clipped_as_one(name: str, ids: str) -> None:
     check_exact(SIX_ROWS[name](), unit_ids=torch.tensor(UNIT_IDS[ids]))
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("name", SIX_ROWS)
 def test_units_of_several_rows_beside_a_masked_one(name: str, way: Way) -> None:
     case, ids, mask = SIX_ROWS[name](), torch.arange(6) // 2, torch.tensor([True, False, True])
@@ -107,6 +109,7 @@ def test_a_batch_of_masked_units_runs_no_forward_pass_and_adds_zero(engine: str)
     assert not any(s.any() for s in sums.values())
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("pieces", [1, 2, 6])
 @pytest.mark.parametrize("name", ["t5", "siamese"])
 def test_how_a_batch_is_split_does_not_change_the_sum(name: str, pieces: int, way: Way) -> None:

@@ -61,6 +61,7 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("clip", ["abadi", "automatic"])
 @pytest.mark.parametrize(("engine", "name"), WAYS)
 def test_the_sum_equals_one_unit_at_a_time(engine: str, name: str, clip: str) -> None:

@@ -194,6 +194,7 @@ OTHERS: dict[str, tuple[Callable[[], Case], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("room", [contributions.ROOM, math.inf], ids=["", "written out"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_in_bf16_every_contribution_is_within_the_bound_in_fp32(name: str, room: float, monkeypatch: Patch) -> None:

@@ -45,6 +45,7 @@ def test_norms_and_gradient_are_right_for_any_number_of_records(model: str, n: i
     assert_same_gradient(pairs, expected)
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("towers", TOWERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_second_pass_is_the_weighted_sum_of_clipped_gradients(model: str, towers: str) -> None:

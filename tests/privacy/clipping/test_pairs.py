@@ -17,6 +17,7 @@ from lit_dpret.privacy.clipping import GhostClipping
 from lit_dpret.privacy.clipping.pairs import PairBatch, choose_norms, costs, make_pair_norms, weighted_backward
 
 
+@pytest.mark.like(3)
 @pytest.mark.parametrize("towers", TOWERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_exact_way_gives_the_norms_of_plain_autograd(model: str, towers: str) -> None:

@@ -75,6 +75,7 @@ def largest_share(engine: str, *, seeds: int, **sizes: Any) -> float:
 SIZES = {"gram": {"positions": 48, "inner": 96, "out": 80}, "long": {"positions": 1500, "inner": 24, "out": 40}}
 
 
+@pytest.mark.like(2)
 @pytest.mark.parametrize("sizes", sorted(SIZES))
 @pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
 def test_no_contribution_that_a_search_finds_is_above_the_bound(engine: str, sizes: str, monkeypatch: Patch) -> None:
