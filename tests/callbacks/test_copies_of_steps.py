@@ -80,7 +80,6 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return dict(COPIES)
 
 
-@pytest.mark.like(2)
 @pytest.mark.parametrize(
     ("copies", "name"),
     [(EMA, name) for name in ("module", "state", "half", "file", "average", "state of the average")]
