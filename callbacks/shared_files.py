@@ -69,17 +69,18 @@ def _moved_by_a_worker(loader: Any, read: Callable[[int], Any], asked: Iterable[
             worker._worker_info = worker.WorkerInfo(
                 id=0, num_workers=loader.num_workers, seed=0, dataset=loader.dataset
             )
+            put = {}
             for file, place in before.items():
                 with suppress(OSError):  # of a kind that has no such place
-                    os.lseek(file, place + 1, os.SEEK_SET)
-            put = _places()
+                    put[file] = os.lseek(file, place + 1, os.SEEK_SET)
             if (begin := getattr(loader, "worker_init_fn", None)) is not None:
                 begin(0)
             for row in asked:
                 with suppress(Exception):
                     read(row)
             after = _places()
-            moved = any(after.get(file, place) != place for file, place in put.items() if file in before)
+            # Also where a worker that runs already has moved it: it shares the file.
+            moved = any(after.get(file, place) != place for file, place in put.items())
         finally:
             os._exit(moved)  # without the ends of this process, as of its files and threads
     begun, status = time.monotonic(), 1

@@ -18,7 +18,7 @@ from own_modules import Classifier, data, fit, made, row_loss, rows
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from lit_dpret.callbacks import PublicValidation
+from lit_dpret.callbacks import PublicValidation, shared_files
 from lit_dpret.datamodules.sampled import SampledDataModule
 from lit_dpret.errors import DataError, UnsupportedModelError
 
@@ -329,6 +329,21 @@ def test_worker_processes_that_would_share_an_open_file_are_refused(how: str, wo
         assert refused.value.trap == "T38"
     else:
         fit(tmp_path, made(), given, max_steps=1)
+
+
+def test_a_worker_that_runs_already_does_not_hide_that_it_shares_a_file(tmp_path: Path) -> None:
+    dataset = OpenedAtFirstUse(tmp_path / "rows", "rewound")
+    assert len(dataset[0]) == 2
+    loader, number = DataLoader(dataset, num_workers=2), dataset.file[0].fileno()
+    if (running := os.fork()) == 0:
+        while True:
+            os.lseek(number, 0, os.SEEK_SET)
+    try:
+        moved = [shared_files._moved_by_a_worker(loader, dataset.__getitem__, [0, 30, 59]) for _ in range(8)]
+    finally:
+        os.kill(running, 9)
+        os.waitpid(running, 0)
+    assert all(moved)
 
 
 def test_open_files_of_the_process_are_left_at_their_place(tmp_path: Path) -> None:
