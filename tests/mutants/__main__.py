@@ -1,14 +1,17 @@
-"""Put each known mistake into a copy of the tree and see whether a test notices.
+"""Put each known mistake into a copy of the tree and check that a test fails.
 
-``python tests/mutants`` runs all of `mutants.toml`; words on the command line choose those whose name or file holds one
-of them. The exit status is the number of mutants that survived or could not be applied.
+``python tests/mutants [WORDS]`` runs the mutants of `mutants.toml` whose name, file or tests contain one of the words;
+without words, all of them. The exit status is the number of mutants that survived or could not be applied, at most 100.
+
+One process imports the libraries and is forked for each mutant, so that a mutant costs what its tests cost.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import tomllib
@@ -21,24 +24,39 @@ COPIED = (
     "train.py",
 )  # fmt: skip
 FAILED = 1
-"""What pytest exits with where tests ran and some failed; with anything else the mutant proves nothing."""
+"""Pytest's exit status when tests ran and some failed; any other status proves nothing about the mutant."""
+SECONDS = 600
+"""Time limit of one mutant's tests."""
+JOBS = len(os.sched_getaffinity(0))
+LIBRARIES = (
+    "pytest",
+    "torch",
+    "lightning.pytorch",
+    "transformers",
+    "opacus",
+    "dp_accounting",
+    "scipy.stats",
+    "omegaconf",
+)
 
 
 def mutants(words: list[str]) -> list[dict[str, Any]]:
-    """Return the mutants whose name or file holds one of ``words``; all of them where there are none."""
+    """Return the mutants whose name, file or tests contain one of ``words``; without words, all mutants."""
     found = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))["mutant"]
-    return [m for m in found if not words or any(word in m["name"] or word in m["file"] for word in words)]
+    return [
+        m for m in found if not words or any(word in " ".join([m["name"], m["file"], *m["tests"]]) for word in words)
+    ]
 
 
 def mutated(text: str, mutant: dict[str, Any]) -> str:
     """Return the text of a file with the mistake in it.
 
     Raises:
-        ValueError: What is to be replaced does not stand in it exactly once.
+        ValueError: The text to replace does not occur exactly once.
     """
     for old, new in [(mutant["old"], mutant["new"]), *mutant.get("also", [])]:
         if (count := text.count(old)) != 1:
-            raise ValueError(f"{old!r} stands {count} times in {mutant['file']}")
+            raise ValueError(f"{old!r} occurs {count} times in {mutant['file']}")
         text = text.replace(old, new)
     return text
 
@@ -56,43 +74,76 @@ def copy_of_the_tree(folder: Path) -> None:
 
 
 def run(folder: Path, tests: list[str]) -> int:
-    """Run tests in the copy until the first one fails; returns pytest's exit status."""
-    path = os.pathsep.join([str(folder), str(folder / "tests")])
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=line", *tests]
-    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if finished.returncode not in (0, FAILED):
-        print(finished.stdout[-2000:], finished.stderr[-2000:])
-    return finished.returncode
+    """Run tests in the copy until the first failure, in a fork of this process; return pytest's exit status."""
+    log = folder / "pytest.log"
+    if (child := os.fork()) == 0:
+        status = 70
+        try:
+            signal.alarm(SECONDS)
+            with log.open("wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.chdir(folder)
+            sys.path[:0] = [str(folder), str(folder / "tests")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+            status = sys.modules["pytest"].main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", *tests])
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status not in (0, FAILED):
+        print(log.read_text(encoding="utf-8", errors="replace")[-4000:], flush=True)
+    return status
 
 
-def main(words: list[str], *, honest_first: bool = True) -> int:
+def survivors(chosen: list[dict[str, Any]], folder: Path) -> int:
+    """Report on each mutant, run in a copy of the tree at ``folder``; return how many were not killed."""
+    alive = 0
+    copy_of_the_tree(folder)
+    for mutant in chosen:
+        path = folder / mutant["file"]
+        right = path.read_text(encoding="utf-8")
+        try:
+            path.write_text(mutated(right, mutant), encoding="utf-8")
+            status = run(folder, mutant["tests"])
+            verdict = {FAILED: "killed", 0: "SURVIVED"}.get(status, f"BROKEN (pytest exits with {status})")
+        except (ValueError, OSError) as error:
+            verdict = f"BROKEN ({error})"
+        path.write_text(right, encoding="utf-8")
+        alive += verdict != "killed"
+        print(f"{verdict:10} {mutant['name']}", flush=True)
+    return alive
+
+
+def main(words: list[str], *, honest_first: bool = True, jobs: int = JOBS) -> int:
     """Report on each mutant; return how many were not killed.
 
-    With ``honest_first`` the tests have to pass on the tree as it is: one that fails anyway kills nothing.
+    With ``honest_first`` the tests must pass without a mutant first: a test that always fails kills nothing.
     """
-    alive = 0
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    sys.dont_write_bytecode = True
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    chosen = mutants(words)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        copy_of_the_tree(folder)
-        tests = list(dict.fromkeys(test for mutant in mutants(words) for test in mutant["tests"]))
-        if honest_first and run(folder, tests):
-            print("A test fails without any mutant.")
-            return 1
-        for mutant in mutants(words):
-            path = folder / mutant["file"]
-            right = path.read_text(encoding="utf-8")
-            try:
-                path.write_text(mutated(right, mutant), encoding="utf-8")
-                status = run(folder, mutant["tests"])
-                verdict = {FAILED: "killed", 0: "SURVIVED"}.get(status, f"BROKEN (pytest exits with {status})")
-            except (ValueError, OSError) as error:
-                verdict = f"BROKEN ({error})"
-            path.write_text(right, encoding="utf-8")
-            alive += verdict != "killed"
-            print(f"{verdict:10} {mutant['name']}", flush=True)
-    print(f"{len(mutants(words)) - alive} of {len(mutants(words))} killed")
-    return alive
+        if honest_first:
+            copy_of_the_tree(Path(temporary) / "honest")
+            tests = list(dict.fromkeys(test for mutant in chosen for test in mutant["tests"]))
+            if run(Path(temporary) / "honest", tests):
+                print((Path(temporary) / "honest" / "pytest.log").read_text(encoding="utf-8")[-4000:])
+                print("A test fails without any mutant.")
+                return 1
+        children = []
+        for job in range(jobs):
+            if (child := os.fork()) == 0:
+                status = 100
+                try:
+                    status = min(100, survivors(chosen[job::jobs], Path(temporary) / str(job)))
+                finally:
+                    os._exit(status)
+            children.append(child)
+        alive = sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    print(f"{len(chosen) - alive} of {len(chosen)} killed")
+    return min(alive, 100)
 
 
 if __name__ == "__main__":
