@@ -83,12 +83,6 @@ def test_selection_costs_more_than_one_run_and_more_the_more_runs(law: str | flo
     assert costs == sorted(costs) and alone <= costs[0] < costs[-1]
 
 
-def test_a_random_number_of_runs_costs_less_than_showing_them_all() -> None:
-    ten = one(1.5, 0.02, 10 * 200)
-    all_shown = epsilon([ten], delta=DELTA, neighbours="zero_out", accountant="rdp")
-    assert best_of(10, "logarithmic", one(1.5, 0.02, 200)) < all_shown
-
-
 def test_a_run_of_several_kinds_of_releases_is_composed_first() -> None:
     releases = [one(1.5, 0.02, 200), one(9.0, FullBatch(), 3)]
     whole = best_of(10, "geometric", *releases)
