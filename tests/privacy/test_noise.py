@@ -1,24 +1,37 @@
-"""Keyed streams: independent where keys differ, equal where they do not, and secret."""
+"""Keyed streams are independent where keys differ, equal where they do not, and secret; grids are paid for."""
 
 from __future__ import annotations
 
+import math
 import pickle
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cards import Run, make_plan
 from scipy import stats
+from torch import Tensor, nn
 
+from lit_dpret.callbacks import strategies
+from lit_dpret.cards.card import build_card, subject_of
 from lit_dpret.errors import ConfigurationError, ResumeError
+from lit_dpret.losses import SoftmaxPairLoss
 from lit_dpret.privacy import noise
-from lit_dpret.privacy.noise import BLOCK, KeyedStream, load_secret
+from lit_dpret.privacy.budget import ROUNDING_SHARE, NoiseName, PrivacyBudget, with_rounding_paid
+from lit_dpret.privacy.histogram import histogram_plan
+from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages
+from lit_dpret.privacy.modes.base import Update
+from lit_dpret.privacy.noise import BLOCK, FloatNoise, GridNoise, KeyedStream, grid_bits, load_secret, noise_source
+from lit_dpret.privacy.plan import PlainSamplingRequest, PrivacyPlan
 
 SECRET = bytes(range(32))
+STREAM = KeyedStream(SECRET, "run")
 
 
 def draw(stream: KeyedStream, size: int = 10_000, **key: object) -> torch.Tensor:
@@ -85,15 +98,11 @@ def test_a_tag_recognises_equal_bytes_and_needs_the_secret() -> None:
 def test_seeds_that_agree_in_their_low_bits_still_give_unrelated_noise() -> None:
     """PyTorch's CPU generator keeps 32 bits of a seed; with 2000 steps of 126 tensors such seeds would collide."""
     stream = KeyedStream(SECRET, "run")
-    first = [draw(stream, size=4, step=step, parameter=name) for step in range(400) for name in "abcdefghij"]
-    assert len({tuple(noise.tolist()) for noise in first}) == len(first)
-    digests = []
-    honest = stream._digest
-    stream._digest = lambda *key, size=32: digests.append(honest(*key, size=size)) or digests[-1]  # type: ignore[method-assign,func-returns-value]
-    draw(stream, size=4)
-    low = digests[0][:4] + bytes(28)
-    stream._digest = lambda *key, size=32: low  # type: ignore[method-assign]
-    assert not torch.equal(draw(stream, size=4), first[0])
+    known, seed = draw(stream, size=4), stream._digest("noise", 0, 0, "w", 0, "", 0)
+    stream._digest = lambda *key, size=32: seed  # type: ignore[method-assign]
+    assert torch.equal(draw(stream, size=4), known)
+    stream._digest = lambda *key, size=32: seed[:4] + bytes(28)  # type: ignore[method-assign]
+    assert not torch.equal(draw(stream, size=4), known)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -168,21 +177,6 @@ def test_blocks_are_unrelated_to_one_another_and_to_the_blocks_of_other_keys(sec
     assert stats.kstest(torch.cat(blocks).double().numpy(), "norm").pvalue > 1e-4
 
 
-def test_the_key_of_a_block_is_none_of_another_parameter_or_step() -> None:
-    stream, digests = KeyedStream(SECRET, "run"), []
-    honest = stream._digest
-
-    def noted(*key: object, size: int = 32) -> bytes:
-        digests.append(honest(*key, size=size))
-        return digests[-1]
-
-    stream._digest = noted  # type: ignore[method-assign]
-    for step in (0, 1, 11):
-        for name in ("w", "w1"):
-            draw(stream, size=12 * BLOCK, step=step, parameter=name)
-    assert len(digests) == 3 * 2 * 12 == len(set(digests))
-
-
 def test_the_noise_of_no_coordinates_and_of_a_single_number_is_drawn() -> None:
     stream = KeyedStream(SECRET, "run")
     assert draw(stream, size=0).shape == (0,)
@@ -196,3 +190,243 @@ def test_a_part_is_drawn_without_the_memory_of_the_whole() -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * BLOCK + 100_000
     finally:
         tracemalloc.stop()
+
+
+# -- noise on a public grid: rounding is paid for, and low bits tell nothing -------------------------------------
+
+
+def on_grid(total: Tensor, *, std: float = 1.0, bits: int | None = None, **key: Any) -> Tensor:
+    bits = grid_bits(1.0, total.numel()) if bits is None else bits
+    return GridNoise(STREAM, bits).noised(total, std=std, **{"attempt": 0, "step": 0, "parameter": "w"} | key)
+
+
+def test_what_is_released_are_whole_numbers_of_grid_steps_with_normal_noise() -> None:
+    total = torch.linspace(-3, 3, 50_000, dtype=torch.float64)
+    noised = on_grid(total, std=0.75, bits=20)
+    steps = noised / (0.75 * 2.0**-20)
+    assert torch.equal(steps, steps.round())
+    assert stats.kstest(((noised - total) / 0.75).numpy(), "norm").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("coordinates", [1, 100, 40_000])
+@pytest.mark.parametrize("noise_multiplier", [0.3, 1.0, 50.0])
+def test_rounding_never_moves_neighbours_further_apart_than_was_charged(
+    coordinates: int, noise_multiplier: float
+) -> None:
+    """Random sums, and ones beside a half of a grid step, where all coordinates are rounded apart."""
+    bits = grid_bits(noise_multiplier, coordinates)
+    sensitivity = 1.0
+    std = noise_multiplier * with_rounding_paid(sensitivity, "discrete")
+    grid, random = std * 2.0**-bits, torch.Generator().manual_seed(0)
+    worst = 0.0
+    for trial in range(20):
+        base = torch.randn(coordinates, generator=random, dtype=torch.float64) * 10
+        if trial % 2:
+            base = (base / grid).floor() * grid + 0.4999 * grid
+        way = torch.ones_like(base) if trial % 4 == 1 else torch.randn(base.shape, generator=random, dtype=base.dtype)
+        step = way / way.norm() * sensitivity
+        step = ((step / grid - 0.001).floor() + 0.001) * grid if trial % 4 == 1 else step
+        moved = (on_grid(base + step, std=std, bits=bits) - on_grid(base, std=std, bits=bits)).norm()
+        assert step.norm() <= sensitivity * (1 + 1e-9)
+        assert moved <= with_rounding_paid(sensitivity, "discrete") * (1 + 1e-10)
+        worst = max(worst, float(moved - step.norm()))
+    if coordinates == 40_000:
+        assert worst > 0.1 * grid * math.sqrt(coordinates), "rounding does move sums apart, or nothing was tested"
+
+
+def test_the_grid_is_as_fine_as_the_charge_asks_and_no_finer() -> None:
+    for coordinates in (1, 3, 1000, 10**7, 3 * 10**9):
+        for noise_multiplier in (0.2, 1.0, 20.0):
+            grid = noise_multiplier * (1 + ROUNDING_SHARE) * 2.0 ** -grid_bits(noise_multiplier, coordinates)
+            assert 2 * grid * math.sqrt(coordinates) <= ROUNDING_SHARE < 4 * grid * math.sqrt(coordinates) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("word", ["off", 0, None])
+def test_a_word_that_would_be_taken_for_true_does_not_choose_the_generator(word: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.secure_rng"):
+        DPSGD(eps=1.0, secure_rng=word)
+
+
+def test_noise_that_needs_a_finer_grid_than_integers_hold_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.noise=gaussian"):
+        grid_bits(1e9, 10**12)
+
+
+def test_sums_that_are_too_large_or_no_numbers_are_cut_and_the_sum_itself_is_left_alone() -> None:
+    total = torch.tensor([math.inf, -math.inf, math.nan, 1e300, 1.0], dtype=torch.float64)
+    before = total.clone()
+    noised = on_grid(total, bits=30)
+    assert noised.isfinite().all() and noised[0] > 2.0**21 and noised[1] < -(2.0**21)
+    assert abs(noised[2]) < 10 and noised[3] == pytest.approx(2.0**22, rel=1e-4)
+    assert torch.equal(total.nan_to_num(), before.nan_to_num())
+
+
+def test_a_part_of_a_sum_gets_the_noise_of_its_place_whatever_else_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = torch.randn(3 * BLOCK + 17)
+    whole = on_grid(total, bits=25)
+    for start, size in ((0, 5), (BLOCK - 3, 7), (BLOCK, BLOCK), (2 * BLOCK + 1, BLOCK + 16)):
+        part = on_grid(total[start : start + size], bits=25, start=start)
+        assert torch.equal(part, whole[start : start + size])
+    monkeypatch.setattr("lit_dpret.privacy.noise._AT_ONCE", BLOCK + 5)
+    assert torch.equal(on_grid(total, bits=25), whole)
+    assert not torch.equal(on_grid(total, bits=25, salt="another"), whole)
+    shaped = on_grid(total[:12].reshape(3, 4), bits=25)
+    assert shaped.shape == (3, 4) and torch.equal(shaped.flatten(), whole[:12]) and shaped.dtype == torch.float32
+
+
+# -- an attack on the low bits ----------------------------------------------------------------
+
+
+def attached(noise: NoiseName, module: nn.Module | None = None, **settings: Any) -> DPSGD:
+    module = nn.Linear(64, 64, bias=False) if module is None else module
+    mode = DPSGD(eps=50.0, noise=noise, **settings)
+    plan = PrivacyPlan.build(
+        PrivacyBudget(eps=50.0, delta=1e-3), PlainSamplingRequest(sampling="poisson", expected_batch_size=64),
+        steps=1, max_grad_norm=1.0, n_public=128, noise_multiplier=1.0, noise=noise,
+    )  # fmt: skip
+    mode.attach(module, plan, STREAM)
+    return mode
+
+
+def released(noise: NoiseName, value: float, step: int) -> Tensor:
+    update: Update = attached(noise).privatize({"weight": torch.full((64, 64), value)}, attempt=0, step=step)
+    return update.gradients["weight"].double() * update.denominator
+
+
+def told_by_low_bits(output: Tensor) -> bool:
+    """Whether a sum of 1 stands behind the output, by its bits below 2^-24 (Mironov 2012).
+
+    A normal nearer to 0 than 1/4 has some; 1 plus a normal, added in float32, never does.
+    """
+    near = output[output.abs() < 0.25] * 2.0**24
+    return bool((near == near.round()).double().mean() > 0.9)
+
+
+def test_low_bits_of_floating_point_noise_tell_neighbours_apart_and_those_on_a_grid_do_not() -> None:
+    found = {
+        noise: [told_by_low_bits(released(noise, value, step)) for value in (0.0, 1.0) for step in range(8)]
+        for noise in ("gaussian", "discrete")
+    }
+    assert found["gaussian"] == [False] * 8 + [True] * 8, "the attack works, so its failure means something"
+    assert found["discrete"] == [False] * 16
+
+
+# -- modes, plans, cards ----------------------------------------------------------------------
+
+
+def settings_of(mode: type) -> dict[str, Any]:
+    return {"max_logit_grad_norm": 1.0} if mode is LogitDP else {"max_grad_norm": 1.0}
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = SoftmaxPairLoss(temperature=0.5)
+        self.pair_loss = lambda expected: self.loss
+        self.pair_batch = None
+
+
+class Asked:
+    sampling, sample_rate, expected_batch_size, cap = "poisson", None, 20, None
+    physical_batch_size, rows_per_unit = 20, "one"
+
+
+@pytest.mark.parametrize("mode", [DPSGD, BatchClip, LogitDP, PerExampleDuplicated, PublicPassages, None])
+def test_every_mode_charges_the_rounding_and_nothing_else_changes(mode: type | None) -> None:
+    budget = PrivacyBudget(eps=9.0, delta=1e-5)
+    plans = [
+        histogram_plan(budget, noise_multiplier=5.0, noise=noise)
+        if mode is None
+        else mode(eps=8.0, delta=1e-4, noise_multiplier=30.0, noise=noise, **settings_of(mode)).plan(
+            Asked(), units=1000, steps=3, module=Pairs()
+        )
+        for noise in ("gaussian", "discrete")
+    ]
+    assert plans[1].sensitivity == pytest.approx(plans[0].sensitivity * (1 + ROUNDING_SHARE), rel=1e-14)
+    assert replace(plans[1], noise="gaussian", sensitivity=plans[0].sensitivity) == plans[0]
+    assert plans[0].epsilon() == plans[1].epsilon() and plans[1].noise_std > plans[0].noise_std
+    assert PrivacyPlan.from_dict(plans[1].to_dict()) == plans[1]
+
+
+def test_the_source_follows_the_plan_and_its_grid_all_coordinates() -> None:
+    assert isinstance(attached("gaussian")._noise, FloatNoise)
+    source = attached("discrete", nn.Linear(300, 300))._noise
+    assert source == noise_source("discrete", STREAM, noise_multiplier=1.0, coordinates=300 * 300 + 300 + 1)
+
+
+def test_a_parameter_that_lies_on_other_processes_counts_with_all_its_coordinates() -> None:
+    module = nn.Linear(300, 300)
+    whole = attached("discrete", module)._noise
+    for parameter in module.parameters():
+        parameter.ds_numel = parameter.numel()  # as DeepSpeed leaves a parameter of ZeRO-3
+        parameter.data = torch.empty(0)
+    assert attached("discrete", module)._noise == whole
+
+
+def test_the_count_of_clipped_units_gets_noise_on_the_grid_as_well() -> None:
+    update = attached("discrete").privatize({"weight": torch.zeros(64, 64)}, attempt=0, step=0)
+    assert update.clip_fraction is None
+    mode = attached("discrete")
+    mode._plan = replace(
+        mode._plan, clip_fraction_budget=0.1, sensitivity=with_rounding_paid(1 / math.sqrt(0.9), "discrete")
+    )
+    counted = {"weight": torch.zeros(64, 64), **mode.extra_sums()}
+    fractions = [mode.privatize(dict(counted), attempt=0, step=step).clip_fraction for step in range(3)]
+    assert len(set(fractions)) == 3 and all(f is not None and math.isfinite(f) for f in fractions)
+
+
+def test_an_unknown_noise_is_refused_by_name_and_an_untried_strategy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"privacy\.noise"):
+        DPSGD(eps=1.0, noise="laplace")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"privacy\.noise"):
+        replace(make_plan(), noise="laplace")  # type: ignore[arg-type]
+
+    trainer: Any = None
+    for name in ("xla", "xla_processes"):
+        monkeypatch.setattr(strategies, "strategy_name", lambda trainer, name=name: name)
+        with pytest.raises(ConfigurationError, match=r"privacy\.noise=gaussian"):
+            strategies.refuse_unsupported(trainer, DPSGD(eps=1.0, noise="discrete"))
+        strategies.refuse_unsupported(trainer, DPSGD(eps=1.0))
+
+
+def grid_plan() -> PrivacyPlan:
+    plain = make_plan()
+    return replace(plain, noise="discrete", sensitivity=with_rounding_paid(plain.sensitivity, "discrete"))
+
+
+def card_of(folder: Path, plan: PrivacyPlan, start: dict[str, Any] | None = None) -> dict[str, Any]:
+    run = Run(folder / "run", plan)
+    if start is not None:
+        run.ledger.append("event", name="init_from", start=start)
+    run.train()
+    return build_card(run.ledger.records, subject_of("weights", "x", []))
+
+
+def floating(card: dict[str, Any]) -> bool:
+    return any("floating-point form" in gap for gap in card["not_covered"])
+
+
+def test_the_card_drops_the_attacks_on_floating_point_noise_and_says_what_it_still_rests_on(tmp_path: Path) -> None:
+    plain, grid = card_of(tmp_path / "a", make_plan()), card_of(tmp_path / "b", grid_plan())
+    assert (floating(plain), floating(grid)) == (True, False)
+    assert [card["randomness"]["floating_point"] for card in (plain, grid)] == [True, False]
+    assert [card["mechanism"]["noise"] for card in (plain, grid)] == ["gaussian", "discrete"]
+    (rests,) = [a for a in grid["assumptions"] if "public grid" in a["text"]]
+    assert rests["holds"] == "unverified" and "additions in floating point" in rests["text"]
+    assert plain["claim"]["epsilon"] == grid["claim"]["epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        ({"public": True}, False),
+        ({"randomness": {"rng": "ChaCha20", "secure": True, "floating_point": True}}, True),
+        ({"randomness": {"rng": "ChaCha20", "secure": True, "floating_point": False}}, False),
+        ({}, True),
+    ],
+)
+def test_a_run_that_started_from_floating_point_noise_does_not_drop_its_attacks(
+    start: dict[str, Any], told: bool, tmp_path: Path
+) -> None:
+    facts = {"name": "s", "card_sha256": "0" * 64, "public": False, "guarantee": "dp", "releases": [], "parents": []}
+    assert floating(card_of(tmp_path, grid_plan(), facts | start)) is told
