@@ -330,17 +330,6 @@ def totals(path: Path) -> list[float]:
     return after
 
 
-@pytest.mark.slow
-def test_of_two_runs_that_fit_only_alone_exactly_one_begins_every_time(tmp_path: Path) -> None:
-    limit, rounds = 1.001 * by_rdp(trained(count=100)), 15
-    answers = compete(tmp_path, limit, rounds=rounds, attempts=1)
-    for number in range(rounds):
-        assert sorted(answer for at, _, answer in answers if at == number) == ["granted", "refused"]
-        (held,) = totals(tmp_path / f"round{number}.jsonl")
-        assert held <= limit
-        assert of_round(tmp_path, number, limit).total().runs == 1
-
-
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_limit_holds_after_every_single_record_while_runs_begin_and_end(tmp_path: Path, processes: int) -> None:
     limit, rounds = 1.001 * by_rdp(trained(count=300)), 4

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import multiprocessing
 import os
 import random
 import resource
@@ -24,7 +23,6 @@ from lit_dpret.privacy.accounting.releases import (
     GaussianRelease,
     NonPrivateRelease,
     Poisson,
-    SamplingLaw,
     Shuffle,
 )
 from lit_dpret.privacy.ledger.chain import GENESIS, canonical_json, record_hash
@@ -124,11 +122,6 @@ def test_every_append_is_on_the_disk_before_it_returns(path: Path, monkeypatch: 
 # --- tampering --------------------------------------------------------------------------------
 
 
-def harmless(edited: bytes, content: bytes) -> bool:
-    """Whether an edit did nothing but cut the file's end, which a chain alone cannot see."""
-    return content.startswith(edited)
-
-
 def detected(edited: bytes, tmp_path: Path) -> bool:
     path = tmp_path / "edited.jsonl"
     path.write_bytes(edited)
@@ -140,39 +133,28 @@ def detected(edited: bytes, tmp_path: Path) -> bool:
     return False
 
 
-@settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_single_byte_change_is_detected(content: bytes, tmp_path: Path, data: st.DataObject) -> None:
-    position = data.draw(st.integers(0, len(content) - 1))
-    change = data.draw(st.sampled_from(["replace", "insert", "delete"]))
-    byte = bytes([data.draw(st.integers(0, 255))])
-    if change == "replace":
-        edited = content[:position] + byte + content[position + 1 :]
-    elif change == "insert":
-        edited = content[:position] + byte + content[position:]
-    else:
-        edited = content[:position] + content[position + 1 :]
-    assert edited == content or harmless(edited, content) or detected(edited, tmp_path)
-
-
-@settings(max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_deletion_swap_or_insertion_of_whole_lines_is_detected(
+def test_any_change_of_a_byte_and_any_deletion_swap_or_insertion_of_lines_is_detected(
     content: bytes, tmp_path: Path, data: st.DataObject
 ) -> None:
-    lines = content.splitlines(keepends=True)
-    a, b = data.draw(st.integers(0, len(lines) - 1)), data.draw(st.integers(0, len(lines) - 1))
+    """Either of single bytes or of whole lines."""
+    parts = data.draw(st.sampled_from([[bytes([byte]) for byte in content], content.splitlines(keepends=True)])).copy()
+    places = st.integers(0, len(parts) - 1)
+    a, b = data.draw(places), data.draw(places)
+    new = data.draw(st.binary(min_size=1, max_size=1)) if len(parts) == len(content) else parts[b]
     change = data.draw(st.sampled_from(["delete", "swap", "insert", "replace"]))
     if change == "delete":
-        del lines[a]
+        del parts[a]
     elif change == "swap":
-        lines[a], lines[b] = lines[b], lines[a]
+        parts[a], parts[b] = parts[b], parts[a]
     elif change == "insert":
-        lines.insert(a, lines[b])
+        parts.insert(a, new)
     else:
-        lines[a] = lines[b]
-    edited = b"".join(lines)
-    assert edited == content or harmless(edited, content) or detected(edited, tmp_path)
+        parts[a] = new
+    edited = b"".join(parts)
+    cut = content.startswith(edited)  # of its end alone, which a chain cannot see
+    assert edited == content or cut or detected(edited, tmp_path)
 
 
 def joined(records: list[dict[str, Any]]) -> bytes:
@@ -309,13 +291,7 @@ def test_a_write_cut_short_by_the_system_leaves_the_file_whole(path: Path) -> No
     assert [record.get("text") for record in PrivacyLedger.read(path).records] == [None, "afterwards"]
 
 
-@pytest.mark.parametrize(
-    ("code", "advice"),
-    [(errno.ENOSPC, "disk is full. Free some space"), (errno.EIO, "sound disk"), (errno.EDQUOT, "quota")],
-)
-def test_a_failed_sync_takes_the_record_back(
-    path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
-) -> None:
+def test_a_failed_sync_takes_the_record_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with PrivacyLedger.open(path) as ledger:
         ledger.append("event")
         good = path.read_bytes()
@@ -324,11 +300,11 @@ def test_a_failed_sync_takes_the_record_back(
 
         def failing(fd: int) -> None:
             if next(failures, False):
-                raise OSError(code, os.strerror(code))
+                raise OSError(errno.ENOSPC, "full")
             real(fd)
 
         monkeypatch.setattr(os, "fsync", failing)
-        with pytest.raises(StorageError, match=advice):
+        with pytest.raises(StorageError, match=r"privacy_ledger\.jsonl"):
             ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
         assert path.read_bytes() == good
         ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())  # the failed one took no noise key
@@ -371,28 +347,16 @@ def test_a_second_writer_is_refused_while_the_first_is_open(path: Path) -> None:
     PrivacyLedger.open(path).close()
 
 
-def _append_in_child(ledger: PrivacyLedger, answer: Any) -> None:
-    try:
-        ledger.append("event")
-        answer.put("accepted")
-    except LedgerError as error:
-        answer.put(str(error))
-
-
-def test_a_forked_worker_cannot_write(path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    with PrivacyLedger.open(path) as ledger:
-        answer = context.SimpleQueue()
-        child = context.Process(target=_append_in_child, args=(ledger, answer))
-        child.start()
-        child.join()
-        assert "another process" in answer.get()
-        ledger.append("event")
-
-
-def _outside_append(path: Path) -> None:
-    with open(path, "ab") as file:
-        file.write(b"x")
+def test_a_forked_worker_cannot_write(ledger: PrivacyLedger) -> None:
+    if (child := os.fork()) == 0:
+        try:
+            ledger.append("event")
+        except LedgerError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    ledger.append("event")
+    assert len(ledger.records) == 1
 
 
 def _outside_replace(path: Path) -> None:
@@ -401,7 +365,9 @@ def _outside_replace(path: Path) -> None:
     copy.replace(path)
 
 
-@pytest.mark.parametrize("interfere", [_outside_append, _outside_replace, Path.unlink])
+@pytest.mark.parametrize(
+    "interfere", [lambda path: path.write_bytes(path.read_bytes() + b"x"), _outside_replace, Path.unlink]
+)
 def test_a_file_touched_by_somebody_else_during_the_run_is_noticed(
     ledger: PrivacyLedger, path: Path, interfere: Callable[[Path], None]
 ) -> None:
@@ -414,12 +380,12 @@ def test_a_file_touched_by_somebody_else_during_the_run_is_noticed(
 # --- what is charged --------------------------------------------------------------------------
 
 
-def test_a_replay_charges_nothing(ledger: PrivacyLedger) -> None:
-    take_step(ledger, 0, update_hash="u")
-    before = charged_releases(ledger.records)
+@pytest.mark.parametrize("noise_std", [0.5, 0.4])
+def test_a_replay_charges_nothing_and_takes_nothing_back(ledger: PrivacyLedger, noise_std: float) -> None:
+    take_step(ledger, 0, noise_std=noise_std, update_hash="u")
     ledger.append("replay", attempt=0, step=0)
     ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, update_hash="u")
-    assert charged_releases(ledger.records) == before
+    assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=noise_std / 0.5, law=LAW)]
 
 
 @pytest.mark.parametrize(
@@ -436,21 +402,13 @@ def test_a_replay_charges_nothing(ledger: PrivacyLedger) -> None:
     ],
 )
 def test_a_step_is_charged_as_it_was_where_that_is_more_than_was_announced(
-    path: Path, noise_std: float | None, sensitivity: float | None, charged: float | None
+    ledger: PrivacyLedger, noise_std: float | None, sensitivity: float | None, charged: float | None
 ) -> None:
-    with PrivacyLedger.open(path) as ledger:
-        ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
-        ledger.append("release", attempt=0, step=0, noise_std=noise_std, sensitivity=sensitivity)
-        found = charged_releases(ledger.records)
+    ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
+    ledger.append("release", attempt=0, step=0, noise_std=noise_std, sensitivity=sensitivity)
     bare = NonPrivateRelease(label="train")
-    assert found == [bare if charged is None else GaussianRelease(noise_multiplier=charged, law=LAW)]
-
-
-def test_a_replay_that_states_more_noise_takes_nothing_back(ledger: PrivacyLedger) -> None:
-    take_step(ledger, 0, noise_std=0.4)
-    ledger.append("replay", attempt=0, step=0)
-    ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5)
-    assert charged_releases(ledger.records) == [GaussianRelease(noise_multiplier=0.8, law=LAW)]
+    expected = bare if charged is None else GaussianRelease(noise_multiplier=charged, law=LAW)
+    assert charged_releases(ledger.records) == [expected]
 
 
 def test_an_attempt_whose_draws_left_their_law_is_charged_without_amplification(ledger: PrivacyLedger) -> None:
@@ -469,17 +427,6 @@ def test_a_release_without_privacy_stays_one_whatever_is_stated_later(ledger: Pr
     assert charged_releases(ledger.records) == [NonPrivateRelease(label="train")]
 
 
-def shuffled(steps: list[tuple[int, int]], law: SamplingLaw, path: Path) -> int:
-    """How many epochs are charged for steps given as (attempt, step)."""
-    release = GaussianRelease(noise_multiplier=1.0, law=law)
-    with PrivacyLedger.open(path) as ledger:
-        for attempt, step in steps:
-            ledger.append("intent", attempt=attempt, step=step, release=release.to_dict())
-        (charged,) = charged_releases(ledger.records)
-    assert isinstance(charged, GaussianRelease) and isinstance(charged.law, Shuffle)
-    return charged.law.epochs(charged.count)
-
-
 @pytest.mark.parametrize(
     ("steps", "epochs", "n"),
     [
@@ -492,9 +439,14 @@ def shuffled(steps: list[tuple[int, int]], law: SamplingLaw, path: Path) -> int:
     ],
 )
 def test_under_shuffling_every_epoch_touched_in_an_attempt_is_charged_whole(
-    steps: list[tuple[int, int]], epochs: int, n: int, path: Path
+    ledger: PrivacyLedger, steps: list[tuple[int, int]], epochs: int, n: int
 ) -> None:
-    assert shuffled(steps, Shuffle(batch_size=10, n=n), path) == epochs
+    release = GaussianRelease(noise_multiplier=1.0, law=Shuffle(batch_size=10, n=n))
+    for attempt, step in steps:
+        ledger.append("intent", attempt=attempt, step=step, release=release.to_dict())
+    (charged,) = charged_releases(ledger.records)
+    assert isinstance(charged, GaussianRelease) and isinstance(charged.law, Shuffle)
+    assert charged.law.epochs(charged.count) == epochs
 
 
 # --- noise keys -------------------------------------------------------------------------------
@@ -524,21 +476,19 @@ def test_a_record_of_a_step_that_was_never_announced_is_refused(ledger: PrivacyL
         ledger.append(kind, attempt=0, step=1, noise_std=0.5, sensitivity=0.5)
 
 
-@pytest.mark.parametrize("name", ["state_hash", "sum_tag"])
+@pytest.mark.parametrize("name", ["state_hash", "sum_tag", "update_hash"])
 def test_a_replay_that_differs_from_the_first_execution_is_refused(ledger: PrivacyLedger, name: str) -> None:
     ledger.append("intent", attempt=0, step=0, release=STEP.to_dict(), **{name: "a"})
+    released = {"attempt": 0, "step": 0, "noise_std": 0.5, "sensitivity": 0.5, "law": LAW.to_dict()}
+    ledger.append("release", **released, **{name: "a"})
     with pytest.raises(LedgerError, match=f"{name} differs"):
         ledger.append("replay", attempt=0, step=0, **{name: "b"})
-    ledger.append("replay", attempt=0, step=0, **{name: "a"})
-
-
-def test_a_replay_that_lets_out_another_update_is_refused(ledger: PrivacyLedger) -> None:
-    take_step(ledger, 0, update_hash="a", law=LAW.to_dict())
     ledger.append("replay", attempt=0, step=0)
-    with pytest.raises(LedgerError, match="update_hash differs"):
-        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, update_hash="b")
+    with pytest.raises(LedgerError, match=f"{name} differs"):
+        ledger.append("release", **released, **{name: "b"})
     with pytest.raises(LedgerError, match="another sampling law"):
-        ledger.append("release", attempt=0, step=0, noise_std=0.5, sensitivity=0.5, law=FullBatch().to_dict())
+        ledger.append("release", **released | {"law": FullBatch().to_dict()})
+    ledger.append("release", **released, **{name: "a"})
 
 
 def test_one_announcement_allows_one_release(ledger: PrivacyLedger) -> None:
@@ -566,5 +516,5 @@ def test_an_intent_that_no_accountant_could_charge_is_refused(path: Path, facts:
 @pytest.mark.parametrize("facts", [{"noise_std": -1.0, "sensitivity": 1.0}, {"noise_std": "1", "sensitivity": 1.0}])
 def test_a_release_with_an_impossible_size_is_refused(ledger: PrivacyLedger, facts: dict[str, Any]) -> None:
     ledger.append("intent", attempt=0, step=0, release=STEP.to_dict())
-    with pytest.raises(LedgerError, match="finite number"):
+    with pytest.raises(LedgerError, match="noise_std"):
         ledger.append("release", attempt=0, step=0, **facts)
