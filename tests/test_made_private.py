@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,25 @@ def test_the_clipped_sum_is_that_of_a_loop_over_units(rows_per_unit: str, tmp_pa
             torch.testing.assert_close(sums[f"module.{name}"], weight, rtol=1e-6, atol=1e-9)
 
 
-def test_a_fit_ends_with_a_card_of_the_epsilon_that_another_accountant_finds(tmp_path: Path) -> None:
-    private = make_private(Classifier(), per_row_loss=row_loss, eps=3)
-    fit(tmp_path, private, data(sampling="poisson"))
-    card = card_in(tmp_path)
+class Measured(Classifier):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        raise RuntimeError("a test of one's own that fails")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+def test_a_fit_ends_with_its_weights_and_a_card_that_verify_and_that_later_measures_leave_as_they_are(
+    tmp_path: Path,
+) -> None:
+    model = Measured()
+    before = model.net[0].weight.detach().clone()
+    trainer = fit(tmp_path, make_private(model, per_row_loss=row_loss, eps=3), data(sampling="poisson"))
+    saved = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
+    fresh = Classifier()
+    fresh.load_state_dict(saved)
+    assert torch.equal(fresh.net[0].weight, model.net[0].weight) and not torch.equal(before, model.net[0].weight)
+    card, written = card_in(tmp_path), (tmp_path / "privacy_card.json").read_bytes()
     step = dp_accounting.PoissonSampledDpEvent(
         20 / 60,
         dp_accounting.GaussianDpEvent(
@@ -100,67 +115,29 @@ def test_a_fit_ends_with_a_card_of_the_epsilon_that_another_accountant_finds(tmp
     assert claim["unit"] == "record" and claim["delta"] == pytest.approx(1 / 120)
     assert claim["epsilon"] == pytest.approx(other, rel=1e-3) and 2.5 < claim["epsilon"] <= 3
     assert card["mechanism"]["optimizer"] == "SGD"
-    assert not verify_chain(tmp_path).failed
+    loader = DataLoader(rows(), batch_size=20)
+    trainer.validate(model, loader, verbose=False)
+    trainer.predict(model, loader)
+    with pytest.raises(RuntimeError, match="of one's own"):
+        trainer.test(model, loader, verbose=False)
+    assert (tmp_path / "privacy_card.json").read_bytes() == written
+    assert not verify_chain(tmp_path).failed and not verify_chain(tmp_path / "model").failed
 
 
-@pytest.mark.parametrize("delta", [None, 1e-5])
-def test_a_large_delta_is_cautioned_of_before_the_first_step_and_on_the_card(
-    delta: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("eps", "delta"), [(3, None), (21, 1e-5)])
+def test_a_large_delta_or_epsilon_is_cautioned_of_before_the_first_step_and_on_the_card(
+    eps: float, delta: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr("lit_dpret.errors.on_command_line", False)
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    with caplog.at_level(logging.INFO, logger=logger.name), contextlib.ExitStack() as undo:
-        logger.addHandler(caplog.handler)
-        undo.callback(logger.removeHandler, caplog.handler)
-        fit(tmp_path, made(delta=delta, noise_multiplier=None), max_steps=1)
-    told = [one.getMessage() for one in caplog.records if "delta=1e-05" in one.getMessage()]
-    cautions = [one for one in card_in(tmp_path)["cautions"] if one.startswith("delta = ")]
-    assert bool(told) is bool(cautions) is (delta is None)
-    if delta is None:
-        at_that = dict(map(reversed, card_in(tmp_path)["claim"]["curve"]))[1e-5]
-        assert f"1e-05, at which epsilon is {show_epsilon(at_that)}" in cautions[0] and "privacy." not in told[0]
-        assert cautions[0] in (tmp_path / "privacy_card.md").read_text(encoding="utf-8")
-
-
-def test_the_length_and_the_noise_of_a_run_are_told_before_its_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     told: list[str] = []
     monkeypatch.setattr("lit_dpret.callbacks.planning.rank_zero_info", told.append)
-    names = [f"u{row // 2}" for row in range(60)]
-    fit(
-        tmp_path,
-        made(delta=1e-5),
-        data(unit_of=names.__getitem__, unit_name="user", expected_batch_size=5),
-        max_steps=2,
-    )
-    words = " ".join(told)
-    assert "2 steps" in words and "noise multiplier 1 " in words and "user" in words and "1e-05" in words
-
-
-@pytest.mark.parametrize("eps", [3, 21])
-def test_a_large_epsilon_is_warned_of_before_the_first_step(
-    eps: float, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    fit(tmp_path, made(eps=eps), max_steps=1)
+    fit(tmp_path, made(eps=eps, delta=delta, noise_multiplier=None), max_steps=1)
+    cautions = [one for one in card_in(tmp_path)["cautions"] if one.startswith("delta = ")]
+    assert any("delta=1e-05" in one for one in told) is bool(cautions) is (delta is None)
     assert sum(f"eps={eps} is large" in str(one.message) for one in recwarn) == (eps > 20)
-
-
-class Compares(L.Callback):
-    """Scores the model of an earlier run on public rows when training has ended."""
-
-    def __init__(self, earlier: Any) -> None:
-        self.earlier = earlier
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.earlier(torch.zeros(2, 4))
-
-
-def test_a_model_of_an_earlier_run_may_be_compared_with_when_training_has_ended(tmp_path: Path) -> None:
-    earlier = Classifier()
-    fit(tmp_path / "first", made(earlier), max_steps=1)
-    fit(tmp_path / "second", made(), max_steps=1, callbacks=[PrivacyAccountant(), PrivacyCard(), Compares(earlier.net)])
-    assert (tmp_path / "second" / "privacy_card.json").exists()
+    if delta is None:
+        at_that = dict(map(reversed, card_in(tmp_path)["claim"]["curve"]))[1e-5]
+        assert f"epsilon is {show_epsilon(at_that)}" in cautions[0]
 
 
 class Predicts(PrivateModule):
@@ -171,29 +148,11 @@ class Predicts(PrivateModule):
         return found
 
 
-@pytest.mark.parametrize("loss", [lambda model, batch: None, lambda model, batch: list(row_loss(model, batch))])
-def test_a_loss_that_is_no_tensor_is_refused_before_its_first_release(loss: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="per_row_loss"):
-        fit(tmp_path, made(per_row_loss=loss))
-    assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("setting", ["gradient_clip_val", "accumulate_grad_batches"])
 def test_what_only_training_cannot_have_is_no_matter_for_prediction(setting: str, tmp_path: Path) -> None:
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     runner = L.Trainer(accelerator="cpu", enable_progress_bar=False, **quiet, **{setting: 2})
     runner.predict(Predicts(privacy=DPSGD(eps=3)), DataLoader(rows(8), 8))
-
-
-def test_the_trained_weights_lie_beside_the_card_and_in_the_module_itself(tmp_path: Path) -> None:
-    model = Classifier()
-    before = model.net[0].weight.detach().clone()
-    fit(tmp_path, made(model))
-    saved = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
-    fresh = Classifier()
-    fresh.load_state_dict(saved)
-    assert torch.equal(fresh.net[0].weight, model.net[0].weight) and not torch.equal(before, model.net[0].weight)
-    assert not verify_chain(tmp_path / "model").failed
 
 
 def test_its_step_keeps_the_promise() -> None:
@@ -239,20 +198,6 @@ def test_a_plain_module_takes_an_optimizer_by_name_or_is_refused(tmp_path: Path)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
-def test_a_checkpoint_of_ones_own_callback_goes_on_with_the_ledger(tmp_path: Path) -> None:
-    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
-    whole = Classifier()
-    fit(tmp_path / "run", made(whole), callbacks=[kept])
-    fit(tmp_path / "other", made(), max_steps=1)
-    resumed = [PrivacyAccountant(resume=True)]
-    (path,) = (tmp_path / "kept").glob("*step=4.ckpt")
-    model = Classifier()
-    fit(tmp_path / "run", made(model), callbacks=resumed, ckpt_path=path)
-    assert torch.equal(model.net[0].weight, whole.net[0].weight)
-    with pytest.raises(ResumeError):
-        fit(tmp_path / "run", made())
-
-
 class Rated(Classifier):
     rate = 1.0
 
@@ -260,20 +205,19 @@ class Rated(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
-@pytest.mark.parametrize("rate", [1.0, 3.0])
 def test_a_resume_says_that_the_learning_rate_is_the_checkpoints(
-    rate: float, tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
     fit(tmp_path / "run", made(Rated()), callbacks=[kept], max_steps=4)
     (path,) = (tmp_path / "kept").glob("*step=2.ckpt")
-    monkeypatch.setattr(Rated, "rate", rate)
-    trainer = fit(
-        tmp_path / "run", made(Rated()), callbacks=[PrivacyAccountant(resume=True)], ckpt_path=path, max_steps=4
-    )
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 1.0
-    said = [str(warning.message) for warning in recwarn if "configure_optimizers" in str(warning.message)]
-    assert len(said) == (rate == 3.0) and all("3" in text for text in said)
+    for rate, times in ((1.0, 0), (3.0, 1)):
+        monkeypatch.setattr(Rated, "rate", rate)
+        resumed = [PrivacyAccountant(resume=True)]
+        trainer = fit(tmp_path / "run", made(Rated()), callbacks=resumed, ckpt_path=path, max_steps=4)
+        assert trainer.optimizers[0].param_groups[0]["lr"] == 1.0
+        said = [str(warning.message) for warning in recwarn if "configure_optimizers" in str(warning.message)]
+        assert len(said) == times and all("3" in text for text in said)
 
 
 class AsksForItsLength(Classifier):
@@ -332,41 +276,37 @@ def test_a_checkpoint_is_loaded_by_the_class_of_the_module_and_by_a_resume(avera
     average = [EMAWeightAveraging()] if averaged else []
     whole = Sized(3, torch.sin)
     trainer = fit(tmp_path / "run", made(whole), callbacks=[kept, *average])
+    moved = type("Moved", (Sized,), {"__module__": "elsewhere"})  # the class, imported from elsewhere
     paths = {step: next((tmp_path / "kept").glob(f"*step={step}.ckpt")) for step in (3, 6)}
     loaded = Sized.load_from_checkpoint(paths[6], weights_only=True)
     assert loaded.hparams == Sized(3).hparams
     names = dict(loaded.named_parameters()).keys()
     assert averaged or all(torch.equal(loaded.get_parameter(name), whole.get_parameter(name)) for name in names)
-    again = Sized(3)
+    again = moved(3)
     fit(tmp_path / "run", made(again), callbacks=[PrivacyAccountant(resume=True), *average], ckpt_path=paths[3])
     assert all(torch.equal(again.get_parameter(name), whole.get_parameter(name)) for name in names)
     with pytest.raises(UnsupportedModelError, match=r"\bSized.*ckpt_path"):
         type(trainer.lightning_module).load_from_checkpoint(paths[6])
 
 
-def test_a_resume_without_its_checkpoint_is_refused_before_a_step_is_charged_again(tmp_path: Path) -> None:
-    fit(tmp_path, made(), max_steps=1)
-    before = (tmp_path / "privacy_ledger.jsonl").read_text().count('"intent"')
-    with pytest.raises(ResumeError, match="ckpt_path") as found:
-        fit(tmp_path, made(), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
-    (path,) = tmp_path.rglob("*.ckpt")
-    assert str(path) in str(found.value)
-    assert (tmp_path / "privacy_ledger.jsonl").read_text().count('"intent"') == before
-    path.unlink()  # as after a crash before the first one
-    fit(tmp_path, made(), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
-
-
-def test_a_resume_in_a_folder_of_other_runs_leaves_their_checkpoints_alone(
+def test_a_resume_without_its_checkpoint_is_refused_before_a_step_is_charged_again(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     fit(tmp_path, made(), max_steps=1)
-    other = tmp_path / "other" / "checkpoints"
-    other.mkdir(parents=True)
+    before = (tmp_path / "privacy_ledger.jsonl").read_text().count('"intent"')
+    (path,) = tmp_path.rglob("*.ckpt")
+    theirs = tmp_path / "other" / "checkpoints"  # of another run, which no resume touches
+    theirs.mkdir(parents=True)
     for name in (".last.ckpt.tmp", "theirs.ckpt"):
-        (other / name).write_bytes(b"another process writes this")
-    with pytest.raises(ResumeError, match="ckpt_path"):
+        (theirs / name).write_bytes(b"another process writes this")
+    with pytest.raises(ResumeError, match="ckpt_path") as found:
         fit(tmp_path, made(), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
-    assert len(list(other.iterdir())) == 2 and not [one for one in recwarn if "theirs" in str(one.message)]
+    assert str(path) in str(found.value)
+    assert (tmp_path / "privacy_ledger.jsonl").read_text().count('"intent"') == before
+    assert len(list(theirs.iterdir())) == 2 and not [one for one in recwarn if "theirs" in str(one.message)]
+    shutil.rmtree(theirs)
+    path.unlink()  # as after a crash before the first one
+    fit(tmp_path, made(), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
 
 
 def test_weights_are_not_written_among_files_of_something_else(tmp_path: Path) -> None:
@@ -442,11 +382,3 @@ def test_callbacks_that_are_given_to_two_trainers_work_in_the_folder_of_each(tmp
         fit(tmp_path / name, made(), max_steps=1, callbacks=watching)
     for name in ("one", "two"):
         assert (tmp_path / name / "privacy_ledger.jsonl").is_file() and card_in(tmp_path / name)["claim"]["epsilon"]
-
-
-def test_a_resume_goes_on_though_the_class_is_imported_from_elsewhere(tmp_path: Path) -> None:
-    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
-    fit(tmp_path / "run", made(), callbacks=[kept])
-    moved = type("Moved", (Classifier,), {"__module__": "elsewhere"})
-    (path,) = (tmp_path / "kept").glob("*step=4.ckpt")
-    fit(tmp_path / "run", made(moved()), callbacks=[PrivacyAccountant(resume=True)], ckpt_path=path)

@@ -87,9 +87,27 @@ class WithoutALoss(PrivateModule):
         return {"x": torch.stack([x for x, _ in rows])}
 
 
-def test_a_private_module_without_a_loss_is_refused_before_its_first_release(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="per_row_loss"):
-        fit(tmp_path, WithoutALoss(), callbacks=[PrivacyAccountant(), PrivacyCard()])
+def logging_itself(model: Any, batch: Any) -> Tensor:
+    losses = row_loss(model, batch)
+    model.log("train_loss", losses.mean())
+    return losses
+
+
+REFUSED_LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "of a private module that has none": (WithoutALoss, "per_row_loss"),
+    "None": (lambda: made(per_row_loss=lambda model, batch: None), "per_row_loss"),
+    "a list": (lambda: made(per_row_loss=lambda model, batch: list(row_loss(model, batch))), "per_row_loss"),
+    "a mean": (lambda: made(per_row_loss=lambda model, batch: row_loss(model, batch).mean()), "row"),
+    "one that logs itself": (lambda: made(per_row_loss=logging_itself), r"'train_loss'.*per_row_loss"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_LOSSES)
+def test_a_loss_that_is_none_of_rows_is_refused_before_its_first_release(kind: str, tmp_path: Path) -> None:
+    make, named = REFUSED_LOSSES[kind]
+    with pytest.raises((UnsupportedModelError, ConfigurationError), match=named) as found:
+        fit(tmp_path, make(), callbacks=[PrivacyAccountant(), PrivacyCard()])
+    assert (found.value.trap == "T25") is (kind == "one that logs itself")
     assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text(encoding="utf-8")
 
 
@@ -99,17 +117,6 @@ def test_sums_that_lightning_would_clip_or_add_up_are_refused_by_what_does_it_he
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"max_grad_norm|physical_batch_size"):
         fit(tmp_path, made(), **{setting: 2})
-
-
-def test_a_loss_that_logs_itself_is_refused_as_a_release(tmp_path: Path) -> None:
-    def logging(model: Any, batch: Any) -> Tensor:
-        losses = row_loss(model, batch)
-        model.log("train_loss", losses.mean())
-        return losses
-
-    with pytest.raises(ConfigurationError, match=r"'train_loss'.*per_row_loss") as found:
-        fit(tmp_path, made(per_row_loss=logging))
-    assert found.value.trap == "T25"
 
 
 def test_a_spawned_process_is_refused_before_anything_is_sent_to_it(tmp_path: Path) -> None:
@@ -124,26 +131,20 @@ def test_a_data_module_of_units_is_refused_to_a_module_that_is_not_private(tmp_p
         fit(tmp_path, Classifier())
 
 
-def coupled(model: Any, batch: Any) -> Tensor:
-    loss = row_loss(model, batch)
-    return loss - loss.mean()
-
-
-def test_a_loader_of_ones_own_is_refused_for_a_data_module(tmp_path: Path) -> None:
-    trainer = L.Trainer(default_root_dir=tmp_path, max_steps=1, logger=False, accelerator="cpu")
-    with pytest.raises(ConfigurationError, match="datamodule=") as found:
-        trainer.fit(made(), DataLoader(rows(), 20))
-    assert found.value.trap == "T1"
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
-    [(UnitDataModule, r"datamodule=UnitDataModule\(\.\.\.\)"), (rows(), "unit_of"), (rows, "unit_of")],
+    [
+        ({"train_dataloaders": DataLoader(rows(), 20)}, "datamodule="),
+        ({"datamodule": UnitDataModule}, r"datamodule=UnitDataModule\(\.\.\.\)"),
+        ({"datamodule": rows()}, "unit_of"),
+        ({"datamodule": rows}, "unit_of"),
+    ],
+    ids=["a loader", "a class", "a data set", "a function"],
 )
-def test_a_class_or_a_data_set_in_the_place_of_a_data_module_is_refused(given: Any, named: str, tmp_path: Path) -> None:
-    trainer = L.Trainer(default_root_dir=tmp_path, max_steps=1, logger=False, accelerator="cpu")
-    with pytest.raises(ConfigurationError, match=named):
-        trainer.fit(made(), datamodule=given)
+def test_what_is_no_data_module_is_refused_for_one(given: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=named) as found:
+        plain(max_steps=1, default_root_dir=tmp_path).fit(made(), **given)
+    assert (found.value.trap == "T1") is ("train_dataloaders" in given)
 
 
 def test_hooks_that_nobody_would_call_are_refused_by_name() -> None:
@@ -159,60 +160,48 @@ def test_what_is_private_already_is_not_wrapped() -> None:
         made(made())
 
 
-def test_weights_that_a_trainer_has_trained_before_have_to_be_declared(tmp_path: Path) -> None:
-    class Trained(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return row_loss(self, batch).mean()
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda number: {"text": f"t{number}", "label": number % 3},
+        lambda number: (torch.zeros(number % 3 + 1), 0),
+        lambda number: (object(), 0),
+    ],
+    ids=["texts", "of several lengths", "of no kind that torch collates"],
+)
+def test_rows_that_make_no_tensors_are_refused_by_the_setting_that_collates_them(row: Any, tmp_path: Path) -> None:
+    with pytest.raises((UnsupportedModelError, DataError), match="collate_fn"):
+        fit(tmp_path, made(), data([row(number) for number in range(60)]))
 
-    model = Trained()
+
+class Plainly(Classifier):
+    """Is trained without privacy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return row_loss(self, batch).mean()
+
+
+def plain(**settings: Any) -> L.Trainer:
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = L.Trainer(max_steps=2, enable_progress_bar=False, accelerator="cpu", **quiet)
-    trainer.fit(model, DataLoader(rows(), 8))
-    L.Trainer(enable_progress_bar=False, accelerator="cpu", **quiet).validate(
-        model, DataLoader(rows(), 8), verbose=False
-    )
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "part", made(model.net, optimizer=OptimizerSpec(lr=0.1)))
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "second", made(model))
-    fit(tmp_path / "third", made(model), callbacks=[PrivacyAccountant(init_from_is_public=True)])
-    assert any("init_from_is_public" in text for text in map(str, card_in(tmp_path / "third")["assumptions"]))
+    return L.Trainer(enable_progress_bar=False, accelerator="cpu", **quiet | settings)
 
 
-def test_values_that_are_no_tensors_of_rows_are_refused_by_the_collation(tmp_path: Path) -> None:
-    texts = [{"text": f"t{i}", "label": i % 3} for i in range(60)]
-    with pytest.raises(UnsupportedModelError, match="collate_fn"):
-        fit(tmp_path, made(), data(texts))
+def stepped(model: Any, lr: float = 0.1) -> Any:
+    """Let an optimizer change a model once, and return the model."""
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=lr)
+    row_loss(model, rows().tensors).mean().backward()
+    optimizer.step()
+    return model
 
 
-@pytest.mark.parametrize("row", [lambda number: torch.zeros(number % 3 + 1), lambda number: object()])
-def test_rows_that_torch_cannot_collate_are_refused_by_the_setting_that_can(row: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="collate_fn"):
-        fit(tmp_path, made(), data([(row(number), 0) for number in range(60)]))
-
-
-def loaded(net: Any) -> Classifier:
+def loaded(state: Any) -> Classifier:
     other = Classifier()
-    other.load_state_dict(net.state_dict())
+    other.load_state_dict(state)
     return other
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, loaded])
-def test_a_copy_of_what_an_optimizer_trained_here_is_refused_as_the_original_is(tmp_path: Path, copied: Any) -> None:
-    trained = Classifier()
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-    row_loss(trained, rows().tensors).mean().backward()
-    optimizer.step()
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "copy", made(copied(trained)))
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "original", made(trained))
-    fit(tmp_path / "other", made(Classifier()), max_steps=1)
-    assert "assumed" in card_in(tmp_path / "other")["pretraining"]["start"]
-
-
-def earlier(saved: bool, folder: Path) -> Any:
-    """Return the weights that a plain training left behind in the middle; what was trained is gone, or goes on."""
+def earlier() -> Any:
+    """Return the weights that a plain training left behind in the middle; what was trained is gone."""
     trained = Classifier()
     optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
     kept: list[Any] = []
@@ -221,49 +210,59 @@ def earlier(saved: bool, folder: Path) -> Any:
         row_loss(trained, rows().tensors).mean().backward()
         optimizer.step()
         kept.append(copy.deepcopy(trained.state_dict()))
-    if not saved:
-        return kept[2]
-    torch.save(kept[2], folder / "best.pt")
+    return kept[2]
+
+
+def from_a_file(folder: Path) -> Any:
+    torch.save(earlier(), folder / "best.pt")
     return torch.load(folder / "best.pt")
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_what_a_training_of_this_process_left_and_forgot_is_known_again(saved: bool, tmp_path: Path) -> None:
-    best = earlier(saved, tmp_path)
-    student = Classifier()
-    student.load_state_dict(best)
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path / "student", made(student))
-    public = PrivacyAccountant(init_from_is_public=True)
-    fit(tmp_path / "declared", made(student), max_steps=1, callbacks=[public])
+def from_which_another_training_began() -> Any:
+    best = earlier()
+    stepped(loaded(best), lr=0.01)
+    return best
 
 
-def test_weights_stay_known_when_another_training_begins_with_them(tmp_path: Path) -> None:
-    best, student = earlier(False, tmp_path), Classifier()
-    student.load_state_dict(best)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
-    row_loss(student, rows().tensors).mean().backward()
-    optimizer.step()
-    del student
-    another = Classifier()
-    another.load_state_dict(best)
-    with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path, made(another))
+def by_a_trainer() -> Classifier:
+    model = Plainly()
+    plain(max_steps=2).fit(model, DataLoader(rows(), 8))
+    plain().validate(model, DataLoader(rows(), 8), verbose=False)
+    return model
 
 
 def adapted(module: Classifier) -> Any:
     return peft.get_peft_model(module, peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_adapters_that_an_optimizer_trained_are_known_when_they_are_merged(copied: bool, tmp_path: Path) -> None:
-    lora = adapted(Classifier())
-    optimizer = torch.optim.SGD([each for each in lora.parameters() if each.requires_grad], lr=0.1)
-    row_loss(lora, rows().tensors).mean().backward()
-    optimizer.step()
-    merged = lora.merge_and_unload()
+def merged() -> Any:
+    return stepped(adapted(Classifier())).merge_and_unload()
+
+
+# What is trained on, and what has to stay alive meanwhile.
+TRAINED: dict[str, Callable[[Path], tuple[Any, ...]]] = {
+    "what an optimizer changed": lambda folder: (stepped(Classifier()),),
+    "a deep copy of it": lambda folder: (copy.deepcopy(trained := stepped(Classifier())), trained),
+    "its state dict": lambda folder: (loaded((trained := stepped(Classifier())).state_dict()), trained),
+    "what a training left earlier and forgot": lambda folder: (loaded(earlier()),),
+    "what it saved in a file": lambda folder: (loaded(from_a_file(folder)),),
+    "what another training began with": lambda folder: (loaded(from_which_another_training_began()),),
+    "what a Trainer trained": lambda folder: (by_a_trainer(),),
+    "merged adapters": lambda folder: (merged(),),
+    "a copy of merged adapters": lambda folder: (copy.deepcopy(adapters := merged()), adapters),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_weights_that_this_process_trained_without_privacy_have_to_be_declared(kind: str, tmp_path: Path) -> None:
+    model, *_alive = TRAINED[kind](tmp_path)
     with pytest.raises(ConfigurationError, match="init_from_is_public"):
-        fit(tmp_path, made(copy.deepcopy(merged) if copied else merged))
+        fit(tmp_path / "refused", made(model))
+    if kind == "what a Trainer trained":
+        with pytest.raises(ConfigurationError, match="init_from_is_public"):
+            fit(tmp_path / "part", made(model.net, optimizer=OptimizerSpec(lr=0.1)))
+        fit(tmp_path / "run", made(model), max_steps=1, callbacks=[PrivacyAccountant(init_from_is_public=True)])
+        assert "init_from_is_public" in str(card_in(tmp_path / "run")["assumptions"])
 
 
 def test_adapters_of_a_checkpoint_are_known_when_they_are_merged(tmp_path: Path) -> None:
@@ -280,18 +279,17 @@ def test_adapters_of_a_checkpoint_are_known_when_they_are_merged(tmp_path: Path)
 @pytest.mark.parametrize("lr", [1e-8, 1e-2])
 def test_the_start_of_a_training_is_nobodys(lr: float, tmp_path: Path) -> None:
     public = {name: value * (1.5 + lr) for name, value in Classifier().state_dict().items()}  # of no other test
-    baseline, fresh = Classifier(), Classifier()
-    for each in (baseline, fresh):
-        each.load_state_dict(copy.deepcopy(public))
+    baseline, fresh = loaded(copy.deepcopy(public)), loaded(copy.deepcopy(public))
     optimizer = torch.optim.AdamW(baseline.parameters(), lr=lr)
     row_loss(baseline, rows().tensors).mean().backward()
     optimizer.step()
     fit(tmp_path, made(fresh), max_steps=1)
+    assert "assumed" in card_in(tmp_path)["pretraining"]["start"]
 
 
 def test_what_no_step_changed_is_no_training(tmp_path: Path) -> None:
-    first, copied = Classifier(), Classifier()
-    copied.load_state_dict(copy.deepcopy(first.state_dict()))
+    first = Classifier()
+    copied = loaded(copy.deepcopy(first.state_dict()))
     words = nn.Embedding(4096, 8)
     untouched = copy.deepcopy(words.state_dict())
     optimizer = torch.optim.SGD([*first.parameters(), *words.parameters()], lr=0.1)
@@ -325,12 +323,15 @@ def test_what_a_loss_counts_is_put_back_or_refused_where_it_hangs_on_it(tmp_path
             assert (warm.seen, warm.last, warm.calls) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("loss", [coupled, lambda model, batch: row_loss(model, batch).mean()], ids=["coupled", "mean"])
 def test_a_loss_that_couples_rows_is_refused_and_leaves_a_folder_that_is_said_to_hold_nothing_that_was_spent(
-    loss: Any, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    def coupled(model: Any, batch: Any) -> Tensor:
+        loss = row_loss(model, batch)
+        return loss - loss.mean()
+
     with pytest.raises(UnsupportedModelError, match="row"):
-        fit(tmp_path, made(per_row_loss=loss))
+        fit(tmp_path, made(per_row_loss=coupled))
     assert '"intent"' not in (tmp_path / "privacy_ledger.jsonl").read_text()
     with pytest.raises(ResumeError, match="delete it"):
         fit(tmp_path, made())
@@ -392,14 +393,7 @@ def test_padding_that_counts_is_refused_whoever_holds_the_longest_text(long: int
 
 
 def test_a_checkpoint_of_a_plain_training_is_refused_by_name(tmp_path: Path) -> None:
-    class Plainly(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return row_loss(self, batch).mean()
-
-    runner = L.Trainer(
-        max_steps=1, logger=False, enable_progress_bar=False, accelerator="cpu", enable_checkpointing=False,
-        default_root_dir=tmp_path, enable_model_summary=False,
-    )  # fmt: skip
+    runner = plain(max_steps=1, default_root_dir=tmp_path)
     runner.fit(Plainly(), DataLoader(rows(), batch_size=20))
     runner.save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(ResumeError) as found:

