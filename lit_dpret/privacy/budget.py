@@ -204,7 +204,7 @@ class PrivacyBudget:
 
     @property
     def unit_name(self) -> str:
-        """What cards and messages call the unit: a record by the name that the owner of the data gave it."""
+        """The unit's name in cards and messages: for a record, the one that the owner of the data gave it."""
         named = (self.unit_by or "").removeprefix(ALL_OF_ONE)
         return named if self.unit == "record" and named not in ("", self.unit_by) else self.unit
 

@@ -71,7 +71,7 @@ def digest_of_row(row: Any) -> bytes | None:
     try:
         leaves = [*_leaves(row)]
         parts = [content_of(_as_array(leaf)) for leaf in leaves if not is_number(leaf)]
-        parts = parts or [content_of(_as_number(leaf)) for leaf in leaves]
+        parts = parts or [content_of(leaf.item() if hasattr(leaf, "item") else leaf) for leaf in leaves]
     except Exception:  # of an object that cannot be pickled
         return None
     found = hashlib.blake2b(digest_size=16)
@@ -115,10 +115,6 @@ def is_number(leaf: Any) -> bool:
     if isinstance(leaf, (Tensor, np.ndarray)):
         return (leaf.numel() if isinstance(leaf, Tensor) else leaf.size) == 1
     return leaf is None or isinstance(leaf, (bool, int, float, complex, np.generic))
-
-
-def _as_number(leaf: Any) -> Any:
-    return leaf.item() if hasattr(leaf, "item") else leaf
 
 
 def _as_array(leaf: Any) -> Any:

@@ -17,7 +17,6 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -135,7 +134,7 @@ class KeyedStream:
     def tag(self, purpose: str, *parts: bytes | memoryview) -> str:
         """Return a keyed fingerprint of private bytes, which reveals only equality."""
         # The tag is of a private sum, so it needs a key: a plain hash could be compared with guesses.
-        mac = hmac.new(self._digest(purpose, size=32), digestmod=hashlib.blake2b)
+        mac = hmac.new(self._digest(purpose), digestmod=hashlib.blake2b)
         for part in parts:
             mac.update(part)
         return mac.hexdigest()[:32]
@@ -236,7 +235,7 @@ def _philox_normal(seed: bytes, target: np.ndarray) -> None:
 
 
 def _drawn_on(device: torch.device | str, count: int) -> torch.device:
-    """Where numbers of ChaCha20 that are wanted on a device are drawn."""
+    """Return the device that draws the ChaCha20 numbers wanted on ``device``."""
     device = torch.device(device)
     return device if device.type in DEVICES and count > FEW else torch.device("cpu")
 
@@ -259,15 +258,6 @@ def grid_bits(noise_multiplier: float, coordinates: int) -> int:
     return bits
 
 
-class NoiseSource(Protocol):
-    """Add the noise of one run to its sums."""
-
-    def noised(
-        self, total: Tensor, *, std: float, attempt: int, step: int, parameter: str, salt: str = "", start: int = 0
-    ) -> Tensor:
-        """Return ``total`` with noise of deviation ``std``, in its dtype; the other arguments key the noise."""
-
-
 @dataclass(frozen=True)
 class FloatNoise:
     """Floating-point normals of the stream."""
@@ -277,6 +267,7 @@ class FloatNoise:
     def noised(
         self, total: Tensor, *, std: float, attempt: int, step: int, parameter: str, salt: str = "", start: int = 0
     ) -> Tensor:
+        """Return ``total`` with noise of deviation ``std``, in its dtype; the other arguments key the noise."""
         noise = self.stream.normal(
             total.shape, attempt=attempt, step=step, parameter=parameter, salt=salt, start=start,
             device=total.device, dtype=total.dtype,
@@ -294,7 +285,7 @@ class GridNoise:
     def noised(
         self, total: Tensor, *, std: float, attempt: int, step: int, parameter: str, salt: str = "", start: int = 0
     ) -> Tensor:
-        """Return ``total`` on the grid with noise, as `NoiseSource` says; NaN counts as 0."""
+        """Return ``total`` on the grid with noise, as `FloatNoise.noised` does; NaN counts as 0."""
         grid, flat = std * 2.0**-self.bits, total.reshape(-1)
         found = torch.empty_like(flat)
         for first in range(0, len(flat), _AT_ONCE):
@@ -309,7 +300,9 @@ class GridNoise:
         return found.reshape(total.shape)
 
 
-def noise_source(noise: NoiseName, stream: KeyedStream, *, noise_multiplier: float, coordinates: int) -> NoiseSource:
+def noise_source(
+    noise: NoiseName, stream: KeyedStream, *, noise_multiplier: float, coordinates: int
+) -> FloatNoise | GridNoise:
     """Return the source of ``noise``; a grid is made for ``coordinates`` coordinates in total."""
     if noise == "gaussian":
         return FloatNoise(stream)

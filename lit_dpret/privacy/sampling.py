@@ -186,7 +186,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         return None if largest is None else self._parts(largest)
 
     def _parts(self, units: int) -> int:
-        """How many physical batches the fullest rank needs for ``units`` units of all ranks."""
+        """Return how many physical batches the fullest rank needs for ``units`` units of all ranks."""
         return max(1, math.ceil(math.ceil(units / self.ranks.world_size) / self.physical_batch_size))
 
     def physical_batches(self, step: int) -> list[list[Draw]]:
@@ -219,7 +219,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         return Draw(unit, step, part, last, pick, self.attempt, self._stream.unit_seed(self.attempt, step, unit))
 
     def _members(self, units: np.ndarray, step: int, parts: int) -> list[np.ndarray]:
-        """Which of the drawn units, by position, make each of this rank's physical batches."""
+        """Return the positions of the drawn units in each of this rank's physical batches."""
         rank, world = self.ranks.rank, self.ranks.world_size
         whole = self._sub_batches(units, step)
         if whole is None:
@@ -229,7 +229,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         return (whole[rank::world] + [nobody] * parts)[:parts]
 
     def _scattered(self, count: int, step: int) -> list[np.ndarray]:
-        """The same, with each unit at an offset that a coin of its own decides, and -1 for an empty one.
+        """Return the same with each unit at a random offset of its own, and -1 at an empty one.
 
         Units with the same coin stand at the same place of different batches. So the place of a unit in its batch
         follows from no other unit, nor from how many there are.
@@ -245,7 +245,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         return list(places[:, self.ranks.rank])
 
     def _sub_batches(self, units: np.ndarray, step: int) -> list[np.ndarray] | None:
-        """Which of the drawn units, by position, make each sub-batch; None where there are none."""
+        """Return the positions of the drawn units in each sub-batch; None without sub-batches."""
         if self.sub_batches is None:
             return None
         # A coin for every unit, drawn or not, so that another unit's absence moves no one.

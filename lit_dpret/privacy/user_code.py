@@ -218,10 +218,6 @@ def slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
 
 
-def _home_of(value: Any) -> str:
-    return str((value if isinstance(value, FunctionType) else type(value)).__module__)
-
-
 class ReadByLoss:
     """Find the tensors and arrays that the code of a loss reads outside the parts of its module.
 
@@ -310,8 +306,10 @@ class ReadByLoss:
         elif isinstance(rule, MethodType):
             self._note_rule(rule.__func__)
             self._note_rule(rule.__self__)
-        elif not (isinstance(rule, HOLD_NO_CODE) or is_library(_home_of(rule))):
-            self._note(rule)
+        else:
+            home = (rule if isinstance(rule, FunctionType) else type(rule)).__module__
+            if not (isinstance(rule, HOLD_NO_CODE) or is_library(home)):
+                self._note(rule)
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a value, and let what it holds wait to be looked at."""

@@ -160,7 +160,7 @@ def _aim(
     stride: int,
     place: Callable[[int], float],
 ) -> int | None:
-    """Where ``exact`` is about to fall to ``eps``, by one evaluation of it and many of ``rough``."""
+    """Return about where ``exact`` falls to ``eps``, by one evaluation of it and many of ``rough``."""
     guess = least(rough, eps, start=start, most=most, stride=stride, place=place)
     if guess is None or not 0 < exact(guess) < math.inf:
         return guess

@@ -179,7 +179,7 @@ def _composed(parts: tuple[tuple[Part, int], ...]) -> PrivacyLossDistribution | 
 
 
 def _in_batch(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many of the user's units a batch can hold, and with what probabilities."""
+    """Return the possible numbers of the user's units in a batch, and their probabilities."""
     rate = part.law.sample_rate if isinstance(part.law, (Poisson, TruncatedPoisson)) else 1.0
     counts = np.arange(units + 1.0)
     chances = stats.binom.pmf(counts, units, rate)

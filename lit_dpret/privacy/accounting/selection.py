@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
@@ -19,7 +19,6 @@ from lit_dpret.privacy.accounting.accountant import truncation_delta
 from lit_dpret.privacy.accounting.composition import (
     LARGEST_EPSILON,
     RELATIONS,
-    Part,
     beyond_reach,
     check_supported,
     composable_parts,
@@ -91,16 +90,14 @@ def selection_epsilon(
     spare = delta - stopping.mean_runs * math.fsum(lost)
     if spare <= 0:
         return math.inf
+    uncut = [
+        replace(part, law=Poisson(sample_rate=part.law.sample_rate)) if isinstance(part.law, TruncatedPoisson) else part
+        for part in parts
+    ]
     run = dp_event.ComposedDpEvent(
-        [dp_event.SelfComposedDpEvent(rdp_event(_uncut(part), neighbours), part.count) for part in parts]
+        [dp_event.SelfComposedDpEvent(rdp_event(part, neighbours), part.count) for part in uncut]
     )
     accountant = RdpAccountant(neighboring_relation=RELATIONS[neighbours])
     accountant.compose(dp_event.RepeatAndSelectDpEvent(run, stopping.mean_runs, stopping.shape))
     value = float(accountant.get_epsilon(spare))
     return value if value <= LARGEST_EPSILON else math.inf
-
-
-def _uncut(part: Part) -> Part:
-    if isinstance(part.law, TruncatedPoisson):
-        return Part(Poisson(sample_rate=part.law.sample_rate), part.noise_multiplier, part.count)
-    return part

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from lit_dpret.errors import ConfigurationError, LedgerError, UnsupportedAccountingError, schema_problem
 from lit_dpret.privacy.accounting.composition import check_supported, epsilon
@@ -233,9 +233,7 @@ class DatasetFile(ChainedFile):
 
     @property
     def book(self) -> DatasetBook:
-        if not isinstance(self._book, DatasetBook):
-            raise LedgerError(f"{self.path} is not a data-set ledger.")
-        return self._book
+        return cast(DatasetBook, self._book)
 
 
 def _terms(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -345,7 +345,7 @@ class DatasetLedger:
         name: str,
         terms: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """What a record of a run holds; its delta, where that is below the file's, binds the totals to come."""
+        """Return the facts of a run's record, with its delta where that is below the file's: later totals keep it."""
         # Written where a run promises less than the file does, so that later totals keep that promise.
         smaller = {"delta": self._budget.delta} if self._budget.delta < terms["delta"] else {}
         facts = {"run_id": run_id, "run": name, "run_head": heads[-1] if heads else ""}

@@ -210,7 +210,7 @@ class ReleaseGate:
         self._require_reservation(step)
         # A step that was announced before is paid for, and may be repeated beyond the budget.
         if self.plan is not None and key not in self.run.intents and not self._covers(key):
-            self._refuse_overspending()
+            self._refuse_overspending(self.plan)
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
         # Out of order would be another sampling law than the one that is charged.
@@ -242,7 +242,7 @@ class ReleaseGate:
             return Permit(*key, salt, replay=self.run.releases.get(key) or {})
         self._require_reservation(step)
         if self.plan is not None and not self._covers(key):
-            self._refuse_overspending()
+            self._refuse_overspending(self.plan)
         # Before the intent: draws that break the law are charged by an event, and this noise is never drawn.
         self._check_sampling(step, units)
         self.run.intents[key] = self.run.ledger.announce(key, self._release, state_hash=state, sum_tag=tag)
@@ -306,7 +306,7 @@ class ReleaseGate:
             )
 
     def _affordable(self) -> int:
-        """How many more steps like the due one the budget covers, the planned number at most."""
+        """Return how many more such steps the budget covers, the planned number at most."""
         if self.plan is None or not isinstance(self._release, GaussianRelease):
             return 0
         already = charged_releases(self.run.ledger.records)
@@ -320,18 +320,15 @@ class ReleaseGate:
         due = {"kind": "intent", "attempt": key[0], "step": key[1], "release": self._release.to_dict()}
         return self._accountant.epsilon(charged_releases([*self.run.ledger.records, due])) <= self.plan.budget.eps
 
-    def _refuse_overspending(self) -> NoReturn:
-        if self.plan is None:
-            raise BudgetExceededError("A run without a plan has no budget to spend.")
-        if not self.plan.proved:
+    def _refuse_overspending(self, plan: PrivacyPlan) -> NoReturn:
+        if not plan.proved:
             raise BudgetExceededError(
                 f"The noise was calibrated for the steps that were planned, and {self.steps_done} are made. The run "
                 f"ends here.{self._way_to_finish()} In a new run plan more steps, or pay in advance with "
                 "callbacks.accountant.resume_reserve."
             )
-        releases = [*charged_releases(self.run.ledger.records), self.plan.release()]
-        after = self._accountant.epsilon(releases)
-        budget, charged = self.plan.budget, len(self.run.intents)
+        after = self._accountant.epsilon([*charged_releases(self.run.ledger.records), plan.release()])
+        budget, charged = plan.budget, len(self.run.intents)
         made = f"{charged} steps"
         if charged > self.steps_done:
             made += (
@@ -347,7 +344,7 @@ class ReleaseGate:
         )
 
     def _way_to_finish(self) -> str:
-        """How a run that has no budget for another step still writes its model and card, as a sentence."""
+        """Return a sentence on how to get the model and card of a run that has no budget for another step."""
         if not self.steps_done:
             return ""
         return (
@@ -356,7 +353,7 @@ class ReleaseGate:
         )
 
     def _check_sampling(self, step: int, units: int) -> None:
-        """Hold the number of units that took part against the law; more than it allows is charged."""
+        """Compare the number of units that took part with the law; charge more than it allows."""
         self._seen += units
         self._seen_steps += 1
         law = self.sampler.law

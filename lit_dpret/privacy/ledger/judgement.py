@@ -142,7 +142,7 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
 
 
 def _added_up(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
-    """What is assumed where a total of several runs on a data set is stated."""
+    """Return the assumption behind a total over several runs on one data set."""
     total, unit = noted_total(records), plan.budget.unit_name
     if total is None or total["runs"] < 2:
         return []
@@ -154,7 +154,7 @@ def _added_up(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
 
 
 def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
-    """What is assumed of the data that steps were made on before a change of the secret, which keys comparisons."""
+    """Return the assumption about the data of the steps before a change of the secret, which keys comparisons."""
     changes = [place for place, r in enumerate(records) if r.get("kind") == "event" and r.get("name") == SECRET_CHANGED]
     if not any(r.get("kind") == "intent" for place in changes[-1:] for r in records[:place]):
         return []
@@ -167,7 +167,7 @@ def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumpti
 
 
 def _ended_by_rows(records: Sequence[Record]) -> list[Assumption]:
-    """What follows from ends that a private row may have caused: that they happened, and when, is in no release."""
+    """Return the assumption that no private row ended the run: no release covers that, or when, it ended."""
     ends = [(place, r["steps"]) for place, r in enumerate(records) if r.get("kind") == "end"
             and r.get("reason") == FAILED]  # fmt: skip
     if not ends:

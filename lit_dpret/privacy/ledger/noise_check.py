@@ -228,7 +228,7 @@ def _average(evidence: np.ndarray) -> np.ndarray:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place; None where PyTorch does not count."""
+    """Return how often a tensor was changed in place; None where PyTorch does not count."""
     local = place_of(tensor)[0]
     return None if local.is_inference() else int(local._version)
 

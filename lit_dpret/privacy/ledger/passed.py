@@ -70,7 +70,7 @@ class _Noted:
         self._begun = np.union1d(self._begun, np.setdiff1d(digests, self._sorted))
 
     def so_far(self) -> _Noted:
-        """Return a copy that takes up no more."""
+        """Return a copy to which nothing is added."""
         self._sort()
         copy = _Noted(self.runs, self._begun)
         copy._sorted = self._sorted
@@ -94,7 +94,7 @@ class OutsideSteps:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Look at no step within the block: a run notes it."""
+        """Ignore the steps within the block: a run notes them."""
         before, self._off = self._off, True
         try:
             yield
@@ -102,9 +102,7 @@ class OutsideSteps:
             self._off = before
 
     def before(self, optimizer: Optimizer, stepped: Container[Tensor]) -> bool:
-        """Note what weights are before their first step, those in ``stepped`` have made it; return whether that is
-        now.
-        """
+        """Note the values of weights before their first step, if this is it; those in ``stepped`` have made theirs."""
         if self._off or optimizer in self._chosen or torch.compiler.is_compiling():
             return False
         found = [each for group in optimizer.param_groups for each in group["params"] if is_readable(each)]
@@ -256,7 +254,7 @@ def _shapes(tensors: Iterable[Tensor]) -> _Shapes:
 
 def _digests_of(views: Sequence[Tensor], shapes: _Shapes) -> np.ndarray:
     """Return a whole number for each cast and tensor; tensors of other shapes have others."""
-    drawn = _gathered(views)
+    drawn = _joined(views).cpu().float()
     segment, factors, seeds = _layout(tuple(map(len, views)), shapes)
     rows = []
     for number, cast in enumerate(_CASTS):
@@ -265,10 +263,6 @@ def _digests_of(views: Sequence[Tensor], shapes: _Shapes) -> np.ndarray:
         rows.append(seeds[min(number, 1)].index_add(0, segment, bits * factors))
     found: np.ndarray = torch.stack(rows).numpy()
     return found
-
-
-def _gathered(views: Sequence[Tensor]) -> Tensor:
-    return _joined(views).cpu().float()
 
 
 def _joined(views: Sequence[Tensor]) -> Tensor:

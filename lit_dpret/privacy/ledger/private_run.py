@@ -260,11 +260,7 @@ class PrivateRun:
     def _compare_with(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before.get("plan") is not None:
             plan = dict(before["plan"])
-            if (
-                plan["coupling"] is None
-                and isinstance(now["plan"], dict)
-                and plan[_BATCHING_KEY] != now["plan"].get(_BATCHING_KEY)
-            ):
+            if plan["coupling"] is None and isinstance(now["plan"], dict):
                 plan[_BATCHING_KEY] = now["plan"].get(_BATCHING_KEY)
             before = {**before, "plan": plan}
         if difference := _difference(before, now):
