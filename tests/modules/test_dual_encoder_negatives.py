@@ -23,8 +23,7 @@ from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.errors import ConfigurationError, ResumeError
-from lit_dpret.losses import SigmoidPairLoss
-from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
+from lit_dpret.modules import DualEncoder
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.negatives import (
     BM25Negatives,
@@ -38,7 +37,6 @@ from lit_dpret.negatives import (
     TrainTexts,
 )
 from lit_dpret.privacy.batches import UnitBatch, take_rows
-from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 from lit_dpret.privacy.modes import (
     DPSGD,
     BatchClip,
@@ -50,11 +48,11 @@ from lit_dpret.privacy.modes import (
     SyntheticData,
 )
 
-SEPARATE = {"towers": "separate", "passage_tower": "frozen"}
+FROZEN = {"towers": "separate", "passage_tower": "frozen"}
 
 
 def settings_of(sources: list[NegativeSource]) -> dict[str, Any]:
-    return SEPARATE if any(isinstance(source, DynamicNegatives) for source in sources) else {}
+    return FROZEN if any(isinstance(source, DynamicNegatives) for source in sources) else {}
 
 
 def ready(module: DualEncoder, *numbers: int, step: int = 0, queries: dict[str, str] = QUERIES) -> UnitBatch:
@@ -146,7 +144,7 @@ def test_pre_batch_compares_with_the_passages_of_the_batches_before_without_a_gr
 
 
 def test_dynamic_names_what_the_query_tower_ranks_high_now() -> None:
-    module = in_double(negatives=[DynamicNegatives(depth=3)], **SEPARATE)
+    module = in_double(negatives=[DynamicNegatives(depth=3)], **FROZEN)
     first = ready(module, 0, 1).rows["own_at"]
     with torch.no_grad():
         for parameter in module.encoder.parameters():
@@ -163,7 +161,7 @@ def test_dynamic_finds_as_many_as_it_was_asked_for_behind_the_answers_and_their_
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     copies = PASSAGES | {f"copy {i} of {name}": PASSAGES[name] for name in ("p0", "p2", "p3") for i in range(3)}
-    module = dual(negatives=[DynamicNegatives(depth=4)], **SEPARATE)
+    module = dual(negatives=[DynamicNegatives(depth=4)], **FROZEN)
     module.learn_negatives(texts(passages=copies))
     together, alone = ready(module, 0, 1).rows["own_at"], ready(module, 0).rows["own_at"]
     assert (together >= 0).all() and torch.equal(together[:1], alone)
@@ -174,7 +172,7 @@ def test_dynamic_finds_as_many_as_it_was_asked_for_behind_the_answers_and_their_
 def test_frozen_passages_that_are_looked_up_give_the_same_loss_and_gradient(kinds: list[Any], tmp_path: Path) -> None:
     found = []
     for cache in (None, tmp_path / "passages", tmp_path / "passages"):
-        module = in_double(negatives=[kind() for kind in kinds], passage_cache_dir=cache, **SEPARATE)
+        module = in_double(negatives=[kind() for kind in kinds], passage_cache_dir=cache, **FROZEN)
         batch = batch_of(module.collate_rows(lines(0, 1, 3, 3, 6)))
         module.before_batch(batch)
         losses = module.per_row_loss(batch.rows)
@@ -190,7 +188,7 @@ def test_a_public_pool_of_frozen_passages_is_looked_up(tmp_path: Path) -> None:
     found = []
     for cache in (None, tmp_path / "passages"):
         mode = PublicPassages(max_grad_norm=1e6, pool_size=5, **NOISE)
-        module = in_double(mode, passage_cache_dir=cache, **SEPARATE)
+        module = in_double(mode, passage_cache_dir=cache, **FROZEN)
         found.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(0, 1, 4))))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
@@ -199,34 +197,13 @@ def test_a_public_pool_of_frozen_passages_is_looked_up(tmp_path: Path) -> None:
 def test_in_batch_by_name_is_the_modes_own_where_it_takes_the_batch_apart(name: str, tmp_path: Path) -> None:
     make: Any = {"logit_dp": LogitDP, "per_example_duplicated": PerExampleDuplicated}[name]
     bound = {"max_logit_grad_norm": 1.0} if name == "logit_dp" else {"max_grad_norm": 1.0}
-    settings = {"negatives": [InBatchNegatives()], "passage_cache_dir": tmp_path, **SEPARATE}
+    settings = {"negatives": [InBatchNegatives()], "passage_cache_dir": tmp_path, **FROZEN}
     sums = []
     for given in ({}, settings):
         mode = make(**bound, **NOISE)
-        module = dual(mode, **SEPARATE | given).double()
+        module = dual(mode, **FROZEN | given).double()
         sums.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(0, 1, 4))))
     assert torch.equal(*sums)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"negatives": [DynamicNegatives()]}, r"model\.passage_tower=frozen"),
-        ({"negatives": [InBatchNegatives()], "passage_cache_dir": Path("cache")}, r"Set model\.passage_tower=frozen"),
-        (
-            {"negatives": [InBatchNegatives(), BM25Negatives()], "loss": SigmoidPairLoss(temperature=1.0)},
-            r"no place for model\.negatives=in_batch,bm25\. Set model\.loss to null",
-        ),
-    ],
-)
-def test_sources_that_do_not_go_with_the_passages_or_the_loss_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        dual(**settings)
-
-
-def test_a_frozen_dual_encoder_says_whom_sources_are_for() -> None:
-    with pytest.raises(ConfigurationError, match=r"are for model=dual_encoder"):
-        FrozenDualEncoder(privacy=NoPrivacy(), optimizer=OptimizerSpec(), negatives={"bm25": BM25Negatives()})  # type: ignore[arg-type]
 
 
 def test_a_step_before_the_negatives_are_prepared_is_refused() -> None:
@@ -278,11 +255,13 @@ def gradients_of_rows(module: DualEncoder, queries: dict[str, str], count: int =
 
 @pytest.mark.like(2)
 @pytest.mark.parametrize(("mode", "source"), ROW_CASES)
-def test_poisoning_the_text_of_one_query_changes_its_gradient_alone(mode: str, source: str) -> None:
+def test_another_record_of_one_query_changes_its_gradient_alone(mode: str, source: str) -> None:
     """Mined anew with the poisoned text, as the run on the neighbouring data would do."""
     module = row_case(mode, source)
-    poisoned = QUERIES | {"q2": "life life life life life"}
     before = gradients_of_rows(module, QUERIES)
+    module.learn_negatives(texts(judged=JUDGED | {"q5": {"p1": 1, "p17": 1, "p4": 0}, "q6": {"p19": 1}}))
+    assert torch.equal(gradients_of_rows(module, QUERIES), before), "what answers other queries changes nothing at all"
+    poisoned = QUERIES | {"q2": "life life life life life"}
     module.learn_negatives(texts(queries=poisoned))
     after = gradients_of_rows(module, poisoned)
     changed = [not torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(before, after, strict=True)]
@@ -290,15 +269,6 @@ def test_poisoning_the_text_of_one_query_changes_its_gradient_alone(mode: str, s
     plan = plan_of(module.privacy, module, n_max=8)
     together = clipped_sum(module, plan, module.collate_rows(lines(*range(4), queries=poisoned)))
     torch.testing.assert_close(together, after.sum(0), rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize(("mode", "source"), ROW_CASES)
-def test_changing_what_another_query_is_answered_by_changes_no_gradient_of_a_row(mode: str, source: str) -> None:
-    module = row_case(mode, source)
-    before = gradients_of_rows(module, QUERIES)
-    others = JUDGED | {"q5": {"p1": 1, "p17": 1, "p4": 0}, "q6": {"p19": 1}}
-    module.learn_negatives(texts(judged=others))
-    torch.testing.assert_close(gradients_of_rows(module, QUERIES), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["public none", "public own", "public full", "dp_sgd"])
@@ -320,29 +290,6 @@ def test_every_engine_clips_a_row_with_its_own_negatives_alike(engine: Any) -> N
         module = in_double(mode, negatives=[BM25Negatives(per_query=3, depth=8), RandomNegatives()])
         sums.append(clipped_sum(module, plan_of(mode, module, n_max=8), module.collate_rows(lines(*range(5)))))
     torch.testing.assert_close(*sums, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("gradient", ["none", "own", "full"])
-def test_the_clipped_sum_is_that_of_the_softmax_with_pool_and_own_negatives(gradient: Any) -> None:
-    mode = PublicPassages(max_grad_norm=1e6, pool_size=5, passage_gradient=gradient, **NOISE)
-    module = in_double(mode, negatives=[BM25Negatives(per_query=2, depth=8)])
-    batch = ready(module, 0, 1, 4)
-    found = clipped_sum(module, plan_of(mode, module, n_max=8), batch.rows)
-    pool, _ = module._pool.draw(0)  # type: ignore[union-attr]
-    names = sorted(PASSAGES)
-    total = torch.zeros(())
-    for row, places in zip(lines(0, 1, 4), batch.rows["own_at"].tolist(), strict=True):
-        own = [row.passage_id, *(names[p] for p in places)]
-        drawn = [names[p] for p in pool.tolist() if names[p] not in row.positives]  # type: ignore[union-attr]
-        parts = []
-        for ids, through in ((own, gradient != "none"), (drawn, gradient == "full")):
-            embedded = module.embed(module.encoder.tokenize([PASSAGES[p] for p in ids], "passage"), "passage")
-            parts.append(embedded if through else embedded.detach())
-        query = module.embed(module.encoder.tokenize([row.query], "query"), "query")[0]
-        logits = torch.cat(parts) @ query / 0.5
-        total = total + cross_entropy(logits.unsqueeze(0), torch.tensor([0]))
-    expected = torch.autograd.grad(total, [p for p in module.parameters() if p.requires_grad])
-    torch.testing.assert_close(found, torch.cat([g.flatten() for g in expected]), rtol=1e-6, atol=1e-9)
 
 
 def test_the_guard_against_coupled_rows_sees_through_a_source_that_lies() -> None:
@@ -372,7 +319,7 @@ def test_a_run_trains_with_its_sources_mined_from_the_datamodule(name: str, tmp_
     make, kinds = RUNS[name]
     private = {"max_grad_norm": 0.1, "secret_file": tmp_path / "secret", **NOISE}
     mode: PrivacyMode = make() if make is NoPrivacy else make(**private)
-    module = dual(mode, negatives=[kind() for kind in kinds], **(SEPARATE if DynamicNegatives in kinds else {}))
+    module = dual(mode, negatives=[kind() for kind in kinds], **(FROZEN if DynamicNegatives in kinds else {}))
     before = {key: value.clone() for key, value in module.named_parameters()}
     sampling = {"sampling": "truncated_poisson", "cap": 6, "expected_batch_size": 4, "physical_batch_size": 6}
     fit(tmp_path / "run", module, data_module(tmp_path / "data", **sampling), steps=3)
@@ -409,27 +356,6 @@ def test_a_declared_file_stands_on_the_card_as_an_assumption_and_so_does_another
     }
     assert card["claim"]["guarantee"] == "dp"
     assert verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
-
-
-@pytest.mark.slow
-def test_a_step_that_is_repeated_with_other_negatives_gets_fresh_noise_and_is_charged_again(tmp_path: Path) -> None:
-    """Two sums under one noise could be subtracted; the ledger holds a keyed tag of the first."""
-
-    def run(source: NegativeSource, *, resume: bool) -> None:
-        mode = DPSGD(max_grad_norm=1.0, secret_file=tmp_path / "secret", **NOISE)
-        data = data_module(tmp_path / f"data{len(list(tmp_path.iterdir()))}", sampling="poisson", expected_batch_size=5)
-        stop = [] if resume else [KillAt(5)]
-        fit(tmp_path / "run", dual(mode, negatives=[source]), data, steps=6, save_every=3, resume=resume, extra=stop)
-
-    with pytest.raises(Killed):
-        run(RandomNegatives(seed=0), resume=False)
-    with pytest.raises(ResumeError, match="could not be repeated bit by bit"):
-        run(RandomNegatives(seed=1), resume=True)
-    run(RandomNegatives(seed=1), resume=True)
-    records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
-    steps = [(r["attempt"], r["step"]) for r in records if r["kind"] == "release"]
-    assert steps == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (1, 5)]
-    assert next(r["name"] for r in records if r["kind"] == "event") == "replay_failed"
 
 
 def test_under_synthetic_a_file_of_negatives_stands_on_the_card_too(tmp_path: Path) -> None:
@@ -529,7 +455,6 @@ def test_a_checkpoint_holds_no_hash_of_private_texts(tmp_path: Path) -> None:
 # -- two logs that differ in one unit, from the file to the loss: no row that is in both may notice --
 
 
-FROZEN = {"towers": "separate", "passage_tower": "frozen"}
 #: User i has line i and line i + 4; two people ask the same, once with the same answer and once with another.
 LOG = [
     {"query": QUERIES[f"q{i}"], "passage_id": f"p{2 * i}", "passage": PASSAGES[f"p{2 * i}"], "user_id": f"u{i % 4}"}
