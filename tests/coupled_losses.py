@@ -7,10 +7,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from stand_ins import Regression, dp, fit
 from torch import Tensor
 
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.privacy.batches import UnitBatch
 
 SEED = 1
@@ -339,13 +341,6 @@ class FittedInEachStep(Plain):
         return self.losses(self.kept[step](rows["inputs"]), rows["target"])
 
 
-class FittedInTheSecondStep(FittedAtFirstUse):
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        if self.trainer.global_step < 2:
-            return self.losses(rows["inputs"], rows["target"])
-        return super().per_row_loss(rows)
-
-
 class ScaledInLowPrecision(Plain):
     """Keeps activations in range by the largest of the batch, as recipes for eight bits do."""
 
@@ -391,3 +386,10 @@ def train(folder: Path, module: type[Any], **settings: Any) -> Any:
     fitted = module(privacy=dp(folder, noise_seed=SEED))  # a batch of one unit may show what a larger one does not
     fit(folder / "run", fitted, **settings)
     return fitted
+
+
+def refused(folder: Path, module: type[Any], *, named: str = "", trap: str = "T11", **settings: Any) -> None:
+    """Train a module that has to be refused, for what is ``named``."""
+    with pytest.raises((UnsupportedModelError, ConfigurationError), match=named) as refusal:
+        train(folder, module, **settings)
+    assert refusal.value.trap == trap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from lit_dpret.losses import (
@@ -24,6 +25,11 @@ Table = list[list[float]]
 def hinge(table: Tensor) -> Tensor:
     gaps = (0.2 + table - table.diagonal().unsqueeze(1)).relu()
     return (gaps.sum(1) - gaps.diagonal()) / 3
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers in [-1, 1]."""
+    return 2 * torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 1
 
 
 LOSSES: dict[str, PairwiseLoss] = {

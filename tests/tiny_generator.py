@@ -64,6 +64,25 @@ def generator(
     )
 
 
+def prompted(*, away: float = 0.5, untied: bool = False, **settings: Any) -> QueryGenerator:
+    """A generator whose tuned prompt is ``away`` from its start; ``untied`` as T5 v1.1, with an own output layer."""
+    module = generator(**{"prompt_tuning": {"num_virtual_tokens": 3}} | settings)
+    if untied:
+        head = torch.randn(module.model.shared.weight.shape, generator=torch.Generator().manual_seed(4))
+        module.model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+        module.model.config.scale_decoder_outputs = False
+    with torch.no_grad():
+        rows = prompt_of(module)
+        rows += away * torch.randn(rows.shape, generator=torch.Generator().manual_seed(3))
+    note_built(module)
+    return module
+
+
+def prompt_of(module: QueryGenerator) -> torch.Tensor:
+    rows: torch.Tensor = module.model.encoder.embed_tokens.prompt.weight
+    return rows
+
+
 def lively_generator(seed: int = 1) -> QueryGenerator:
     """A random generator whose next word is neither certain nor uniform, and that now and then ends."""
     module = generator(seed=seed, config={**SHAPE, "tie_word_embeddings": False})

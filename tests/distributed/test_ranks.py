@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +64,8 @@ def test_one_rank_sends_nothing() -> None:
     alone.sum_(tensors, torch.ones(1))
     assert tensors["a"].tolist() == [1, 1, 1]
     assert alone.share(lambda: 3) == alone.together(lambda: 3) == 3
+    rows = torch.randn(3, 2)
+    assert all_rows(rows) is rows
 
 
 def test_an_error_that_cannot_be_rebuilt_is_sent_in_its_words() -> None:
@@ -90,7 +91,7 @@ def dealt(law: SamplingLaw, world: int, rank: int, **settings: Any) -> PrivateBa
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: type(law).__name__)
-@pytest.mark.parametrize("world", [2, 3, 50])
+@pytest.mark.parametrize("world", [1, 2, 3, 50])
 def test_the_ranks_share_out_one_draw_and_wait_for_none(law: SamplingLaw, world: int) -> None:
     samplers = [dealt(law, world, rank) for rank in range(world)]
     whole = dealt(law, 1, 0)
@@ -108,7 +109,7 @@ def test_the_ranks_share_out_one_draw_and_wait_for_none(law: SamplingLaw, world:
             assert [batch[0].last for batch in own] == [False] * (len(own) - 1) + [True]
             assert all(1 <= len(batch) <= 3 for batch in own)
         parts = [batch[0].part for own in batches for batch in own]
-        assert len(set(parts)) == len(parts), "two physical batches of a step share a dropout seed"
+        assert sorted(parts) == [*range(len(parts))], "two physical batches of a step share a dropout seed"
 
 
 @pytest.mark.parametrize("sub_batches", [1, 2, 5])
@@ -127,18 +128,6 @@ def test_sub_batches_are_dealt_whole(sub_batches: int, world: int) -> None:
                 expected = told_whole[batch[0].part] if batch[0].part < sub_batches else [PADDING]
                 assert [d.unit for d in batch] == expected
         assert sorted(found) == sorted(told_whole)
-
-
-def test_on_one_rank_the_sampler_is_what_it_was() -> None:
-    alone = PrivateBatchSampler(
-        Poisson(sample_rate=0.3), units=40, steps_per_epoch=9, physical_batch_size=3,
-        stream=KeyedStream(b"k" * 32, "run"),
-    )  # fmt: skip
-    for step in range(10):
-        drawn = alone.draw(step)
-        parts = [[d.unit for d in batch if d.unit != PADDING] for batch in alone.physical_batches(step)]
-        assert np.concatenate(parts).tolist() == drawn.tolist()
-        assert [batch[0].part for batch in alone.physical_batches(step)] == list(range(len(parts)))
 
 
 # -- sums of which each rank gets a part: every coordinate to one rank, and the right total ----
@@ -262,11 +251,6 @@ def process(rank: int, folder: str) -> None:
         )
     finally:
         dist.destroy_process_group()
-
-
-def test_without_other_processes_the_rows_are_ones_own() -> None:
-    rows = torch.randn(3, 2)
-    assert all_rows(rows) is rows
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,21 +130,17 @@ def test_a_process_that_is_killed_goes_on_to_the_same_bytes(tmp_path: Path) -> N
 
 
 def test_items_made_ahead_come_in_order_and_errors_where_they_arose() -> None:
-    assert list(ahead(range(5))) == list(range(5))
-
     def breaks() -> Any:
-        yield 1
+        yield from range(3)
         raise ValueError("here")
 
     items = ahead(breaks())
-    assert next(items) == 1
+    assert [next(items) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="here"):
         next(items)
 
 
 def test_one_item_is_made_while_another_is_in_use_and_no_more_after_giving_up() -> None:
-    import threading
-
     made, second = [], threading.Event()
 
     def make() -> Any:

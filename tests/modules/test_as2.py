@@ -51,12 +51,6 @@ def test_a_question_is_its_cls_a_sentence_its_mean_and_neither_is_scaled() -> No
     assert float(module.encode_queries(words).norm()) != pytest.approx(1.0, abs=0.05)
 
 
-def test_one_backbone_serves_both_sides_or_each_has_its_own() -> None:
-    shared, separate = as2(), as2(towers="separate")
-    assert shared.tower("query").backbone is shared.tower("passage").backbone
-    assert len(take_weights(separate)) == 2 * len(take_weights(shared))
-
-
 def test_the_loss_is_the_softmax_of_dot_products_over_the_batch_or_over_the_rows_own_negatives() -> None:
     rows = lines(0, 1, 2)
     module = as2()
@@ -74,13 +68,6 @@ def test_the_loss_is_the_softmax_of_dot_products_over_the_batch_or_over_the_rows
     torch.testing.assert_close(
         mined.per_row_loss(rows_of_3), torch.nn.functional.cross_entropy(logits[None], torch.tensor([0]))[None]
     )
-
-
-def test_with_the_sentence_side_frozen_only_the_question_side_has_a_gradient() -> None:
-    module = as2(towers="separate", passage_tower="frozen", negatives=[DynamicNegatives(per_query=3, depth=5)])
-    losses(module, 0, 1, 2).sum().backward()
-    assert all(p.grad is None for p in module.tower("passage").parameters())
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in module.tower("query").parameters())
 
 
 def test_stage_2_starts_from_the_weights_of_stage_1_on_both_sides() -> None:

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from stand_ins import Regression, dp, fit
-from tiny_generator import SHAPE, Pair, copy_pairs, generator, lively_generator
+from tiny_generator import SHAPE, CopyTask, Pair, copy_pairs, generator, lively_generator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, Dataset
 
 from lit_dpret.callbacks.fixed_shapes import refuse_changing_shapes, shape_of_batches
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
@@ -137,58 +135,28 @@ def test_once_audited_no_batch_reads_a_value(settings: dict[str, Any]) -> None:
     assert seen != []  # the watch does see what is read elsewhere
 
 
-class Pairs(LightningDataModule):
-    """Units of one to three pairs."""
-
-    sampling, expected_batch_size, physical_batch_size = "truncated_poisson", 16, 8
-    sample_rate, cap, max_rows_per_unit = None, None, 3
-
-    def __init__(self, rows_per_unit: str = "one") -> None:
-        super().__init__()
-        self.rows_per_unit = rows_per_unit
-
-    def use_unit(self, unit: str, neighbours: str | None = None) -> None:
-        self.unit = unit
-
-    n_units, unit_by = 64, None
-
-    def data_fingerprint(self, key: bytes) -> str:
-        return "pairs"
-
-    def attach(self, batch_sampler: Any, collate_fn: Any) -> None:
-        self.batch_sampler, self.collate_fn = batch_sampler, collate_fn
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(_Items(), batch_sampler=self.batch_sampler, collate_fn=self.collate_fn)
-
-
-class _Items(Dataset):
-    pairs = copy_pairs(3 * 64)
-
-    def __getitem__(self, draw: Draw) -> Any:
-        return draw, (self.pairs[3 * draw.unit : 3 * draw.unit + 1 + draw.unit % 3] if draw.unit >= 0 else ())
-
-
 def on(device: str, precision: str = "32-true") -> Any:
     return SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)), precision=precision)
 
 
+def data(rows_per_unit: str = "one", most: int | None = 3) -> CopyTask:
+    found: Any = CopyTask("truncated_poisson")
+    found.rows_per_unit, found.max_rows_per_unit = rows_per_unit, most
+    return found
+
+
 def test_shapes_are_fixed_where_the_device_compiles_or_on_request() -> None:
-    module, data = generator(), Pairs()
-    assert shape_of_batches(on("cpu"), module, data) is None
-    found = shape_of_batches(on("xla"), module, data)
-    assert found is not None and (found.slots, found.rows_of_a_slot) == (8, 1)
+    module = generator()
+    assert shape_of_batches(on("cpu"), module, data()) is None
+    found = shape_of_batches(on("xla"), module, data())
+    assert found is not None and (found.slots, found.rows_of_a_slot) == (16, 1)
     module.fixed_shapes = True
-    found = shape_of_batches(on("cpu"), module, Pairs("all"))
-    assert found is not None and found.rows == 24
+    found = shape_of_batches(on("cpu"), module, data("all"))
+    assert found is not None and found.rows == 48
     module.fixed_shapes = False
-    assert shape_of_batches(on("xla"), module, data) is None
-
-
-def test_all_rows_of_a_unit_need_a_number_that_bounds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pairs, "max_rows_per_unit", None)
+    assert shape_of_batches(on("xla"), module, data()) is None
     with pytest.raises(ConfigurationError, match=r"datamodule.max_rows_per_unit"):
-        shape_of_batches(on("xla"), generator(), Pairs("all"))
+        shape_of_batches(on("xla"), generator(), data("all", None))
 
 
 def test_on_xla_changing_shapes_and_low_precision_are_refused() -> None:
@@ -204,7 +172,7 @@ def test_on_xla_changing_shapes_and_low_precision_are_refused() -> None:
 def test_an_engine_without_a_fixed_form_and_a_module_that_cannot_fill_up_are_refused(tmp_path: Path) -> None:
     module = generator(privacy=dp(tmp_path, engine="loop", noise_multiplier=1.5), fixed_shapes=True)
     with pytest.raises(ConfigurationError, match=r"privacy.engine=ghost"):
-        fit(tmp_path / "loop", module, Pairs(), steps=2)
+        fit(tmp_path / "loop", module, data(), steps=2)
     numbers = Regression(privacy=dp(tmp_path))
     numbers.fixed_shapes = True
     with pytest.raises(UnsupportedModelError, match="place_rows"):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import torch
 from rank_runs import REFUSED, told
-from tiny_generator import ROWS, SHAPE, generator, tokenizer
+from safetensors.torch import load_file
+from tiny_generator import PASSAGES, ROWS, SHAPE, copy_pairs, decoder_only, generator, prompt_of, prompted, tokenizer
 from tiny_models import tiny_bert, tiny_tokenizer
 from tiny_tasks import files_of_at_most
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertConfig, BertModel, T5Config, T5EncoderModel
@@ -23,9 +24,15 @@ from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, StorageError, UnsupportedModelError
 from lit_dpret.modules.embedding_trainer import save_net
-from lit_dpret.modules.generator_folder import CONTRACT_NAME, load_generator, weights_hash
+from lit_dpret.modules.generator_folder import CONTRACT_NAME, GeneratorModel, load_generator, weights_hash
 from lit_dpret.modules.query_generator import QueryGenerator
+from lit_dpret.modules.virtual_tokens import PromptedEmbedding
+from lit_dpret.privacy.ledger.trained import note_built
 from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.synthesis.groups import draw_group
+from lit_dpret.synthesis.sampler import Decoding
+
+TIED = pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
 
 # -- the folder ------------------------------------------------------------------------------
 
@@ -111,48 +118,30 @@ def load(pretrained: Any, **settings: Any) -> QueryGenerator:
     return QueryGenerator(privacy=NoPrivacy(), optimizer=generator().optimizer_spec, pretrained=pretrained, **settings)
 
 
-def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(UnsupportedModelError, match="holds no usable") as caught:
-        load(tmp_path)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_path_that_does_not_exist_is_refused_without_asking_a_hub(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="is not a folder"):
-        load(tmp_path / "nowhere")
-
-
-def test_a_name_that_cannot_be_reached_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_holds_no_generator_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UnsupportedModelError, match="could not be downloaded") as caught:
-        load("lit-dpret-tests/no-such-model")
-    assert "lit-dpret-tests/no-such-model" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_encoder_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").write_text("no model")
     T5EncoderModel(T5Config(vocab_size=90, **SHAPE)).save_pretrained(tmp_path / "t5")
-    with pytest.raises(UnsupportedModelError, match=r"model\.pretrained"):
-        load(tmp_path / "t5", tokenizer=tokenizer())
     BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=90)).save_pretrained(
         tmp_path / "bert"
     )
-    with pytest.raises(UnsupportedModelError, match=r"model\.pretrained"):
-        load(tmp_path / "bert", tokenizer=tokenizer())
+    torn = generator().save_model(tmp_path / "torn")
+    weights = (torn / "model.safetensors").read_bytes()
+    (torn / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    for name in ("notes", "nowhere", "t5", "bert", "torn"):
+        with pytest.raises(UnsupportedModelError, match=r"model\.pretrained") as caught:
+            load(tmp_path / name, tokenizer=tokenizer())
+        assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UnsupportedModelError, match="lit-dpret-tests/no-such-model") as caught:
+        load("lit-dpret-tests/no-such-model")
+    assert "\n" not in str(caught.value)
 
 
 def test_attention_that_depends_on_the_longest_text_of_a_batch_is_refused(tmp_path: Path) -> None:
     shape = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
     with pytest.raises(UnsupportedModelError, match="attention_type"):
         load(None, config={"model_type": "bigbird_pegasus", **shape}, tokenizer=tokenizer())
-
-
-def test_broken_weights_are_refused(tmp_path: Path) -> None:
-    folder = generator().save_model(tmp_path / "g")
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(UnsupportedModelError, match="holds no usable"):
-        load(folder)
 
 
 def test_half_precision_weights_are_trained_in_float32(tmp_path: Path) -> None:
@@ -163,39 +152,12 @@ def test_half_precision_weights_are_trained_in_float32(tmp_path: Path) -> None:
     assert {p.dtype for p in load(folder).parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"pretrained": None}, "give one of them"),
-        ({"pretrained": None, "config": SHAPE, "tokenizer": None}, r"model\.tokenizer"),
-        ({"pretrained": None, "config": {"d_modle": 16}}, "d_modle"),
-        ({"pretrained": None, "config": {**SHAPE, "vocab_size": 10}}, "vocab_size=10"),
-        ({"pretrained": None, "config": {"model_type": "t6"}}, "t6"),
-        ({"pretrained": None, "config": {**SHAPE, "d_model": "wide"}}, "does not describe"),
-        ({"pretrained": None, "config": SHAPE, "dropout": 1.5}, "dropout=1.5"),
-        ({"pretrained": None, "config": SHAPE, "loss_normalisation": "batch"}, "loss_normalisation"),
-        ({"pretrained": None, "config": SHAPE, "max_query_length": 1}, "max_query_length=1"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused_by_name(settings: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigurationError, match=word):
-        load(**{"tokenizer": tokenizer(), **settings})
-
-
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = generator().save_model(tmp_path / "g")
     words = tokenizer()
     words.add_tokens(["zanzibar"])
     with pytest.raises(ConfigurationError, match="do not belong together"):
         load(folder, tokenizer=words)
-
-
-def test_half_precision_training_is_refused() -> None:
-    module = generator()
-    trainer: Any = SimpleNamespace(precision="16-mixed")
-    module._trainer = trainer
-    with pytest.raises(ConfigurationError, match="16-mixed"):
-        module.setup("fit")
 
 
 @pytest.mark.parametrize("facts", ['{"format": 2}', '{"format": 1, "suffix": "?"}', "[]", "{"])
@@ -206,7 +168,108 @@ def test_a_contract_that_cannot_be_honoured_is_refused(tmp_path: Path, facts: st
         load_generator(folder)
 
 
-# -- a checkpoint of one family of strategies under another: the run goes on, or is refused in one l--
+# -- tuned prompts and adapters: what the folder holds of them ---------------------------------
+
+
+@TIED
+def test_the_saved_folder_is_the_start_and_the_rows_of_the_prompt_and_nothing_else(
+    tmp_path: Path, untied: bool
+) -> None:
+    module = prompted(untied=untied)
+    folder = module.save_model(tmp_path / "generator")
+    assert isinstance(module.model.encoder.embed_tokens, PromptedEmbedding), "the export left the module as it was"
+    bare = generator()
+    if untied:
+        bare.model.lm_head.weight = torch.nn.Parameter(module.model.lm_head.weight.detach().clone())
+        bare.model.config.scale_decoder_outputs = False
+        note_built(bare)
+    start = bare.save_model(tmp_path / "start")
+    assert {p.name for p in folder.iterdir()} == {p.name for p in start.iterdir()}
+    made, known = load_file(folder / "model.safetensors"), load_file(start / "model.safetensors")
+    assert set(made) == set(known)
+    for name, weight in known.items():
+        assert torch.equal(made[name][: len(weight)], weight), name
+    assert torch.equal(made["shared.weight"][-3:], prompt_of(module))
+    longer = {name for name, weight in made.items() if len(weight) != len(known[name])}
+    assert longer == ({"shared.weight", "lm_head.weight"} if untied else {"shared.weight"})
+    assert not untied or not made["lm_head.weight"][-3:].any()
+
+
+@TIED
+def test_a_loaded_generator_gives_bit_for_bit_the_scores_and_queries_of_the_trained_one(
+    tmp_path: Path, untied: bool
+) -> None:
+    module = prompted(untied=untied).eval()
+    loaded = QueryGenerator.load_model(module.save_model(tmp_path / "generator"))
+    assert loaded.contract == module.codec.contract and loaded.contract.virtual_ids
+    batch = module.collate_rows(ROWS)
+    with torch.no_grad():
+        expected, found = (each(**batch).logits for each in (module.model, loaded.model))
+    assert torch.equal(found, expected)
+    decoding = Decoding(max_new_tokens=8, temperature=0.7)
+    own = GeneratorModel(module.model, module.codec, tmp_path)
+    made = [[query.text for query in draw_group(each, PASSAGES, 2, 0, decoding)] for each in (own, loaded)]
+    assert made[0] == made[1] and len(set(made[0])) > 3
+    bare = GeneratorModel(generator().model.eval(), generator().codec, tmp_path)
+    assert [query.text for query in draw_group(bare, PASSAGES, 2, 0, decoding)] != made[0], "the prompt matters"
+
+
+def test_plain_transformers_write_the_same_queries_and_no_virtual_token(tmp_path: Path) -> None:
+    folder = prompted(away=3.0, untied=True).save_model(tmp_path / "generator")
+    loaded = QueryGenerator.load_model(folder)
+    contract = json.loads((folder / CONTRACT_NAME).read_text())
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    for text in PASSAGES.values():
+        ids = torch.tensor([[*contract["virtual_ids"], *tokenizer()(contract["prompt"] + text)["input_ids"]]])
+        written = theirs.generate(input_ids=ids, max_new_tokens=6, do_sample=False)[0]
+        assert not set(written.tolist()) & set(contract["virtual_ids"])
+        with torch.no_grad():
+            scores = loaded.model(input_ids=ids, decoder_input_ids=written[None, :-1]).logits[0]
+        assert scores.argmax(dim=1).tolist() == written[1:].tolist()
+
+
+def test_a_tuned_generator_is_refused_with_other_virtual_tokens_and_as_a_start(tmp_path: Path) -> None:
+    folder = prompted().save_model(tmp_path / "generator")
+    with pytest.raises(ConfigurationError, match=r"model\.prompt_tuning"):
+        generator(pretrained=folder, config=None)
+    facts = json.loads((folder / CONTRACT_NAME).read_text())
+    for wrong in ([5, 6, 7], [*facts["virtual_ids"], 999]):
+        (folder / CONTRACT_NAME).write_text(json.dumps(facts | {"virtual_ids": wrong}))
+        with pytest.raises(UnsupportedModelError, match="virtual_ids"):
+            QueryGenerator.load_model(folder)
+
+
+ADAPTED: dict[str, Callable[[], QueryGenerator]] = {
+    "a T5": lambda: generator(lora={"r": 2, "target_modules": ["q", "v"]}),
+    "an untied llama": lambda: decoder_only(
+        lora={"r": 2, "target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}, tied=False
+    ),
+    "tokens of a llama": lambda: decoder_only(
+        lora={"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_export_has_the_adapters_merged_and_is_the_model_that_was_trained(name: str, tmp_path: Path) -> None:
+    module = ADAPTED[name]().eval()
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert trained and (name != "a T5" or all("lora_" in each for each in trained))
+    rows = module.collate_rows(copy_pairs(3))
+    start, coins = module.per_row_loss(rows).detach(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (p for p in module.parameters() if p.requires_grad):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=coins)
+    adapted = module.per_row_loss(rows).detach()
+    assert (adapted - start).abs().max() > 1e-3, "the adapters did something"
+    folder = module.save_model(tmp_path / "generator")
+    assert any("lora_" in name for name, _ in module.named_parameters()), "the export left the module as it was"
+    module.model = QueryGenerator.load_model(folder).model
+    assert not any("lora" in name for name, _ in module.named_parameters())
+    torch.testing.assert_close(module.per_row_loss(rows).detach(), adapted)
+
+
+# -- a checkpoint of one family of strategies under another -----------------------------------
 
 
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder
-from lit_dpret.negatives import InBatchNegatives, LabelledNegatives, NegativeSource, RandomNegatives
+from lit_dpret.negatives import BM25Negatives, InBatchNegatives, LabelledNegatives, NegativeSource, RandomNegatives
 from lit_dpret.negatives.drawn import LabelledNegative
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping import ENGINES, make_engine
@@ -57,19 +57,6 @@ def test_fewer_are_drawn_where_fewer_are_asked_for_anew_in_every_epoch(tmp_path:
     assert seen == {"p7", "p9"}
 
 
-def test_a_private_row_moves_its_own_loss_alone(tmp_path: Path) -> None:
-    """Under DP-SGD the labels of a row are its own, so poisoning one query changes one row's loss."""
-    mode = DPSGD(max_grad_norm=1.0, **NOISE)
-    negatives = [labelled(tmp_path, lines_are_independent=True)]
-    module = in_double(mode, loss=MarginMSELoss(), negatives=negatives)
-    plain = ready(module, 0, 1, 2)
-    poisoned = ready(module, 0, 1, 2, queries={**QUERIES, "q1": "policy best best"})
-    for row in (0, 2):
-        losses = [module.per_row_loss(batch.rows)[row] for batch in (plain, poisoned)]
-        assert losses[0].item() == losses[1].item()
-    assert module.per_row_loss(plain.rows)[1].item() != module.per_row_loss(poisoned.rows)[1].item()
-
-
 @pytest.mark.parametrize("sources", [None, [InBatchNegatives()], [RandomNegatives()]])
 def test_the_loss_without_labels_is_refused(sources: list[NegativeSource] | None) -> None:
     with pytest.raises(ConfigurationError, match=r"Set negatives=labelled and model.negatives.labelled.file"):
@@ -93,7 +80,7 @@ def test_private_modes_ask_for_the_declaration_and_take_no_other_loss_than_they_
         dual(LogitDP(max_logit_grad_norm=1.0, **NOISE), loss=MarginMSELoss(), negatives=declared)
 
 
-# -- a frozen encoder whose head learns a teacher's margins: its loss by hand, what it learns, and w--
+# -- also as the head of a frozen encoder -----------------------------------------------------
 
 
 class _Data:
@@ -158,17 +145,23 @@ def test_places_are_those_of_the_embeddings_whatever_the_order_of_the_list(tmp_p
     torch.testing.assert_close(losses_of(module, 0, 1, 2), wanted)
 
 
-def test_a_private_row_moves_its_own_loss_alone_and_is_clipped_alone(tmp_path: Path) -> None:
+def test_a_private_row_moves_its_own_loss_alone(tmp_path: Path) -> None:
+    """Under DP-SGD the labels of a row are its own, so poisoning one query changes one row's loss."""
+    mode = DPSGD(max_grad_norm=1.0, **NOISE)
+    sources: list[NegativeSource] = [labelled(tmp_path, lines_are_independent=True)]
+    for module in (head(tmp_path, mode, negatives=sources), in_double(mode, loss=MarginMSELoss(), negatives=sources)):
+        plain = losses_of(module, 0, 1, 2)
+        poisoned = losses_of(module, 0, 1, 2, queries={**QUERIES, "q1": "policy best best"})
+        assert torch.equal(plain[[0, 2]], poisoned[[0, 2]]) and plain[1] != poisoned[1]
+
+
+def test_every_engine_clips_a_row_with_labels_alone(tmp_path: Path) -> None:
     sources = [labelled(tmp_path, lines_are_independent=True)]
     module = head(tmp_path, DPSGD(max_grad_norm=1.0, **NOISE), negatives=sources)
-    plain = losses_of(module, 0, 1, 2)
-    poisoned = losses_of(module, 0, 1, 2, queries={**QUERIES, "q1": "policy best best"})
-    assert torch.equal(plain[[0, 2]], poisoned[[0, 2]]) and plain[1] != poisoned[1]
     batch = ready(module, 0, 1, 2)
-    assert not module.coupled_loss and module.assumptions() == [
-        "Each line of the file of model.negatives.labelled (labels.tsv) was made of its own query and of public data "
-        "alone, as declared."
-    ]
+    assert not module.coupled_loss
+    (assumed,) = module.assumptions()
+    assert "model.negatives.labelled (labels.tsv)" in assumed and "as declared" in assumed
     by_hand = torch.zeros_like(module.query_head.weight)
     for loss in module.per_row_loss(batch.rows):
         (gradient,) = torch.autograd.grad(loss, module.query_head.weight, retain_graph=True)
@@ -186,6 +179,7 @@ def test_a_private_row_moves_its_own_loss_alone_and_is_clipped_alone(tmp_path: P
         ({"negatives": "pool"}, r"model\.negatives=pool has no labels for model\.loss=MarginMSELoss"),
         ({"negatives": [RandomNegatives()]}, r"is auto, pool, batch or labelled, and not random"),
         ({"negatives": []}, r"and not \[\]"),
+        ({"negatives": {"bm25": BM25Negatives()}}, "model=dual_encoder"),
         ({"head": "both"}, r"model\.head=both .* cannot go with model\.negatives=labelled"),
         ({"pool_size": 4}, r"model\.pool_size=4 cannot go with model\.negatives=labelled"),
         ({"privacy": PublicPassages(max_grad_norm=1.0, **NOISE)}, r"privacy=public_passages is for a softmax"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.errors import DataError, DeviceMemoryError, ResumeError, UnsupportedModelError
 from lit_dpret.memory import is_out_of_memory
 from lit_dpret.modules import OptimizerSpec
-from lit_dpret.modules.physical_batches import PhysicalBatches, Tally, piece_of, refuse_where_none_fits, slots_of
+from lit_dpret.modules.physical_batches import PhysicalBatches, Tally, refuse_where_none_fits
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping.ghost import GhostClipping
@@ -77,16 +79,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor,
     return folder, module.layer.weight.detach().clone(), module.calls
 
 
-@pytest.mark.parametrize("moment", ["first", "second", "middle", "last", "twice", "three times in a row"])
+@pytest.mark.parametrize("moment", ["first", "middle", "last", "three times in a row"])
 def test_a_step_that_runs_out_of_memory_begins_again_and_is_charged_once(
     moment: str, undisturbed: tuple[Path, Tensor, int], tmp_path: Path
 ) -> None:
     whole, weight, calls = undisturbed
     assert calls > 2 * STEPS, "a step has several physical batches"
-    at = {
-        "first": (1,), "second": (2,), "middle": (calls // 2,), "last": (calls,), "twice": (2, 7),
-        "three times in a row": (3, 4, 5),
-    }[moment]  # fmt: skip
+    at = {"first": (1,), "middle": (calls // 2,), "last": (calls,), "three times in a row": (3, 4, 5)}[moment]
     same_streams(whole / "run", tmp_path / "run")
     module = WholeNumbers(privacy=private(whole), fail_at=at)
     fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
@@ -269,13 +268,15 @@ def test_what_a_forgotten_try_counted_is_forgotten_too(tmp_path: Path, monkeypat
     assert counted[0] == counted[1] and sum(clipped for _, clipped in counted[0]) > 0
 
 
+def a_batch(units: Sequence[int], *, step: int = 0, part: int = 0, last: bool = True) -> UnitBatch:
+    """A physical batch with one row for each unit."""
+    places, mask = torch.arange(len(units)), torch.ones(len(units), dtype=torch.bool)
+    rows = {"x": torch.tensor([*units])}
+    return UnitBatch(rows=rows, unit_ids=places, mask=mask, step=step, part=part, last=last)
+
+
 def test_a_step_that_an_earlier_fit_broke_off_is_not_added_to_the_next_one() -> None:
     """On another rank than the first, no batch has part 0: that cannot be what a new step is known by."""
-
-    def batch(unit: int) -> UnitBatch:
-        return UnitBatch(rows={"x": torch.tensor([unit])}, unit_ids=torch.tensor([0]), mask=torch.tensor([True]),
-                         step=0, part=1, last=False)  # fmt: skip
-
     added: list[int] = []
     fails = iter([False, True, False, False, False])
 
@@ -285,11 +286,10 @@ def test_a_step_that_an_earlier_fit_broke_off_is_not_added_to_the_next_one() -> 
         added.extend([] if piece.rows is None else piece.rows["x"].tolist())
 
     physical = PhysicalBatches(contribute, added.clear)
-    physical.add(batch(1), may_split=True, advice="")
+    physical.add(a_batch([1], part=1, last=False), may_split=True, advice="")
     added.clear()  # the fit ends here, and the next one begins
     physical.begin()
-    wide = UnitBatch(rows={"x": torch.tensor([2])}, unit_ids=torch.tensor([0]), mask=torch.tensor([True, True]),
-                     step=0, part=1, last=True)  # fmt: skip
+    wide = replace(a_batch([2], part=1), mask=torch.tensor([True, True]))
     physical.add(wide, may_split=True, advice="")
     assert added == [2]
 
@@ -297,12 +297,6 @@ def test_a_step_that_an_earlier_fit_broke_off_is_not_added_to_the_next_one() -> 
 @pytest.mark.parametrize("limit", [None, 3])
 def test_where_failures_are_kept_here_each_unit_adds_itself_once_or_fails_alone(limit: int | None) -> None:
     """Units 2 and 5 fail, and 7 in company."""
-
-    def batch(part: int, units: list[int]) -> UnitBatch:
-        count = torch.arange(len(units))
-        return UnitBatch(rows={"x": torch.tensor(units)}, unit_ids=count, mask=torch.ones(len(units)).bool(), step=0,
-                         part=part, last=part == 2)  # fmt: skip
-
     added: list[int] = []
 
     def contribute(piece: UnitBatch, number: int) -> None:
@@ -317,7 +311,7 @@ def test_where_failures_are_kept_here_each_unit_adds_itself_once_or_fails_alone(
         physical = PhysicalBatches(contribute, added.clear)
         physical.limit = limit
         for part, units in enumerate([[0, 1, 2, 3], [4], [5, 6, 7]]):
-            physical.add(batch(part, units), may_split=True, advice="", **settings)
+            physical.add(a_batch(units, part=part, last=part == 2), may_split=True, advice="", **settings)
         return sorted(added)
 
     assert step(drops="all") == [0, 1, 3, 4, 6, 7]
@@ -342,18 +336,12 @@ def test_a_unit_that_fails_is_found_by_bisection_and_costs_the_next_step_nothing
 
     def step(number: int) -> list[list[int]]:
         calls.clear()
-        physical.add(one_batch(64, number), may_split=True, advice="", drops="all")
+        physical.add(a_batch(range(64), step=number), may_split=True, advice="", drops="all")
         return list(calls)
 
     assert len(step(0)) <= most  # and not 64
     failing.clear()
     assert step(1) == [list(range(64))] and physical.limit is None
-
-
-def one_batch(units: int, step: int) -> UnitBatch:
-    """A step in one physical batch."""
-    count = torch.arange(units)
-    return UnitBatch(rows={"x": count}, unit_ids=count, mask=torch.ones(units).bool(), step=step, part=0, last=True)
 
 
 def test_the_size_that_fits_memory_stays_also_where_units_fail() -> None:
@@ -373,7 +361,7 @@ def test_the_size_that_fits_memory_stays_also_where_units_fail() -> None:
     for step, fails in enumerate([True, False, True, False]):
         added.clear()
         sizes.clear()
-        physical.add(one_batch(16, step), may_split=True, advice="", drops="all")
+        physical.add(a_batch(range(16), step=step), may_split=True, advice="", drops="all")
         assert sorted(added) == [unit for unit in range(16) if unit != 7 or not fails]
         assert physical.limit == (None if step == 0 else 4)
     assert sizes == [4] * 4
@@ -436,29 +424,11 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> No
         assert not is_out_of_memory(other)
 
 
-def test_pieces_hold_every_slot_once_also_those_without_a_row() -> None:
-    def pieces_of(batch: UnitBatch, limit: int | None) -> list[UnitBatch]:
-        return [piece_of(batch, slots) for slots in slots_of(batch, limit)]
-
-    batch = UnitBatch(
-        rows={"x": torch.arange(5)}, unit_ids=torch.tensor([0, 0, 2, 5, 5]),
-        mask=torch.tensor([True, True, True, False, True, True]), step=3, part=1, last=True,
-    )  # fmt: skip
-    pieces = pieces_of(batch, 2)
-    assert torch.equal(torch.cat([piece.mask for piece in pieces]), batch.mask)
-    assert [piece.unit_ids.tolist() for piece in pieces] == [[0, 0], [0], [1, 1]]
-    assert [piece.rows["x"].tolist() for piece in pieces] == [[0, 1], [2], [3, 4]]
-    lonely = UnitBatch(rows=None, unit_ids=torch.zeros(0, dtype=torch.long), mask=torch.ones(3, dtype=torch.bool),
-                       step=0, part=0, last=True)  # fmt: skip
-    assert [piece.rows for piece in pieces_of(lonely, 2)] == [None, None]
-    assert pieces_of(batch, None) == [batch] and pieces_of(batch, 6) == [batch]
-
-
 def test_a_run_that_begins_anew_begins_with_the_first_part_and_takes_each_once() -> None:
     physical = PhysicalBatches(lambda piece, first: None, lambda: None)
 
     def add(part: int, *, last: bool = False) -> None:
-        batch = UnitBatch(rows=None, unit_ids=torch.arange(0), mask=torch.ones(1).bool(), step=0, part=part, last=last)
+        batch = replace(a_batch([], part=part, last=last), rows=None, mask=torch.ones(1).bool())
         physical.add(batch, may_split=True, advice="", parts=(1, 2))
 
     add(1)

@@ -1,67 +1,66 @@
-"""The generator's loss, its tokens and its training."""
+"""Generators of queries: their loss, their tokens, how they are clipped and trained, and what they refuse."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import tiny_generator
 import torch
 import transformers as hf
-from stand_ins import dp, fit
+from stand_ins import KillAt, Killed, dp, fit
 from tiny_generator import (
     DECODERS,
+    PASSAGES,
     ROWS,
     SHAPE,
     CopyTask,
-    copy_pairs,
     decoder_only,
     generator,
     losses,
     pair,
     passage,
+    prompt_of,
+    prompted,
     tokenizer,
 )
 
-from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
-from lit_dpret.modules import OptimizerSpec
-from lit_dpret.modules.generator_folder import GeneratorContract, TextCodec
-from lit_dpret.modules.outline import PUBLISHED, GeneratorOutline
+from lit_dpret.callbacks import PrivacyCard
+from lit_dpret.cards.card import read_card
+from lit_dpret.cards.verification import verify_chain
+from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.generator_folder import GeneratorContract, GeneratorModel, TextCodec, load_generator
 from lit_dpret.modules.query_generator import QueryGenerator
-from lit_dpret.modules.token_scores import TokenScorer, token_scores
 from lit_dpret.privacy.batches import take_rows
-from lit_dpret.privacy.clipping import make_engine
+from lit_dpret.privacy.clipping import ENGINES, make_engine
+from lit_dpret.privacy.clipping.base import room_for_rounding
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
-from lit_dpret.privacy.modes import NoPrivacy
+from lit_dpret.synthesis.groups import draw_group
+from lit_dpret.synthesis.sampler import Decoding
+
+PROMPT = {"prompt_tuning": {"num_virtual_tokens": 3}}
+LORA = {"lora": {"r": 2, "target_modules": ["q", "v"]}}
 
 # -- the loss --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalisation", ["mean", "sum"])
-def test_the_loss_of_a_row_does_not_depend_on_the_other_rows_nor_on_padding(normalisation: str) -> None:
-    module = generator(loss_normalisation=normalisation).double()
-    together = losses(module, ROWS)
-    alone = torch.cat([losses(module, [row]) for row in ROWS])
-    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
-
-
-def test_the_mean_loss_of_one_row_is_what_hugging_face_computes() -> None:
-    module = generator()
-    for row in ROWS:
+@pytest.mark.parametrize("make", [generator, prompted], ids=["all weights", "a prompt"])
+def test_the_loss_of_a_row_is_that_of_hugging_face_for_this_row_alone(
+    make: Callable[..., QueryGenerator], normalisation: str
+) -> None:
+    module = make(loss_normalisation=normalisation).double()
+    together, counts = losses(module, ROWS), []
+    for row, loss in zip(ROWS, together, strict=True):
         batch = module.collate_rows([row])
-        torch.testing.assert_close(module.per_row_loss(batch)[0], module.model(**batch).loss)
-
-
-def test_the_sum_is_the_mean_times_the_rows_own_number_of_tokens() -> None:
-    mean, total = generator(), generator(loss_normalisation="sum")
-    batch = mean.collate_rows(ROWS)
-    tokens = (batch["labels"] != -100).sum(dim=1)
-    assert tokens.tolist() == [3, 2, 7]  # the end mark is a target too
-    torch.testing.assert_close(total.per_row_loss(batch), mean.per_row_loss(batch) * tokens)
+        torch.testing.assert_close(loss, module.per_row_loss(batch)[0], rtol=1e-12, atol=1e-12)
+        counts.append(int((batch["labels"] != -100).sum()))
+        times = counts[-1] if normalisation == "sum" else 1
+        torch.testing.assert_close(loss, module.model(**batch).loss * times)
+    assert counts == [3, 2, 7]  # the end mark is a target too
 
 
 def test_the_loss_is_float32_under_bfloat16_autocast() -> None:
@@ -69,6 +68,36 @@ def test_the_loss_is_float32_under_bfloat16_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert losses(module, ROWS).dtype == torch.float32
     assert losses(module.double(), ROWS).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "width"), [(generator, 12), (prompted, 3 + 12), (decoder_only, 14 + 8 - 1)], ids=["t5", "prompt", "llama"]
+)
+def test_batches_of_a_fixed_shape_have_the_same_losses(make: Callable[[], QueryGenerator], width: int) -> None:
+    module = make().double()
+    features = module.collate_rows(ROWS)
+    placed = module.place_rows(features, [3, 0, 4], 6)
+    assert placed["input_ids"].shape == (6, width) and placed["labels"].shape == (6, 8)
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in placed.items()}
+    found = module.per_row_loss(wide)
+    torch.testing.assert_close(found[[3, 0, 4]], module.per_row_loss(features), rtol=1e-9, atol=1e-12)
+    assert found[[1, 2, 5]].tolist() == [0, 0, 0]
+
+
+def test_loss_and_gradient_of_a_tuned_prompt_are_those_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    ours, bare = prompted().double(), generator().double()
+    config = peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_transformer_submodules=1)
+    theirs = peft.get_peft_model(bare.model, config).double()
+    weight = theirs.prompt_encoder["default"].embedding.weight
+    weight.data.copy_(prompt_of(ours))
+    batch = bare.collate_rows(ROWS)
+    bare.model = theirs
+    expected, found = bare.per_row_loss(batch), losses(ours, ROWS)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.sum(), prompt_of(ours)), torch.autograd.grad(expected.sum(), weight)
+    )
 
 
 # -- tokens ----------------------------------------------------------------------------------
@@ -84,10 +113,7 @@ def test_a_long_text_loses_its_end_and_keeps_its_end_mark() -> None:
     assert batch["labels"][1].tolist() == [words.convert_tokens_to_ids("bana"), 1, -100, -100]
     assert batch["attention_mask"][1].tolist() == [1, 1, 1, 0, 0, 0]
     assert batch["input_ids"][1, 3:].tolist() == [0, 0, 0]
-
-
-def test_an_empty_query_still_has_a_loss() -> None:
-    assert torch.isfinite(losses(generator(), [pair("", "bana"), pair("", "")])).all()
+    assert torch.isfinite(losses(module, [pair("", "bana"), pair("", "")])).all(), "an empty query has its end mark"
 
 
 def test_lower_case_applies_to_both_texts_and_not_to_the_prompt() -> None:
@@ -113,70 +139,181 @@ def test_ids_beyond_the_tokenizer_are_passed_over() -> None:
     assert module.codec.text([word, 120, word, 0]) == "bana bana"
 
 
-# -- what is trained --------------------------------------------------------------------------
+def test_a_passage_is_cut_as_without_a_prompt_and_virtual_tokens_come_before_it() -> None:
+    bare, module = generator(max_passage_length=6), generator(max_passage_length=6, **PROMPT)
+    virtual = list(module.codec.contract.virtual_ids)
+    first = bare.model.get_input_embeddings().num_embeddings
+    assert virtual == [first, first + 1, first + 2]
+    texts = [passage(2, 20), "bana"]
+    assert module.codec.passages(texts) == [virtual + ids for ids in bare.codec.passages(texts)]
+    assert module.codec.queries(texts) == bare.codec.queries(texts)
+    longest = module.longest_rows(2)["input_ids"]
+    assert longest.shape == (2, 9) and longest[:, :3].tolist() == [virtual, virtual]
 
 
-def test_only_matching_parameters_are_trained() -> None:
+# -- what is trained, and what it starts from -------------------------------------------------
+
+
+def test_only_matching_parameters_or_only_the_prompt_are_trained() -> None:
     module = generator(trainable_patterns=[r"^decoder\.", "final_layer_norm"])
     trained = {name for name, p in module.model.named_parameters() if p.requires_grad}
     assert trained == {
         name for name, _ in module.model.named_parameters() if name.startswith("decoder.") or "final_layer" in name
     }
     assert not module.model.shared.weight.requires_grad  # tied: the decoder's copy of it is the encoder's
+    tuned = generator(**PROMPT)
+    (only,) = [p for p in tuned.parameters() if p.requires_grad]
+    assert only is prompt_of(tuned) and tuple(only.shape) == (3, SHAPE["d_model"])
 
 
-@pytest.mark.parametrize(("patterns", "word"), [(["lm_haed"], "lm_haed"), (["("], "regular"), ([], "empty")])
-def test_patterns_that_train_nothing_are_refused(patterns: list[str], word: str) -> None:
-    with pytest.raises((ConfigurationError, UnsupportedModelError), match=word):
-        generator(trainable_patterns=patterns)
+def test_a_prompt_starts_from_words_from_a_text_repeated_or_cut_or_from_random_numbers() -> None:
+    module = generator(prompt_tuning={"num_virtual_tokens": 50})
+    words = module.model.get_input_embeddings().weight
+    for row in prompt_of(module):
+        assert (row == words).all(dim=1).nonzero()[0].item() not in tokenizer().all_special_ids
+    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "bana delo fibi"}
+    module = generator(prompt_tuning={"num_virtual_tokens": 5, **text})
+    ids = tokenizer()("bana delo fibi bana delo", add_special_tokens=False)["input_ids"]
+    assert torch.equal(prompt_of(module), module.model.get_input_embeddings().weight[ids])
+    random = prompt_of(generator(prompt_tuning={"num_virtual_tokens": 400, "prompt_tuning_init": "RANDOM"}))
+    assert float(random.detach().std()) == pytest.approx(1, abs=0.05)
 
 
 def test_a_loaded_model_trains_with_dropout_and_its_rate_can_be_set(tmp_path: Path) -> None:
     folder = generator(dropout=None).save_model(tmp_path / "g")
-    loaded = QueryGenerator(privacy=NoPrivacy(), optimizer=generator().optimizer_spec, pretrained=folder)
+    loaded = generator(pretrained=folder, config=None, tokenizer=None, dropout=None)
     assert all(part.training for part in loaded.modules())
     assert {part.p for part in loaded.modules() if isinstance(part, torch.nn.Dropout)} == {0.1}
     assert not torch.equal(losses(loaded, ROWS), losses(loaded, ROWS))
-    calm = QueryGenerator(privacy=NoPrivacy(), optimizer=generator().optimizer_spec, pretrained=folder, dropout=0.0)
+    calm = generator(pretrained=folder, config=None, tokenizer=None, dropout=0.0)
     torch.testing.assert_close(losses(calm, ROWS), losses(calm, ROWS), rtol=0, atol=0)
 
 
-# -- training --------------------------------------------------------------------------------
+# -- clipping and training -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["ghost", "loop"])
-def test_it_trains_privately_and_the_ledger_says_so(tmp_path: Path, engine: str) -> None:
-    module = generator(privacy=dp(tmp_path, eps=8.0, noise_multiplier=3.0, engine=engine))
-    before = [p.detach().clone() for p in module.parameters()]
-    runner = fit(tmp_path / "run", module, CopyTask("poisson"), steps=3, save_every=1000)
-    assert runner.global_step == 3
+CLIPPED: dict[str, Callable[[], QueryGenerator]] = {
+    "all weights": generator,
+    "sums over tokens": partial(generator, loss_normalisation="sum"),
+    "checkpointing": partial(generator, gradient_checkpointing=True),
+    "the decoder": partial(generator, trainable_patterns=[r"^decoder\."]),
+    "a prompt": prompted,
+    "a prompt, untied": partial(prompted, untied=True),
+    "a prompt, sums": partial(prompted, loss_normalisation="sum"),
+    "a prompt, checkpointing": partial(prompted, gradient_checkpointing=True),
+    "a llama": decoder_only,
+    "a llama with adapters": partial(decoder_only, lora={"r": 2}),
+    "a llama with a prompt": partial(decoder_only, **PROMPT),
+    "a llama, checkpointing": partial(decoder_only, gradient_checkpointing=True),
+}
+#: Opacus makes a mistake with their embeddings of positions or padding, and is refused.
+NOT_BY_OPACUS = ("all weights", "sums over tokens", "checkpointing", "the decoder", "a llama", "a llama, checkpointing")
+
+
+@pytest.mark.like(3)
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("name", CLIPPED)
+def test_every_engine_clips_as_one_row_at_a_time(name: str, engine: str) -> None:
+    module = CLIPPED[name]().double()
+    if engine == "opacus" and name in NOT_BY_OPACUS:
+        with pytest.raises(UnsupportedModelError, match=r"privacy\.engine=ghost"):
+            make_engine(engine, module, max_grad_norm=0.5)
+        return
+    trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    each = [
+        torch.autograd.grad(losses(module, [row])[0], [*trained.values()], allow_unused=True, materialize_grads=True)
+        for row in ROWS
+    ]
+    norms = torch.stack([torch.cat([g.flatten() for g in gradients]).norm() for gradients in each])
+    bound = 1.001 * float(norms.median())
+    lowered = room_for_rounding(bound, trained.values())
+    scales = [min(1.0, lowered / float(norm)) for norm in norms]
+    batch = module.collate_rows(ROWS)
+
+    def chosen(index: Any = slice(None)) -> torch.Tensor:
+        return module.per_row_loss(take_rows(batch, index))
+
+    clipping = make_engine(engine, module, max_grad_norm=bound)
+    for _ in range(2):  # the engine verifies its first batch, and not a later one
+        stats = clipping.add(chosen, torch.arange(3), torch.ones(3, dtype=torch.bool))
+        torch.testing.assert_close(stats.norms.double(), norms, rtol=1e-9, atol=1e-12)
+        found = clipping.take()
+        assert set(found) == set(trained) and stats.clipped == 1
+        for place, total in enumerate(found.values()):
+            expected = sum(scale * gradients[place] for scale, gradients in zip(scales, each, strict=True))
+            torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12)
+
+
+RUNS: dict[str, tuple[Callable[..., QueryGenerator], dict[str, Any], str]] = {
+    "a T5": (generator, {}, "ghost"),
+    "a T5, clipped by the loop": (generator, {}, "loop"),
+    "a llama": (decoder_only, {}, "ghost"),
+    "a llama with adapters, untied": (decoder_only, {"lora": {"r": 2}, "tied": False}, "ghost"),
+    "a llama with a prompt": (decoder_only, PROMPT, "ghost"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_private_run_leaves_a_generator_with_a_card_that_writes_what_it_learnt(name: str, tmp_path: Path) -> None:
+    make, settings, engine = RUNS[name]
+    module = make(privacy=dp(tmp_path, eps=8.0, noise_multiplier=3.0, engine=engine), **settings)
+    before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+    runner = fit(tmp_path / "run", module, CopyTask("poisson"), steps=3, save_every=1000, extra=[PrivacyCard()])
+    assert runner.global_step == 3 and "train/loss" not in runner.callback_metrics
     records = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records
     assert [record["kind"] for record in records].count("release") == 3
-    assert all(not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
-    assert "train/loss" not in runner.callback_metrics
-    QueryGenerator.load_model(module.save_model(tmp_path / "run" / "generator"))
+    moved = {name for name, weight in module.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved == {name for name, weight in module.named_parameters() if weight.requires_grad}
+    folder = tmp_path / "run" / "model"
+    assert verify_chain(folder).failed == [] and read_card(folder)["claim"]["epsilon"] <= 8
+    trained = GeneratorModel(module.model.eval(), module.codec, folder)
+    written = [
+        draw_group(each, PASSAGES, 2, 0, Decoding(max_new_tokens=6)) for each in (trained, load_generator(folder))
+    ]
+    assert [query.text for query in written[0]] == [query.text for query in written[1]]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"gradient_checkpointing": True}, {"trainable_patterns": [r"^decoder\."]}, {"loss_normalisation": "sum"}],
-    ids=["plain", "checkpointing", "decoder only", "sum"],
-)
-def test_clipping_by_ghost_norms_equals_clipping_one_row_at_a_time(settings: dict[str, Any]) -> None:
-    sums = []
-    for engine in ("ghost", "loop"):
-        module = generator(**settings if engine == "ghost" else {**settings, "gradient_checkpointing": False}).double()
-        clipper = make_engine(engine, module, max_grad_norm=0.5)
-        batch = module.collate_rows(ROWS)
-        clipper.add(
-            lambda i=slice(None), m=module, b=batch: m.per_row_loss(take_rows(b, i)),
-            torch.arange(3),
-            torch.ones(3, dtype=torch.bool),
-        )
-        sums.append(clipper.take())
-    assert set(sums[0]) == set(sums[1])
-    for name, total in sums[0].items():
-        torch.testing.assert_close(total, sums[1][name], rtol=1e-6, atol=1e-9)
+def trained_prompt(folder: Path, *, resume: bool = False, seed: int = 0, extra: Sequence[Any] = ()) -> QueryGenerator:
+    module = generator(privacy=dp(folder, eps=8.0, noise_multiplier=3.0), seed=seed, **PROMPT)
+    fit(folder / "run", module, CopyTask("poisson"), steps=4, resume=resume, extra=[PrivacyCard(), *extra])
+    return module
+
+
+def test_a_run_that_was_cut_off_goes_on_from_its_prompt(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        trained_prompt(tmp_path, extra=[KillAt(3)])
+    file = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    saved = torch.load(file, weights_only=True)["state_dict"]
+    again = trained_prompt(tmp_path, resume=True, seed=7)  # other coins for its prompt and weights: both are loaded
+    assert torch.equal(again.model.shared.weight, saved["model.shared.weight"])
+    assert not torch.equal(prompt_of(again), saved["model.encoder.embed_tokens.prompt.weight"])
+    loaded = QueryGenerator.load_from_checkpoint(file, tokenizer=tokenizer())
+    assert torch.equal(prompt_of(loaded), prompt_of(again))
+    assert loaded.codec.contract == again.codec.contract
+
+
+def test_half_precision_training_is_refused() -> None:
+    module = generator()
+    trainer: Any = SimpleNamespace(precision="16-mixed")
+    module._trainer = trainer
+    with pytest.raises(ConfigurationError, match="16-mixed"):
+        module.setup("fit")
+
+
+@pytest.mark.parametrize(("query", "refused"), [("Bana delo, fibi gomu huri?", True), ("bana delo", False)])
+def test_a_query_of_the_run_is_no_text_that_the_virtual_tokens_start_from(
+    query: str, refused: bool, tmp_path: Path
+) -> None:
+    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "bana delo fibi gomu huri"}
+    module = generator(prompt_tuning={"num_virtual_tokens": 5, **text}, privacy=dp(tmp_path))
+    assert any("prompt_tuning" in each and "declared" in each for each in module.assumptions())
+    data = SimpleNamespace(collection=SimpleNamespace(queries={"q": query}))
+    if refused:
+        with pytest.raises(ConfigurationError, match=r"prompt_tuning_init_text") as raised:
+            module.refuse_protected(data)
+        assert raised.value.trap == "T25"
+    else:
+        module.refuse_protected(data)
 
 
 # -- lengths and padding ---------------------------------------------------------------------
@@ -217,13 +354,10 @@ def test_texts_longer_than_the_tables_of_positions_are_refused_by_name(tmp_path:
     for name, length in (("max_passage_length", 40), ("max_query_length", 41)):
         with pytest.raises(ConfigurationError, match=rf"model\.{name}"):
             generator(**settings | {name: length})
-
-
-def test_virtual_tokens_take_places_as_well() -> None:
-    settings: dict[str, Any] = {"kind": "gpt2", "max_passage_length": 20, "max_query_length": 10}
-    decoder_only(**settings, prompt_tuning={"num_virtual_tokens": 10})
+    lengths: dict[str, Any] = {"kind": "gpt2", "max_passage_length": 20, "max_query_length": 10}
+    decoder_only(**lengths, prompt_tuning={"num_virtual_tokens": 10})
     with pytest.raises(ConfigurationError, match=r"model\.max_passage_length.*prompt_tuning"):
-        decoder_only(**settings, prompt_tuning={"num_virtual_tokens": 11})
+        decoder_only(**lengths, prompt_tuning={"num_virtual_tokens": 11})
 
 
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 3.0], "long_factor": [8.0, 9.0]}
@@ -249,36 +383,51 @@ def test_rotary_positions_that_could_change_with_the_longest_text_are_held(engin
         decoder_only(**settings | {"max_passage_length": 31})
 
 
-# -- low-rank adapters in a generator: what is trained, and what is exported -------------------
+# -- refusals --------------------------------------------------------------------------------
 
 
-LORA = {"r": 2, "target_modules": ["q", "v"]}
+BART = {
+    "model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+}  # fmt: skip
+TEXT = {"prompt_tuning_init": "TEXT"}
 
 
-def test_only_adapters_are_trained_and_the_export_has_them_merged_into_its_weights(tmp_path: Path) -> None:
-    module = generator(lora=LORA)
-    trained = {name for name, p in module.named_parameters() if p.requires_grad}
-    assert trained and all("lora_" in name for name in trained)
-    for name, parameter in module.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    rows = {
-        "input_ids": torch.tensor([[5, 6, 7, 1]]), "attention_mask": torch.ones(1, 4, dtype=torch.long),
-        "labels": torch.tensor([[8, 9, 1]]),
-    }  # fmt: skip
-    adapted = module.per_row_loss(rows).detach()
-    folder = module.save_model(tmp_path / "generator")
-    assert any("lora_" in name for name, _ in module.named_parameters()), "the export left the module as it was"
-    exported = generator()
-    exported.model = QueryGenerator.load_model(folder).model
-    assert not any("lora" in name for name, _ in exported.named_parameters())
-    torch.testing.assert_close(exported.per_row_loss(rows).detach(), adapted)
-    assert (adapted - generator().per_row_loss(rows).detach()).abs() > 1e-3, "the adapters did something"
-
-
-def test_adapters_and_patterns_are_not_both_what_is_trained() -> None:
-    with pytest.raises(ConfigurationError, match=r"model\.trainable_patterns and model\.lora"):
-        generator(lora=LORA, trainable_patterns=[r"^decoder\."])
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"config": None}, r"model\.pretrained=None and model\.config=None"),
+        ({"tokenizer": None}, r"model\.tokenizer"),
+        ({"config": {"d_modle": 16}}, "d_modle"),
+        ({"config": {**SHAPE, "vocab_size": 10}}, "vocab_size=10"),
+        ({"config": {"model_type": "t6"}}, "t6"),
+        ({"config": {**SHAPE, "d_model": "wide"}}, r"model\.config"),
+        ({"dropout": 1.5}, "dropout=1.5"),
+        ({"loss_normalisation": "batch"}, "loss_normalisation"),
+        ({"max_query_length": 1}, "max_query_length=1"),
+        ({"trainable_patterns": ["lm_haed"]}, "lm_haed"),
+        ({"trainable_patterns": ["("]}, r"model\.trainable_patterns"),
+        ({"trainable_patterns": []}, r"model\.trainable_patterns"),
+        ({"trainable_patterns": ["decoder"], **LORA}, r"model\.trainable_patterns and model\.lora"),
+        ({"trainable_patterns": ["decoder"], **PROMPT}, r"trainable_patterns and model\.prompt_tuning"),
+        ({**PROMPT, **LORA}, r"model\.lora and model\.prompt_tuning both"),
+        ({**PROMPT, **LORA, "trainable_patterns": ["decoder"]}, r"model\.trainable_patterns.*all"),
+        ({"prompt_tuning": {"tokens": 3}}, r"prompt_tuning\.tokens .*num_virtual_tokens"),
+        ({"prompt_tuning": {"num_virtual_tokens": 0}}, "num_virtual_tokens=0"),
+        ({"prompt_tuning": {"prompt_tuning_init": "words"}}, "prompt_tuning_init"),
+        ({"prompt_tuning": TEXT}, "prompt_tuning_init_text"),
+        ({"prompt_tuning": {"prompt_tuning_init_text": "bana"}}, "prompt_tuning_init_text"),
+        ({"prompt_tuning": {**TEXT, "prompt_tuning_init_text": "</s>"}}, "prompt_tuning_init_text"),
+        ({**PROMPT, "config": BART}, r"model\.prompt_tuning.*bart"),
+        ({"config": {"model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+          "prompt": "{passage} Ask: "}, "bert"),  # it looks ahead
+        ({"config": {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+          "prompt": "{passage} Ask: "}, "mamba"),  # without keys and values
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedModelError), match=named):
+        generator(**settings)
 
 
 @pytest.mark.parametrize(
@@ -311,145 +460,3 @@ def test_adapters_of_which_no_model_could_be_saved_are_refused_before_they_train
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"model\.lora"):
         build(lora={"r": 2, **lora})
-
-
-@pytest.mark.parametrize(
-    ("tied", "lora"),
-    [
-        (False, {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}),
-        (True, {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}),
-    ],
-)
-def test_an_export_is_the_model_that_was_trained(tmp_path: Path, tied: bool, lora: dict[str, Any]) -> None:
-    module = decoder_only(lora={"r": 2, **lora}, tied=tied).eval()
-    coins = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=coins)
-    rows = module.collate_rows(copy_pairs(3))
-    trained = module.per_row_loss(rows).detach()
-    module.model = QueryGenerator.load_model(module.save_model(tmp_path / "generator")).model
-    torch.testing.assert_close(module.per_row_loss(rows).detach(), trained)
-
-
-# -- log probabilities of the tokens of a query, by teacher forcing ----------------------------
-
-
-QUERIES = ["bana delo", "fibi", "gomu kuri bana felo"]
-PASSAGES = ["bana delo fibi", "kuri", "gomu gomu gomu"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_generator.lively_generator().save_model(tmp_path_factory.mktemp("token-scores") / "model")
-
-
-def test_the_scores_of_a_query_add_up_to_the_loss_of_its_row(folder: Path) -> None:
-    module = tiny_generator.lively_generator()
-    rows = [tiny_generator.pair(query, passage) for query, passage in zip(QUERIES, PASSAGES, strict=True)]
-    with torch.no_grad():
-        losses = tiny_generator.losses(module.eval(), rows)
-    found = token_scores(folder, QUERIES, PASSAGES)
-    np.testing.assert_allclose(-found.per_token(), losses.numpy(), rtol=1e-5)
-    assert found.mask.sum(axis=1).tolist() == [3, 2, 5]  # the end mark counts
-    assert (found.log_probs[~found.mask] == 0).all() and (found.tokens[~found.mask] == -100).all()
-
-
-def test_a_score_does_not_depend_on_the_company(folder: Path) -> None:
-    together, alone = token_scores(folder, QUERIES, PASSAGES), token_scores(folder, QUERIES, PASSAGES, batch_size=1)
-    np.testing.assert_allclose(together.log_probs, alone.log_probs, rtol=1e-5)
-
-
-def test_moments_are_those_of_a_token_that_the_model_draws(folder: Path) -> None:
-    scorer = TokenScorer.load(folder)
-    found = scorer.score(QUERIES[1:2], PASSAGES[1:2], moments=True)
-    vocabulary = [word for word in tiny_generator.WORDS]
-    first = [scorer.score([word], PASSAGES[1:2]).log_probs[0, 0] for word in vocabulary]
-    specials = 1 - sum(math.exp(value) for value in first)  # pad, end, unknown and prompt: no text gives them
-    assert found.means is not None and found.deviations is not None
-    mean = sum(math.exp(value) * value for value in first)
-    # Entropy of what is left over lies between one lump and four equal ones.
-    low, high = specials * math.log(specials / 4), specials * math.log(specials)
-    assert mean + low - 1e-6 <= found.means[0, 0] <= mean + high + 1e-6
-    assert found.deviations[0, 0] > 0 and found.deviations.shape == found.log_probs.shape
-
-
-def test_queries_without_passages_are_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="2 queries and 1 passages"):
-        token_scores(folder, QUERIES[:2], PASSAGES[:1])
-
-
-def test_the_public_reference_reads_texts_by_the_contract_it_is_given(folder: Path) -> None:
-    own = TokenScorer.load(folder)
-    reference = TokenScorer.load("public_t5", contract=own.codec.contract)
-    assert reference.codec.contract == own.codec.contract
-
-
-# -- a plan of a model needs its shape alone: no weights, no network, no memory ----------------
-
-
-#: In millions; the counts of Raffel et al. (2020), section 3.7, to which the paper's "60M, 220M, 770M, 3B" refer.
-SIZES = {"google-t5/t5-small": 60.5, "google-t5/t5-base": 222.9, "google-t5/t5-large": 737.7, "google-t5/t5-3b": 2851.6}
-
-
-def outline(**settings: Any) -> GeneratorOutline:
-    return GeneratorOutline.of_settings(optimizer=OptimizerSpec(), **settings)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_t5_is_outlined_without_memory_or_a_network(name: str) -> None:
-    found = outline(pretrained=name)
-    assert all(parameter.is_meta for parameter in found.model.parameters())
-    assert name not in SIZES or found.parameters / 1e6 == pytest.approx(SIZES[name], abs=0.05)
-    assert found.trained == found.parameters and found.name == name
-
-
-def test_lora_leaves_few_weights_to_train() -> None:
-    whole, adapted = (
-        outline(pretrained="google-t5/t5-3b", lora=lora) for lora in (None, {"r": 16, "target_modules": ["q", "v"]})
-    )
-    assert adapted.trained == adapted.parameters - whole.parameters == 16 * 2 * 72 * (1024 + 4096)
-
-
-def test_of_a_prompt_its_vectors_are_trained_and_a_plan_reads_no_words_for_them() -> None:
-    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "what people ask"}
-    found = outline(pretrained="google-t5/t5-3b", prompt_tuning={"num_virtual_tokens": 50, **text})
-    assert found.trained == 50 * 1024 and all(parameter.is_meta for parameter in found.model.parameters())
-    with pytest.raises(ConfigurationError, match="both select"):
-        outline(pretrained="google-t5/t5-3b", prompt_tuning={}, lora={"r": 2, "target_modules": ["q"]})
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"gradient_checkpointing": True},
-        {"trainable_patterns": [r"^decoder\."]},
-        {"lora": {"r": 2, "target_modules": ["q"]}},
-        {"prompt_tuning": {"num_virtual_tokens": 3}},
-    ],
-    ids=["plain", "checkpointing", "decoder only", "lora", "prompt"],
-)
-def test_an_outline_has_the_names_and_shapes_of_the_generator(settings: dict[str, Any]) -> None:
-    given = {"pretrained": None, "config": SHAPE, "tokenizer": tokenizer(), **settings}
-    real = generator(**settings).outlined
-    paper = outline(**given, max_passage_length=12, max_query_length=8)
-    shapes = [
-        {name: (tuple(p.shape), p.requires_grad) for name, p in each.model.named_parameters()} for each in (real, paper)
-    ]
-    assert shapes[0] == shapes[1] and shapes[0]
-    assert (real.gradient_checkpointing, real.trained) == (paper.gradient_checkpointing, paper.trained)
-    assert (real.max_passage_length, real.max_query_length) == (paper.max_passage_length, paper.max_query_length)
-    assert real.source_length == paper.source_length == 12 + (3 if "prompt_tuning" in settings else 0)
-
-
-def test_what_cannot_be_outlined_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="give one of them"):
-        outline(pretrained=None)
-    with pytest.raises(ConfigurationError, match="vocab_size"):
-        outline(pretrained=None, config={"d_model": 8})
-    with pytest.raises(UnsupportedModelError, match="nothing is not a folder"):
-        outline(pretrained=tmp_path / "nothing")
-    with pytest.raises(ConfigurationError, match="matches no parameter"):
-        outline(pretrained="google-t5/t5-small", trainable_patterns=["no such layer"])

@@ -14,7 +14,7 @@ from stand_ins import Killed
 from lit_dpret.errors import ConfigurationError, StorageError
 from lit_dpret.negatives import BM25Negatives, MinedSource, RowNegatives, StaticNegatives
 from lit_dpret.negatives.rankings import Mined, MinedShards
-from lit_dpret.privacy.modes import BatchClip, NoPrivacy, SyntheticData
+from lit_dpret.privacy.modes import BatchClip, NoPrivacy
 from lit_dpret.retrieval.bm25 import BM25
 
 
@@ -163,12 +163,6 @@ def test_nobody_else_can_list_the_folder_whose_names_are_hashes_of_private_texts
     folder.chmod(0o755)
     mined(StaticNegatives(cache_dir=cache))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_synthetic_queries_are_not_marked_private(tmp_path: Path) -> None:
-    made = RowNegatives([BM25Negatives(cache_dir=tmp_path)], SyntheticData())
-    made.learn(texts(), WordTowers())
-    assert [path.name[:12] for path in stores(tmp_path)] == ["public-bm25-"]
 
 
 def test_a_private_mode_keeps_rankings_in_a_private_place_alone(tmp_path: Path) -> None:

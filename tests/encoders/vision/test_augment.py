@@ -35,13 +35,13 @@ def rows(count: int = 5, *, seed: int = 0, first_draw: int = 100) -> list[ImageR
 # -- the steps -------------------------------------------------------------------------------
 
 
-def test_without_any_step_a_view_is_its_image() -> None:
-    assert torch.allclose(Augmentation(**STILL)(images(), numbers()), images().float() / 255, atol=1e-5)
-
-
-def test_a_flip_mirrors_left_and_right() -> None:
-    view = Augmentation(**{**STILL, "flip": 1.0})(images(), numbers())
-    assert torch.allclose(view, images().flip(3).float() / 255, atol=1e-5)
+@pytest.mark.parametrize("settings", [{}, {"crop_ratio": (3.0, 3.0)}], ids=["no step", "a crop that cannot fit"])
+def test_a_view_without_a_step_is_its_image_and_a_flip_mirrors_it(settings: dict[str, Any]) -> None:
+    plain = images().float() / 255
+    assert torch.allclose(Augmentation(**STILL | settings)(images(), numbers()), plain, atol=1e-5)
+    assert torch.allclose(
+        Augmentation(**STILL | settings | {"flip": 1.0})(images(), numbers()), plain.flip(3), atol=1e-5
+    )
 
 
 def test_a_crop_keeps_the_drawn_share_of_the_area_and_shape() -> None:
@@ -56,11 +56,6 @@ def test_a_crop_keeps_the_drawn_share_of_the_area_and_shape() -> None:
     area, ratio = wide * high, wide / high
     assert 0.19 < float(area.min()) < 0.25 and 0.55 < float(area.max()) < 0.61
     assert 0.49 < float(ratio.min()) < 0.6 and 1.7 < float(ratio.max()) < 2.03
-
-
-def test_a_crop_that_cannot_fit_is_the_whole_image() -> None:
-    view = Augmentation(**{**STILL, "crop_ratio": (3.0, 3.0)})(images(), numbers())
-    assert torch.allclose(view, images().float() / 255, atol=1e-5)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
