@@ -354,7 +354,6 @@ def shared(folder: Path, rank: int, world: int) -> dict[str, Any]:
             seen[name] = None
         except BaseException as error:
             seen[name] = [type(error).__name__, str(error), getattr(error, "trap", None)]
-    ranks.barrier()
     return seen
 
 

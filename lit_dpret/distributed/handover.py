@@ -75,9 +75,8 @@ def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
     """Refuse a ZeRO checkpoint if another strategy would continue from it."""
     if any(map(is_zero_state, checkpoint.get("optimizer_states", ()))):
         raise ResumeError(
-            "The checkpoint was written under trainer=deepspeed: its optimizer state has ZeRO's format, which no "
-            "other trainer reads. Continue with trainer=deepspeed, under any stage and on any number of ranks (on "
-            "CPUs with trainer.accelerator=cpu)."
+            "The checkpoint was written under trainer=deepspeed, whose optimizer state no other trainer reads. "
+            "Continue with trainer=deepspeed, under any stage and on any number of ranks (trainer.accelerator=cpu for CPUs)."
         )
 
 

@@ -223,9 +223,6 @@ class Ranks:
         except RuntimeError:  # the process that keeps the store is gone, and nobody knows what was left there
             return True
 
-    def barrier(self) -> None:
-        self.gather(None)
-
 
 def _gather_flat(whole: Tensor, part: Tensor, group: Any) -> None:
     """All-gather into one tensor, by the name that this release of torch has for it."""

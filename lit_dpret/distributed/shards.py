@@ -139,8 +139,7 @@ class ShardLayout:
             if end != sizes[name] or sum(shard.count for shard in parts) != end:
                 raise UnsupportedModelError(
                     f"The ranks do not have each of the {sizes[name]} coordinates of {name} exactly once, so noise "
-                    "would be missing or added twice. Choose a strategy that cuts the parameters without overlap "
-                    "(trainer=ddp cuts none)."
+                    "would be missing or added twice. Choose another strategy; trainer=ddp cuts no parameter."
                 )
 
 

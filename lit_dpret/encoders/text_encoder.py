@@ -112,11 +112,9 @@ class TextEncoder(nn.Module):
         towers = load_towers(encoder, dtype=dtype, revision=revision)
         if towers.query_encoder is not towers.passage_encoder:
             raise UnsupportedModelError(
-                f"encoder={str(encoder)!r} holds different towers for queries and passages, as a run with "
-                "model.towers=separate, or with a head that both sides do not share, leaves them. Train with "
-                "model=dual_encoder "
-                "model.towers=separate, which starts from both, or name an encoder that both sides share "
-                "(model.encoder); to encode with both, use load_towers."
+                f"encoder={str(encoder)!r} holds different towers for queries and passages. Train with "
+                "model=dual_encoder model.towers=separate, which starts from both, or name an encoder that both sides "
+                "share (model.encoder); to encode with both, use load_towers."
             )
         found = towers.query_encoder
         chosen = {name: value for name, value in contract.items() if value is not None}

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.modules.coupling_passes import DEPENDS, FLOOR, Passes
-from lit_dpret.modules.coupling_rows import Rows
+from lit_dpret.modules.coupling_rows import Rows, cannot_train
 from lit_dpret.modules.coupling_values import FixedCoins, differ
 from lit_dpret.privacy.batches import ALONE, FixedShape, UnitBatch, copied_rows, take_rows
 from lit_dpret.privacy.collation import leaves
@@ -115,13 +114,11 @@ class CollationPasses(Passes):
 
 def refuse_own_coins(module: Any) -> NoReturn:
     """Refuse a ``collate_rows`` that does not repeat itself: by own random draws, or by what it keeps."""
-    raise UnsupportedModelError(
-        f"privacy={module.privacy.name} cannot train {type(module).__name__}: collate_rows makes something else of the "
-        "same rows each time. It draws random numbers from a generator of its own, which rows share, or keeps "
-        "something of earlier rows, such as a running mean, so one unit changes what is made of others. Draw from the "
-        "global generators (torch.rand(...), random.random(), numpy.random.rand()), which are seeded from the run's "
-        "secret for every unit and step, and keep nothing between calls.",
-        trap="T11",
+    raise cannot_train(
+        module,
+        "collate_rows makes something else of the same rows each time. It draws random numbers from a generator of its "
+        "own, which rows share, or keeps something of earlier rows. Draw from the global generators (torch.rand(...), "
+        "random, numpy.random), which the run seeds for every unit and step, and keep nothing between calls.",
     )
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lit_dpret.distributed.xla import is_lazy
-from lit_dpret.errors import UnsupportedModelError
-from lit_dpret.modules.coupling_rows import Rows
+from lit_dpret.modules.coupling_rows import Rows, cannot_train
 from lit_dpret.modules.coupling_values import LOW_PRECISION, TOLERANCE, FixedCoins, differ, far, gaps, norm, shortened
 from lit_dpret.modules.kept_state import KeptState
 from lit_dpret.privacy.batches import UnitBatch, clone_rows
@@ -138,22 +137,18 @@ class Passes:
         A module may rescale there by the largest number of a batch. The shape is the same, so no rounding differs.
         """
         low = any(parameter.dtype not in TOLERANCE for parameter in self._parameters.values())
-        if not (low or torch.is_autocast_enabled(self.module.device.type)) or (
-            of_pairs and not hasattr(self.module, "pair_batch")
-        ):
+        computed_in_low = low or torch.is_autocast_enabled(self.module.device.type)
+        if not computed_in_low or (of_pairs and not hasattr(self.module, "pair_batch")):
             return
         halves, found = (rows, rows.keeping_the_last()), []
-        for features in (
-            rows.as_they_are(),
-            rows.as_they_are(),
-            *(h.with_other_company(from_kept=True) for h in halves),
-        ):
+        in_company = (half.with_other_company(from_kept=True) for half in halves)
+        for features in (rows.as_they_are(), rows.as_they_are(), *in_company):
             self._kept_state.reset()
             values = (self._embeddings if of_pairs else self._losses)(features, as_trained=True).double()
             found.append(values.where(values.isfinite(), 0.0))
-        first, again, *in_company = found
+        first, again, *others = found
         allowed = 1e-3 * first.abs().max() + 4 * (first - again).abs().max()
-        for half, other in zip(halves, in_company, strict=True):
+        for half, other in zip(halves, others, strict=True):
             if bool(((first - other)[half.kept].abs() > allowed).any()):
                 self._refuse(rows)
 
@@ -191,13 +186,11 @@ class Passes:
         together, alone, gap = (norm(list(each)) for each in (one.values(), other.values(), gaps(one, other)))
         least = min(_SHORT, getattr(self.module.privacy, "max_grad_norm", None) or _SHORT)
         if gap > ROUNDING * max(together, alone, least):  # not where one of them is NaN
-            raise UnsupportedModelError(
-                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: the gradient of a "
-                "row's loss is different when other rows are in the batch, so clipping each example bounds nothing. "
-                "Make each row's loss from that row alone. Where it is, the gradient consists of rounding: scale the "
-                "numbers in the rows to about 1 (from 1e4 on they saturate an attention), compute in float64 "
-                "(trainer.precision=64-true), or choose privacy.engine=loop, which computes each unit by itself.",
-                trap="T11",
+            raise cannot_train(
+                self.module,
+                "the gradient of a row's loss is different when other rows are in the batch. If each row's loss is "
+                "made from that row alone, the gradient is rounding: scale the rows to about 1 (from 1e4 on they "
+                "saturate an attention), set trainer.precision=64-true, or choose privacy.engine=loop.",
             )
 
     def names_of_rows(self, batches: Sequence[Any], earlier: KeptState, public: frozenset[str]) -> set[tuple[int, str]]:
@@ -224,12 +217,11 @@ class Passes:
                 left += after(some)
         names = {(at, name) for at, name in _differing(left) if name not in public}
         if found := ", ".join(self._kept_state.generators(names)):
-            raise UnsupportedModelError(
-                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: its loss draws from "
-                f"{found}, a random generator that goes on from batch to batch: its later numbers tell how many "
-                "batches the units filled, and anyone can repeat them. Draw from torch's global generator "
+            raise cannot_train(
+                self.module,
+                f"its loss draws from {found}, a random generator that goes on from batch to batch: its numbers tell "
+                "how many batches the units filled, and anyone can repeat them. Draw from torch's global generator "
                 "(torch.rand(...)), which the run seeds from its secret.",
-                trap="T11",
             )
         return names
 
@@ -254,11 +246,10 @@ class Passes:
         elif names and self._counts(batches[0], put_back):
             what = "the loss hangs on how often it was computed, which tells how many units were drawn"
         if what is not None:
-            raise UnsupportedModelError(
-                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: {what}; no noise "
-                "covers that. Keep nothing of private rows between batches, and make learning rates, temperatures and "
-                "the like from the count of steps (self.trainer.global_step).",
-                trap="T11",
+            raise cannot_train(
+                self.module,
+                f"{what}; no noise covers that. Keep nothing of private rows between batches, and make learning rates "
+                "and temperatures from the count of steps (self.trainer.global_step).",
             )
 
     def compare_reading(self, reads: Sequence[Callable[[], list[Any]]]) -> None:
@@ -269,11 +260,10 @@ class Passes:
             self.module.collate_rows(read())
             rates.append(self._next_rates())
         if any(each != rates[0] for each in rates):
-            raise UnsupportedModelError(
-                f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: learning rates follow "
-                "from what the data set or collate_rows keeps of private rows, as a count of tokens; no noise covers "
-                "that. Make them from the count of steps (self.trainer.global_step).",
-                trap="T11",
+            raise cannot_train(
+                self.module,
+                "learning rates follow from what the data set or collate_rows keeps of private rows, as a count of "
+                "tokens; no noise covers that. Make them from the count of steps (self.trainer.global_step).",
             )
 
     def _counts(self, features: Any, put_back: Callable[[], None]) -> bool:
@@ -347,16 +337,12 @@ class Passes:
                 return
         self._kept_state.reset()
         if differ(of_rows(features)[rows.kept], anew):
-            self._refuse_left(names)
-
-    def _refuse_left(self, names: Sequence[str]) -> NoReturn:
-        raise UnsupportedModelError(
-            f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: the loss of the rows hangs "
-            f"on what earlier batches left in {', '.join(sorted(set(names)))}, so one unit affects steps that it is "
-            "not part of, which no noise covers. Keep nothing of private rows between batches. If no private row is "
-            "behind it but through trained weights, list its name in public_metrics.",
-            trap="T11",
-        )
+            raise cannot_train(
+                self.module,
+                f"the loss of the rows hangs on what earlier batches left in {', '.join(sorted(set(names)))}, so one "
+                "unit affects steps that it is not part of. Keep nothing of private rows between batches, or list the "
+                "name in public_metrics where only trained weights are behind it.",
+            )
 
     def compare_alone(self, rows: Rows, *, of_pairs: bool) -> None:
         """Compare the losses of the kept rows, or their embeddings, with those of the same rows collated alone."""
@@ -472,37 +458,32 @@ class Passes:
     def _refuse(self, rows: Rows, what: str = DEPENDS) -> NoReturn:
         """Refuse a dependence on other rows, or random numbers that cannot be repeated, which look like one."""
         again = [self._afresh(rows.as_they_are()) for _ in range(2)]
-        name, mode = type(self.module).__name__, self.module.privacy.name
         if differ(again[0], again[1]):
-            raise UnsupportedModelError(
-                f"privacy={mode} cannot train {name}: the same rows have another loss each time, so a dependence "
-                "between rows cannot be detected. Draw random numbers in per_row_loss from torch, and keep nothing of "
-                "private rows between batches, as in a queue.",
-                trap="T11",
+            raise cannot_train(
+                self.module,
+                "the same rows have another loss each time, so a dependence between rows cannot be detected. Draw "
+                "random numbers in per_row_loss from torch, and keep nothing of private rows between batches.",
             )
         if self._drew_publicly:
-            raise UnsupportedModelError(
-                f"privacy={mode} cannot train {name}: it draws random numbers by a seed or generator of its own. Which "
-                "of them a row gets depends on the other rows, and anyone can repeat them, so clipping each example "
-                "bounds nothing. Draw them from torch's global generator without a seed (torch.rand(...), dropout), "
-                "which the run seeds from its secret.",
-                trap="T11",
+            raise cannot_train(
+                self.module,
+                "it draws random numbers by a seed or generator of its own: which of them a row gets depends on the "
+                "other rows, and anyone can repeat them. Draw them from torch's global generator without a seed "
+                "(torch.rand(...), dropout), which the run seeds from its secret.",
             )
-        raise UnsupportedModelError(
-            f"privacy={mode} cannot train {name}: {what}, so clipping each example bounds nothing. "
-            "Make each row's loss from that row alone: normalise inside the row, and take statistics of the batch, "
-            f"mixed inputs and the number of rows out of {self.module.way_out_of_coupling}.",
-            trap="T11",
+        raise cannot_train(
+            self.module,
+            f"{what}, so clipping each example bounds nothing. Make each row's loss from that row alone: normalise "
+            "inside the row, and take statistics of the batch, mixed inputs and the number of rows out of "
+            f"{self.module.way_out_of_coupling}.",
         )
 
     def _refuse_other_coins(self) -> NoReturn:
         """Refuse numbers of ``random`` and numpy that rows share: only torch's can be held equal (`FixedCoins`)."""
-        raise UnsupportedModelError(
-            f"privacy={self.module.privacy.name} cannot train {type(self.module).__name__}: how many numbers "
-            "per_row_loss draws from random or numpy depends on the rows of the batch, so a dependence between rows "
-            "cannot be detected. Draw them from torch; or in collate_rows or dataset[draw], from any global "
-            "generator.",
-            trap="T11",
+        raise cannot_train(
+            self.module,
+            "how many numbers per_row_loss draws from random or numpy depends on the rows of the batch, so a "
+            "dependence between rows cannot be detected. Draw them from torch, or in collate_rows or dataset[draw].",
         )
 
     def _refuse_memory(self) -> NoReturn:
@@ -530,9 +511,8 @@ def _differing(contents: Sequence[dict[tuple[int, str], Any]]) -> set[tuple[int,
 
 def refuse_memory(module: Any) -> NoReturn:
     """Refuse a module in which something of one batch changes the loss of the next."""
-    raise UnsupportedModelError(
-        f"privacy={module.privacy.name} cannot train {type(module).__name__}: what it keeps of one batch "
-        "(an attribute, a closure or a global) changes the loss of the rows of the next one, so one unit affects "
-        "steps that it is not part of, which no noise covers. Keep nothing of private rows between batches.",
-        trap="T11",
+    raise cannot_train(
+        module,
+        "what it keeps of one batch (an attribute, a closure or a global) changes the loss of the rows of the next "
+        "one, so one unit affects steps that it is not part of. Keep nothing of private rows between batches.",
     )

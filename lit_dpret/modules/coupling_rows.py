@@ -14,6 +14,12 @@ from lit_dpret.privacy.batches import UnitBatch, take_rows
 from lit_dpret.privacy.collation import is_square, leaves
 
 
+def cannot_train(module: Any, why: str) -> UnsupportedModelError:
+    """Return the refusal of a module: ``why``, and what to do instead."""
+    name = type(module).__name__
+    return UnsupportedModelError(f"privacy={module.privacy.name} cannot train {name}: {why}", trap="T11")
+
+
 class Rows:
     """Rows of a batch: those of the first half of the units, or of the ``last``, are ``kept``, the others replaced."""
 
@@ -30,9 +36,8 @@ class Rows:
         found = leaves(batch.rows) if isinstance(batch.rows, dict) else []
         if not found or any(not isinstance(v, Tensor) or v.dim() == 0 or len(v) != len(found[0]) for v in found):
             raise UnsupportedModelError(
-                f"{type(module).__name__}.collate_rows must return a dict of tensors (dicts may be nested; dict(...) "
-                "of a tokenizer's BatchEncoding is one) whose first axis is the rows, so that it can be checked that "
-                "no row changes the loss of another one.",
+                f"{type(module).__name__}.collate_rows must return a dict of tensors, perhaps nested (dict(...) of a "
+                "BatchEncoding is one), whose first axis is the rows: else no dependence between rows can be seen.",
                 trap="T11",
             )
         data = batch.unit_ids if batch.data_rows is None else batch.unit_ids[batch.data_rows]

@@ -21,7 +21,7 @@ from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.files import OutputFolder
 from lit_dpret.losses import HardNegativeSoftmaxLoss, InBatchSoftmaxLoss, MarginMSELoss, PairwiseLoss, false_negatives
-from lit_dpret.modules.lora import add_lora, merged
+from lit_dpret.modules.fine_tuning import with_lora, without_adapters
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.pair_module import PairModule, make_towers
 from lit_dpret.modules.public_pool import PoolCandidates, PublicPool
@@ -137,9 +137,9 @@ class DualEncoder(PairModule):
         self.passage_encoder = None if made[1] is None else made[1].train()
         self._frozen_passages = passage_tower == "frozen"
         if lora is not None:
-            add_lora(self.encoder, lora)
-            if self.passage_encoder is not None and not self._frozen_passages:
-                add_lora(self.passage_encoder, lora)
+            for tower in (self.encoder, None if self._frozen_passages else self.passage_encoder):
+                if tower is not None:
+                    tower.backbone = with_lora(tower.backbone, lora)
         if self._frozen_passages:
             self.tower("passage").eval().requires_grad_(False)
         if gradient_checkpointing:
@@ -150,9 +150,8 @@ class DualEncoder(PairModule):
         if privacy.candidates == "pool":
             if not isinstance(self.loss, InBatchSoftmaxLoss):
                 raise ConfigurationError(
-                    f"model.loss={type(self.loss).__name__} cannot go with privacy={privacy.name}, which takes the "
-                    "softmax of each query over public passages; a term that compares a passage with several "
-                    "queries would couple them. Set model.loss to null."
+                    f"model.loss={type(self.loss).__name__} cannot go with privacy={privacy.name}, whose loss is each "
+                    "query's softmax over public passages: another one may couple them. Set model.loss to null."
                 )
             if self._frozen_passages and privacy.passage_gradient != "none":
                 raise ConfigurationError(
@@ -188,10 +187,10 @@ class DualEncoder(PairModule):
         if made.of_rows.only_in_batch and (pairs or not made.looks_up):
             return None
         if not isinstance(self.loss, (InBatchSoftmaxLoss, MarginMSELoss)):
+            names = ",".join(source.name for source in made.of_rows.sources)
             raise ConfigurationError(
-                f"model.loss={type(self.loss).__name__} is a loss of the batch's table of similarities, which has no "
-                f"place for model.negatives={','.join(source.name for source in made.of_rows.sources)}. Set model.loss "
-                "to null."
+                f"model.loss={type(self.loss).__name__} compares the rows of the batch alone, and has no place for "
+                f"model.negatives={names}. Set model.loss to null."
             )
         self.coupled_loss = made.of_rows.couples_rows
         return made
@@ -376,7 +375,10 @@ class DualEncoder(PairModule):
         Raises:
             StorageError: The folder cannot be written.
         """
-        towers = [merged(tower) for tower in (self.encoder, self.passage_encoder) if tower is not None]
+        towers = []
+        for tower in filter(None, (self.encoder, self.passage_encoder)):
+            backbone = without_adapters(tower.backbone)
+            towers.append(tower if backbone is tower.backbone else tower.changed(backbone=backbone))
         save_sentence_transformer(folder, *towers)
         note_folder(self, folder)
         return Path(folder)
@@ -394,8 +396,7 @@ def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
     if rows is not None and privacy.guarantee == "dp" and not privacy.clips_whole_batch:
         raise ConfigurationError(
             f"model.grad_cache_rows={rows} cannot go with privacy={privacy.name}, whose clipping records one pass over "
-            "all rows. Set it to null; to save memory, lower datamodule.physical_batch_size or raise "
-            "privacy.sub_batches."
+            "all rows. Set it to null, and lower datamodule.physical_batch_size or raise privacy.sub_batches."
         )
     return rows
 

@@ -143,9 +143,8 @@ class FrozenDualEncoder(PairModule):
         self.coupled_loss = isinstance(negatives, str) and not _takes_pool(negatives, head, privacy)
         if self._labels is not None and (head != "query" or pool_size is not None):
             raise ConfigurationError(
-                f"model.head={head} with model.pool_size={pool_size} cannot go with model.negatives=labelled: passages "
-                "keep their embeddings, and a query is compared with those that have labels alone. Set "
-                "model.head=query and model.pool_size=null."
+                f"model.head={head} with model.pool_size={pool_size} cannot go with model.negatives=labelled, which "
+                "compares a query with labelled passages as they are. Set model.head=query and model.pool_size=null."
             )
         if not self.coupled_loss and head != "query":
             raise ConfigurationError(
@@ -154,9 +153,8 @@ class FrozenDualEncoder(PairModule):
             )
         if self.coupled_loss and privacy.guarantee == "dp" and privacy.candidates in ("rows", "pool"):
             raise ConfigurationError(
-                f"privacy={privacy.name} cannot train model.head={head} with model.negatives={negatives}: its "
-                "negatives come from the batch, which couples the queries, and clipping each of them bounds nothing. "
-                "Set model.head=query and model.negatives=pool, or choose privacy=logit_dp."
+                f"privacy={privacy.name} cannot train model.head={head} with model.negatives={negatives}: negatives of "
+                "the batch couple the queries. Set model.head=query and model.negatives=pool, or privacy=logit_dp."
             )
         if loss is not None and not self.coupled_loss and self._labels is None:
             raise ConfigurationError(
@@ -381,8 +379,7 @@ def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
         if negatives == "batch":
             raise ConfigurationError(
                 f"model.negatives=batch cannot go with privacy={privacy.name}: passages of the batch couple the "
-                "queries, and take the amplification by sampling away. Set model.negatives=pool, or choose "
-                "privacy=logit_dp."
+                "queries. Set model.negatives=pool, or choose privacy=logit_dp."
             )
         return True
     if negatives != "auto":

@@ -295,9 +295,8 @@ def read_contract(folder: str | Path) -> GeneratorContract:
         if isinstance(error, UnsupportedModelError | ConfigurationError):
             raise
         raise UnsupportedModelError(
-            f"{folder} is not a saved generator: {CONTRACT_NAME} is missing or unreadable, and without it the prompt "
-            "and the lengths of training are unknown. Set the folder that a generator run "
-            f"exported.{meant(folder, CONTRACT_NAME)}"
+            f"{folder} is not a saved generator: {CONTRACT_NAME}, which holds its prompt and lengths, is missing or "
+            f"unreadable. Set the folder that a generator run exported.{meant(folder, CONTRACT_NAME)}"
         ) from error
 
 
@@ -305,9 +304,8 @@ def refuse_tuned_prompt(source: str | Path) -> None:
     """Refuse to continue from a generator with a tuned prompt, which would be lost."""
     if is_generator(source) and read_contract(source).virtual_ids:
         raise ConfigurationError(
-            f"model.pretrained={source} is a generator with a tuned prompt (model.prompt_tuning), which is not a model "
-            "to train on: its prompt would be left out. Start from the model that it started from; its privacy card "
-            "names it."
+            f"model.pretrained={source} is a generator with a tuned prompt (model.prompt_tuning), which would be left "
+            "out. Start from the model that it started from; its privacy card names it."
         )
 
 

@@ -188,9 +188,8 @@ def _is_cached(place: str) -> bool:
 def _checked(model: PreTrainedModel, source: object) -> PreTrainedModel:
     if getattr(model.config, "attention_type", None) == "block_sparse":
         raise UnsupportedModelError(
-            f"{source} is a {type(model).__name__} with block-sparse attention, which it gives up for a whole batch "
-            "where all its texts are short: a row's loss would depend on the other rows. Choose another model, or set "
-            "attention_type to original_full in its config."
+            f"{source} is a {type(model).__name__} with block-sparse attention, which depends on the longest text of "
+            "the batch. Choose another model, or set attention_type to original_full in its config."
         )
     if not model.config.is_encoder_decoder:
         require_writer(model, source)

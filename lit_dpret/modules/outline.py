@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lit_dpret.distributed.blocks import own_blocks
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.modules.fine_tuning import freeze_all_but, refuse_two_choices
+from lit_dpret.modules.fine_tuning import freeze_all_but, refuse_two_choices, with_lora
 from lit_dpret.modules.language_models import (
     config_of_new,
     config_of_stored,
@@ -25,7 +25,6 @@ from lit_dpret.modules.language_models import (
     load_tokenizer,
     shaped,
 )
-from lit_dpret.modules.lora import with_lora
 from lit_dpret.modules.smollm2 import SMOLLM2
 from lit_dpret.modules.virtual_tokens import PromptTuning, add_prompt
 

@@ -225,9 +225,8 @@ class PrivateStep(Checkpointed):
                     raise
                 raise DeviceMemoryError(
                     f"Memory ran out while step {batch.step} was noised or its update was made; the ledger holds what "
-                    "was charged for it. Reduce memory besides the step: choose an optimizer with fewer states "
-                    "(model.optimizer.name=adafactor or sgd), a strategy that shards, or model.lora. Then go on with "
-                    "resume=true."
+                    "was charged for it. Choose an optimizer with fewer states (model.optimizer.name=adafactor or sgd),"
+                    " a strategy that shards, or model.lora. Then go on with resume=true."
                 ) from error
         if self._hides_rows:
             coin = guard.stream.model_seed(batch.attempt, batch.step, batch.part)
@@ -331,9 +330,8 @@ class PrivateStep(Checkpointed):
                 )
             if loss.shape != weights.shape:
                 raise UnsupportedModelError(
-                    f"{type(self).__name__}.per_row_loss returned shape {tuple(loss.shape)} for "
-                    f"{len(weights)} rows; it must return one loss per row, as torch's losses do under "
-                    "reduction='none'."
+                    f"{type(self).__name__}.per_row_loss returned shape {tuple(loss.shape)} for {len(weights)} rows; "
+                    "it must return one loss per row, as torch's losses do under reduction='none'."
                 )
             if index is None:
                 self._couplings.note(loss)

@@ -23,7 +23,7 @@ from lit_dpret.distributed.handover import on_host
 from lit_dpret.encoders.backbones import hold_rotary_positions, position_limit, refuse_if_padding_counts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.modules.families import IGNORED, DecoderOnly, family_of
-from lit_dpret.modules.fine_tuning import freeze_all_but, refuse_two_choices
+from lit_dpret.modules.fine_tuning import freeze_all_but, refuse_two_choices, with_lora, without_adapters
 from lit_dpret.modules.generator_folder import (
     PASSAGE,
     Example,
@@ -41,7 +41,6 @@ from lit_dpret.modules.language_models import (
     load_language_model,
     load_tokenizer,
 )
-from lit_dpret.modules.lora import with_lora, without_adapters
 from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.outline import GeneratorOutline
 from lit_dpret.modules.private_module import PrivateModule

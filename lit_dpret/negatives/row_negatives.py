@@ -332,9 +332,8 @@ def _refuse_memory(source: PassageSource, texts: TrainTexts, mode: str) -> None:
         if answers[0] != answers[1]:
             raise UnsupportedModelError(
                 f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} names other "
-                "passages for a query after requests for other queries, so one unit affects steps that it is not "
-                "part of, which no noise covers. Let choose() depend on its seat, step, epoch and coins "
-                "(lit_dpret.negatives.base.public_coins) alone.",
+                "passages for a query after requests for other queries, so one unit affects steps that it is not part "
+                "of. Let choose() depend on its seat, step, epoch and lit_dpret.negatives.base.public_coins alone.",
                 trap="T11",
             )
 
@@ -345,9 +344,9 @@ def _copy_of(source: PassageSource, shared: Mapping[int, Any], mode: str) -> Pas
         return copy.deepcopy(source, dict(shared))
     except Exception as error:  # somebody's own code may refuse in any way
         raise UnsupportedModelError(
-            f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} cannot be copied "
-            f"({type(error).__name__}: {first_line(error)}), so that nothing shows whether it names passages by "
-            "requests for other queries. Give it a __deepcopy__ that shares what cannot be copied.",
+            f"privacy={mode} cannot take model.negatives.{source.name}: {type(source).__name__} cannot be copied, and "
+            f"so not examined ({type(error).__name__}: {first_line(error)}). Give it a __deepcopy__ that shares the "
+            "rest.",
             trap="T11",
         ) from error
 
