@@ -76,7 +76,7 @@ def refuse_zero_state(checkpoint: Mapping[str, Any]) -> None:
     if any(map(is_zero_state, checkpoint.get("optimizer_states", ()))):
         raise ResumeError(
             "The checkpoint was written under trainer=deepspeed, whose optimizer state no other trainer reads. "
-            "Continue with trainer=deepspeed, under any stage and on any number of ranks (trainer.accelerator=cpu for CPUs)."
+            "Continue with trainer=deepspeed, under any stage and on any number of ranks."
         )
 
 

@@ -60,8 +60,8 @@ class PairModule(PrivateModule):
         for method in ("per_row_loss", "table_losses") if of_pairs and not privacy.clips_whole_batch else ():
             if not is_library(_owner(self, method).__module__):
                 raise UnsupportedModelError(
-                    f"privacy={privacy.name} clips what pairs contribute to model.loss, and never calls {name}.{method}."
-                    " Pass the loss as loss=, a PairwiseLoss, or choose privacy=batch_clip, which takes any loss."
+                    f"privacy={privacy.name} clips pairs of model.loss, and never calls {name}.{method}. "
+                    "Pass the loss as loss=, a PairwiseLoss, or choose privacy=batch_clip, which takes any loss."
                 )
         for method in ("represent", "embed"):
             owner = _owner(self, method)
