@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_ins import Regression, dp, fit
+from stand_ins import Regression, dp
 from tiny_generator import generator
 
 from lit_dpret.distributed.handover import MasterWeights, gradient_slot, in_float32, keep_masters, needs_masters
@@ -80,26 +80,6 @@ def test_a_checkpoint_brings_the_masters_back_bit_for_bit(settings: dict[str, An
         take(optimizer, weight, range(5, 10))
         ends.append((optimizer.state_dict()["state"][0]["master"], weight))
     assert torch.equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][1], ends[1][1])
-
-
-def test_a_private_run_in_bf16_true_keeps_float32_masters_through_a_resume(tmp_path: Path) -> None:
-    whole, cut = (Regression(privacy=dp(tmp_path, noise_seed=1), dropout=0.0) for _ in range(2))
-    cut.load_state_dict(whole.state_dict())
-    start = {name: value.clone() for name, value in whole.state_dict().items()}
-    fit(tmp_path / "whole", whole, steps=6, precision="bf16-true")
-    again = Regression(privacy=dp(tmp_path, noise_seed=1), dropout=0.0)
-    fit(tmp_path / "cut", cut, steps=6, precision="bf16-true")
-    last = torch.load(tmp_path / "cut" / "checkpoints" / "last.ckpt", weights_only=True)
-    masters = [state["master"] for state in last["optimizer_states"][0]["state"].values()]
-    assert len(masters) == len(start) and {m.dtype for m in masters} == {torch.float32}
-    for master, value, own in zip(masters, last["state_dict"].values(), cut.parameters(), strict=True):
-        assert torch.equal(master, value) and torch.equal(own, master.bfloat16()) and not torch.equal(own, master)
-    runner = fit(tmp_path / "cut", again, steps=6, resume=True, precision="bf16-true")  # all steps are made
-    kept = [state["master"] for state in runner.optimizers[0].state_dict()["state"].values()]
-    assert all(map(torch.equal, kept, masters)) and all(map(torch.equal, again.parameters(), cut.parameters()))
-    for name, value in whole.state_dict().items():
-        assert value.dtype == torch.bfloat16 and not torch.equal(value.float(), start[name])
-    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("tuned", [LORA, PROMPT], ids=["lora", "prompt"])

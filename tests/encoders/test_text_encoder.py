@@ -306,16 +306,6 @@ def test_the_cache_misses_when_weights_contract_side_vocabulary_or_texts_change(
     assert len(counted) == len(list(tmp_path.iterdir())) == 12
 
 
-def test_a_broken_cache_entry_is_made_anew(tmp_path: Path, counted: list[int]) -> None:
-    encoder = tiny_encoder()
-    first = encoder.encode(TEXTS, "query", cache_dir=tmp_path).clone()
-    (entry,) = tmp_path.iterdir()
-    entry.write_bytes(entry.read_bytes()[:50])
-    assert torch.equal(encoder.encode(TEXTS, "query", cache_dir=tmp_path), first)
-    assert torch.equal(encoder.encode(TEXTS, "query", cache_dir=tmp_path), first)
-    assert len(counted) == 2
-
-
 def test_a_cache_that_cannot_be_written_is_refused_and_keeps_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

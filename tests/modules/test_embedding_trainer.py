@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks.doctor import examine
+from lit_dpret.callbacks.planning import plan_run
 from lit_dpret.callbacks.readable_rows import refuse_unread_rows
 from lit_dpret.cards.card import read_card
 from lit_dpret.cli import build_parts
@@ -31,7 +32,7 @@ from lit_dpret.losses import InBatchSoftmaxLoss
 from lit_dpret.modules import DualEncoder, EmbeddingTrainer, OptimizerSpec
 from lit_dpret.modules.kept_state import Looks
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
-from lit_dpret.privacy.modes import BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
+from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExampleDuplicated, PublicPassages
 from lit_dpret.tasks import Export
 
 DP: dict[str, Any] = {"eps": 50.0, "delta": 1e-3, "unit": "pair", "noise_multiplier": 2.0}
@@ -283,16 +284,12 @@ def test_a_net_that_does_not_state_its_width_is_asked_for_it() -> None:
     assert of_images(net=net, dim=3, positions=1).pair_shape() == {"dim": 3, "positions": 1, "shared": True}
 
 
-@pytest.mark.parametrize("leak", ["log_private_loss", "noise_seed"])
-def test_a_run_of_a_coupled_mode_that_lets_out_more_than_its_updates_states_no_epsilon(
-    leak: str, tmp_path: Path
-) -> None:
-    privacy = LogitDP(**DP | {"max_logit_grad_norm": 0.1, "noise_seed": 0 if leak == "noise_seed" else None})
-    module = of_images(privacy=privacy, log_private_loss=leak == "log_private_loss")
-    fit(tmp_path / "run", module, images(tiny.parquet(tmp_path / "images")), steps=1,
-        extra=[PrivacyCard(run_dir=tmp_path / "run")])  # fmt: skip
-    assert read_card(tmp_path / "run")["claim"]["guarantee"] == "not_proved"
-    assert read_card(tmp_path / "run")["claim"]["epsilon"] is None
+def test_the_plan_takes_images_as_units_and_finds_no_user_with_too_many(tmp_path: Path) -> None:
+    mode = DPSGD(eps=3.0, delta=1e-3, unit="pair", noise_multiplier=3.0, max_grad_norm=1.0, max_units_per_user=2)
+    trainer = L.Trainer(accelerator="cpu", max_steps=6, max_epochs=-1, logger=False, enable_checkpointing=False)
+    planned = plan_run(trainer, mode, images(tiny.parquet(tmp_path)))
+    assert planned.steps == 6 and planned.steps_per_epoch == 2
+    assert planned.plan is not None and planned.plan.budget.unit == "pair"
 
 
 def test_texts_are_no_images(tmp_path: Path) -> None:

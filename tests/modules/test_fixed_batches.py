@@ -31,7 +31,6 @@ def unit(first: int, rows: int) -> tuple[Draw, Sequence[Pair]]:
     return Draw(first, 0, 0, True), PAIRS[first : first + rows]
 
 
-NOBODY = (Draw(-1, 0, 0, True), ())
 DRAWN: dict[str, list[tuple[Draw, Sequence[Pair]]]] = {
     "full": [unit(0, 1), unit(1, 2), unit(3, 3), unit(6, 1), unit(7, 3)],
     "three of five": [unit(7, 1), unit(2, 3), unit(9, 2)],
@@ -68,19 +67,6 @@ def test_what_is_filled_in_changes_no_sum(drawn: str, rows: str, bound: float) -
     units = len(stats.norms)
     torch.testing.assert_close(filled_stats.norms[:units], stats.norms, rtol=1e-5, atol=1e-6)
     assert not filled_stats.norms[units:].any()
-
-
-def test_every_batch_has_one_shape_whoever_was_drawn() -> None:
-    module = generator()
-    shapes = set()
-    for drawn in DRAWN.values():
-        batch = batch_of(module, drawn, rows="all", fixed=True)
-        shapes.add(tuple((name, tuple(v.shape), v.dtype) for name, v in batch.rows.items()))
-        assert batch.unit_ids.tolist() == [slot for slot in range(5) for _ in range(3)]
-        assert len(batch.mask) == 5 and int(batch.mask.sum()) == len(drawn)
-        assert int(batch.data_rows.sum()) == sum(len(rows) for _, rows in drawn)
-    assert len(shapes) == 1
-    assert batch_of(module, [NOBODY], rows="all", fixed=True).rows is None
 
 
 class _Watch(TorchDispatchMode):

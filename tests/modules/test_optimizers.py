@@ -118,17 +118,6 @@ def test_an_optimizer_takes_the_steps_of_its_formula(case: str) -> None:
     np.testing.assert_allclose(parameter.detach().numpy(), by_hand(START, GRADIENTS), rtol=1e-12)
 
 
-def test_the_cases_reach_the_floor_and_leave_it() -> None:
-    """Otherwise the floor, or the subtraction, could be missing unnoticed."""
-    v = np.zeros_like(START)
-    seen = []
-    for t, g in enumerate(GRADIENTS, 1):
-        v = 0.95 * v + 0.05 * g**2
-        seen.append(v / (1 - 0.95**t) - NOISE_STD**2)
-    for floor in (0.03, DEFAULT_FLOOR):
-        assert (np.array(seen) < floor).any() and (np.array(seen) > floor).any()
-
-
 def test_adam_bc_finds_the_second_moment_of_the_gradient_below_the_noise() -> None:
     """A constant gradient of a tenth of the noise: Adam's second moment is 101 times too large."""
     signal, noise = 0.02, 0.2

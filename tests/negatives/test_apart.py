@@ -43,14 +43,6 @@ def test_how_far_a_text_is_padded_follows_from_no_other_one(some: list[str], oth
     torch.testing.assert_close(torch.stack(alone), encoder.encode(some, "query"), rtol=0, atol=1e-5)
 
 
-def test_they_are_those_of_the_encoder() -> None:
-    texts = [" ".join(WORDS[i : i + 1 + i % 7]) for i in range(19)]
-    torch.testing.assert_close(
-        ENCODER.encode(texts, "query", apart=True), ENCODER.encode(texts, "query"), rtol=0, atol=1e-5
-    )
-    assert ENCODER.encode([], "query", apart=True).shape == (0, ENCODER.dim)
-
-
 def test_of_a_step_they_are_the_same_as_of_a_list() -> None:
     texts = [" ".join(WORDS[i : i + 1 + i % 7]) for i in range(9)]
     tokens = ENCODER.at_full_length(ENCODER.tokenize(texts, "query"), "query")
