@@ -202,8 +202,7 @@ _STEP = 16
 
 
 def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[str, Tensor], filler: int) -> Tensor:
-    """Embed tokenised texts so that no other text changes an embedding, bit for bit; without gradient, ``(rows,
-    dim)``.
+    """Return embeddings, ``(rows, dim)``, none of which another text changes by a bit; without gradient.
 
     Products of matrices round in another way for another number of rows, another length or another place. So every
     batch has one number of rows, and a text alone decides how far its batch is padded and where in it it stands.

@@ -128,9 +128,7 @@ class TextEncoder(nn.Module):
         return other
 
     def tokenize(self, texts: Sequence[str], side: Side) -> dict[str, Tensor]:
-        """Return texts as model input, prefixed, truncated and padded: ``input_ids`` and ``attention_mask``, on the
-        CPU.
-        """
+        """Return texts, prefixed, truncated and padded, as ``input_ids`` and ``attention_mask`` on the CPU."""
         return self.padded(self.token_ids(texts, side))
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:

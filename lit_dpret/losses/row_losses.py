@@ -166,8 +166,7 @@ class PublicPoolSoftmaxLoss(_RowLoss):
 
 
 class HardNegativeSoftmaxLoss(_RowLoss):
-    """Listwise softmax: cross entropy of the row's own passage among its candidates; settings as for
-    `InBatchSoftmaxLoss`.
+    """Cross entropy of the row's own passage among its candidates; settings as for `InBatchSoftmaxLoss`.
 
     What is shared decides what can be promised: with ``own`` alone, or with ``shared`` passages that are public and
     the same whoever is in the batch, row i is a function of row i. With passages of other rows among ``shared`` the

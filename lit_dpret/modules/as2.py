@@ -39,13 +39,8 @@ class AS2DualEncoder(DualEncoder):
     Args:
         privacy: ``none``, ``dp_sgd`` or ``synthetic``. The other modes' bounds are for the cosine.
         optimizer: Name, learning rate and schedule; the paper's is AdamW at 3e-5.
-        encoder: As for `DualEncoder`; the paper's is ``distilbert-base-uncased``.
-        config: The same.
-        tokenizer: The same.
-        towers: The same.
-        passage_tower: The same.
-        negatives: The same; null for the other sentences of the batch.
-        passage_cache_dir: The same.
+        encoder: As for `DualEncoder`, and so are the next five; the paper's is ``distilbert-base-uncased``.
+        negatives: As for `DualEncoder`; null for the other sentences of the batch.
         query_pooling: ``cls``, ``mean`` or ``max``.
         passage_pooling: The same, of a sentence.
         temperature: Divides the dot product; the paper has none, which is 1.
@@ -106,11 +101,7 @@ class AS2DualEncoder(DualEncoder):
         return self.represent(features, side)
 
     def put_global(self, weights: Mapping[str, Tensor]) -> None:
-        """Set both sides to weights that `take_weights` took from a stage-1 module with any towers.
-
-        Raises:
-            ConfigurationError: They are of another model.
-        """
+        """Set both sides to weights that `take_weights` took from a stage-1 module; refuse those of another model."""
         sides = (("encoder", self.encoder), ("passage_encoder", self.passage_encoder))
         for side, tower in sides:
             if tower is None:

@@ -44,23 +44,19 @@ class Rows:
         return cls(module, batch, sorted(set(data.tolist())))
 
     def first(self, units: int) -> Rows:
-        slots = self.slots[:units]
-        inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
-        data = None if self.batch.data_rows is None else self.batch.data_rows[inside]
-        part = replace(
-            self.batch, rows=_part_of(self.batch.rows, inside), unit_ids=self.batch.unit_ids[inside], data_rows=data
-        )
-        return Rows(self.module, part, slots)
+        return self._of(self.slots[:units])
+
+    def _of(self, slots: list[int], **changed: Any) -> Rows:
+        batch = self.batch
+        inside = torch.isin(batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
+        data = None if batch.data_rows is None else batch.data_rows[inside]
+        rows, ids = _part_of(batch.rows, inside), batch.unit_ids[inside]
+        return Rows(self.module, replace(batch, rows=rows, unit_ids=ids, data_rows=data, **changed), slots)
 
     def smallest(self) -> Rows:
         """Return the unit that was collated by itself, as the kept one, and another one."""
         slot, alone = self.batch.smallest or (self.slots[0], None)
-        slots = [slot, *(other for other in self.slots if other != slot)][:2]
-        inside = torch.isin(self.batch.unit_ids, torch.tensor(slots, device=self.kept.device)).nonzero().flatten()
-        rows = _part_of(self.batch.rows, inside)
-        return Rows(
-            self.module, replace(self.batch, rows=rows, unit_ids=self.batch.unit_ids[inside], alone=alone), slots
-        )
+        return self._of([slot, *(other for other in self.slots if other != slot)][:2], alone=alone)
 
     def keeping_the_last(self) -> Rows:
         return Rows(self.module, self.batch, self.slots, last=True)

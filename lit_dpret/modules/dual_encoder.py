@@ -370,11 +370,7 @@ class DualEncoder(PairModule):
         return self.tower("passage").encode(texts, "passage", progress=progress, cache_dir=self._passage_cache_dir)
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write the encoder, or both, as a sentence-transformers folder with its contract.
-
-        Raises:
-            StorageError: The folder cannot be written.
-        """
+        """Write the encoder, or both, as a sentence-transformers folder with its contract."""
         towers = []
         for tower in filter(None, (self.encoder, self.passage_encoder)):
             backbone = without_adapters(tower.backbone)

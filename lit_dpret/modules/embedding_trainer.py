@@ -180,11 +180,7 @@ class EmbeddingTrainer(PairModule):
         return {"dim": self.dim, "positions": positions, "shared": True}
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write the net's weights, or the text encoder as a sentence-transformers folder.
-
-        Raises:
-            StorageError: The folder cannot be written.
-        """
+        """Write the net's weights, or the text encoder as a sentence-transformers folder."""
         if isinstance(self.net, TextEncoder):
             save_sentence_transformer(folder, self.net)
         else:

@@ -350,11 +350,7 @@ class FrozenDualEncoder(PairModule):
         return (None, None) if chosen is None or place is None else (chosen.to(self.device), place.to(self.device))
 
     def save_model(self, folder: str | Path) -> Path:
-        """Write encoder and heads as a sentence-transformers folder with its contract.
-
-        Raises:
-            StorageError: The folder cannot be written.
-        """
+        """Write encoder and heads as a sentence-transformers folder with its contract."""
         query, passage = (self._head_of(side) for side in get_args(Side))
         save_sentence_transformer(folder, self._with_head(query), self._with_head(passage))
         note_folder(self, folder)

@@ -155,8 +155,7 @@ class TrainRow(Protocol):
 
 
 class TrainTexts:
-    """Public passages by place, in the order of their ids; train queries by place; judgements. Its ``repr`` shows none
-    of them.
+    """Public passages in the order of their ids, train queries and judgements; its ``repr`` shows none of them.
 
     ``judged`` is the grade of each judged passage for each train query. A source may look at the judgements of the
     row's own query, and at no others.
@@ -181,9 +180,7 @@ class TrainTexts:
 
     @classmethod
     def of(cls, data: Any) -> Self:
-        """Read a DataModule with public passages and graded judgements; queries that nothing answers have no row to
-        train on.
-        """
+        """Read public passages, judgements and the queries of a DataModule that some passage answers."""
         if getattr(data, "planted_facts", None) is not None:
             raise ConfigurationError(
                 "model.negatives take negatives for the train queries of the data, and planted canaries are not among "

@@ -16,11 +16,7 @@ from lit_dpret.negatives.base import PassageSource, Seat, Towers, TrainTexts, pu
 
 
 class RandomNegatives(PassageSource):
-    """Uniformly drawn passages of the public list.
-
-    Guarantees:
-        - What is drawn for a row depends on (``seed``, step) and on its own record and public data.
-    """
+    """Passages of the public list, drawn uniformly by (``seed``, step), the row's own record and public data alone."""
 
     name: ClassVar[str] = "random"
 

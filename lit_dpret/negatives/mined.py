@@ -68,8 +68,7 @@ class MarginFilter:
             )
 
     def keep(self, scores: NDArray[np.float32], positive: float) -> NDArray[np.bool_]:
-        """Return which candidates that are not answers pass, given their scores, best first, and that of the own
-        passage.
+        """Return which candidates pass, given their scores, best first, and that of the row's own passage.
 
         Example:
             >>> MarginFilter(relative_margin=0.05).keep(np.array([0.99, 0.95, 0.2], dtype=np.float32), 1.0)
@@ -94,17 +93,15 @@ class MarginFilter:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MinedSource(PassageSource, MarginFilter):
-    """A uniform draw from each query's best passages, which depends on (``seed``, epoch), its own record and public
-    data.
+    """A uniform draw from a query's best passages, by (``seed``, epoch), its own record and public data alone.
 
     Drawing from the best 200 instead of taking the very best keeps passages that are near to every query from being
     everybody's negative, and those that answer without being marked from being taken each time.
     """
 
     depth: int = 200  # among how many of the best they are drawn
+    # Where rankings are kept for later runs; null keeps none. Those of private queries are as private as the queries.
     cache_dir: str | OutputFolder | None = None
-    """Where rankings are kept, so that an interrupted mining goes on and an equal one is not repeated; null keeps none.
-    Rankings of private queries are as private as the queries."""
     shard_size: int = 1024  # queries that are ranked, and written, together
 
     def __post_init__(self) -> None:
@@ -246,10 +243,9 @@ class DynamicNegatives(MinedSource):
         self._tie_rank = lexicographic_rank(texts.passage_ids)
 
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
-        """Return the best of the index for some queries ``(queries, dim)``, on the CPU, ``(queries, depth +
-        answers)``.
+        """Return the best of the index for some queries, on the CPU, ``(queries, depth + answers)``.
 
-        ``answers`` is how many passages answer one of them at most, so that ``depth`` others are among the best.
+        At most ``answers`` passages answer one of them, so that ``depth`` others are among the best.
         """
         index = self._ready().to(query_embeddings.device)
         self.index, k = index, min(self.depth + answers, len(index))

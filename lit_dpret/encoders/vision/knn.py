@@ -33,8 +33,7 @@ class KnnResult:
 
 
 def nearest(train: Tensor, queries: Tensor, *, k: int, chunk_size: int = 256) -> Tensor:
-    """Return indices of the ``k`` train embeddings ``(n, dim)`` of highest cosine similarity, nearest first, ``(m,
-    k)``.
+    """Return indices of the ``k`` train embeddings of highest cosine similarity, nearest first, ``(queries, k)``.
 
     Similarities are computed in float64 and compared after rounding to 12 decimals; equal ones are taken in the
     order of ``train``. An embedding of zero has similarity 0 to all. Memory is chunk_size * n * 8 bytes, a few

@@ -48,9 +48,7 @@ class PairwiseLoss(ABC):
     """
 
     similarity: Literal["cosine", "dot"] = "cosine"  # ``dot`` of embeddings that are no longer than ``radius``
-    radius: float | None = None
-    """With ``dot``, the largest length of an embedding, to which the caller projects them; scores lie within plus and
-    minus its square."""
+    radius: float | None = None  # with ``dot``, the largest length of an embedding; callers scale longer ones to it
 
     def __post_init__(self) -> None:
         require_choice("loss.similarity", self.similarity, ("cosine", "dot"))
@@ -97,9 +95,7 @@ class PairwiseLoss(ABC):
         return self.claim != "refuted"
 
     def for_expected_size(self, size: float) -> Self:
-        """Return this loss with an open public normaliser filled in: the expected size of a (sub-)batch, never the
-        realised.
-        """
+        """Return this loss with an open normaliser set to the expected, public size of a (sub-)batch."""
         if getattr(self, "n0", 0.0) is None:
             return dataclasses.replace(self, n0=size)  # type: ignore[call-arg]
         return self

@@ -60,11 +60,7 @@ class DeclaredPairLoss(PairwiseLoss):
         return "declared"
 
     def declared(self, n: int) -> tuple[float, float, float]:
-        """Return the three bounds for n records.
-
-        Raises:
-            ConfigurationError: One of them is negative, NaN or infinite.
-        """
+        """Return the three bounds for n records; refuse one that is negative, NaN or infinite."""
         bounds = (self.g1(n, self.low, self.high), self.g2(n, self.low, self.high), self.l(n, self.low, self.high))
         for name, value in zip(("g1", "g2", "l"), bounds, strict=True):
             if not (math.isfinite(value) and value >= 0):
