@@ -13,34 +13,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 WORDS = [
-    "how",
-    "to",
-    "file",
-    "a",
-    "claim",
-    "does",
-    "flood",
-    "insurance",
-    "cover",
-    "my",
-    "house",
-    "What",
-    "Is",
-    "The",
-    "best",
-    "life",
-    "policy",
-    "query:",
-    "passage:",
-    "é",
-]
+    "how", "to", "file", "a", "claim", "does", "flood", "insurance", "cover", "my", "house", "What", "Is", "The",
+    "best", "life", "policy", "query:", "passage:", "é",
+]  # fmt: skip
 TEXTS = [
     "how to file a claim",
     "does flood insurance cover my house",
     "What Is The best life insurance policy",
     "life",
     "unseen words here",
-    "my house my house my house my house my house my house my house my house",
+    " ".join(["my house"] * 8),
     "",
 ]
 

@@ -216,9 +216,8 @@ def test_what_is_drawn_with_a_cache_is_what_whole_sequences_give(kind: str) -> N
         assert drawn.log_prob == pytest.approx(log_prob, rel=1e-6)
 
 
-@KINDS
-def test_a_query_ends_before_its_first_line_break(kind: str) -> None:
-    module = decoder_only(kind, away=0.3)
+def test_a_query_ends_before_its_first_line_break() -> None:
+    module = decoder_only(away=0.3)
     model, decoding = module.model.eval(), Decoding(max_new_tokens=6, min_new_tokens=0)
     ids = module.codec.passages([row.passage for row in ROWS])
     whole = decode(model, prefill(model, ids), numbers(3, 6), decoding)
