@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +30,27 @@ def random_case(passages: int = 3000, dim: int = 24) -> tuple[Tensor, Tensor, Te
 def agree(one: Any, other: Any) -> None:
     """The same ranking, except where scores differ by less than 1e-6."""
     assert (one.scores - other.scores).abs().max() < 1e-6
-    differ = one.indices != other.indices
-    assert differ.sum() <= 2
+    assert (one.indices != other.indices).sum() <= 2
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 @pytest.mark.parametrize(
     "name", [pytest.param("faiss:Flat", marks=NEEDS_FAISS), pytest.param("scann", marks=NEEDS_SCANN)]
 )
-def test_brute_force_of_any_library_gives_our_ranking(name: str, similarity: Any) -> None:
+def test_brute_force_of_any_library_gives_our_ranking_with_ties_by_id(name: str, similarity: Any) -> None:
     queries, passages, rank = random_case()
     ours = search(queries, passages, 50, tie_rank=rank, similarity=similarity)
     agree(make_search(name)(queries, passages, 50, tie_rank=rank, similarity=similarity), ours)
-
-
-@NEEDS_FAISS
-def test_ties_of_a_flat_index_are_broken_by_id() -> None:
-    generator = torch.Generator().manual_seed(1)
-    passages = torch.randint(-1, 2, (60, 4), generator=generator).float()
-    queries = torch.randint(-1, 2, (9, 4), generator=generator).float()
-    rank = lexicographic_rank([f"p{i}" for i in range(60)])
+    queries, passages, rank = queries[:9, :4].round().clamp(-1, 1), passages[:60, :4].round().clamp(-1, 1), rank[:60]
+    rank = rank.argsort().argsort()
     ours = search(queries, passages, 20, tie_rank=rank)
-    theirs = make_search("faiss:Flat")(queries, passages, 20, tie_rank=rank)
-    assert torch.equal(ours.indices, theirs.indices) and torch.equal(ours.scores, theirs.scores)
+    theirs = make_search(name)(queries, passages, 20, tie_rank=rank)
+    assert torch.equal(ours.indices, theirs.indices)
+    assert torch.equal(ours.scores, theirs.scores)
+    top = make_search(name)(torch.ones(2, 3), torch.ones(2, 3), 4)
+    assert top.indices.tolist() == [[0, 1, MISSING, MISSING]] * 2
+    assert top.scores[:, 2:].eq(float("-inf")).all()
+    assert make_search(name)(torch.ones(0, 3), torch.ones(2, 3), 4).indices.shape == (0, 4)
 
 
 @NEEDS_FAISS
@@ -100,53 +99,41 @@ def test_faiss_and_torch_share_a_process_with_several_threads() -> None:
         faiss.omp_set_num_threads(before)
 
 
+ROWS = TensorRows(torch.randn(20, 6, generator=torch.Generator().manual_seed(0)))
+
+
 @NEEDS_FAISS
-def test_what_faiss_cannot_build_is_refused_by_name() -> None:
-    rows = TensorRows(torch.randn(20, 6))
-    with pytest.raises(ConfigurationError, match="faiss:Nonsense is not an index"):
-        Faiss.build(rows, "Nonsense")
-    with pytest.raises(DataError, match="cannot build 'IVF64,Flat' of 20 passages"):
-        Faiss.build(rows, "IVF64,Flat")
-    with pytest.raises(DataError, match="no passages to index"):
-        Faiss.build(TensorRows(torch.empty(0, 6)), "Flat")
-    with pytest.raises(ConfigurationError, match=r"needs the \[faiss-gpu\] extra"):
-        Faiss.build(rows, "Flat", device="cuda")
-
-
-def test_fewer_passages_than_k_are_filled_up_with_missing() -> None:
-    class Known:
-        def propose(self, queries: Any, count: int) -> Any:
-            import numpy as np
-
-            return np.array([[1, -1, 0]] * len(queries))
-
-    top = search_with(Known(), torch.ones(2, 3), torch.ones(2, 3), 4)
-    assert top.indices.tolist() == [[0, 1, MISSING, MISSING]] * 2
-    assert top.scores[:, 2:].eq(float("-inf")).all()
-    assert search_with(Known(), torch.ones(0, 3), torch.ones(2, 3), 4).indices.shape == (0, 4)
+@pytest.mark.parametrize(
+    ("attempt", "error", "named"),
+    [
+        (lambda: Faiss.build(ROWS, "Nonsense"), ConfigurationError, "faiss:Nonsense"),
+        (lambda: Faiss.build(ROWS, "IVF64,Flat"), DataError, "'IVF64,Flat' of 20 passages"),
+        (lambda: Faiss.build(TensorRows(torch.empty(0, 6)), "Flat"), DataError, "no passages"),
+        (lambda: Faiss.build(ROWS, "Flat", device="cuda"), ConfigurationError, r"\[faiss-gpu\]"),
+    ],
+)
+def test_what_faiss_cannot_build_is_refused_by_name(
+    attempt: Callable[[], object], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        attempt()
 
 
 def test_a_search_that_does_not_exist_or_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="search='annoy' is not one of exact, scann"):
-        check_search("annoy")
-    check_search("exact")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"lit-dpret\[scann\]"):
-        check_search("scann")
-    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
-    with pytest.raises(ConfigurationError, match=r"lit-dpret\[faiss-cpu\]"):
-        check_search("faiss:Flat")
-
-
-def test_faiss_installed_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15")
-    with pytest.raises(ConfigurationError, match="faiss-cpu and faiss-gpu are both installed"):
-        check_search("faiss:Flat")
-
-
-def test_a_gpu_index_is_not_asked_deeper_than_it_searches() -> None:
     class GpuIndexFlat:
         pass
 
     with pytest.raises(ConfigurationError, match="2048 deep on a GPU, not 3000"):
         Faiss(GpuIndexFlat()).propose(torch.ones(1, 2).numpy(), 3000)
+    check_search("exact")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, told in (("annoy", "search='annoy'"), ("scann", r"lit-dpret\[scann\]")):
+        with pytest.raises(ConfigurationError, match=told):
+            check_search(name)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "faiss", None)
+        with pytest.raises(ConfigurationError, match=r"lit-dpret\[faiss-cpu\]"):
+            check_search("faiss:Flat")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15")
+    with pytest.raises(ConfigurationError, match="faiss-cpu and faiss-gpu"):
+        check_search("faiss:Flat")

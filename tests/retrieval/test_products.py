@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lit_dpret.retrieval import products as products_module
 from lit_dpret.retrieval import search as search_module
-from lit_dpret.retrieval import topk as candidates_module
 from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays
 from lit_dpret.retrieval.search import SearchStream, search
 
@@ -43,14 +41,10 @@ def test_no_product_is_wrong_by_more_than_its_slack(dtype: torch.dtype, scale: f
         assert wrong.max() > 0.02 * ready.slack(longest, error).max()  # and it is not a bound that says nothing
 
 
-def test_a_slack_that_is_unknown_is_infinite() -> None:
+def test_a_rounded_score_was_below_the_next_one_and_a_slack_that_is_unknown_is_infinite() -> None:
     ready = Products(torch.tensor([[1.0, 2.0], [1e11, 1.0]]).double(), torch.bfloat16)
     assert ready.slack(1.0, 0.01).isinf().tolist() == [False, True]
     assert ready.slack(1e11, 0.01).isinf().all()
-
-
-def test_a_rounded_score_was_below_the_next_one() -> None:
-    ready = Products(torch.ones(1, 2).double(), torch.bfloat16)
     scores = torch.tensor([0.1, -0.1, 3.0, 0.0])
     above = ready.at_most(scores)
     assert (above > scores).all()
@@ -130,18 +124,3 @@ def test_bfloat16_is_used_on_processors_that_gain_by_it_and_sum_in_float32(monke
     assert not bfloat16_pays(torch.device("meta"), 10_000)
     monkeypatch.setattr(products_module, "_probe", lambda: True)
     assert [bfloat16_pays(torch.device("cpu"), queries) for queries in (10, 10_000)] == [False, True]
-
-
-@pytest.mark.parametrize("shape", [(3, 8), (5, 7), (1, 1), (40, 96)])
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
-def test_the_places_of_a_mask_are_found_wherever_they_are(shape: tuple[int, int], share: float) -> None:
-    mask = np.random.default_rng(9).random(shape) < share
-    assert candidates_module.nonzero(mask).tolist() == np.flatnonzero(mask).tolist()
-
-
-@pytest.mark.parametrize("floors", [[0.5, 0.25, 3.0], [0.5, -0.25, 0.0], [0.0, 0.0, 0.0], [float("-inf")] * 3])
-def test_bfloat16_scores_are_compared_as_numbers_are(floors: list[float]) -> None:
-    scores = torch.tensor([0.0, -0.0, 0.25, -0.25, 0.5, -0.5, 3.0, -3.0, 1e-40, float("-inf")]).bfloat16().repeat(3, 1)
-    floor = torch.tensor(floors).bfloat16()
-    found = np.greater_equal(*candidates_module._comparable(scores, floor))
-    assert found.tolist() == (scores.float() >= floor.float()[:, None]).tolist()

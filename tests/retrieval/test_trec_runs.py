@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lit_dpret.errors import DataError, StorageError
-from lit_dpret.retrieval.search import MISSING, TopK
+from lit_dpret.errors import ConfigurationError, DataError, StorageError
+from lit_dpret.retrieval.metrics import Metric
+from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, search
 from lit_dpret.retrieval.trec_runs import (
     Ranking,
     check_qrels,
@@ -33,13 +36,12 @@ def awkward_run() -> dict[str, dict[str, float]]:
     return {"q1": {f"p{i}": float(s) for i, s in enumerate(scores)}, "q-2": {"ü": 1.0}}
 
 
-def test_a_run_reads_back_as_the_same_float32_scores(tmp_path: Path) -> None:
+def test_a_run_is_written_in_the_order_and_form_of_trec_and_reads_back_as_the_same_float32_scores(
+    tmp_path: Path,
+) -> None:
     run = awkward_run()
     write_run(tmp_path / "deep" / "run.trec", run)
     assert read_run(tmp_path / "deep" / "run.trec") == run
-
-
-def test_a_written_run_is_in_the_order_and_form_of_trec(tmp_path: Path) -> None:
     write_run(tmp_path / "run", {"q": {"a": 0.5, "c": 0.25, "b": 0.5}}, tag="mine")
     assert (tmp_path / "run").read_text() == "q Q0 b 1 0.5 mine\nq Q0 a 2 0.5 mine\nq Q0 c 3 0.25 mine\n"
 
@@ -80,29 +82,34 @@ def test_an_id_that_the_format_cannot_carry_is_refused(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("read", "text", "named"),
     [
-        ("q Q0 b 1 0.5", "line 2: 5 fields"),
-        ("q Q0 b 1 high tag", "line 2: the score 'high'"),
-        ("q Q0 a 1 0.5 tag", "line 2: passage 'a' comes twice"),
+        (read_run, "q Q0 a 1 0.5 tag\nq Q0 b 1 0.5\n", "line 2: 5 fields"),
+        (read_run, "q Q0 a 1 0.5 tag\nq Q0 b 1 high tag\n", "line 2: the score 'high'"),
+        (read_run, "q Q0 a 1 0.5 tag\nq Q0 a 1 0.5 tag\n", "line 2: passage 'a'"),
+        (read_run, None, "file"),
+        (read_qrels, "q 0 a 1\nq 0 a 2\n", "line 2: query 'q' and passage 'a'"),
+        (read_qrels, "q 0 a 1.5\n", "line 1: the grade '1.5'"),
+        (read_qrels, "query-id\tcorpus-id\tscore\nq a\n", "line 2: 2 fields"),
+        (read_qrels, "query-id\tcorpus-id\tscore\n", "no judgements"),
+        (read_qrels, None, "file"),
     ],
 )
-def test_a_malformed_run_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "run").write_text(f"q Q0 a 1 0.5 tag\n{line}\n")
-    with pytest.raises(DataError, match=message):
-        read_run(tmp_path / "run")
+def test_a_missing_or_malformed_file_is_refused_with_its_line(
+    read: Callable[[Path], object], text: str | None, named: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "file").write_text(text)
+    with pytest.raises(DataError, match=named):
+        read(tmp_path / "file")
 
 
-def test_a_missing_run_and_an_unwritable_place_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        read_run(tmp_path / "absent")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be written"):
-        write_run(tmp_path / "file" / "run", {"q": {"a": 1.0}})
-
-
-def test_a_failed_write_leaves_the_old_run_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_refused_and_leaves_the_old_run_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_run(tmp_path / "run", {"q": {"a": 1.0}})
+    with pytest.raises(StorageError, match="run"):
+        write_run(tmp_path / "run" / "below", {"q": {"a": 1.0}})
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -121,26 +128,6 @@ def test_judgements_read_alike_from_trec_and_from_beir(tmp_path: Path) -> None:
     assert read_qrels(tmp_path / "trec") == read_qrels(tmp_path / "beir") == wanted
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("q 0 a 1\nq 0 a 2\n", "line 2: query 'q' and passage 'a' are judged twice"),
-        ("q 0 a 1.5\n", "line 1: the grade '1.5'"),
-        ("query-id\tcorpus-id\tscore\nq a\n", "line 2: 2 fields"),
-        ("query-id\tcorpus-id\tscore\n", "holds no judgements"),
-    ],
-)
-def test_malformed_judgements_are_refused_with_their_line(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "qrels").write_text(text)
-    with pytest.raises(DataError, match=message):
-        read_qrels(tmp_path / "qrels")
-
-
-def test_missing_judgements_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        read_qrels(tmp_path / "absent")
-
-
 def test_judgements_of_unknown_ids_are_refused() -> None:
     check_qrels({"q": {"a": 1, "gone": 0}}, query_ids=["q"], passage_ids=["a"])
     with pytest.raises(DataError, match=r"unknown query 'other' \(1 such ids\)"):
@@ -157,9 +144,129 @@ def test_a_query_loses_the_passage_of_its_own_id_and_another_its_last() -> None:
     kept = without_self_matches(Ranking(query_ids=["a", "elsewhere", "c"], passage_ids=["a", "b", "c"], top=top), 2)
     assert kept.to_run() == {"a": {"b": 2.0, "c": 1.0}, "elsewhere": {"c": 3.0, "a": 2.0}, "c": {}}
     assert kept.top.indices.tolist() == [[1, 2], [2, 0], [MISSING, MISSING]]
-
-
-def test_where_all_passages_were_ranked_the_row_ends_in_a_filler() -> None:
-    top = TopK(torch.tensor([[2.0, 1.0]]), torch.tensor([[0, 1]]))
-    kept = without_self_matches(Ranking(query_ids=["a"], passage_ids=["a", "b"], top=top), 5)
+    whole = TopK(torch.tensor([[2.0, 1.0]]), torch.tensor([[0, 1]]))  # of which no more passages are left to fill in
+    kept = without_self_matches(Ranking(query_ids=["a"], passage_ids=["a", "b"], top=whole), 5)
     assert kept.top.indices.tolist() == [[1, MISSING]]
+
+
+Run = dict[str, dict[str, float]]
+
+
+Qrels = dict[str, dict[str, int]]
+
+
+pytrec_eval = pytest.importorskip("pytrec_eval", reason="pytrec_eval-terrier, of the [dev] extra, is the truth here")
+
+
+def cut(run: Run, k: int) -> Run:
+    """The first k of every query, ordered as trec_eval orders."""
+    ordered = {q: sorted(s, key=lambda d: (np.float32(s[d]), d.encode()), reverse=True) for q, s in run.items()}
+    return {q: {d: run[q][d] for d in docs[:k]} for q, docs in ordered.items()}
+
+
+def trec_eval(run: Run, qrels: Qrels, name: str) -> dict[str, float]:
+    """What trec_eval -c says of every judged query."""
+    kind, k = name.split("@")
+    measure, key = {
+        "ndcg": (f"ndcg_cut.{k}", f"ndcg_cut_{k}"),
+        "recall": (f"recall.{k}", f"recall_{k}"),
+        "mrr": ("recip_rank", "recip_rank"),
+        "success": (f"success.{k}", f"success_{k}"),
+        "map": (f"map_cut.{k}", f"map_cut_{k}"),
+        "precision": (f"P.{k}", f"P_{k}"),
+    }[kind]
+    found = pytrec_eval.RelevanceEvaluator(qrels, {measure}).evaluate(cut(run, int(k)) if kind == "mrr" else run)
+    return {query: found.get(query, {}).get(key, 0.0) for query in qrels}
+
+
+def assert_equals_trec_eval(run: Any, plain: Run, qrels: Qrels, metrics: list[str]) -> None:
+    result = evaluate(run, qrels, metrics, resamples=2)
+    for name in metrics:
+        truth = trec_eval(plain, qrels, name)
+        values = dict(zip(result.query_ids, result.per_query[name].tolist(), strict=True))
+        assert values.keys() == truth.keys()
+        assert max(abs(values[q] - truth[q]) for q in truth) <= 1e-12, name
+        assert result.means[name] == pytest.approx(sum(truth.values()) / len(truth), abs=1e-12)
+
+
+METRICS = [
+    "ndcg@1", "ndcg@10", "ndcg@1000", "recall@1", "recall@10", "recall@100", "mrr@1", "mrr@10", "mrr@100",
+    "success@1", "success@10", "map@10", "map@100", "precision@1", "precision@10", "precision@100",
+]  # fmt: skip
+
+
+def random_collection(seed: int) -> tuple[Run, Qrels]:
+    """Graded and negative judgements, heavy ties, scores that tie only as float32, missing queries."""
+    rng = np.random.default_rng(seed)
+    docs = [f"{'é' if i % 5 == 0 else 'doc'}{i * 37 % 1009}" for i in range(300)]
+    qrels: Qrels = {
+        f"q{q}": {docs[i]: int(rng.integers(-1, 4)) for i in rng.choice(300, rng.integers(1, 40), replace=False)}
+        for q in range(40)
+    }
+    run: Run = {}
+    for q in range(5, 45):
+        depth = int(rng.integers(0, 250))
+        scores = rng.integers(0, 6, depth) + rng.choice([0.0, 1e-9, 0.25], depth)
+        run[f"q{q}"] = {docs[i]: float(s) for i, s in zip(rng.permutation(300)[:depth], scores, strict=True)}
+    return run, qrels
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_value_equals_trec_eval_with_ties_grades_and_missing_queries(seed: int) -> None:
+    run, qrels = random_collection(seed)
+    assert_equals_trec_eval(run, {q: s for q, s in run.items() if s}, qrels, METRICS)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_ranking_from_search_scores_as_its_run_does_in_trec_eval(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    queries, passages = (
+        torch.randint(-1, 2, (30, 6), generator=generator),
+        torch.randint(-1, 2, (200, 6), generator=generator),
+    )
+    passage_ids = [f"p{i * 7 % 211}" for i in range(200)]
+    query_ids = [f"q{i}" for i in range(30)]
+    rng = np.random.default_rng(seed)
+    qrels: Qrels = {
+        f"q{q}": {passage_ids[i]: int(rng.integers(0, 4)) for i in rng.choice(200, 12, replace=False)}
+        for q in reversed(range(2, 33))
+    }
+    qrels["q7"]["not-in-the-corpus"] = 2
+    top = search(queries.float(), passages.float(), 100, tie_rank=lexicographic_rank(passage_ids))
+    ranking = Ranking(query_ids=query_ids, passage_ids=passage_ids, top=top)
+    assert_equals_trec_eval(ranking, ranking.to_run(), qrels, [m for m in METRICS if m != "ndcg@1000"])
+
+
+def test_a_metric_is_written_the_way_it_is_read() -> None:
+    read = {"NDCG@10": "ndcg@10", " mrr@5 ": "mrr@5", "hit@3": "success@3", "P@5": "precision@5"}
+    assert {name: str(Metric.parse(name)) for name in read} == read
+    for wrong in ("ndcg", "ndcg@0", "f1@10", "mrr@-1", "recall@1.5"):
+        with pytest.raises(ConfigurationError, match=wrong):
+            Metric.parse(wrong)
+
+
+def ranking(scores: list[list[float]], indices: list[list[int]], passage_ids: str = "abcd") -> Ranking:
+    top = TopK(torch.tensor(scores), torch.tensor(indices))
+    return Ranking(query_ids=["q"] * len(scores), passage_ids=list(passage_ids), top=top)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "named"),
+    [
+        (lambda: evaluate(ranking([[1.0, 0.5]], [[0, 1]]), {"q": {"a": 1}}, ["ndcg@3", "mrr@2", "recall@10"]),
+         ConfigurationError, "ndcg@3, recall@10"),
+        (lambda: evaluate(ranking([[1.0, 0.5]], [[0, 1]]), {}, ["mrr@1"]), DataError, "judgements"),
+        (lambda: evaluate({"q": {"a": float("nan")}}, {"q": {"a": 1}}), DataError, "query 'q'"),
+        (lambda: evaluate({"q9": {"a": 1.0}}, {"q": {"a": 1}}), DataError, "'q9'"),
+        (lambda: ranking([[1.0], [1.0]], [[0], [0]]), DataError, "query id"),
+        (lambda: ranking([[1.0, float("nan")]], [[0, 1]]), DataError, "1 of 1 rows"),
+        (lambda: ranking([[1.0, 0.5]], [[1, 1]]), DataError, "same passage twice"),
+        (lambda: ranking([[1.0, 0.5]], [[0, 4]]), DataError, "outside -1..3"),
+        (lambda: ranking([[1.0, 0.5]], [[0, 1]], "aa"), DataError, "same passage id"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_judged_or_would_count_a_passage_twice_is_refused(
+    attempt: Callable[[], object], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        attempt()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -18,6 +20,8 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 Floats = NDArray[np.float64]
 RNG = np.random.default_rng
+TOUCHED = list(range(0, 80, 2))
+IDS, OTHERS = np.array(TOUCHED), np.arange(1, 500, 2)
 
 
 def rows(count: int, seed: int, dim: int = 16) -> Floats:
@@ -38,25 +42,23 @@ def table(touched: list[int], *, kept: float = 1.0, noise: float = 0.0) -> tuple
 def test_exact_requests_name_every_query_and_the_control_stays_at_chance() -> None:
     sent, unsent = rows(200, 0), rows(400, 1)
     found = identify_requests(sent, sent, unsent, candidates=50)
-    assert found.named[1].value == 1.0 and found.nearness == 1.0
+    assert found.named[1].value == 1.0 == found.nearness
     assert found.control[1].low <= 1 / 50 <= found.control[1].high
-    assert found.control[10].low <= 10 / 50 <= found.control[10].high and found.control[1].trials == 200
+    assert found.control[10].low <= 10 / 50 <= found.control[10].high
+    assert found.control[1].trials == 200
+    np.testing.assert_allclose(
+        nearness(np.array([[2.0, 0.0], [0.0, 5.0]]), np.array([[3.0, 4.0], [-1.0, 0.0]])), [0.8, 0.0], atol=1e-12
+    )
 
 
-def test_rows_of_other_texts_name_nobody() -> None:
+def test_rows_of_other_texts_name_nobody_nor_do_no_rows_since_a_tie_is_no_hit() -> None:
     found = identify_requests(rows(200, 9), rows(200, 0), rows(400, 1), candidates=50)
     assert found.named[1].low <= 1 / 50 <= found.named[1].high
     assert found.nearness == pytest.approx(0.5, abs=0.1)
-
-
-def test_no_rows_name_nobody_since_a_tie_is_no_hit() -> None:
     found = identify_requests(np.empty((0, 16)), rows(20, 0), rows(40, 1), candidates=10, tops=(1, 5))
-    assert found.rows == 0 and found.nearness == 0.5
+    assert (found.rows, found.nearness) == (0, 0.5)
     assert {one.hits for one in (*found.named.values(), *found.control.values())} == {0}
-
-
-def test_a_query_that_the_silo_sent_as_well_is_no_better_than_a_tie() -> None:
-    sent = rows(20, 0)
+    sent = rows(20, 0)  # which the silo sent as well
     found = identify_requests(sent, sent, np.concatenate([sent, sent]), candidates=20, tops=(1,))
     assert found.named[1].value < 0.9
 
@@ -74,11 +76,6 @@ def test_a_query_is_traced_in_a_mean_of_many_that_it_is_not_near_to() -> None:
     assert not traces(np.empty((0, dim)), sent).any()
 
 
-def test_nearness_is_the_cosine_with_the_nearest_row() -> None:
-    near = nearness(np.array([[2.0, 0.0], [0.0, 5.0]]), np.array([[3.0, 4.0], [-1.0, 0.0]]))
-    np.testing.assert_allclose(near, [0.8, 0.0], atol=1e-12)
-
-
 def test_own_queries_stand_in_for_those_that_are_asked() -> None:
     texts = [f"word{i} more{i}" for i in range(30)]
     embeddings = rows(30, 0)
@@ -87,32 +84,45 @@ def test_own_queries_stand_in_for_those_that_are_asked() -> None:
     assert own_texts(np.empty((0, 16)), (texts, embeddings), (texts, embeddings)) is None
 
 
-def test_too_few_others_and_more_guesses_than_candidates_are_refused() -> None:
-    for unsent in (0, 17):
-        with pytest.raises(DataError, match=r"task\.candidates"):
-            identify_requests(rows(5, 0), rows(5, 0), rows(unsent, 1), candidates=10, tops=(1,))
-    with pytest.raises(ConfigurationError, match=r"task\.candidates=10"):
-        identify_requests(rows(5, 0), rows(5, 0), rows(90, 1), candidates=10, tops=(1, 10))
+@pytest.mark.parametrize(
+    ("attempt", "error", "named"),
+    [
+        (lambda: identify_requests(rows(5, 0), rows(5, 0), rows(0, 1), candidates=10, tops=(1,)),
+         DataError, r"task\.candidates=10"),
+        (lambda: identify_requests(rows(5, 0), rows(5, 0), rows(17, 1), candidates=10, tops=(1,)),
+         DataError, r"task\.candidates=10"),
+        (lambda: identify_requests(rows(5, 0), rows(5, 0), rows(90, 1), candidates=10, tops=(1, 10)),
+         ConfigurationError, r"task\.candidates=10"),
+        (lambda: nearness(rows(3, 0, dim=4), rows(3, 0, dim=5)), DataError, "cannot be compared"),
+        (lambda: separate_tokens(moved_rows(*table(TOUCHED)), IDS, np.array([500])), DataError, "another tokenizer"),
+    ],
+)  # fmt: skip
+def test_too_few_candidates_and_rows_of_another_space_are_refused(
+    attempt: Callable[[], object], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        attempt()
 
 
 # -- a server that reads word embeddings ------------------------------------------------------------
 
-TOUCHED = list(range(0, 80, 2))
-IDS, OTHERS = np.array(TOUCHED), np.arange(1, 500, 2)
-
 
 @pytest.mark.parametrize("kept", [1.0, 0.97])
-def test_touched_rows_are_found_whatever_decay_did_to_all_rows(kept: float) -> None:
+def test_touched_rows_tell_tokens_whatever_decay_did_to_all_rows_unless_noise_hides_them(kept: float) -> None:
     found = moved_rows(*table(TOUCHED, kept=kept))
     assert found.kept == pytest.approx(kept, abs=1e-4)
     assert np.flatnonzero(found.touched).tolist() == TOUCHED
-
-
-def test_undefended_rows_tell_tokens_with_full_precision_and_recall() -> None:
-    told = separate_tokens(moved_rows(*table(TOUCHED, kept=0.97)), IDS, OTHERS)
-    assert told is not None and told.precision is not None
+    told = separate_tokens(found, IDS, OTHERS)
+    assert told is not None
+    assert told.precision is not None
     assert told.auc == told.recall.value == told.precision.value == 1.0
     assert told.prevalence == pytest.approx(40 / 290)
+    hidden = separate_tokens(moved_rows(*table(TOUCHED, kept=kept, noise=1.0)), IDS, OTHERS)
+    assert hidden is not None
+    assert abs(hidden.auc - 0.5) < 0.12
+    assert hidden.recall.value < 0.1
+    assert hidden.precision is None or hidden.precision.low < 0.2
+    assert separate_tokens(found, np.array([], dtype=int), OTHERS) is None, "nothing to tell apart"
 
 
 def test_tokens_in_no_text_are_told_apart_by_nothing() -> None:
@@ -136,19 +146,3 @@ def test_of_rows_that_stand_out_how_far_they_moved_is_left_to_tell() -> None:
     found = moved_rows(before, after)
     told = separate_tokens(found, np.array(TOUCHED[:20]), np.array([*TOUCHED[20:], 401]), touched_alone=True)
     assert told is not None and told.auc > 0.95 and (told.tokens, told.others) == (20, 20)
-
-
-def test_noise_on_every_row_hides_what_is_smaller() -> None:
-    told = separate_tokens(moved_rows(*table(TOUCHED, noise=1.0)), IDS, OTHERS)
-    assert told is not None and abs(told.auc - 0.5) < 0.12
-    assert told.recall.value < 0.1 and (told.precision is None or told.precision.low < 0.2)
-
-
-def test_rows_of_another_space_and_foreign_tokens_are_refused() -> None:
-    with pytest.raises(DataError, match="cannot be compared"):
-        nearness(rows(3, 0, dim=4), rows(3, 0, dim=5))
-    with pytest.raises(DataError, match="of another tokenizer"):
-        separate_tokens(moved_rows(*table(TOUCHED)), IDS, np.array([500]))
-    assert separate_tokens(moved_rows(*table(TOUCHED)), np.array([], dtype=int), OTHERS) is None, (
-        "nothing to tell apart"
-    )

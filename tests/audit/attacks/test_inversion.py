@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -31,38 +32,26 @@ from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelErro
 # -- the probe's arithmetic ------------------------------------------------------------------------
 
 
-def test_what_is_told_is_a_mean_over_tokens_and_not_over_texts() -> None:
-    found = embedding_gain([1.0, 20.0], [2.0, 29.0], [1, 9])
-    assert found.nats == pytest.approx(10 / 10) and found.bits == pytest.approx(1 / math.log(2))
-    assert found.perplexity == pytest.approx(math.exp(2.1)) and found.shuffled_perplexity == pytest.approx(
-        math.exp(3.1)
-    )
-
-
-def test_the_interval_holds_nothing_where_nothing_is_told_and_is_paired() -> None:
+def test_the_gain_is_a_mean_over_tokens_and_its_interval_is_paired_and_covers_zero_as_often_as_it_says() -> None:
     """Texts differ far more than the two networks: only a paired interval sees the difference."""
+    found = embedding_gain([1.0, 20.0], [2.0, 29.0], [1, 9])
+    assert found.nats == pytest.approx(10 / 10)
+    assert found.bits == pytest.approx(1 / math.log(2))
+    assert found.perplexity == pytest.approx(math.exp(2.1))
+    assert found.shuffled_perplexity == pytest.approx(math.exp(3.1))
     rng = np.random.default_rng(0)
     hard = rng.uniform(10, 100, 300)
     nothing = embedding_gain(hard + rng.normal(0, 0.1, 300), hard + rng.normal(0, 0.1, 300), np.full(300, 10))
     little = embedding_gain(hard, hard + rng.normal(0.05, 0.1, 300), np.full(300, 10))
-    assert nothing.low < 0 < nothing.high and not nothing.significant
-    assert 0 < little.low < 0.005 < little.high and little.significant
-
-
-def test_intervals_without_a_difference_exclude_zero_no_more_often_than_they_may() -> None:
-    rng, wrong = np.random.default_rng(1), 0
+    assert nothing.low < 0 < nothing.high
+    assert not nothing.significant
+    assert 0 < little.low < 0.005 < little.high
+    assert little.significant
+    wrong = 0
     for _ in range(200):
         found = embedding_gain(rng.normal(20, 1, 80), rng.normal(20, 1, 80), np.full(80, 8), resamples=300)
         wrong += not found.low <= 0 <= found.high
     assert wrong <= 200 * 0.05 + 3 * math.sqrt(200 * 0.05 * 0.95)
-
-
-def test_a_shuffled_order_leaves_no_text_its_own_embedding() -> None:
-    for count in (2, 3, 50):
-        order = shuffled_order(count, seed=count)
-        assert sorted(order) == list(range(count)) and (order != np.arange(count)).all()
-    with pytest.raises(DataError, match="cannot be shuffled"):
-        shuffled_order(1, seed=0)
 
 
 # -- the decoder -----------------------------------------------------------------------------------
@@ -104,59 +93,43 @@ def test_a_token_depends_on_its_embedding_and_on_what_stands_before_it_alone(how
         later = made(changed, mask, VECTORS[:3])
         other = made(tokens, mask, VECTORS[[0, 5, 2]])
         alone = made(tokens[1:2], mask[1:2], VECTORS[1:2])
+        without = decoder(how, dim=None).eval()(tokens, mask)  # it sees the text alone
     torch.testing.assert_close(whole[:, :2], later[:, :2])
     assert not torch.allclose(whole[:, 2], later[:, 2])
     torch.testing.assert_close(whole[[0, 2]], other[[0, 2]])
     assert not torch.allclose(whole[1], other[1])
     torch.testing.assert_close(whole[1:2], alone)
+    assert without.shape == tokens.shape
+    assert (without[~mask] == 0).all()
 
 
-def test_a_decoder_without_a_map_sees_the_text_alone() -> None:
-    plain = decoder(dim=None)
-    assert plain.map is None
-    with torch.no_grad():
-        tokens, mask = padded(Words(tokenizer(), 6).ids(TEXTS[:4]), 1)
-        without = plain.eval()(tokens, mask)
-        assert without.shape == tokens.shape and (without[~mask] == 0).all()
+def test_an_inverter_writes_out_texts_by_their_own_embeddings_and_not_by_shuffled_ones() -> None:
+    words, found = Words(tokenizer(), 6), []
+    for order in (np.arange(len(TEXTS)), shuffled_order(len(TEXTS), seed=0)):
+        made = decoder()
+        fit_decoder(made, words.ids(TEXTS), VECTORS[order], steps=220, batch_size=32, lr=6e-3, seed=0)
+        written = [words.text(ids) for ids in made.write(VECTORS[:50], max_tokens=6)]
+        found.append(recovered(written, TEXTS[:50]))
+    told, control = found
+    assert told.exact > 0.4 > control.exact
+    assert told.token_f1 > control.token_f1 + 0.3
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[str, PrefixDecoder]:
-    """The same network on the texts' own embeddings and on shuffled ones."""
-    ids = Words(tokenizer(), 6).ids(TEXTS)
-    orders = {"own": np.arange(len(TEXTS)), "shuffled": shuffled_order(len(TEXTS), seed=0)}
-    found = {}
-    for name, order in orders.items():
-        found[name] = decoder()
-        fit_decoder(found[name], ids, VECTORS[order], steps=220, batch_size=32, lr=6e-3, seed=0)
-    return found
-
-
-def test_the_trained_inverter_writes_the_texts_out(trained: dict[str, PrefixDecoder]) -> None:
-    words = Words(tokenizer(), 6)
-    written = [words.text(ids) for ids in trained["own"].write(VECTORS[:50], max_tokens=6)]
-    control = [words.text(ids) for ids in trained["shuffled"].write(VECTORS[:50], max_tokens=6)]
-    found, chance = recovered(written, TEXTS[:50]), recovered(control, TEXTS[:50])
-    assert found.exact > 0.4 > chance.exact and found.token_f1 > chance.token_f1 + 0.3
-
-
-def test_training_is_repeatable() -> None:
-    def weights(elsewhere: int) -> torch.Tensor:
+def test_training_and_shuffling_are_repeatable_and_leave_no_text_its_own_embedding() -> None:
+    weights = []
+    for elsewhere in (1, 2):
         made = decoder()
         torch.manual_seed(elsewhere)
         fit_decoder(made, Words(tokenizer(), 6).ids(TEXTS[:20]), VECTORS[:20], steps=3, batch_size=4, lr=1e-2, seed=5)
-        return next(made.parameters()).detach()
-
-    assert torch.equal(weights(1), weights(2))
-
-
-def test_impossible_settings_and_missing_models_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.raises(ConfigurationError, match="how='nose'"):
-        decoder("nose")
-    with pytest.raises(ConfigurationError, match="max_tokens=1"):
-        Words(tokenizer(), 1)
-    with pytest.raises(UnsupportedModelError, match="not a folder of a causal language model"):
-        load_language_model(tmp_path_factory.mktemp("empty"))
+        weights.append(next(made.parameters()).detach())
+    assert torch.equal(*weights)
+    for count in (2, 3, 50):
+        order = shuffled_order(count, seed=count)
+        assert sorted(order) == list(range(count))
+        assert (order != np.arange(count)).all()
+    found = recovered(["How to file a claim?", "my house"], ["how to file a claim", "your house"], cosines=[1.0, 0.5])
+    assert (found.exact, found.token_f1, found.cosine) == (0.5, pytest.approx(0.75), 0.75)
+    assert token_set_f1("", "") == 0.0 == token_set_f1("a b", "c")
 
 
 # -- ranking of candidates -------------------------------------------------------------------------
@@ -185,19 +158,23 @@ def test_a_secret_rotation_protects_until_some_texts_are_known() -> None:
     assert score(secret[100:] @ back, public[100:]).value == 1.0
 
 
-def test_other_spaces_and_impossible_numbers_are_refused() -> None:
-    with pytest.raises(DataError, match="see align"):
-        identify(vectors(5), vectors(5, dim=3))
-    with pytest.raises(ConfigurationError, match="candidates=100"):
-        identify(vectors(5), vectors(5))
-    with pytest.raises(DataError, match="same texts"):
-        align(vectors(5), vectors(4))
-
-
 # -- quality ---------------------------------------------------------------------------------------
 
 
-def test_scores_of_recovered_texts_are_those_of_their_definitions() -> None:
-    found = recovered(["How to file a claim?", "my house"], ["how to file a claim", "your house"], cosines=[1.0, 0.5])
-    assert found.exact == 0.5 and found.token_f1 == pytest.approx(0.75) and found.cosine == 0.75
-    assert token_set_f1("", "") == 0.0 and token_set_f1("a b", "c") == 0.0
+@pytest.mark.parametrize(
+    ("attempt", "error", "named"),
+    [
+        (lambda: decoder("nose"), ConfigurationError, "how='nose'"),
+        (lambda: Words(tokenizer(), 1), ConfigurationError, "max_tokens=1"),
+        (lambda: load_language_model("/nowhere"), UnsupportedModelError, "language_model=/nowhere"),
+        (lambda: shuffled_order(1, seed=0), DataError, "1 texts"),
+        (lambda: identify(vectors(5), vectors(5, dim=3)), DataError, "align"),
+        (lambda: identify(vectors(5), vectors(5)), ConfigurationError, "candidates=100"),
+        (lambda: align(vectors(5), vectors(4)), DataError, "same texts"),
+    ],
+)
+def test_other_spaces_and_impossible_settings_are_refused(
+    attempt: Callable[[], object], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        attempt()

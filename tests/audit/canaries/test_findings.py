@@ -26,35 +26,28 @@ def outcomes(ranks: dict[int, list[int]], *, copies: int = 10, found: int = 0, s
 
 
 def test_canaries_that_share_a_training_are_bounded_as_such_and_single_ones_as_independent() -> None:
-    cells = cells_of(outcomes({0: [1, 1, 1], 1: [1, 1, 7], 2: [1, 1, 1]}), candidates=100, limits={}, delta=1e-6)
-    pooled, digits = cells[0], cells[1]
-    assert (pooled.kind, digits.kind) == (POOLED, "digits")
-    together = top_rank_one_training(8, 9, candidates=100, copies=10)
-    assert pooled.bounds[0] == together and pooled.bounds[0].delta == 0
+    extra = Outcome(
+        training=0, kind="echo", side="query", copies=10, rank=1, exposure=6.6, draws=20, found=20, chance=1.0
+    )
+    ranks = outcomes({0: [1, 1, 1], 1: [1, 1, 7], 2: [1, 1, 1]})
+    cells = cells_of([*ranks, extra], candidates=100, limits={}, delta=1e-6)
+    kinds = {POOLED: 9, "digits": 3, "own_passage": 3, "random_passage": 3, "echo": 1}
+    assert {cell.kind: cell.canaries for cell in cells} == kinds, "other kinds are not pooled with the papers'"
+    pooled = cells[0]
+    digits = next(cell for cell in cells if cell.kind == "digits")
+    assert pooled.top.mean == pytest.approx(8 / 9)
+    assert pooled.bounds[0] == top_rank_one_training(8, 9, candidates=100, copies=10)
+    assert pooled.bounds[0].delta == 0
     assert digits.bounds[0] == top_rank_bound(3, 3, candidates=100, copies=10, delta=1e-6)
     assert digits.bounds[1] == mean_rank_bound([1, 1, 1], candidates=100, copies=10, delta=1e-6)
     assert pooled.bounds[-1].confidence is None  # the papers' number has none, and is not the first
 
 
-def test_other_kinds_are_not_pooled_with_the_papers() -> None:
-    extra = Outcome(
-        training=0, kind="echo", side="query", copies=10, rank=1, exposure=6.6, draws=20, found=20, chance=1.0
-    )
-    cells = cells_of([*outcomes({0: [50, 60, 70]}), extra], candidates=100, limits={})
-    assert {cell.kind: cell.canaries for cell in cells} == {
-        POOLED: 3, "digits": 1, "own_passage": 1, "random_passage": 1, "echo": 1,
-    }  # fmt: skip
-    assert cells[0].top.mean == 0
-
-
-def test_the_interval_of_a_share_counts_trainings_and_not_canaries() -> None:
+def test_the_interval_of_a_share_counts_trainings_and_covers_the_truth_where_canaries_rise_and_fall_together() -> None:
     """100 canaries in two trainings are no better than two coins."""
-    two = cells_of(outcomes({0: [1] * 50, 1: [1] * 50}), candidates=100, limits={})[0]
-    assert (two.top.mean, two.top.high) == (1.0, 1.0) and two.top.low == pytest.approx(0.025**0.5)
+    two = cells_of(outcomes({0: [1] * 50, 1: [1] * 50}), candidates=100, limits={})[0].top
+    assert (two.mean, two.low, two.high) == (1.0, pytest.approx(0.025**0.5), 1.0)
     assert share([0.5, 0.5, 0.0]).low <= share([1.0, 0.0, 0.0]).low
-
-
-def test_intervals_of_shares_cover_the_truth_where_canaries_rise_and_fall_together() -> None:
     rng, missed = np.random.default_rng(0), 0
     for _ in range(400):
         found = share((rng.random(8) < 0.3).astype(float).tolist())
@@ -65,13 +58,13 @@ def test_intervals_of_shares_cover_the_truth_where_canaries_rise_and_fall_togeth
 def test_what_is_measured_above_its_ceiling_is_a_contradiction_and_nothing_else_is() -> None:
     limits = {10: Limits(top=0.3, mean_rank=10.0, leak=1e-3, eps=0.05, delta=1e-5)}
     broken = cells_of(outcomes({i: [1, 1, 1] for i in range(40)}, found=3), candidates=100, limits=limits, delta=1e-5)
-    assert all(any("rank 1" in text for text in cell.contradictions) for cell in broken)
-    assert all(any("leaked" in text for text in cell.contradictions) for cell in broken)
-    assert any("absence of evidence is no guarantee" in text for cell in broken for text in cell.contradictions)
+    for cell in broken:
+        assert {"the share of rank 1", "the leaked share"} <= {excess.what for excess in cell.excesses}
+    assert any(excess.evidence is not None for cell in broken for excess in cell.excesses)
     honest = cells_of(outcomes({i: [50, 30, 70] for i in range(40)}), candidates=100, limits=limits, delta=1e-5)
-    assert not any(cell.contradictions for cell in honest)
+    assert not any(cell.excesses for cell in honest)
     few = cells_of(outcomes({0: [1, 1, 1]}, found=1), candidates=100, limits={10: Limits(top=0.3, eps=16.0)})
-    assert not any(cell.contradictions for cell in few)  # three hits in one training prove nothing at 1 - 1e-4
+    assert not any(cell.excesses for cell in few)  # three hits in one training prove nothing at 1 - 1e-4
 
 
 def test_a_mechanism_at_its_ceiling_is_contradicted_with_no_more_than_the_allowed_probability() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tiny_generator import generator
 from tiny_tasks import trainer, write_log
 
-from lit_dpret.audit.canaries import Canary, CanarySet, CanarySuite, plant, read_canaries, write_canaries
+from lit_dpret.audit.canaries import CanarySet, CanarySuite, plant, read_canaries, write_canaries
 from lit_dpret.audit.canaries.suite import plant_in_run
 from lit_dpret.callbacks import PrivacyAccountant
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
@@ -61,21 +62,15 @@ def test_each_copy_is_one_unit_with_an_id_of_its_own_beside_those_of_the_data(tm
         assert len(set(ids)) == len(ids) == data.n_units
 
 
-def test_no_split_and_no_list_of_passages_holds_a_canary(tmp_path: Path) -> None:
+def test_no_split_and_no_list_of_passages_holds_a_canary_and_the_fingerprint_covers_every_one(tmp_path: Path) -> None:
     plain, (data, canaries) = log(tmp_path), planted(tmp_path, CanarySuite(sides=("query", "passage"), seed=1))
     assert data.public_passages() == plain.public_passages()
     assert data.evaluation_set("test") == plain.evaluation_set("test")
     assert data.pair_rows("train") == plain.pair_rows("train")
     assert not any(canary.name in repr(data.collection) for canary in canaries.canaries)
-
-
-def test_the_fingerprint_of_the_data_covers_every_canary(tmp_path: Path) -> None:
-    plain = log(tmp_path).data_fingerprint(KEY)
-    data, _ = planted(tmp_path)
-    again, _ = planted(tmp_path)
-    other, _ = planted(tmp_path, CanarySuite(repetitions=(1, 3), seed=6))
-    assert data.data_fingerprint(KEY) == again.data_fingerprint(KEY)
-    assert len({plain, data.data_fingerprint(KEY), other.data_fingerprint(KEY)}) == 3
+    one, again, other = (planted(tmp_path, CanarySuite(repetitions=(1, 3), seed=seed))[0] for seed in (5, 5, 6))
+    assert one.data_fingerprint(KEY) == again.data_fingerprint(KEY)
+    assert len({each.data_fingerprint(KEY) for each in (plain, one, other)}) == 3
 
 
 def test_a_canary_that_its_coin_left_out_is_a_unit_without_rows(tmp_path: Path) -> None:
@@ -90,27 +85,22 @@ def test_a_canary_that_its_coin_left_out_is_a_unit_without_rows(tmp_path: Path) 
     assert data.n_units == all_in.n_units  # n, and what follows from it, does not tell how the coins fell
 
 
-def test_the_ledger_says_what_was_planted_and_the_plan_counts_it(tmp_path: Path) -> None:
-    data, canaries = planted(tmp_path, expected_batch_size=8)
-    mode = DPSGD(eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret")
-    module = generator(privacy=mode, max_query_length=16)
-    accountant = PrivacyAccountant(run_dir=tmp_path / "run")
-    trainer(max_steps=2, callbacks=[accountant], default_root_dir=tmp_path, logger=False).fit(module, datamodule=data)
-    record = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records[0]
-    assert record["planted"]["units"] == SUITE.units and record["planted"]["canaries"] == len(canaries.canaries)
-    assert record["plan"]["n_public"] == data.n_units
-    assert math.isclose(record["law"]["sample_rate"], 8 / data.n_units)
-    assert not any(canary.secret in json.dumps(record) for canary in canaries.canaries)
-
-
-def test_one_copy_more_of_a_canary_changes_the_sum_by_no_more_than_the_bound(tmp_path: Path) -> None:
-    """A planted unit is clipped like every other: the claim about everybody else's stands."""
+def test_a_planted_unit_is_in_ledger_and_plan_and_one_copy_more_changes_the_sum_by_no_more_than_the_bound(
+    tmp_path: Path,
+) -> None:
+    """It is clipped like every other: the claim about everybody else's stands."""
     data, canaries = planted(tmp_path, expected_batch_size=8)
     mode = DPSGD(eps=8.0, noise_multiplier=1.0, max_grad_norm=0.5, secret_file=tmp_path / "secret")
     module = generator(privacy=mode, max_query_length=16, lr=1.0)
     accountant = PrivacyAccountant(run_dir=tmp_path / "run")
     run = trainer(max_steps=1, callbacks=[accountant], default_root_dir=tmp_path, logger=False)
     run.fit(module, datamodule=data)
+    record = PrivacyLedger.read(tmp_path / "run" / "privacy_ledger.jsonl").records[0]
+    assert record["planted"]["units"] == SUITE.units
+    assert record["planted"]["canaries"] == len(canaries.canaries)
+    assert record["plan"]["n_public"] == data.n_units
+    assert math.isclose(record["law"]["sample_rate"], 8 / data.n_units)
+    assert not any(canary.secret in json.dumps(record) for canary in canaries.canaries)
     collate, units, sums = UnitCollator(module.collate_rows, "one"), data.train_units(), []
     for chosen in ([0, 1], [0, 1, data.n_units - 1]):
         draws = [Draw(unit=unit, step=0, part=0, last=True) for unit in chosen]
@@ -123,19 +113,20 @@ def test_one_copy_more_of_a_canary_changes_the_sum_by_no_more_than_the_bound(tmp
 
 def test_data_that_canaries_cannot_be_planted_in_are_refused(tmp_path: Path) -> None:
     data, canaries = planted(tmp_path)
-    with pytest.raises(ConfigurationError, match="already"):
-        plant(data, canaries)
-    with pytest.raises(ConfigurationError, match="in_batch"):  # before negatives are mined in the train queries
-        TrainTexts.of(data)
     late, merged = log(tmp_path), log(tmp_path, duplicates="merge")
     late.attach([], list)
-    with pytest.raises(ConfigurationError, match="before fit"):
-        plant(late, canaries)
-    with pytest.raises(ConfigurationError, match="duplicates=keep"):
-        plant(merged, SUITE.make(merged))
-    images = ImagesDataModule.__new__(ImagesDataModule)
-    with pytest.raises(ConfigurationError, match="no pairs of texts"):
-        plant(images, CanarySet((), {}, ""))  # type: ignore[arg-type]
+    false = replace(canaries.canaries[0], passage_id="p0", passage="another text")
+    for target, planted_set, error, named in (
+        (data, canaries, ConfigurationError, "already"),
+        (late, canaries, ConfigurationError, "before fit"),
+        (merged, SUITE.make(merged), ConfigurationError, "duplicates=keep"),
+        (ImagesDataModule.__new__(ImagesDataModule), canaries, ConfigurationError, "ImagesDataModule"),
+        (log(tmp_path), CanarySet((false,), {}, ""), DataError, "p0"),  # in the place of one of the data
+    ):
+        with pytest.raises(error, match=named):
+            plant(target, planted_set)
+    with pytest.raises(ConfigurationError, match="in_batch"):  # before negatives are mined in the train queries
+        TrainTexts.of(data)
 
 
 def test_a_resume_takes_the_canaries_of_the_owners_file_and_refuses_another_suite(tmp_path: Path) -> None:
@@ -147,13 +138,3 @@ def test_a_resume_takes_the_canaries_of_the_owners_file_and_refuses_another_suit
         plant_in_run(log(tmp_path), CanarySuite(repetitions=(2,)), tmp_path / "run", resume=True)
     path = write_canaries(first, tmp_path / "again")
     assert path.stat().st_mode & 0o777 == 0o600 and read_canaries(tmp_path / "again") == first
-
-
-def test_a_planted_passage_cannot_replace_one_of_the_data(tmp_path: Path) -> None:
-    data = log(tmp_path)
-    false = Canary(
-        name="x", kind="own_passage", side="query", query="a", passage_id="p0", passage="another text",
-        candidates=("1", "2"), secret="1",
-    )  # fmt: skip
-    with pytest.raises(DataError, match="p0"):
-        plant(data, CanarySet((false,), {}, ""))

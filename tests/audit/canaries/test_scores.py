@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -44,16 +43,22 @@ def remember(module: QueryGenerator, query: str, passage: str, steps: int = 100)
 def test_a_secret_that_was_learnt_by_heart_has_rank_1_and_leaks(
     module: QueryGenerator, generator: GeneratorModel
 ) -> None:
-    one = canary()
-    before = score_canaries(generator, [one], decoding=DECODING)[0]
-    remember(module, one.query_with(one.secret), one.passage)
-    module.model.eval()
-    after = score_canaries(generator, [one], decoding=DECODING)[0]
-    assert after.rank == 1 and after.exposure == pytest.approx(math.log2(5))
-    assert after.bits < 1 < before.bits and after.margin > 10
-    assert after.log_probability is not None and after.log_probability > math.log(0.9)
-    leak = draw_leaks(generator, [one], decoding=DECODING, draws=4, seed=0)[0]
-    assert leak.found == 4 and leak.copied is None and any(holds(text, one.secret) for text in leak.sample)
+    pairs = tuple(f"<extra_id_{i}><extra_id_{i + 1}>" for i in range(0, 10, 2))
+    shown, hidden = canary(), canary(kind="new_token", candidates=pairs, secret=pairs[1])  # in no text
+    before = score_canaries(generator, [shown], decoding=DECODING)[0]
+    for one in (shown, hidden):
+        check_all_fit(generator.codec, [one])
+        remember(module, one.query_with(one.secret), one.passage)
+        module.model.eval()
+        after = score_canaries(generator, [one], decoding=DECODING)[0]
+        assert (after.rank, after.exposure) == (1, pytest.approx(math.log2(5)))
+        assert after.bits < 1 < before.bits
+        assert after.margin > 10
+        assert after.log_probability is not None
+        assert after.log_probability > math.log(0.9)
+        leak = draw_leaks(generator, [one], decoding=DECODING, draws=4, seed=0)[0]
+        assert (leak.found, leak.copied) == (4, None)
+        assert any(holds(text, one.secret) for text in leak.sample)
 
 
 def test_the_perplexity_is_that_of_the_secret_alone_unless_the_query_is_asked_for(generator: GeneratorModel) -> None:
@@ -110,16 +115,14 @@ def test_what_is_drawn_for_a_canary_does_not_depend_on_the_others(generator: Gen
         assert draw_leaks(generator, [one], decoding=DECODING, draws=2, seed=0)[0].copied is not None
 
 
-@pytest.mark.parametrize(
-    ("text", "secret", "found"),
-    [
-        ("call 482-913 7755 now", "4829137755", True), ("4 8 2 9 1 3 7 7 5 5", "4829137755", True),
-        ("482913775", "4829137755", False), ("Rare  Words", "rare words", True),
-        ("x<extra_id_3> <extra_id_4>", "<extra_id_3><extra_id_4>", True), ("<extra_id_4><extra_id_3>", "<extra_id_3><extra_id_4>", False),  # noqa: E501
-    ],
-)  # fmt: skip
-def test_white_space_case_and_marks_between_digits_do_not_hide_a_secret(text: str, secret: str, found: bool) -> None:
-    assert holds(text, secret) is found
+def test_white_space_case_and_marks_between_digits_do_not_hide_a_secret() -> None:
+    for text, secret in (
+        ("call 482-913 7755 now", "4829137755"), ("4 8 2 9 1 3 7 7 5 5", "4829137755"), ("Rare  Words", "rare words"),
+        ("x<extra_id_3> <extra_id_4>", "<extra_id_3><extra_id_4>"),
+    ):  # fmt: skip
+        assert holds(text, secret)
+    assert not holds("482913775", "4829137755")
+    assert not holds("<extra_id_4><extra_id_3>", "<extra_id_3><extra_id_4>")
 
 
 @pytest.mark.parametrize(
@@ -137,15 +140,3 @@ def test_a_secret_that_the_model_does_not_see_whole_is_refused(
     codec = TextCodec(generator.tokenizer, replace(generator.contract, **limits))
     with pytest.raises(ConfigurationError, match=reason):
         check_all_fit(codec, [change(canary())])
-
-
-def test_tokens_that_no_text_shows_are_found_in_what_is_generated(
-    module: QueryGenerator, generator: GeneratorModel
-) -> None:
-    pairs = tuple(f"<extra_id_{i}><extra_id_{i + 1}>" for i in range(0, 10, 2))
-    one = canary(kind="new_token", candidates=pairs, secret=pairs[1])
-    check_all_fit(generator.codec, [one])
-    remember(module, one.query_with(one.secret), one.passage)
-    module.model.eval()
-    assert draw_leaks(generator, [one], decoding=DECODING, draws=2, seed=0)[0].found == 2
-    assert np.isfinite(score_canaries(generator, [one], decoding=DECODING)[0].bits)

@@ -13,7 +13,7 @@ import pytest
 from tiny_tasks import write_log
 
 from lit_dpret.audit.canaries import CanarySuite
-from lit_dpret.audit.canaries.canary import Canary, cut_side
+from lit_dpret.audit.canaries.canary import cut_side
 from lit_dpret.audit.canaries.suite import planted_facts
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, DataError
@@ -24,37 +24,35 @@ def data(tmp_path: Path) -> PairsDataModule:
     return PairsDataModule(folder=write_log(tmp_path / "log"), sampling="poisson")
 
 
-def test_the_papers_kinds_have_their_digits_in_the_query_and_a_passage_without_them(data: PairsDataModule) -> None:
-    passages = data.public_passages()
-    for canary in CanarySuite(seed=0).make(data).canaries:
-        assert len(canary.secret) == 10 and canary.secret.isdigit() and canary.secret in canary.candidates
-        assert canary.query_with(canary.secret) == f"{canary.query} {canary.secret}" and canary.query
-        assert canary.secret not in canary.passage_with(canary.secret)
-        if canary.kind == "digits":
-            assert canary.passage.isdigit() and canary.passage_id not in passages
-        else:
-            assert canary.passage == passages[canary.passage_id]
-
-
-def test_to_the_papers_letter_the_digits_stand_in_the_passage_and_the_first_kind_is_only_digits(
+def test_the_papers_kinds_have_their_digits_in_the_query_or_to_the_letter_in_the_passage(
     data: PairsDataModule,
 ) -> None:
-    for canary in CanarySuite(sides=("passage",), seed=0).make(data).canaries:
-        assert canary.query_with(canary.secret) == canary.query and canary.secret not in canary.query
-        text = canary.passage_with(canary.secret)
-        assert text.endswith(canary.secret) and (text == canary.secret) == (canary.kind == "digits")
-        assert canary.passage_id not in data.public_passages()
-
-
-def test_own_and_random_passages_are_the_querys_own_and_another(data: PairsDataModule) -> None:
+    passages = data.public_passages()
+    for canary in CanarySuite(sides=("query", "passage"), seed=0).make(data).canaries:
+        query, passage = canary.query_with(canary.secret), canary.passage_with(canary.secret)
+        assert (len(canary.secret), canary.secret.isdigit()) == (10, True)
+        assert canary.secret in canary.candidates
+        assert canary.query
+        assert canary.secret not in canary.query
+        if canary.side == "passage":
+            assert query == canary.query
+            assert passage.endswith(canary.secret)
+            assert (passage == canary.secret) == (canary.kind == "digits")
+            assert canary.passage_id not in passages
+            continue
+        assert query == f"{canary.query} {canary.secret}"
+        assert canary.secret not in passage
+        if canary.kind == "digits":
+            assert canary.passage.isdigit()
+            assert canary.passage_id not in passages
+        else:
+            assert canary.passage == passages[canary.passage_id]
     queries, qrels = data.evaluation_set("test")
     own = {text: next(iter(qrels[query])) for query, text in queries.items()}
-    made = CanarySuite(repetitions=(1,), count=2, queries="test", seed=2).make(data, released=False)
+    kinds: Any = ("own_passage", "random_passage")
+    made = CanarySuite(kinds=kinds, repetitions=(1,), count=2, queries="test", seed=2).make(data, released=False)
     for canary in made.canaries:
-        if canary.kind == "own_passage":
-            assert canary.passage_id == own[canary.query]
-        if canary.kind == "random_passage":
-            assert canary.passage_id != own[canary.query]
+        assert (canary.passage_id == own[canary.query]) == (canary.kind == "own_passage")
 
 
 def test_no_training_query_is_read(data: PairsDataModule) -> None:
@@ -76,36 +74,27 @@ def test_no_training_query_is_read(data: PairsDataModule) -> None:
         CanarySuite(queries="train").make(data)
 
 
-def test_secrets_are_uniform_among_their_candidates(data: PairsDataModule) -> None:
+def test_secrets_are_uniform_among_their_candidates_and_independent_of_other_kinds(data: PairsDataModule) -> None:
     places = Counter(
         canary.candidates.index(canary.secret)
         for seed in range(150)
         for canary in CanarySuite(candidates=4, repetitions=(1,), seed=seed).make(data).canaries
     )
     assert sum(places.values()) == 450
-    assert all(abs(count - 112.5) < 4 * (450 * 0.25 * 0.75) ** 0.5 for count in places.values()) and len(places) == 4
-
-
-def test_coins_are_fair_and_every_canary_has_candidates_and_a_query_of_its_own(data: PairsDataModule) -> None:
-    made = CanarySuite(kinds=("own_passage",), repetitions=(1,), count=20, include=0.5, seed=1).make(data).canaries
-    included = sum(
-        canary.included
-        for seed in range(30)
-        for canary in CanarySuite(
-            kinds=("own_passage",), repetitions=(1,), count=20, include=0.5, candidates=2, seed=seed
-        )
-        .make(data)
-        .canaries
-    )
-    assert abs(included - 300) < 4 * 150**0.5
-    assert len({canary.query for canary in made}) == 20
-    assert len({secret for canary in made for secret in canary.candidates}) == 20 * 100
-
-
-def test_one_more_kind_changes_nothing_of_the_secrets_of_the_others(data: PairsDataModule) -> None:
+    assert len(places) == 4
+    assert all(abs(count - 112.5) < 4 * (450 * 0.25 * 0.75) ** 0.5 for count in places.values())
     few = CanarySuite(kinds=("digits",), seed=9).make(data).canaries
     more = CanarySuite(kinds=("digits", "echo"), seed=9).make(data).canaries
     assert {one.name: one.secret for one in few}.items() <= {one.name: one.secret for one in more}.items()
+
+
+def test_coins_are_fair_and_every_canary_has_candidates_and_a_query_of_its_own(data: PairsDataModule) -> None:
+    suite = CanarySuite(kinds=("own_passage",), repetitions=(1,), count=20, include=0.5, candidates=2)
+    included = sum(c.included for seed in range(30) for c in replace(suite, seed=seed).make(data).canaries)
+    assert abs(included - 300) < 4 * 150**0.5
+    made = replace(suite, candidates=100, seed=1).make(data).canaries
+    assert len({canary.query for canary in made}) == 20
+    assert len({secret for canary in made for secret in canary.candidates}) == 20 * 100
 
 
 def test_echo_and_new_token_canaries_have_their_secret_in_the_query(data: PairsDataModule) -> None:
@@ -138,13 +127,11 @@ def test_settings_that_make_no_canaries_are_refused(settings: dict[str, Any], re
 def test_too_few_queries_and_unknown_sources_are_refused(data: PairsDataModule, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"8 queries for 300 canaries"):
         CanarySuite(count=100, repetitions=(1,), queries="test").make(data, released=False)
-    with pytest.raises(ConfigurationError, match="neither pseudo"):
+    with pytest.raises(ConfigurationError, match=r"canaries\.queries"):
         CanarySuite(queries=str(tmp_path / "none.txt")).make(data)
-    (tmp_path / "own.txt").write_text("\n".join(f"how do tides {i}" for i in range(12)), encoding="utf-8")
-    made = CanarySuite(queries=str(tmp_path / "own.txt"), seed=0).make(data)
-    assert all(canary.query.startswith("how do tides") for canary in made.canaries)
-    assert "as declared" in planted_facts(made)["words"]
-    assert "words" not in planted_facts(CanarySuite(seed=0).make(data))
+    (tmp_path / "pairs.tsv").write_text("query\tpassage\na\tb\nc\td\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="public list of passages"):
+        CanarySuite().make(PairsDataModule(pairs=tmp_path / "pairs.tsv"))
 
 
 OTHERS = [f"how do tides {i} turn at noon" for i in range(12)]
@@ -166,43 +153,37 @@ def test_a_file_of_queries_is_read_by_the_format_of_its_name(name: str, data: Pa
     path = write_queries(tmp_path / name, OTHERS)
     made = CanarySuite(queries=str(path), count=4, repetitions=(1,), seed=0).make(data)
     assert {canary.query for canary in made.canaries} == set(OTHERS)
+    assert "as declared" in planted_facts(made)["words"]
+    assert "words" not in planted_facts(CanarySuite(seed=0).make(data))
+    wrong = {"own.tsv": ["7\tid and text"], "own.txt": ["7\thow do tides turn", '{"text": "how do tides turn"}']}
+    for line in wrong.get(name, ["how do tides turn"]):
+        path.write_text(f"{line}\n" * 12, encoding="utf-8")
+        with pytest.raises(DataError, match=rf"^canaries\.queries.*{name}"):
+            CanarySuite(queries=str(path)).make(data)
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
-    [("own.txt", "7\thow do tides turn"), ("own.txt", '{"text": "how do tides turn"}'), ("own.tsv", "7\tid and text")],
-)
-def test_a_file_of_another_format_than_its_name_says_is_refused(
-    name: str, line: str, data: PairsDataModule, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_text(f"{line}\n" * 12, encoding="utf-8")
-    with pytest.raises(DataError, match=rf"^canaries\.queries.*{name}"):
-        CanarySuite(queries=str(tmp_path / name)).make(data)
-
-
-@pytest.mark.parametrize(
-    ("name", "around"), [("own.txt", "{}"), ("own.tsv", "q25 {} (asked twice)"), ("own.jsonl", "- {}!")]
+    ("name", "query", "line"),
+    [
+        ("own.txt", "why is my left knee so sore", "Why is my LEFT knee, so sore?"),
+        ("own.tsv", "why is my left knee so sore", "q25 Why is my LEFT knee, so sore? (asked twice)"),
+        ("own.jsonl", "why is my left knee so sore", "- Why is my LEFT knee, so sore?!"),
+        ("own.txt", "turn at noon", "Turn at noon!"),  # words that stand within other queries by chance
+    ],
 )
 def test_a_file_that_holds_a_train_query_is_refused(
-    name: str, around: str, data: PairsDataModule, tmp_path: Path
+    name: str, query: str, line: str, data: PairsDataModule, tmp_path: Path
 ) -> None:
     """Its owner could not take the copy back, so two units would be theirs and the claim is of one."""
     log = data.collection
-    log.queries[next(iter(log.qrels["train"]))] = "why is my left knee so sore"
-    path = write_queries(tmp_path / name, [*OTHERS, around.format("Why is my LEFT knee, so sore?")])
+    log.queries[next(iter(log.qrels["train"]))] = query
+    CanarySuite(queries=str(write_queries(tmp_path / name, OTHERS)), seed=0).make(data)
+    path = write_queries(tmp_path / name, [*OTHERS, line])
     for released in (True, False):
         with pytest.raises(ConfigurationError, match=r"canaries\.queries") as found:
             CanarySuite(queries=str(path), seed=0).make(data, released=released)
-        assert found.value.trap == "T25" and "sore" not in str(found.value)
-
-
-def test_words_of_a_short_query_stand_in_other_queries_by_chance(data: PairsDataModule, tmp_path: Path) -> None:
-    log = data.collection
-    log.queries[next(iter(log.qrels["train"]))] = "turn at noon"
-    path = write_queries(tmp_path / "own.txt", OTHERS)
-    CanarySuite(queries=str(path), seed=0).make(data)
-    with pytest.raises(ConfigurationError, match=r"canaries\.queries"):
-        CanarySuite(queries=str(write_queries(path, [*OTHERS, "Turn at noon!"])), seed=0).make(data)
+        assert found.value.trap == "T25"
+        assert query.split()[-1] not in str(found.value)
 
 
 def test_queries_of_other_splits_make_canaries_only_of_a_model_that_is_not_released(
@@ -216,12 +197,6 @@ def test_queries_of_other_splits_make_canaries_only_of_a_model_that_is_not_relea
         suite.make(data, released=False)
         with pytest.raises(ConfigurationError, match=r"canaries\.queries"):
             suite.make(data)
-
-
-def test_data_without_a_public_list_of_passages_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "pairs.tsv").write_text("query\tpassage\na\tb\nc\td\n", encoding="utf-8")
-    with pytest.raises(ConfigurationError, match="public list of passages"):
-        CanarySuite().make(PairsDataModule(pairs=tmp_path / "pairs.tsv"))
 
 
 # -- words that leave a model no room for a secret
@@ -249,46 +224,25 @@ def suite(tmp_path: Path) -> CanarySuite:
     )
 
 
-def words_of(text: str) -> int:
-    return len(text.split())
-
-
-def test_a_query_that_leaves_no_room_for_the_secret_is_passed_over_for_another(
-    data: PairsDataModule, suite: CanarySuite
-) -> None:
-    free = suite.make(data).canaries
-    assert max(words_of(one.query) for one in free) == 7
-    read = suite.make(data, Words(7)).canaries
-    assert [one.name for one in read] == [one.name for one in free]
-    assert all(words_of(one.query_with(one.secret)) <= 7 for one in read)
-    assert len({one.query for one in read}) == len(read)
-    assert suite.make(data, Words(8)).canaries == free, "what fits is taken as it comes"
-
-
-def test_the_secret_and_the_coin_are_the_same_whichever_query_was_taken(
+def test_a_query_that_leaves_no_room_for_the_secret_is_passed_over_for_another_and_changes_no_coin(
     data: PairsDataModule, suite: CanarySuite
 ) -> None:
     free, read = suite.make(data).canaries, suite.make(data, Words(7)).canaries
+    assert max(len(one.query.split()) for one in free) == 7
+    assert all(len(one.query_with(one.secret).split()) <= 7 for one in read)
+    assert len({one.query for one in read}) == len(read)
     assert [one.query for one in read] != [one.query for one in free]
-    assert [(one.candidates, one.secret, one.included) for one in read] == [
-        (one.candidates, one.secret, one.included) for one in free
+    same = ("name", "candidates", "secret", "included")
+    assert [[getattr(one, each) for each in same] for one in read] == [
+        [getattr(one, each) for each in same] for one in free
     ]
-
-
-def test_every_candidate_has_to_fit_so_that_the_one_drawn_has_no_say() -> None:
-    """Among two candidates of different lengths the longer one decides, drawn or not."""
-    one = Canary(
-        name="a", kind="echo", side="query", query="x", passage_id="p", passage="", candidates=("y", "y z"), secret="y"
-    )
+    assert suite.make(data, Words(8)).canaries == free, "what fits is taken as it comes"
+    with pytest.raises(ConfigurationError, match=r"^0 of the 40 queries .* 8 are needed: .*max_query_length"):
+        suite.make(data, Words(3))
+    # Among two candidates of different lengths the longer one decides, drawn or not.
+    one = replace(free[0], kind="echo", query="x", candidates=("y", "y z"), secret="y")
     assert cut_side(Words(2), one) == cut_side(Words(2), replace(one, secret="y z")) == "query"
     assert cut_side(Words(3), one) is None
-
-
-def test_too_few_queries_with_room_are_refused_with_their_number_and_the_knobs(
-    data: PairsDataModule, suite: CanarySuite
-) -> None:
-    with pytest.raises(ConfigurationError, match=r"^0 of the 40 queries .* 8 are needed: .*max_query_length.*Raise it"):
-        suite.make(data, Words(3))
 
 
 def test_where_no_query_would_help_the_first_canary_is_refused_by_name(
@@ -301,23 +255,17 @@ def test_where_no_query_would_help_the_first_canary_is_refused_by_name(
             self.asked += 1
             return super().token_ids(*words, **how)
 
-    with pytest.raises(ConfigurationError, match=r"-0: its query is longer than model\.max_query_length=0"):
+    class ShortPassages(Words):
+        def token_ids(self, texts: Sequence[str], side: str, *, whole: bool = False) -> list[list[int]]:
+            return [[1] * len(text.split()) if whole or side == "query" else [1] for text in texts]
+
+    with pytest.raises(ConfigurationError, match=r"-0: .*model\.max_query_length=0"):
         suite.make(data, reader := Counted(0))
     assert reader.asked < 10, "nor were all others tried"
-    echo = replace(suite, kinds=("echo",), suffix_words=6)
-    with pytest.raises(ConfigurationError, match=r"max_query_length=5.*lower canaries\.suffix_words"):
-        echo.make(data, Words(5))
-    short = type(
-        "Short",
-        (Words,),
-        {
-            "token_ids": lambda self, texts, side, *, whole=False: [
-                [1] * len(text.split()) if whole or side == "query" else [1] for text in texts
-            ]
-        },
-    )(9)
-    with pytest.raises(ConfigurationError, match=r"-0: its passage is longer than model\.max_passage_length=1"):
-        replace(suite, sides=("passage",)).make(data, short)
+    with pytest.raises(ConfigurationError, match=r"max_query_length=5.*canaries\.suffix_words"):
+        replace(suite, kinds=("echo",), suffix_words=6).make(data, Words(5))
+    with pytest.raises(ConfigurationError, match=r"-0: .*model\.max_passage_length=1"):
+        replace(suite, sides=("passage",)).make(data, ShortPassages(9))
 
 
 def test_with_own_passage_another_query_brings_another_passage(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from canary_samples import flipped
 
+from lit_dpret.audit.statistics import one_run
 from lit_dpret.audit.statistics.error_rates import clopper_pearson_audit
 from lit_dpret.audit.statistics.evidence import Evidence
 from lit_dpret.audit.statistics.one_run import (
@@ -44,6 +45,15 @@ ON_SCORES: dict[str, Callable[[CanaryScores], Evidence]] = {
     "error rates, explicit": partial(clopper_pearson_audit, delta=DELTA, strategy=Explicit(threshold=0.5)),
     "error rates, split": partial(clopper_pearson_audit, delta=DELTA, strategy=Split()),
 }
+
+
+@pytest.fixture(autouse=True)
+def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many audits ask for the same few p-values."""
+    monkeypatch.setattr(one_run, "one_run_p_value", P_VALUE)
+
+
+P_VALUE = cache(one_run.one_run_p_value)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from stand_ins import Line, Regression, Words
 from torch import Tensor, nn
 
-from lit_dpret.audit.testing import PrivacyViolation, assert_private
+from lit_dpret.audit.testing import PrivacyViolation, assert_private, private
 from lit_dpret.modules.coupling_check import CouplingCheck
 from lit_dpret.modules.private_module import PrivateModule
 from lit_dpret.privacy.clip_fraction import NAME
@@ -20,32 +20,69 @@ from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 
 Patch = pytest.MonkeyPatch
+Mutate = Callable[[Patch], None]
+Tensors = dict[str, Tensor]
 normal, privatize, add, take = KeyedStream.normal, DPSGD.privatize, DPSGD.add, DPSGD.take
-logical_step, unit_loss = PrivateModule._logical_step, PrivateModule.unit_loss
+logical_step, unit_loss, certified = PrivateModule._logical_step, PrivateModule.unit_loss, certificate.certified
 
 
 # -- the noise ------------------------------------------------------------------------------------
 
 
-def scaled(factor: float) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(KeyedStream, "normal", lambda *a, **k: normal(*a, **k) * factor)
+def drawn(change: Callable[..., Tensor], *, of_the_count_alone: bool = False) -> Mutate:
+    """The noise is drawn in another way: all of it, or that of the count of clipped units."""
+
+    def mutant(self: Any, shape: torch.Size, **key: Any) -> Tensor:
+        honest = of_the_count_alone and key["parameter"] != NAME
+        return normal(self, shape, **key) if honest else change(self, shape, **key)
+
+    return lambda patch: patch.setattr(KeyedStream, "normal", mutant)
 
 
-def keyed_without(**fixed: Any) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(KeyedStream, "normal", lambda *a, **k: normal(*a, **{**k, **fixed}))
+def scaled(factor: float, **how: Any) -> Mutate:
+    return drawn(lambda *a, **k: normal(*a, **k) * factor, **how)
 
 
-def in_turns_of(steps: int) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(KeyedStream, "normal", lambda *a, step, **k: normal(*a, step=step % steps, **k))
+def keyed_without(of_the_count_alone: bool = False, **fixed: Any) -> Mutate:
+    return drawn(lambda *a, **k: normal(*a, **{**k, **fixed}), of_the_count_alone=of_the_count_alone)
 
 
-def divided_before_the_noise(patch: Patch) -> None:
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
-        mean = {name: total / self._plan.denominator for name, total in sums.items()}
-        update = privatize(self, mean, **key)
-        return replace(update, gradients={n: g * self._plan.denominator for n, g in update.gradients.items()})
+def in_turns_of(steps: int) -> Mutate:
+    return drawn(lambda *a, step, **k: normal(*a, step=step % steps, **k))
 
-    patch.setattr(DPSGD, "privatize", mutant)
+
+def noised(
+    after: Callable[[Tensors, Tensors, float], Mapping[str, Tensor]] = lambda gradients, sums, scale: gradients,
+    before: Callable[[Tensors, float], Tensors] = lambda sums, scale: sums,
+) -> Mutate:
+    """The sums are changed before the noise, or the gradients after it.
+
+    ``scale`` is the public denominator over the number of units there were, 1 where there were none.
+    """
+
+    def mutant(self: Any, sums: Tensors, **key: Any) -> Any:
+        scale = self._plan.denominator / (self.counts.units or self._plan.denominator)
+        update = privatize(self, before(sums, scale), **key)
+        return replace(update, gradients=dict(after(update.gradients, sums, scale)))
+
+    return lambda patch: patch.setattr(DPSGD, "privatize", mutant)
+
+
+def times(values: Tensors, factor: float) -> Tensors:
+    return {name: value * factor for name, value in values.items()}
+
+
+def where_touched(gradients: Tensors, sums: Tensors, scale: float) -> Tensors:
+    return {name: value * (sums[name] != 0) for name, value in gradients.items()}
+
+
+def where_touched_unless_empty(gradients: Tensors, sums: Tensors, scale: float) -> Tensors:
+    return where_touched(gradients, sums, scale) if any(s.any() for s in sums.values()) else gradients
+
+
+def with_one_nan(gradients: Tensors, sums: Tensors, scale: float) -> Tensors:
+    gradients["first.weight"][1, 2] = torch.nan
+    return gradients
 
 
 def per_physical_batch(patch: Patch) -> None:
@@ -64,70 +101,15 @@ def again_for_every_physical_batch(patch: Patch) -> None:
         self.parts = getattr(self, "parts", 0) + 1
         add(self, *rest)
 
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
+    def mutant(self: Any, sums: Tensors, **key: Any) -> Any:
         update, (parts, self.parts) = privatize(self, sums, **key), (getattr(self, "parts", 0), 0)
         for part in range(1, parts):
-            more = privatize(self, {n: torch.zeros_like(s) for n, s in sums.items()}, **{**key, "salt": f"{part}"})
+            more = privatize(self, times(sums, 0.0), **{**key, "salt": f"{part}"})
             for name, g in more.gradients.items():
                 update.gradients[name] += g
         return update
 
     patch.setattr(DPSGD, "add", adding)
-    patch.setattr(DPSGD, "privatize", mutant)
-
-
-def only_where_touched(patch: Patch) -> None:
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
-        update = privatize(self, sums, **key)
-        return replace(update, gradients={n: g * (sums[n] != 0) for n, g in update.gradients.items()})
-
-    patch.setattr(DPSGD, "privatize", mutant)
-
-
-def only_where_touched_unless_empty(patch: Patch) -> None:
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
-        update, empty = privatize(self, sums, **key), not any(s.any() for s in sums.values())
-        return replace(update, gradients={n: g if empty else g * (sums[n] != 0) for n, g in update.gradients.items()})
-
-    patch.setattr(DPSGD, "privatize", mutant)
-
-
-def one_parameter_forgotten(patch: Patch) -> None:
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
-        update = privatize(self, sums, **key)
-        return replace(update, gradients={n: g for n, g in update.gradients.items() if n != "second.bias"})
-
-    patch.setattr(DPSGD, "privatize", mutant)
-
-
-def one_parameter_raw(patch: Patch) -> None:
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
-        update = privatize(self, sums, **key)
-        update.gradients["second.bias"] = sums["second.bias"] / self._plan.denominator
-        return update
-
-    patch.setattr(DPSGD, "privatize", mutant)
-
-
-def one_value_for_all(patch: Patch) -> None:
-    patch.setattr(
-        KeyedStream, "normal", lambda self, shape, **k: normal(self, torch.Size((1,)), **k).expand(shape).clone()
-    )
-
-
-def one_row_for_all(patch: Patch) -> None:
-    def mutant(self: Any, shape: torch.Size, **key: Any) -> Tensor:
-        return normal(self, shape[-1:], **key).expand(shape).clone()
-
-    patch.setattr(KeyedStream, "normal", mutant)
-
-
-def one_nan(patch: Patch) -> None:
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
-        update = privatize(self, sums, **key)
-        update.gradients["first.weight"][1, 2] = torch.nan
-        return update
-
     patch.setattr(DPSGD, "privatize", mutant)
 
 
@@ -142,27 +124,6 @@ def no_step_for_an_empty_batch(patch: Patch) -> None:
 # -- the sum --------------------------------------------------------------------------------------
 
 
-def realised_batch_size(patch: Patch) -> None:
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
-        units = max(self.counts.units, 1)
-        update = privatize(self, sums, **key)
-        scale = self._plan.denominator / units
-        return replace(update, gradients={n: g * scale for n, g in update.gradients.items()})
-
-    patch.setattr(DPSGD, "privatize", mutant)
-
-
-def realised_unless_empty(patch: Patch) -> None:
-    """Divides by the realised size plus the noise scaled to match: only the replay can see it."""
-
-    def mutant(self: Any, sums: dict[str, Tensor], **key: Any) -> Any:
-        units = self.counts.units or self._plan.denominator
-        scale = self._plan.denominator / units
-        return privatize(self, {n: s * scale for n, s in sums.items()}, **key)
-
-    patch.setattr(DPSGD, "privatize", mutant)
-
-
 def whole_batch_as_one_unit(patch: Patch) -> None:
     def mutant(self: Any, row_loss: Any, unit_ids: Tensor, mask: Tensor) -> None:
         add(self, row_loss, torch.zeros_like(unit_ids), torch.ones(1, dtype=torch.bool))
@@ -175,10 +136,10 @@ def no_clipping(patch: Patch) -> None:
 
 
 def after_averaging(patch: Patch) -> None:
-    def mutant(self: Any) -> dict[str, Tensor]:
+    def mutant(self: Any) -> Tensors:
         sums = take(self)
         norm = sum(float(s.square().sum()) for s in sums.values()) ** 0.5
-        return {n: s * min(1.0, self._plan.max_grad_norm / (norm + 1e-30)) for n, s in sums.items()}
+        return times(sums, min(1.0, self._plan.max_grad_norm / (norm + 1e-30)))
 
     no_clipping(patch)
     patch.setattr(DPSGD, "take", mutant)
@@ -216,31 +177,47 @@ def norms_over_the_batch(patch: Patch) -> None:
     patch.setattr(base, "clip_factors", lambda norms, **s: honest(norms.mean().expand_as(norms).clone(), **s))
 
 
-MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
+MUTANTS: dict[str, tuple[Mutate, str]] = {
     "no noise": (scaled(0.0), "noise: .* or none"),
-    "noise divided by the batch size twice": (scaled(1 / 6), "noise: .* got less than the planned noise"),
+    "noise divided by the batch size twice": (scaled(1 / 6), "noise: .* got less than"),
     "noise of the mean, divided again": (scaled(6.0), "noise: .* more than"),
     "noise that is a tenth too small": (scaled(0.9), "noise: .* less than"),
-    "the mean is noised like a sum": (divided_before_the_noise, "noise: .* more than"),
+    "the mean is noised like a sum": (
+        noised(lambda g, sums, scale: times(g, 6.0), lambda sums, scale: times(sums, 1 / 6)), "noise: .* more than",
+    ),
     "noise in every physical batch": (per_physical_batch, "^independence: .* something other than its gradient"),
     "noise once more for every further physical batch": (again_for_every_physical_batch, "physical batches of 2"),
-    "noise on touched coordinates only": (only_where_touched, "noise: .* or none"),
+    "noise on touched coordinates only": (noised(where_touched), "noise: .* or none"),
     "noise on touched coordinates only, empty batches aside": (
-        only_where_touched_unless_empty, "parameter lookup.weight got less",
+        noised(where_touched_unless_empty), "parameter lookup.weight got less",
     ),
-    "a parameter gets no update": (one_parameter_forgotten, "second.bias is trainable and got no update"),
-    "a parameter gets its sum without noise": (one_parameter_raw, "parameter second.bias got less"),
-    "one draw for a whole parameter": (one_value_for_all, "neighbouring coordinates of one parameter get correlated"),
-    "one row of noise for a whole matrix": (one_row_for_all, "the rows of one parameter get correlated"),
-    "a coordinate is not a number": (one_nan, "the update of parameter first.weight is not finite"),
+    "a parameter gets no update": (
+        noised(lambda g, sums, scale: {n: v for n, v in g.items() if n != "second.bias"}), "second.bias is trainable",
+    ),
+    "a parameter gets its sum without noise": (
+        noised(lambda g, sums, scale: g | {"second.bias": sums["second.bias"] / 6}), "parameter second.bias got less",
+    ),
+    "one draw for a whole parameter": (
+        drawn(lambda self, shape, **k: normal(self, torch.Size((1,)), **k).expand(shape).clone()),
+        "neighbouring coordinates",
+    ),
+    "one row of noise for a whole matrix": (
+        drawn(lambda self, shape, **k: normal(self, shape[-1:], **k).expand(shape).clone()),
+        "the rows of one parameter",
+    ),
+    "a coordinate is not a number": (noised(with_one_nan), "first.weight is not finite"),
     "the same noise again after sixteen steps": (in_turns_of(16), "two steps get the same noise"),
     "the same noise at every step": (keyed_without(step=0), "two steps get the same noise"),
-    "the same noise in every attempt": (keyed_without(attempt=0), "another attempt gets the same"),
+    "the same noise in every attempt": (keyed_without(attempt=0), "another attempt"),
     "the same noise for two sums": (keyed_without(salt=""), "another sum"),
     "the same noise for parameters of equal shape": (keyed_without(parameter=""), "two parameters of equal shape"),
     "an empty batch takes no step": (no_step_for_an_empty_batch, "empty logical batch made 0 updates"),
-    "divided by the realised batch size": (realised_batch_size, "noise: .* more than"),
-    "the sum alone divided by the realised batch size": (realised_unless_empty, "sensitivity: the noised sum"),
+    "divided by the realised batch size": (
+        noised(lambda g, sums, scale: times(g, scale if scale != 1 else 6.0)), "noise: .* more than",
+    ),
+    "the sum alone divided by the realised batch size": (
+        noised(before=times), "sensitivity: the noised sum",  # which only the replay can see
+    ),
     "the batch is clipped as one unit": (whole_batch_as_one_unit, "independence: .* and each of them alone"),
     "nothing is clipped": (no_clipping, "sensitivity: the clipped sum"),
     "the mean is clipped instead of each unit": (after_averaging, "independence: .* and each of them alone"),
@@ -259,15 +236,6 @@ def test_a_mutant_fails_at_what_it_breaks(name: str, monkeypatch: Patch) -> None
         Words().check()
 
 
-def count_alone(change: Callable[..., Any]) -> Callable[[Patch], None]:
-    """Only the noise of the count of clipped units is another one."""
-
-    def mutant(self: Any, shape: torch.Size, **key: Any) -> Tensor:
-        return change(self, shape, **key) if key["parameter"] == NAME else normal(self, shape, **key)
-
-    return lambda patch: patch.setattr(KeyedStream, "normal", mutant)
-
-
 def blank_units_count(patch: Patch) -> None:
     """A unit without rows is told from one that is not there: the sum moves by more than one unit's part."""
     stats = base.ClippedSum.stats
@@ -279,18 +247,19 @@ def blank_units_count(patch: Patch) -> None:
     patch.setattr(base.ClippedSum, "stats", mutant)
 
 
-COUNT_MUTANTS: dict[str, tuple[Callable[[Patch], None], str]] = {
-    "no noise": (count_alone(lambda *a, **k: normal(*a, **k) * 0), "clip_fraction got less"),
-    "half the noise": (count_alone(lambda *a, **k: normal(*a, **k) / 2), "clip_fraction got less"),
-    "the same at every step": (count_alone(lambda *a, **k: normal(*a, **{**k, "step": 0})), "two steps get the same"),
-    "the same for two sums": (count_alone(lambda *a, **k: normal(*a, **{**k, "salt": ""})), "another sum"),
-    "blank units count": (blank_units_count, "sensitivity: .* replaced by nothing"),
-}
-
-
-@pytest.mark.parametrize("name", sorted(COUNT_MUTANTS))
-def test_a_mutant_of_the_count_of_clipped_units_fails_at_what_it_breaks(name: str, monkeypatch: Patch) -> None:
-    mutate, words = COUNT_MUTANTS[name]
+@pytest.mark.parametrize(
+    ("mutate", "words"),
+    [
+        pytest.param(scaled(0.0, of_the_count_alone=True), "clip_fraction got less", id="no noise"),
+        pytest.param(scaled(0.5, of_the_count_alone=True), "clip_fraction got less", id="half the noise"),
+        pytest.param(keyed_without(True, step=0), "two steps get the same", id="the same at every step"),
+        pytest.param(keyed_without(True, salt=""), "another sum", id="the same for two sums"),
+        pytest.param(blank_units_count, "sensitivity: .* replaced by nothing", id="blank units count"),
+    ],
+)
+def test_a_mutant_of_the_count_of_clipped_units_fails_at_what_it_breaks(
+    mutate: Mutate, words: str, monkeypatch: Patch
+) -> None:
     mutate(monkeypatch)
     with pytest.raises(PrivacyViolation, match=words):
         Words(clip_fraction_budget=0.1).check()
@@ -301,28 +270,22 @@ def test_the_unmutated_step_passes(engine: str) -> None:
     Words(engine=engine).check()
 
 
-# -- the audit, where everything else is switched off ----------------------------------------------
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "passes"), [("honest", True), ("a sixth", False)])
-def test_the_statistical_audit_alone_tells_them_apart(name: str, passes: bool, monkeypatch: Patch) -> None:
-    from lit_dpret.audit.testing import private
-
+@pytest.mark.parametrize("factor", [1.0, 1 / 6])
+def test_the_statistical_audit_alone_tells_a_sixth_of_the_noise_from_all_of_it(
+    factor: float, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(private, "check_noise_of_empty_steps", lambda probe: 1.0)
     monkeypatch.setattr(private, "check_noise_of_full_steps", lambda probe, sizes: None)
-    scaled({"honest": 1.0, "a sixth": 1 / 6}[name])(monkeypatch)
-    if passes:
+    scaled(factor)(monkeypatch)
+    if factor == 1:
         Words().check(trials=500)
         return
     with pytest.raises(PrivacyViolation, match="epsilon: 500 releases"):
         Words().check(trials=500)
 
 
-# -- tied weights, coupled losses, padding
-
-
-certified = certificate.certified
+# -- tied weights, coupled losses, padding ----------------------------------------------------------
 
 
 class Tied(Words):
@@ -347,32 +310,29 @@ def last_use_only(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize("mutate", [no_cross_term, last_use_only])
-def test_a_tied_weight_without_its_cross_term_fails(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_a_tied_weight_without_its_cross_term_fails(mutate: Mutate, monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     with pytest.raises(PrivacyViolation, match="sensitivity: the clipped sum"):
         Tied().check()
 
 
-# -- losses that couple rows ----------------------------------------------------------------------
-
-
 class BatchNormalised(Words):
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+    def per_row_loss(self, rows: Tensors) -> Tensor:
         return super().per_row_loss(rows) / len(rows["token"])
 
 
 class CoupledInTraining(Words):
     """Subtracts the mean of the batch, but in training mode only, where a check in evaluation mode is blind."""
 
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+    def per_row_loss(self, rows: Tensors) -> Tensor:
         losses = super().per_row_loss(rows)
         return (losses - losses.mean().detach()) * losses if self.training else losses
 
 
 class Centred(Words):
-    """Subtracts the mean gradientless, in either mode."""
+    """Multiplies by the mean without its gradient, in either mode."""
 
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+    def per_row_loss(self, rows: Tensors) -> Tensor:
         losses = super().per_row_loss(rows)
         return losses * losses.mean().detach()
 
@@ -402,10 +362,10 @@ def test_a_loss_that_depends_on_other_rows_fails(
 class PaddedToTheBatch(Regression):
     """A row's target depends on how many rows were collated with it, as padding to the longest does."""
 
-    def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
+    def collate_rows(self, rows: list[Any]) -> Tensors:
         return super().collate_rows(rows) | {"longest": torch.full((len(rows),), float(len(rows)))}
 
-    def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
+    def per_row_loss(self, rows: Tensors) -> Tensor:
         return super().per_row_loss(rows) * rows["longest"]
 
 
