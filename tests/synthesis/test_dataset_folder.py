@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from huggingface_hub import DatasetCard
 from tiny_generator import PASSAGES, SETTINGS, lines
+from tiny_tasks import no_parts
 
 from lit_dpret.cards.card import card_sha256, read_card
+from lit_dpret.errors import ConfigurationError
 from lit_dpret.synthesis.filters import LanguageModelScore, apply_filters, load_released, write_selection
 from lit_dpret.synthesis.pseudo_queries import write_pseudo_queries
 from lit_dpret.synthesis.writer import synthesize
+from lit_dpret.tasks import Synthesize
 
 
 def header(folder: Path) -> dict[str, Any]:
@@ -92,3 +96,45 @@ def test_beir_reads_the_folder(whole: Path) -> None:
     assert {name: one["text"] for name, one in corpus.items()} == PASSAGES
     assert queries == {q["_id"]: q["text"] for q in lines(whole / "queries.jsonl")}
     assert qrels == {q["_id"]: {q["metadata"]["passage_id"]: 1} for q in lines(whole / "queries.jsonl")}
+
+
+# -- what task=synthesize says on the card of what its own settings were chosen on
+
+
+class Public:
+    """A datamodule with passages and nothing else."""
+
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
+    def public_passages(self) -> dict[str, str]:
+        return dict(PASSAGES)
+
+
+class WithLog(Public):
+    collection = SimpleNamespace(queries={"q": "Bana elo, ibi omu?"})
+
+
+def synthetic_card(source: Path, folder: Path, make: Any = Public, **settings: Any) -> dict[str, Any]:
+    task = Synthesize(generator=source, passages_are_public=True, max_passages=2, max_new_tokens=4, **settings)
+    task.run(no_parts(folder, make_datamodule=make))
+    return read_card(folder / "synthetic")
+
+
+def test_settings_that_were_fixed_beforehand_are_no_gap_of_the_card(source: Path, tmp_path: Path) -> None:
+    gap = "synthetic: The choice of hyper-parameters: on which data it was made was not stated."
+    assert gap in synthetic_card(source, tmp_path / "unknown")["not_covered"]
+    card = synthetic_card(source, tmp_path / "none", tuning_data="none", tuning_note="as they come")
+    assert card["tuning"]["data"] == "none" and card["tuning"]["note"] == "as they come"
+    assert gap not in card["not_covered"]
+    with pytest.raises(ConfigurationError, match=r"task\.tuning_data='?mine"):
+        Synthesize(generator=source, tuning_data="mine")
+
+
+@pytest.mark.parametrize("told", [{"tuning_note": "unlike bana elo ibi omu"}, {"license": "bana-elo-ibi-omu"}])
+def test_a_query_of_the_log_is_no_note_on_the_card(source: Path, tmp_path: Path, told: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=rf"task\.{next(iter(told))}") as refused:
+        synthetic_card(source, tmp_path / "run", WithLog, **told)
+    assert refused.value.trap == "T25" and not (tmp_path / "run" / "synthetic").exists()
+    assert synthetic_card(source, tmp_path / "other", WithLog, tuning_note="unlike bana elo")

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_generator import PASSAGES, SETTINGS, content, generator, lines, write_parent_card
+import torch
+from tiny_generator import PASSAGES, SETTINGS, content, generator, lines, passage, write_parent_card
 
 from lit_dpret.errors import ResumeError
 from lit_dpret.modules.generator_folder import load_generator
@@ -18,36 +24,27 @@ from lit_dpret.synthesis.groups import draw_group
 from lit_dpret.synthesis.sampler import Decoding
 from lit_dpret.synthesis.writer import synthesize
 
-
-class Stop:
-    """Presses control-C after some groups."""
-
-    def __init__(self, after: int) -> None:
-        self.calls = -1
-        self.after = after
-
-    def __call__(self, done: int, total: int) -> None:
-        self.calls += 1
-        if self.calls == self.after:
-            raise KeyboardInterrupt
-
-
 # -- sameness --------------------------------------------------------------------------------
 
 
 def test_an_interrupted_run_writes_the_same_bytes(whole: Path, source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "set"
+    out, seen = tmp_path / "set", list[tuple[int, int]]()
     for after in (1, 2, 0):
+        left = iter(range(after))
+
+        def press_control_c(done: int, total: int, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
         with pytest.raises(KeyboardInterrupt):
-            synthesize(source, PASSAGES, out, progress=Stop(after), **SETTINGS)
+            synthesize(source, PASSAGES, out, progress=press_control_c, **SETTINGS)
         assert not (out / "queries.jsonl").exists()
-    seen: list[tuple[int, int]] = []
-    synthesize(source, PASSAGES, out, progress=lambda done, total: seen.append((done, total)), **SETTINGS)
+    synthesize(source, PASSAGES, out, progress=lambda *at: seen.append(at), **SETTINGS)
     assert seen == [(8, 11), (11, 11)]
     assert content(out) == content(whole)
 
 
-def test_a_finished_set_is_left_as_it_is_in_whatever_order_passages_are_given(
+def test_a_finished_set_is_left_as_it_is_and_order_threads_and_precision_of_products_change_no_byte(
     whole: Path, source: Path, tmp_path: Path
 ) -> None:
     before, turned = content(whole), dict(reversed(PASSAGES.items()))
@@ -55,66 +52,69 @@ def test_a_finished_set_is_left_as_it_is_in_whatever_order_passages_are_given(
     synthesize(source, turned, whole, **SETTINGS)
     assert content(whole) == before
     assert {path: path.stat().st_mtime_ns for path in (whole / "shards").iterdir()} == stamps
-    assert content(synthesize(source, turned, tmp_path / "set", **SETTINGS)) == before
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        out = synthesize(source, turned, tmp_path / "set", **SETTINGS)
+        assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (2, "medium")
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision("highest")
+    assert content(out) == before
 
 
-def test_the_queries_of_a_draw_do_not_depend_on_how_many_draws_there_are(
+def drawn(folder: Path) -> dict[tuple[str, int], tuple[str, float]]:
+    records = [record for shard in sorted((folder / "shards").iterdir()) for record in lines(shard)]
+    return {(r["passage_id"], r["draw"]): (r["text"], r["log_prob"]) for r in records}
+
+
+def test_a_query_does_not_depend_on_how_many_draws_there_are_nor_on_group_size_and_company(
     whole: Path, source: Path, tmp_path: Path
 ) -> None:
-    def drawn(folder: Path) -> dict[tuple[str, int], tuple[str, float]]:
-        records = [record for shard in sorted((folder / "shards").iterdir()) for record in lines(shard)]
-        return {(r["passage_id"], r["draw"]): (r["text"], r["log_prob"]) for r in records}
-
-    one = drawn(synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | {"queries_per_passage": 1}))
-    three = drawn(whole)
-    assert len(one) == 11 and len(three) == 33
-    assert all(three[key] == value for key, value in one.items())
-
-
-def test_group_size_and_company_change_no_query(whole: Path, source: Path) -> None:
     """Beyond the last bits of the scores: the numbers are a query's own, whoever stands beside it."""
+    one, three = (
+        drawn(synthesize(source, PASSAGES, tmp_path / "set", **SETTINGS | {"queries_per_passage": 1})),
+        drawn(whole),
+    )
+    assert (len(one), len(three)) == (11, 33)
+    assert one.items() <= three.items()
     loaded = load_generator(source)
-    records = [record for shard in sorted((whole / "shards").iterdir()) for record in lines(shard)]
-    theirs = {(record["passage_id"], record["draw"]): record["text"] for record in records}
     decoding = Decoding(max_new_tokens=loaded.contract.max_query_length)
     ours = draw_group(loaded, PASSAGES, [2, 0], 5, decoding)
     assert {(query.passage_id, query.draw) for query in ours} == {(name, d) for name in PASSAGES for d in (0, 2)}
-    assert all(theirs[query.passage_id, query.draw] == query.text for query in ours)
+    assert all(three[query.passage_id, query.draw][0] == query.text for query in ours)
     assert len({query.text for query in ours}) > 11
 
 
 # -- damage ----------------------------------------------------------------------------------
 
 
-def cut_in_half(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def cut_in_half(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
 
 
-def flip_a_letter(path: Path) -> None:
-    data = bytearray(path.read_bytes())
+def flip_a_letter(shard: Path) -> None:
+    data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
+    shard.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("harm", [cut_in_half, flip_a_letter, os.unlink])
+def kill_before_the_manifest_says_so(shard: Path) -> None:
+    """Or in mid-line."""
+    manifest = shard.parent.parent / "manifest.jsonl"
+    whole = manifest.read_bytes().splitlines(keepends=True)
+    manifest.write_bytes(b"".join(whole[:-1]) + whole[-1][:20])
+    (shard.parent / ".000003.jsonl.77.tmp").write_text("{")
+
+
+@pytest.mark.parametrize("harm", [cut_in_half, flip_a_letter, os.unlink, kill_before_the_manifest_says_so])
 def test_a_damaged_shard_is_made_again(whole: Path, source: Path, tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    out = tmp_path / "set"
+    out, seen = tmp_path / "set", list[tuple[int, int]]()
     shutil.copytree(whole, out)
     harm(out / "shards" / "000001.jsonl")
-    seen: list[tuple[int, int]] = []
-    synthesize(source, PASSAGES, out, progress=lambda done, total: seen.append((done, total)), **SETTINGS)
-    assert seen == [(8, 11), (11, 11)]
-    assert content(out) == content(whole)
-
-
-def test_a_shard_that_nobody_vouched_for_is_made_again(whole: Path, source: Path, tmp_path: Path) -> None:
-    """Killed after the shard was renamed and before the manifest said so, or in mid-line."""
-    out = tmp_path / "set"
-    shutil.copytree(whole, out)
-    manifest = (out / "manifest.jsonl").read_bytes().splitlines(keepends=True)
-    (out / "manifest.jsonl").write_bytes(b"".join(manifest[:3]) + manifest[3][:20])
-    (out / "shards" / ".000003.jsonl.77.tmp").write_text("{")
-    synthesize(source, PASSAGES, out, **SETTINGS)
+    synthesize(source, PASSAGES, out, progress=lambda *at: seen.append(at), **SETTINGS)
+    assert seen == [(9 if harm is kill_before_the_manifest_says_so else 8, 11), (11, 11)]
     assert content(out) == content(whole)
 
 
@@ -138,16 +138,82 @@ def test_another_configuration_is_refused_by_the_key_that_changed(
 def test_other_passages_another_generator_and_other_libraries_are_refused_and_so_is_a_lost_manifest(
     whole: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ResumeError, match="passages="):
-        synthesize(source, PASSAGES | {"p1": "other words"}, whole, **SETTINGS)
-    other = generator(seed=9).save_model(tmp_path / "g")
+    other, out = generator(seed=9).save_model(tmp_path / "g"), tmp_path / "set"
     write_parent_card(other)
-    with pytest.raises(ResumeError, match="generator="):
-        synthesize(other, PASSAGES, whole, **SETTINGS)
-    out = tmp_path / "set"
     shutil.copytree(whole / "shards", out / "shards")
-    with pytest.raises(ResumeError, match="no manifest"):
-        synthesize(source, PASSAGES, out, **SETTINGS)
+    for folder, passages, into, named in (
+        (source, PASSAGES | {"p1": "other words"}, whole, "passages="),
+        (other, PASSAGES, whole, "generator="),
+        (source, PASSAGES, out, "manifest"),
+    ):
+        with pytest.raises(ResumeError, match=named):
+            synthesize(folder, passages, into, **SETTINGS)
     monkeypatch.setattr(writer, "version_of", lambda package: f"{package} of another year")  # other last bits
-    with pytest.raises(ResumeError, match="cannot go on with torch=torch of another year"):
+    with pytest.raises(ResumeError, match="torch=torch of another year"):
         synthesize(source, PASSAGES, whole, **SETTINGS)
+
+
+# -- processes that are killed -----------------------------------------------------------------
+
+
+MANY = {f"p{number}": passage(number, 2 + number % 9) for number in range(60)}
+
+
+SLOW: dict[str, Any] = {**SETTINGS, "queries_per_passage": 4}
+
+
+def job(source: Path, out: Path, **settings: Any) -> str:
+    """A script that synthesizes, as a user writes it, and says how far it is."""
+    return textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from lit_dpret.synthesis.writer import synthesize
+
+        if __name__ == "__main__":
+            told = lambda done, total: print(done, flush=True)
+            synthesize({str(source)!r}, {MANY!r}, {str(out)!r}, progress=told, **{SLOW | settings!r})
+    """)
+
+
+def interrupted(script: Path, after: int, kill: bool) -> None:
+    """Run the script, kill it or press control-C when it has told ``after`` times, and wait for all its processes."""
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for _ in range(after):
+        assert process.stdout.readline().strip()
+    if kill:
+        process.kill()
+    else:
+        os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=600)
+    assert process.returncode != 0
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("a worker outlived the process that it worked for")
+
+
+@pytest.mark.slow
+def test_two_generations_that_were_killed_and_resumed_differently_are_the_same_to_the_byte(
+    source: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    found = [content(synthesize(source, MANY, tmp_path / "whole" / "set", **SLOW))]
+    for name, stops in {"first": [(2, 4, True), (0, 3, False)], "second": [(0, 3, True), (2, 5, False)]}.items():
+        out, script = tmp_path / name / "set", tmp_path / f"{name}.py"
+        shards = 0
+        for workers, after, kill in stops:
+            script.write_text(job(source, out, workers=workers))
+            interrupted(script, after, kill)
+            now = len(list((out / "shards").glob("[0-9]*.jsonl")))
+            assert shards < now < 20
+            assert not (out / "queries.jsonl").exists()
+            shards = now
+        found.append(content(synthesize(source, MANY, out, **SLOW)))
+    assert found[0] == found[1] == found[2]

@@ -13,7 +13,7 @@ from tiny_models import WORDS, tiny_bert, tiny_tokenizer
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError
-from lit_dpret.synthesis.filters import LabelBins, LengthBins, TopicBins
+from lit_dpret.synthesis.filters import Bins, LabelBins, LengthBins, TopicBins
 from lit_dpret.synthesis.filters.bins import bins_from_spec
 
 TEXTS = ["bana", "bana delo", "bana delo fibi gomu", " ".join(["kuri"] * 30)]
@@ -28,19 +28,21 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_lengths_are_counted_in_words_and_every_length_has_one_bin() -> None:
-    bins = LengthBins(edges=[2, 4])
+def test_every_length_has_one_bin_and_so_has_every_label_and_a_passage_without_one(tmp_path: Path) -> None:
+    bins: Bins = LengthBins(edges=[2, 4])
     assert bins.names == ("0 to 1 words", "2 to 3 words", "4 or more words")
     assert bins.assign(TEXTS, ["p"] * 4).tolist() == [0, 1, 2, 2]
-
-
-def test_labels_are_those_of_the_passages_and_a_passage_without_one_has_a_bin_too(tmp_path: Path) -> None:
     file = tmp_path / "labels.tsv"
     file.write_text("p0\tlife\np1\tauto\nelsewhere\thome\n")
     bins = LabelBins(labels=file)
     bins.fit(lambda: PASSAGES)
     assert bins.names == ("auto", "life", "no label")
     assert bins.assign(["x"] * 3, ["p0", "p1", "p2"]).tolist() == [1, 0, 2]
+    file.write_text("p0\tlife\nsecret words\n")
+    for path, named in ((file, "line 2"), (tmp_path / "none", r"task\.bins\.labels")):
+        with pytest.raises(DataError, match=named) as caught:
+            LabelBins(labels=path)
+        assert "secret" not in str(caught.value)
 
 
 def test_a_topic_is_the_nearest_centroid_of_public_passages_and_fitting_is_repeatable(encoder: Path) -> None:
@@ -98,41 +100,22 @@ def test_bins_can_be_made_again_from_what_is_stored(encoder: Path) -> None:
     assert LengthBins(edges=[3]).fingerprint() != LengthBins(edges=[4]).fingerprint()
 
 
-@pytest.mark.parametrize("edges", [[], [0, 2], [3, 3], [5, 4]])
-def test_edges_that_make_no_bins_are_refused(edges: list[int]) -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.bins\.edges"):
-        LengthBins(edges=edges)
-
-
 def test_topics_need_a_public_encoder_and_enough_passages(encoder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="encoder_is_public"):
         TopicBins(encoder=str(encoder))
-    private = tmp_path / "private"
-    private.mkdir()
-    write_parent_card(private)
-    with pytest.raises(PrivateDataError, match="privacy card"):
-        TopicBins(encoder=str(private), encoder_is_public=True)
     part = tmp_path / "run" / "tower"
     part.mkdir(parents=True)
     (part / "weights").write_bytes(b"w")
     write_parent_card(part.parent)
-    with pytest.raises(PrivateDataError, match="privacy card"):
-        TopicBins(encoder=str(part), encoder_is_public=True)
+    for private in (part.parent, part):
+        with pytest.raises(PrivateDataError, match="privacy card"):
+            TopicBins(encoder=str(private), encoder_is_public=True)
     with pytest.raises(ConfigurationError, match=r"topics=9 is more than the 8 public"):
         TopicBins(topics=9, encoder=str(encoder), encoder_is_public=True).fit(lambda: PASSAGES)
-
-
-@pytest.mark.parametrize("spec", [{}, {"kind": "length"}, {"kind": "phase of the moon"}])
-def test_a_stored_spec_of_no_bins_is_refused(spec: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="bins of the histogram"):
-        bins_from_spec(spec)
-
-
-def test_a_label_file_that_is_none_is_refused_by_line_and_without_its_text(tmp_path: Path) -> None:
-    file = tmp_path / "labels.tsv"
-    file.write_text("p0\tlife\nsecret words\n")
-    with pytest.raises(DataError, match="line 2") as caught:
-        LabelBins(labels=file)
-    assert "secret" not in str(caught.value)
-    with pytest.raises(DataError, match="cannot be read"):
-        LabelBins(labels=tmp_path / "none")
+    for edges in ([], [0, 2], [3, 3], [5, 4]):
+        with pytest.raises(ConfigurationError, match=r"task\.bins\.edges"):
+            LengthBins(edges=edges)
+    spec: dict[str, Any]
+    for spec in ({}, {"kind": "length"}, {"kind": "phase of the moon"}):
+        with pytest.raises(DataError, match="bins of the histogram"):
+            bins_from_spec(spec)

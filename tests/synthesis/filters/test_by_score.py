@@ -6,14 +6,15 @@ import gzip
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_generator import generator, lively_generator, write_parent_card
+from tiny_generator import generator, lines, lively_generator, write_parent_card
+from transformers import BertConfig, BertForSequenceClassification
 
 from lit_dpret.cards.amendments import note_not_covered
 from lit_dpret.cards.card import Assumption, CardFacts, card_sha256, inherit_card, read_card, subject_of, write_card
@@ -133,12 +134,10 @@ def test_each_filter_is_asked_only_about_what_passed_the_ones_before_it() -> Non
 # -- models that score -----------------------------------------------------------------------
 
 
-def test_the_generator_scores_its_own_queries_by_what_it_recorded(
-    released: ReleasedQueries, generator_folder: Path
-) -> None:
+def test_the_generator_scores_its_own_queries_by_what_it_recorded(released: ReleasedQueries, source: Path) -> None:
     """A whole query's log probability is the mean over its tokens times their number, the end mark among them."""
-    scores, _ = LanguageModelScore(model=generator_folder, keep_share=1.0, batch_size=5).choose(released)
-    codec = TokenScorer.load(generator_folder).codec
+    scores, _ = LanguageModelScore(model=source, keep_share=1.0, batch_size=5).choose(released)
+    codec = TokenScorer.load(source).codec
     checked = 0
     for score, query in zip(scores, released, strict=True):
         tokens = len(codec.queries([query.text])[0])
@@ -165,22 +164,6 @@ def test_a_cross_encoder_gives_the_logit_of_the_pair_with_the_longer_text_cut_an
     np.testing.assert_allclose(scorer.score(queries, passages), predicted, rtol=1e-5)
 
 
-def test_what_is_no_cross_encoder_is_refused(
-    cross_encoder_folder: Path, generator_folder: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedModelError, match="cross-encoder"):
-        CrossEncoder.load(generator_folder)
-    from transformers import BertConfig, BertForSequenceClassification
-
-    CrossEncoder.load(cross_encoder_folder).tokenizer.save_pretrained(tmp_path)
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **shape)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="3 outputs"):
-        CrossEncoder.load(tmp_path)
-    with pytest.raises(ConfigurationError, match="max_length=99 is more than"):
-        CrossEncoder.load(cross_encoder_folder, max_length=99)
-
-
 # -- nothing private enters ------------------------------------------------------------------
 
 
@@ -200,14 +183,6 @@ def test_private_data_are_another_type_and_are_refused(one: QueryFilter, tmp_pat
         assert "secret" not in str(told.value)
 
 
-def test_a_folder_without_a_card_is_private_until_it_is_declared_public(data: Path, tmp_path: Path) -> None:
-    shutil.copytree(data, tmp_path / "bare", ignore=shutil.ignore_patterns("privacy_card.*"))
-    with pytest.raises(DataError, match="queries_are_public=true"):
-        load_released(tmp_path / "bare")
-    public = load_released(tmp_path / "bare", declared_public=True)
-    assert public.provenance == "declared public" and len(public) == len(load_released(data))
-
-
 def artefact(folder: Path, parent: Path, **facts: Any) -> Path:
     """A folder that was computed from ``parent`` alone, with the card that says so."""
     folder.mkdir()
@@ -217,94 +192,76 @@ def artefact(folder: Path, parent: Path, **facts: Any) -> Path:
     return folder
 
 
-def test_the_claim_of_the_queries_covers_their_generator_and_what_was_made_from_them(
-    released: ReleasedQueries, data: Path, generator_folder: Path, tmp_path: Path
+def with_card(folder: Path, part: str, **facts: Any) -> None:
+    """Rewrite a part of a card, with a checksum that fits."""
+    card = read_card(folder)
+    card[part] |= facts
+    (folder / "privacy_card.json").write_text(json.dumps(card | {"checksum": checksum(card)}))
+
+
+def test_what_was_made_from_the_same_releases_may_filter_however_far_it_went_and_in_which_order(
+    released: ReleasedQueries, whole: Path, source: Path, tmp_path: Path
 ) -> None:
-    for folder in (generator_folder, data, artefact(tmp_path / "retriever", data)):
+    """An export of a retriever of these queries, and one of a part of them; a note on a card changes nothing of it."""
+    retriever, part = artefact(tmp_path / "retriever", whole), artefact(tmp_path / "part", whole)
+    far = [artefact(tmp_path / "export", retriever), artefact(tmp_path / "of_part", part)]
+    assert not {read_card(folder)["parents"][0]["sha256"] for folder in far} & released.ancestors
+    for folder in (source, whole, retriever, *far):
         require_covered(folder, released, declared_public=False, knob="encoder")
+    copies = [Path(shutil.copytree(folder, tmp_path / "copy" / folder.name)) for folder in (whole, source)]
+    retriever = artefact(tmp_path / "of_copy", copies[0])
+    for copy in copies:
+        note_not_covered(copy, "Similarity", computed="private queries")
+    for folder in (retriever, *copies):
+        require_covered(folder, load_released(copies[0]), declared_public=False, knob="encoder")
 
 
-def test_what_the_same_releases_cover_may_filter_however_far_it_went_and_in_which_order(
-    released: ReleasedQueries, data: Path, generator_folder: Path, tmp_path: Path
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_model_that_saw_other_private_data_is_refused_whatever_is_declared(
+    declared: bool, released: ReleasedQueries, whole: Path, source: Path, tmp_path: Path
 ) -> None:
-    """An export of a retriever of these queries, and one of a part of them, but not with private settings between."""
-    retriever = artefact(tmp_path / "retriever", data)
-    part = artefact(tmp_path / "part", data)
-    for folder in (artefact(tmp_path / "export", retriever), artefact(tmp_path / "of_part", part)):
-        assert read_card(folder)["parents"][0]["sha256"] not in released.ancestors
-        require_covered(folder, released, declared_public=False, knob="encoder")
-    chosen = artefact(tmp_path / "chosen", data, tuning={"data": "private"})
-    with pytest.raises(PrivateDataError, match="settings were chosen on private data"):
-        require_covered(artefact(tmp_path / "of_chosen", chosen), released, declared_public=True, knob="encoder")
-    broken = artefact(tmp_path / "broken", data, assumptions=[Assumption("No private metric was shown.", "refuted")])
-    with pytest.raises(PrivateDataError, match="of its own"):
-        require_covered(artefact(tmp_path / "of_broken", broken), released, declared_public=True, knob="encoder")
-    later = artefact(tmp_path / "later", generator_folder)  # trained further on private data
-    card = read_card(later)
-    card["ledger"]["head"] = "0" * 64
-    (later / "privacy_card.json").write_text(json.dumps(card | {"checksum": checksum(card)}))
-    with pytest.raises(PrivateDataError, match="of its own"):
-        require_covered(artefact(tmp_path / "of_later", later), released, declared_public=True, knob="encoder")
-
-
-def test_a_model_of_other_private_training_is_refused_whatever_is_declared(
-    released: ReleasedQueries, tmp_path: Path
-) -> None:
+    """So is what was made from it; only its card may show that it was no post-processing of these releases alone."""
     other = generator(seed=5).save_model(tmp_path / "other")
     write_parent_card(other)
     assert card_sha256(other / "privacy_card.json") not in released.ancestors
-    for folder in (other, artefact(tmp_path / "from_other", other)):
-        for declared in (False, True):
-            with pytest.raises(PrivateDataError, match=r"encoder=.*trained on private data of its own"):
-                require_covered(folder, released, declared_public=declared, knob="encoder")
-
-
-def test_a_child_that_was_trained_further_on_private_data_is_not_covered(
-    released: ReleasedQueries, generator_folder: Path, tmp_path: Path
-) -> None:
-    """It names the generator as a parent, as a retriever would, but its card is not a post-processing's."""
-    child = artefact(tmp_path / "child", generator_folder)
-    card = read_card(child)
-    assert card["parents"][0]["sha256"] in released.ancestors
-    card["mechanism"]["kind"] = "dp_sgd"
-    (child / "privacy_card.json").write_text(json.dumps(card | {"checksum": checksum(card)}))
-    with pytest.raises(PrivateDataError, match="of its own"):
-        require_covered(child, released, declared_public=True, knob="encoder")
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        ({"tuning": {"data": "private"}}, "settings were chosen on private data"),
-        ({"assumptions": [Assumption("No metric of private queries was shown.", "refuted")]}, "No metric of private"),
-    ],
-)
-def test_a_retriever_of_these_queries_that_was_chosen_by_private_ones_is_refused(
-    facts: dict[str, Any], message: str, released: ReleasedQueries, data: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(PrivateDataError, match=message):
-        require_covered(artefact(tmp_path / "r", data, **facts), released, declared_public=True, knob="encoder")
+    later, child = artefact(tmp_path / "later", source), artefact(tmp_path / "child", source)
+    with_card(later, "ledger", head="0" * 64)  # trained further on private data
+    with_card(child, "mechanism", kind="dp_sgd")
+    doubtful = [Assumption("No private metric was shown.", "refuted")]
+    chosen = artefact(tmp_path / "chosen", whole, tuning={"data": "private"})
+    broken = artefact(tmp_path / "broken", whole, assumptions=doubtful)
+    for folder, reason in (
+        (other, "of its own"),
+        (artefact(tmp_path / "of_other", other), "of its own"),
+        (artefact(tmp_path / "of_later", later), "of its own"),
+        (child, "of its own"),
+        (chosen, "settings were chosen on private data"),
+        (artefact(tmp_path / "of_chosen", chosen), "settings were chosen on private data"),
+        (broken, "No private metric"),
+        (artefact(tmp_path / "of_broken", broken), "of its own"),
+    ):
+        with pytest.raises(PrivateDataError, match=f"encoder=.*{reason}"):
+            require_covered(folder, released, declared_public=declared, knob="encoder")
 
 
 def test_a_retriever_whose_choice_of_settings_is_not_stated_leaves_that_to_trust(
-    released: ReleasedQueries, data: Path, tmp_path: Path
+    released: ReleasedQueries, whole: Path, tmp_path: Path
 ) -> None:
-    folder = artefact(tmp_path / "retriever", data)
+    folder = artefact(tmp_path / "retriever", whole)
     (trust,) = require_covered(folder, released, declared_public=True, knob="encoder")
-    assert "NOT ACCOUNTED" in trust.text and trust.standing == "unverified"
-    card = read_card(folder)
-    card["tuning"] |= {"data": "none", "accounted": True}
-    (folder / "privacy_card.json").write_text(json.dumps(card | {"checksum": checksum(card)}))
+    assert "NOT ACCOUNTED" in trust.text
+    assert trust.standing == "unverified"
+    with_card(folder, "tuning", data="none", accounted=True)
     assert require_covered(folder, released, declared_public=True, knob="encoder") == []
 
 
 @pytest.mark.parametrize("change", ["other weights", "another file", "a missing file"])
 def test_a_covered_models_card_beside_other_weights_is_refused(
-    change: str, released: ReleasedQueries, generator_folder: Path, tmp_path: Path
+    change: str, released: ReleasedQueries, source: Path, tmp_path: Path
 ) -> None:
     """The cheapest way to have a private model choose: put it into a folder with a card that is covered."""
     folder = tmp_path / "forged"
-    shutil.copytree(generator_folder, folder)
+    shutil.copytree(source, folder)
     require_covered(folder, released, declared_public=False, knob="encoder")
     if change == "other weights":
         for weights in lively_generator(seed=5).save_model(tmp_path / "private").glob("*.safetensors"):
@@ -363,22 +320,10 @@ def test_a_folder_that_is_called_as_a_public_model_is_asked_for_its_card(
             require_covered(name, released, declared_public=False, knob=knob)
 
 
-def test_a_card_that_was_amended_covers_what_it_covered_before(
-    data: Path, generator_folder: Path, tmp_path: Path
-) -> None:
-    """A mark about similarity changes the card's SHA-256, and nothing of what was made from the artefact."""
-    copies = [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in (data, generator_folder)]
-    retriever = artefact(tmp_path / "retriever", copies[0])
-    for copy in copies:
-        note_not_covered(copy, "Similarity", computed="private queries")
-    for folder in (retriever, *copies):
-        require_covered(folder, load_released(copies[0]), declared_public=False, knob="encoder")
-
-
 @pytest.mark.parametrize("change", ["edited", "hidden behind another", "taken from elsewhere"])
-def test_queries_that_their_card_does_not_describe_are_refused(change: str, data: Path, tmp_path: Path) -> None:
+def test_queries_that_their_card_does_not_describe_are_refused(change: str, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "edited"
-    shutil.copytree(data, folder)
+    shutil.copytree(whole, folder)
     load_released(folder)
     queries = folder / "queries.jsonl"
     if change == "edited":
@@ -387,27 +332,30 @@ def test_queries_that_their_card_does_not_describe_are_refused(change: str, data
         (folder / "queries.jsonl.gz").write_bytes(gzip.compress(queries.read_bytes()))
         queries.unlink()
     else:
-        retriever = artefact(tmp_path / "retriever", data)
+        retriever = artefact(tmp_path / "retriever", whole)
         shutil.copy2(retriever / "privacy_card.json", folder)
     with pytest.raises(DataError, match=r"claim (does not cover it|does not cover these queries)"):
         load_released(folder)
 
 
-def test_a_corpus_with_another_text_for_a_querys_passage_is_refused(data: Path, tmp_path: Path) -> None:
-    corpus = [json.loads(line) for line in (data / "corpus.jsonl").read_text().splitlines()]
-    more = tmp_path / "more.jsonl"
+def test_a_corpus_with_another_text_for_a_querys_passage_is_refused(whole: Path, tmp_path: Path) -> None:
+    corpus, more = lines(whole / "corpus.jsonl"), tmp_path / "more.jsonl"
     more.write_text("".join(f"{json.dumps(one)}\n" for one in [*corpus, {"_id": "new", "text": "another"}]))
-    assert len(load_released(data, corpus=more).passages) == len(corpus) + 1
+    assert len(load_released(whole, corpus=more).passages) == len(corpus) + 1
     corpus[0]["text"] = "my secret"
     more.write_text("".join(f"{json.dumps(one)}\n" for one in corpus))
-    with pytest.raises(DataError, match=r"task\.corpus has another text for passage") as told:
-        load_released(data, corpus=more)
+    with pytest.raises(DataError, match=r"task\.corpus") as told:
+        load_released(whole, corpus=more)
     assert "secret" not in str(told.value)
 
 
-def test_a_model_without_a_card_must_be_declared_public(released: ReleasedQueries, cross_encoder_folder: Path) -> None:
+def test_a_model_without_a_card_must_be_declared_public_before_the_first_filter_scores(
+    released: ReleasedQueries, cross_encoder_folder: Path
+) -> None:
+    undeclared, first = CrossEncoderScore(cross_encoder_folder, keep_share=0.5), Fixed({})
     with pytest.raises(ConfigurationError, match="model_is_public=true"):
-        CrossEncoderScore(cross_encoder_folder, keep_share=0.5).choose(released)
+        apply_filters(released, [first, BestOf(undeclared)])
+    assert first.asked == []
     with pytest.raises(ConfigurationError, match="encoder_is_public=true"):
         RoundTrip(Always("a", encoder="some/encoder")).choose(released)
     scores, kept = CrossEncoderScore(cross_encoder_folder, model_is_public=True, keep_share=0.5).choose(released)
@@ -415,45 +363,45 @@ def test_a_model_without_a_card_must_be_declared_public(released: ReleasedQuerie
     assert scores[kept].min() >= scores[~kept].max()
 
 
-def test_every_filter_is_checked_before_the_first_one_scores(
-    released: ReleasedQueries, cross_encoder_folder: Path
-) -> None:
-    first = Fixed({})
-    with pytest.raises(ConfigurationError, match="model_is_public"):
-        apply_filters(released, [first, BestOf(CrossEncoderScore(cross_encoder_folder, keep_share=0.5))])
-    assert first.asked == []
-
-
 # -- bad input -------------------------------------------------------------------------------
 
 
+PAIR = made(("x", "a"), ("y", "b"))
+
+
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("attempt", "named"),
     [
         (lambda: RoundTrip(Always("a"), k=0), "k=0"),
         (lambda: BestOf(Fixed({}), n=0), "n=0"),
         (lambda: LanguageModelScore(), "keep_share=None and min_score=None"),
-        (lambda: LanguageModelScore(keep_share=0.5, min_score=-1.0), "give one of them"),
-        (lambda: LanguageModelScore(keep_share=1.5), r"keep_share=1.5 .* not in \(0, 1\]"),
+        (lambda: LanguageModelScore(keep_share=0.5, min_score=-1.0), "keep_share=0.5 and min_score=-1.0"),
+        (lambda: LanguageModelScore(keep_share=1.5), "keep_share=1.5"),
+        (lambda: Fixed({"q0": math.nan, "q1": 1.0}).choose(PAIR), "filter fixed gave 2 scores .* 1 of them"),
+        (lambda: apply_filters(PAIR, [Fixed({"q0": -1.0, "q1": -1.0})]), "None of 2 queries passes the filter fixed"),
+        (lambda: LanguageModelScore(keep_share=0.5).choose(PAIR), "log_prob"),
     ],
 )
-def test_a_setting_out_of_range_is_refused(build: Any, message: str) -> None:
-    with pytest.raises(LitDpretError, match=message):
-        build()
+def test_settings_out_of_range_and_filters_that_keep_nothing_are_refused(
+    attempt: Callable[[], object], named: str
+) -> None:
+    with pytest.raises(LitDpretError, match=named):
+        attempt()
 
 
-def test_scores_that_are_not_numbers_and_filters_that_keep_nothing_are_refused() -> None:
-    released = made(("x", "a"), ("y", "b"))
-    with pytest.raises(DataError, match="1 of them not a number"):
-        Fixed({"q0": math.nan, "q1": 1.0}).choose(released)
-    with pytest.raises(DataError, match="None of 2 queries passes the filter fixed"):
-        apply_filters(released, [Fixed({"q0": -1.0, "q1": -1.0})])
-    with pytest.raises(ConfigurationError, match="records no log_prob"):
-        LanguageModelScore(keep_share=0.5).choose(made(("x", "a")))
+def test_what_is_no_cross_encoder_is_refused(cross_encoder_folder: Path, source: Path, tmp_path: Path) -> None:
+    CrossEncoder.load(cross_encoder_folder).tokenizer.save_pretrained(tmp_path)
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **shape)).save_pretrained(tmp_path)
+    for folder, named in ((source, "cross-encoder"), (tmp_path, "3 outputs")):
+        with pytest.raises(UnsupportedModelError, match=named):
+            CrossEncoder.load(folder)
+    with pytest.raises(ConfigurationError, match="max_length=99"):
+        CrossEncoder.load(cross_encoder_folder, max_length=99)
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "message"),
+    ("file", "line", "named"),
     [
         ("queries.jsonl", '{"_id": "new", "text": "words"}', "'new' has no passage"),
         ("queries.jsonl", '{"_id": "genQ1", "text": "words"}', "'genQ1' was given before"),
@@ -461,10 +409,17 @@ def test_scores_that_are_not_numbers_and_filters_that_keep_nothing_are_refused()
         ("qrels/train.tsv", "genQ1\tp999\t1", "has passages"),
     ],
 )
-def test_a_malformed_folder_is_refused_by_line(file: str, line: str, message: str, data: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_card_is_private_until_it_is_declared_public_and_a_malformed_one_refused_by_line(
+    file: str, line: str, named: str, whole: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "set"
-    shutil.copytree(data, folder, ignore=shutil.ignore_patterns("privacy_card.*"))
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("privacy_card.*"))
+    with pytest.raises(DataError, match="queries_are_public=true"):
+        load_released(folder)
+    public = load_released(folder, declared_public=True)
+    assert public.provenance == "declared public"
+    assert len(public) == len(load_released(whole))
     with open(folder / file, "a", encoding="utf-8") as out:
         out.write(line + "\n")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=named):
         load_released(folder, declared_public=True)

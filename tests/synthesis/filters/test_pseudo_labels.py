@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,19 @@ from transformers import BertForSequenceClassification
 from lit_dpret.callbacks.refusals import complaints
 from lit_dpret.cards.card import card_sha256, read_card
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
-from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
+from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError, WorkerError
 from lit_dpret.losses import MarginMSELoss
 from lit_dpret.negatives.drawn import LabelledNegatives, read_labels
 from lit_dpret.privacy.modes import SyntheticData
 from lit_dpret.retrieval.topk import TopK
 from lit_dpret.retrieval.trec_runs import Ranking
-from lit_dpret.synthesis.filters import ReleasedQueries, load_released
+from lit_dpret.synthesis.filters import (
+    CrossEncoderScore,
+    LanguageModelScore,
+    ReleasedQueries,
+    load_released,
+    pair_scores,
+)
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.synthesis.filters.pseudo_labels import LABELS, NEGATIVES, Labelling, label, mine
 from lit_dpret.synthesis.writer import synthesize
@@ -66,17 +73,17 @@ def test_a_label_is_the_difference_of_two_logits(
         assert record["neg"] == {"bm25": [r.negative_id for r in found if r.query_id == record["qid"]]}
 
 
-def refused(data: Path, labels: Path, *, keep: Path | None = None) -> list[str]:
+def refused(whole: Path, labels: Path, *, keep: Path | None = None) -> list[str]:
     """What is said of a file that carries another claim than the run's, before a retriever is trained."""
     source = LabelledNegatives(file=labels)
     module = retriever(privacy=SyntheticData(), loss=MarginMSELoss(), negatives=[source])
-    found = complaints(trainer(max_steps=1), module, SyntheticDataModule(folder=data, keep=keep))
+    found = complaints(trainer(max_steps=1), module, SyntheticDataModule(folder=whole, keep=keep))
     assert all(isinstance(error, ConfigurationError) for error in found), found
     return [str(error) for error in found if "model.negatives." in str(error) or "datamodule.keep" in str(error)]
 
 
 def test_labels_of_a_second_generators_queries_cannot_enter_under_the_claim_of_the_first(
-    released: ReleasedQueries, data: Path, cross_encoder_folder: Path, tmp_path: Path
+    released: ReleasedQueries, whole: Path, cross_encoder_folder: Path, tmp_path: Path
 ) -> None:
     second = generator(seed=5).save_model(tmp_path / "second")
     write_parent_card(second)
@@ -84,25 +91,15 @@ def test_labels_of_a_second_generators_queries_cannot_enter_under_the_claim_of_t
     own = labelled(released, tmp_path / "own", cross_encoder_folder) / LABELS
     foreign = labelled(other, tmp_path / "foreign", cross_encoder_folder) / LABELS
     card = read_card(own.parent)
-    assert card["parents"][0]["sha256"] == card_sha256(data) and set(card["subject"]["sha256"]) == {LABELS, NEGATIVES}
-    assert card["claim"]["epsilon"] == read_card(data)["claim"]["epsilon"]
-    assert refused(data, own) == []
-    assert refused(data, shutil.copy(own, tmp_path / "declared.tsv")) == []  # without a card it is as declared
-    [told] = refused(data, foreign)
+    assert card["parents"][0]["sha256"] == card_sha256(whole) and set(card["subject"]["sha256"]) == {LABELS, NEGATIVES}
+    assert card["claim"]["epsilon"] == read_card(whole)["claim"]["epsilon"]
+    assert refused(whole, own) == []
+    assert refused(whole, shutil.copy(own, tmp_path / "declared.tsv")) == []  # without a card it is as declared
+    [told] = refused(whole, foreign)
     assert "model.negatives.labelled.file" in told and str(foreign) in told
     (foreign.parent / "ids").write_text("q")
-    [told] = refused(data, own, keep=foreign.parent / "ids")
+    [told] = refused(whole, own, keep=foreign.parent / "ids")
     assert "datamodule.keep" in told
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_two_workers_write_the_labels_of_one_process(
-    released: ReleasedQueries, cross_encoder_folder: Path, tmp_path: Path
-) -> None:
-    here, there = (labelled(released, tmp_path / f"{n}", cross_encoder_folder, workers=n) for n in (0, 2))
-    for name in (LABELS, NEGATIVES):
-        assert (here / name).read_bytes() == (there / name).read_bytes()
 
 
 class Stop(Exception):
@@ -167,12 +164,46 @@ def test_private_data_and_undeclared_models_are_refused(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize(
-    "line", ["q1\tp1\tp2", "q1\tp1\tp2\tmuch", "q1\tp1\tp2\tnan", "q1\tp1\tp2\t1e300", "q1\tp1\tp2\t-inf"]
-)
-def test_a_malformed_label_is_refused_by_line(line: str, tmp_path: Path) -> None:
-    (tmp_path / "labels.tsv").write_text(f"q0\tp0\tp1\t0.5\n{line}\n")
+@pytest.mark.parametrize("margin", ["", "\tmuch", "\tnan", "\t1e300", "\t-inf"])
+def test_a_malformed_label_is_refused_by_line(margin: str, tmp_path: Path) -> None:
+    (tmp_path / "labels.tsv").write_text(f"q0\tp0\tp1\t0.5\nq1\tp1\tp2{margin}\n")
     with pytest.raises(DataError, match=r"labels.tsv line 2"):
         read_labels(tmp_path / "labels.tsv")
     with pytest.raises(DataError, match=r"model.negatives.labelled.file=.*no.tsv"):
         read_labels(tmp_path / "no.tsv")
+
+
+# -- scores of pairs are the same whoever computes them
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_labels_and_filters_by_two_workers_are_those_of_one_process(
+    released: ReleasedQueries, source: Path, cross_encoder_folder: Path, tmp_path: Path
+) -> None:
+    folders = [labelled(released, tmp_path / f"{n}", cross_encoder_folder, workers=n) for n in (0, 2)]
+    for name in (LABELS, NEGATIVES):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+    for make, model, declared in (
+        (CrossEncoderScore, cross_encoder_folder, {"model_is_public": True}),
+        (LanguageModelScore, source, {}),
+    ):
+        settings: Any = {"model": model, "keep_share": 1.0, "batch_size": 1, **declared}
+        here, there = (make(workers=workers, **settings).choose(released)[0] for workers in (0, 2))
+        assert len(here) > 16
+        assert np.array_equal(here, there)
+
+
+def test_workers_with_other_weights_under_the_name_and_a_device_that_is_not_here_are_refused(
+    released: ReleasedQueries, cross_encoder_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def two(*_: object, **__: object) -> Iterator[Any]:
+        yield lambda pieces: ((at, np.zeros(len(asked)), f"weights {at % 32}") for at, asked, _ in pieces)
+
+    monkeypatch.setattr(pair_scores, "ray_workers", two)
+    settings: Any = {"model_is_public": True, "keep_share": 0.5, "batch_size": 1}
+    with pytest.raises(WorkerError, match="not the same model"):
+        CrossEncoderScore(cross_encoder_folder, workers=2, **settings).score(released)
+    with pytest.raises(ConfigurationError, match="device=nowhere"):
+        CrossEncoderScore(cross_encoder_folder, device="nowhere", **settings).score(released)

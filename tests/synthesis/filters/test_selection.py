@@ -6,11 +6,11 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cards import forge
 from tiny_generator import PASSAGES, lines, write_parent_card
+from tiny_tasks import no_parts
 
 from lit_dpret.cards.card import card_sha256, read_card, write_card
 from lit_dpret.datamodules import SyntheticDataModule
@@ -26,17 +26,6 @@ from lit_dpret.synthesis.filters import (
     write_selection,
 )
 from lit_dpret.tasks import Filter
-from lit_dpret.tasks.parts import Parts
-
-
-def no_part(*_: Any, **__: Any) -> Any:
-    raise AssertionError("filtering builds nothing of the configuration")
-
-
-def parts(folder: Path) -> Parts:
-    return Parts(
-        run_dir=folder, make_privacy=no_part, make_datamodule=no_part, make_module=no_part, make_trainer=no_part
-    )
 
 
 def test_a_claim_that_cannot_be_inherited_leaves_no_queries_without_a_card(
@@ -52,15 +41,15 @@ def test_a_claim_that_cannot_be_inherited_leaves_no_queries_without_a_card(
 
 
 def test_what_is_kept_keeps_its_id_and_only_its_passages_are_written(
-    released: ReleasedQueries, data: Path, tmp_path: Path
+    released: ReleasedQueries, whole: Path, tmp_path: Path
 ) -> None:
     everything = write_selection(released, tmp_path / "all", applied=[])
     for name in DATA_FILES:
-        assert (everything / name).read_bytes() == (data / name).read_bytes()
+        assert (everything / name).read_bytes() == (whole / name).read_bytes()
     kept = released.only([i % 5 == 3 for i in range(len(released))])
     out = write_selection(kept, tmp_path / "some", applied=[])
-    whole = (data / "queries.jsonl").read_text().splitlines()
-    assert (out / "queries.jsonl").read_text().splitlines() == whole[3::5]
+    every = (whole / "queries.jsonl").read_text().splitlines()
+    assert (out / "queries.jsonl").read_text().splitlines() == every[3::5]
     assert {line["_id"] for line in lines(out / "corpus.jsonl")} == {query.passage_id for query in kept}
     again = load_released(out)
     assert [vars(query) for query in again] == [vars(query) for query in kept]
@@ -70,63 +59,54 @@ def test_what_is_kept_keeps_its_id_and_only_its_passages_are_written(
 
 
 def test_the_card_of_a_selection_claims_what_the_whole_claims_and_lists_the_filters(
-    data: Path, generator_folder: Path, tmp_path: Path
+    whole: Path, source: Path, tmp_path: Path
 ) -> None:
-    best = BestOf(LanguageModelScore(model=generator_folder, keep_share=1.0))
-    told = Filter(data=data, filters={"best": best}).run(parts(tmp_path))
+    best = BestOf(LanguageModelScore(model=source, keep_share=1.0))
+    told = Filter(data=whole, filters={"best": best}).run(no_parts(tmp_path))
     out = tmp_path / "filtered"
-    card, parent = read_card(out), read_card(data)
+    card, parent = read_card(out), read_card(whole)
     for key in ("guarantee", "epsilon", "delta", "unit", "neighbours"):
         assert card["claim"].get(key) == parent["claim"].get(key)
     assert [p["sha256"] for p in card["parents"]] == [
-        card_sha256(data / "privacy_card.json"), *(p["sha256"] for p in parent["parents"])
+        card_sha256(whole / "privacy_card.json"), *(p["sha256"] for p in parent["parents"])
     ]  # fmt: skip
     assert told["kept"] == len(PASSAGES) == len(lines(out / "queries.jsonl"))
     applied = card["generation"]["filters"]
     assert {one["uses_private_data"] for one in applied} == {False}
     assert card["environment"]["hardware"] and card["environment"]["precision"] == "float32"
     assert [(one["filter"], one["kept"], one["by"]["model"]) for one in applied] == [("best_of", len(PASSAGES), "g")]
-    assert str(generator_folder) not in (out / "README.md").read_text() + (out / "privacy_card.json").read_text()
+    assert str(source) not in (out / "README.md").read_text() + (out / "privacy_card.json").read_text()
+    Filter(data=out, filters={"a": LanguageModelScore(keep_share=0.5)}).run(no_parts(tmp_path / "twice"))
+    both = read_card(tmp_path / "twice" / "filtered")["generation"]["filters"]
+    assert [one["filter"] for one in both] == ["best_of", "language_model"], "filters add up"
     report = json.loads((tmp_path / "filter.json").read_text())
-    assert report["queries"] == len(load_released(data)) and report["kept"] == len(PASSAGES)
+    assert report["queries"] == len(load_released(whole)) and report["kept"] == len(PASSAGES)
     examples = (tmp_path / "examples.md").read_text()
     assert examples.count("| kept |") == examples.count("| dropped |") == 5
-    passages = load_released(data).passages
+    passages = load_released(whole).passages
     rows = [row for row in examples.splitlines() if row.startswith(("| kept |", "| dropped |"))]
     shown = [row.removesuffix(" |").split(" | ")[-1].split(": ", 1) for row in rows]
     assert len(shown) == 10 and all(passages[name].startswith(words.removesuffix(" ...")) for name, words in shown)
 
 
-def test_filters_add_up_in_the_card_of_a_selection_of_a_selection(data: Path, tmp_path: Path) -> None:
-    Filter(data=data, filters={"a": LanguageModelScore(keep_share=0.5)}).run(parts(tmp_path / "once"))
-    Filter(data=tmp_path / "once" / "filtered", filters={"b": BestOf(LanguageModelScore(keep_share=1.0))}).run(
-        parts(tmp_path / "twice")
-    )
-    applied = read_card(tmp_path / "twice" / "filtered")["generation"]["filters"]
-    assert [one["filter"] for one in applied] == ["language_model", "best_of"]
-
-
-def test_nothing_is_written_over_and_no_filter_is_no_task(data: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_over_and_a_setting_of_the_task_is_refused_before_anything_is_written(
+    whole: Path, tmp_path: Path
+) -> None:
+    """A folder of queries that is left without its card could be taken for another one."""
     (tmp_path / "filtered").mkdir()
     (tmp_path / "filtered" / "mine.txt").write_text("x")
-    task = Filter(data=data, filters={"a": LanguageModelScore(keep_share=0.5)})
-    with pytest.raises(StorageError, match="holds something already"):
-        task.run(parts(tmp_path))
+    filters = {"a": LanguageModelScore(keep_share=0.5)}
+    with pytest.raises(StorageError, match="filtered"):
+        Filter(data=whole, filters=filters).run(no_parts(tmp_path))
     assert (tmp_path / "filtered" / "mine.txt").read_text() == "x"
-    with pytest.raises(ConfigurationError, match=r"filter=round_trip"):
-        Filter(data=data, filters={})
-    with pytest.raises(DataError, match=r"check task\.data"):
+    for change, named in (
+        ({"filters": {}}, "filter=round_trip"), ({"examples": -3}, r"task\.examples=-3"),
+        ({"tuning_data": "mine"}, r"task\.tuning_data='?mine"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=named):
+            Filter(**{"data": "set", "filters": filters} | change)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"task\.data"):
         load_released(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"examples": -3}, r"task\.examples=-3"), ({"tuning_data": "mine"}, r"task\.tuning_data='?mine")],
-)
-def test_a_setting_of_the_task_is_refused_before_anything_is_written(settings: dict[str, Any], message: str) -> None:
-    """A folder of queries that is left without its card could be taken for another one."""
-    with pytest.raises(ConfigurationError, match=message):
-        Filter(data="set", filters={"language_model": LanguageModelScore(keep_share=1.0)}, **settings)
 
 
 def test_a_model_that_was_declared_public_is_named_on_the_card_as_declared(
@@ -143,11 +123,11 @@ def test_a_model_that_was_declared_public_is_named_on_the_card_as_declared(
     assert told == [(1, {"no, as declared"}), (0, {False})]
 
 
-def test_a_selection_of_declared_queries_tells_of_a_declaration_and_claims_nothing(data: Path, tmp_path: Path) -> None:
+def test_a_selection_of_declared_queries_tells_of_a_declaration_and_claims_nothing(whole: Path, tmp_path: Path) -> None:
     bare = tmp_path / "declared"
-    shutil.copytree(data, bare, ignore=shutil.ignore_patterns("privacy_card*"))
+    shutil.copytree(whole, bare, ignore=shutil.ignore_patterns("privacy_card*"))
     out = write_selection(load_released(bare, declared_public=True), tmp_path / "out", applied=[])
-    told, claimed = (out / "README.md").read_text(), (data / "README.md").read_text()
+    told, claimed = (out / "README.md").read_text(), (whole / "README.md").read_text()
     assert "was declared" in told and "nobody checked" in told
     for words in ("synthetic", "written by a program", "No private query", "no sample of what people asked"):
         assert words not in told.split("## Files")[0], words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import pytest
 
@@ -11,33 +10,22 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.synthesis.textsim import pretraining_overlap
 from lit_dpret.synthesis.textsim.overlap import Share
 from lit_dpret.synthesis.textsim.pretraining_overlap import bounds, find_in_corpus
-from lit_dpret.synthesis.textsim.words import words
 
 PASSAGE = "a claim is paid within ninety days of the day on which the last paper was sent in by you or by your agent"
 
 
-def which(texts: list[str], documents: list[str], **settings: int) -> list[bool]:
-    return list(find_in_corpus({"texts": texts}, documents, **settings)[0]["texts"].which)
-
-
-def by_eye(text: str, documents: list[str]) -> bool:
-    """The definition, slowly."""
-    wanted = " ".join(words(text))
-    return bool(wanted) and any(f" {wanted} " in f" {' '.join(words(each))} " for each in documents)
-
-
-def test_thirteen_words_in_a_row_are_an_overlap_and_twelve_are_not() -> None:
+def test_thirteen_words_in_a_row_are_an_overlap_and_one_pass_serves_several_lists() -> None:
     tokens = PASSAGE.split()
     for length, expected in ((12, 0), (13, 1)):
         document = "before " + " ".join(tokens[4 : 4 + length]) + " behind"
         found = find_in_corpus({"passages": [PASSAGE]}, [document])[0]["passages"]
         assert (found.ngram.positives, found.exact.positives) == (expected, 0)
-
-
-def test_a_text_too_short_for_the_run_is_not_in_its_total() -> None:
-    found = find_in_corpus({"queries": ["is it covered", PASSAGE, "?"]}, ["is it covered"])[0]["queries"]
-    assert (found.exact.positives, found.exact.total) == (1, 2)  # the mark has no words
-    assert (found.ngram.positives, found.ngram.total) == (0, 1)
+    lists = {"queries": ["is it covered", PASSAGE, "?"], "passages": [PASSAGE]}
+    both, corpus = find_in_corpus(lists, iter(["is it covered? he asked", "so " + PASSAGE]))
+    assert (both["queries"].exact.positives, both["queries"].exact.total) == (2, 2)  # the mark has no words
+    assert (both["queries"].ngram.positives, both["queries"].ngram.total) == (1, 1)  # nor the first so many
+    assert both["passages"].exact.positives == 1
+    assert (corpus.documents, corpus.words) == (2, 5 + 1 + len(tokens))
 
 
 def test_it_finds_what_a_slow_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,30 +33,16 @@ def test_it_finds_what_a_slow_search_finds(monkeypatch: pytest.MonkeyPatch) -> N
     rng = random.Random(0)
     documents = [" ".join(rng.choices("abcde", k=rng.randrange(60))) for _ in range(40)]
     texts = [" ".join(rng.choices("abcdef", k=rng.randrange(1, 9))) for _ in range(400)]
-    expected = [by_eye(text, documents) for text in texts]
+    expected = tuple(any(f" {text} " in f" {each} " for each in documents) for text in texts)
     assert 20 < sum(expected) < 380
-    assert which(texts, documents) == which(texts, documents[::-1]) == expected
-    for n in (1, 3):
-        assert which(texts, documents, n=n) == expected
-        found = find_in_corpus({"texts": texts}, documents, n=n)[0]["texts"].ngram
+    assert find_in_corpus({"texts": texts}, documents[::-1])[0]["texts"].which == expected
+    for n in (1, 3, 13):
+        found = find_in_corpus({"texts": texts}, documents, n=n)[0]["texts"]
+        assert found.which == expected
         runs = {tuple(run) for each in documents for run in zip(*(each.split()[i:] for i in range(n)), strict=False)}
         split = [text.split() for text in texts if len(text.split()) >= n]
         held = sum(any(tuple(each[i : i + n]) in runs for i in range(len(each) - n + 1)) for each in split)
-        assert (found.positives, found.total) == (held, len(split))
-
-
-def test_one_pass_serves_several_lists_and_counts_the_corpus() -> None:
-    lists = {"queries": ["is it covered", "who pays"], "passages": [PASSAGE]}
-    found, corpus = find_in_corpus(lists, iter(["who pays? he asked", "so " + PASSAGE]))
-    assert [found[name].exact.positives for name in lists] == [1, 1]
-    assert (corpus.documents, corpus.words) == (2, 4 + 1 + len(PASSAGE.split()))
-
-
-def test_a_share_of_a_sample_bounds_that_of_the_corpus() -> None:
-    found = Share(20, 1000)
-    assert bounds(found, 1.0) == (found.low, found.high)
-    tighter = [bounds(found, sampled)[1] for sampled in (0.001, 0.1, 0.5, 1.0)]
-    assert tighter[0] == 1.0 and all(a > b for a, b in pairwise(tighter))
+        assert (found.ngram.positives, found.ngram.total) == (held, len(split))
 
 
 def test_the_bounds_hold_the_truth_for_random_samples() -> None:
@@ -81,6 +55,11 @@ def test_the_bounds_hold_the_truth_for_random_samples() -> None:
         low, high = bounds(find_in_corpus({"texts": texts}, sample)[0]["texts"].exact, 0.3)
         held += low <= 0.5 <= high
     assert held >= 18
+    found = Share(20, 1000)
+    assert bounds(found, 1.0) == (found.low, found.high)
+    tighter = [bounds(found, sampled)[1] for sampled in (0.001, 0.1, 0.5, 1.0)]
+    assert tighter[0] == 1.0
+    assert tighter == sorted(set(tighter), reverse=True)
 
 
 def test_what_cannot_be_looked_for_is_refused() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 from scipy.stats import beta
 
 from lit_dpret.assets.overlap import without_punctuation
 from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.synthesis.textsim.bleu import corpus_bleu, references_by_passage
 from lit_dpret.synthesis.textsim.diversity import (
     distinct_n,
     length_histogram,
@@ -33,30 +37,23 @@ def test_the_words_joined_are_the_normalised_text() -> None:
 
 @pytest.mark.parametrize(("k", "n"), [(0, 10), (1, 10), (10, 10), (3, 1000)])
 def test_the_interval_is_clopper_and_pearsons(k: int, n: int) -> None:
-    share = Share(k, n)
+    share, nothing = Share(k, n), Share(0, 0)
     assert share.low == pytest.approx(0.0 if k == 0 else beta.ppf(0.025, k, n - k + 1))
     assert share.high == pytest.approx(1.0 if k == n else beta.ppf(0.975, k + 1, n - k))
-
-
-def test_a_share_of_nothing_has_the_widest_bounds_and_impossible_counts_and_levels_are_refused() -> None:
-    nothing = Share(0, 0)
     assert (nothing.value, nothing.low, nothing.high) == (None, 0.0, 1.0)
-    for wrong in ((2, 1), (-1, 1)):
-        with pytest.raises(DataError, match="impossible"):
-            Share(*wrong)
-    with pytest.raises(ConfigurationError, match="level=1"):
-        Share(0, 1, level=1.0)
 
 
 # -- diversity -----------------------------------------------------------------------------------
 
 
-def test_distinct_n_is_different_ngrams_over_all() -> None:
+def test_distinct_n_is_different_ngrams_over_all_and_total_variation_what_would_have_to_move() -> None:
     texts = ["is it covered", "is it paid", "is it covered"]
     assert distinct_n(texts, 1) == 4 / 9  # is, it, covered, paid
     assert distinct_n(texts, 2) == 3 / 6  # is it, it covered, it paid
     assert distinct_n(texts, 3) == 2 / 3
     assert distinct_n(texts, 4) == 0.0
+    assert total_variation({"a": 0.5, "b": 0.5}, {"a": 0.25, "c": 0.75}) == 0.75
+    assert total_variation({"a": 1.0}, {"a": 1.0}) == 0.0
 
 
 def test_lengths_are_counted_in_words() -> None:
@@ -66,27 +63,13 @@ def test_lengths_are_counted_in_words() -> None:
     assert lengths(texts)["median"] == 2.5 and lengths(texts)["mean"] == pytest.approx(45 / 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("What is a rider?", "what"), ("what's a rider", "what"), ("  HOW much", "how"), ("Are they paid", "is"),
-        ("does it", "do"), ("Can't I cancel?", "can"), ("whom to call", "who"), ("car insurance what", "other"),
-        ("whatever", "other"), ("?", "other"),
-    ],
-)  # fmt: skip
-def test_a_question_is_typed_by_its_first_word(text: str, kind: str) -> None:
-    assert question_type(text) == kind
-
-
-def test_total_variation_is_the_share_that_would_have_to_move() -> None:
-    assert total_variation({"a": 0.5, "b": 0.5}, {"a": 0.25, "c": 0.75}) == 0.75
-    assert total_variation({"a": 1.0}, {"a": 1.0}) == 0.0
-
-
-@pytest.mark.parametrize("measure", [lengths, length_histogram, question_types, lambda texts: distinct_n(texts, 1)])
-def test_nothing_has_no_diversity(measure) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(DataError, match="no texts"):
-        measure([])
+def test_a_question_is_typed_by_its_first_word() -> None:
+    kinds = {
+        "What is a rider?": "what", "what's a rider": "what", "  HOW much": "how", "Are they paid": "is",
+        "does it": "do", "Can't I cancel?": "can", "whom to call": "who", "car insurance what": "other",
+        "whatever": "other", "?": "other",
+    }  # fmt: skip
+    assert {text: question_type(text) for text in kinds} == kinds
 
 
 # -- overlap -------------------------------------------------------------------------------------
@@ -94,15 +77,12 @@ def test_nothing_has_no_diversity(measure) -> None:  # type: ignore[no-untyped-d
 ORIGINAL = ["Does flood insurance pay for a wet basement or only for the walls?", "Is it covered?"]
 
 
-def test_a_copy_in_other_case_and_punctuation_is_an_exact_one() -> None:
+def test_a_copy_in_other_case_and_punctuation_is_an_exact_one_and_so_are_eight_words_in_a_row() -> None:
     found = overlap(["is it covered", "IS IT, COVERED", "is it not covered"], ORIGINAL)
     assert (found.exact.positives, found.exact.total) == (2, 3)
     assert overlap(["?", "..."], ["!", "a"]).exact.positives == 0, "without words nothing is a copy"
     found = overlap([ORIGINAL[0]], ORIGINAL * 5)  # which counts once, however often it is found
     assert (found.exact.positives, found.ngram.positives, found.references) == (1, 1, 10)
-
-
-def test_eight_words_in_a_row_are_a_copy_and_seven_are_not() -> None:
     seven = "so does flood insurance pay for a wet dog"
     eight = "so does flood insurance pay for a wet basement"
     found = overlap([seven, eight, "is it covered"], ORIGINAL)
@@ -110,10 +90,53 @@ def test_eight_words_in_a_row_are_a_copy_and_seven_are_not() -> None:
     assert overlap([seven, eight], ORIGINAL, n=7).ngram.positives == 2
 
 
-def test_an_empty_list_and_no_words_in_a_row_are_refused() -> None:
-    with pytest.raises(DataError, match="no synthetic queries"):
-        overlap([], ["a"])
-    with pytest.raises(DataError, match="no original queries"):
-        overlap(["a"], [])
-    with pytest.raises(ConfigurationError, match="n=0"):
-        overlap(["a"], ["a"], n=0)
+# -- BLEU ------------------------------------------------------------------------------------------
+
+SYNTHETIC = ["does flood insurance pay for a wet basement", "what is whole life insurance worth", "is it covered"]
+KNOWN = [
+    ["does flood insurance pay for my wet basement", "will flood insurance cover a basement"],
+    ["what is the worth of whole life insurance"],
+    ["is a hail dent covered", "is it covered at all", "who covers it"],
+]
+
+
+def test_bleu_is_what_sacrebleu_computes_and_the_definition_by_hand() -> None:
+    sacrebleu = pytest.importorskip("sacrebleu", reason='BLEU is by sacrebleu: pip install "lit-dpret[quality]"')
+    two = [known[:2] if len(known) > 1 else known * 2 for known in KNOWN]
+    expected = sacrebleu.corpus_bleu(SYNTHETIC, [[known[0] for known in two], [known[1] for known in two]])
+    assert corpus_bleu(SYNTHETIC, two).score == pytest.approx(expected.score)
+    found = corpus_bleu(["a b c d e"], [["a b c d f"]])
+    assert found.precisions == pytest.approx((80.0, 75.0, 200 / 3, 50.0))
+    assert found.score == pytest.approx(100 * math.exp(sum(map(math.log, (4 / 5, 3 / 4, 2 / 3, 1 / 2))) / 4))
+    short = corpus_bleu(["a b c d"], [["a b c d e f g h"]])
+    assert short.brevity_penalty == pytest.approx(math.exp(1 - 8 / 4))
+    found = corpus_bleu([*SYNTHETIC, "anything"], [*KNOWN, []])  # whose passage nobody asked for
+    assert found.score == corpus_bleu(SYNTHETIC, KNOWN).score
+    assert (found.scored, found.without_reference) == (3, 1)
+    originals = {"p1": ["a", "b"], "p2": ["c"], "p9": ["never asked about"]}
+    assert references_by_passage(["p2", "p1", "p3"], originals) == [["c"], ["a", "b"], []]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "error", "named"),
+    [
+        (lambda: Share(2, 1), DataError, "2 positives of 1"),
+        (lambda: Share(-1, 1), DataError, "-1 positives of 1"),
+        (lambda: Share(0, 1, level=1.0), ConfigurationError, "level=1"),
+        (lambda: lengths([]), DataError, "no texts"),
+        (lambda: length_histogram([]), DataError, "no texts"),
+        (lambda: question_types([]), DataError, "no texts"),
+        (lambda: distinct_n([], 1), DataError, "no texts"),
+        (lambda: overlap([], ["a"]), DataError, "no synthetic queries"),
+        (lambda: overlap(["a"], []), DataError, "no original queries"),
+        (lambda: overlap(["a"], ["a"], n=0), ConfigurationError, "n=0"),
+        (lambda: corpus_bleu(["a"], [["a"], ["b"]]), DataError, "1 texts came with 2 lists"),
+        (lambda: corpus_bleu([], []), DataError, "nothing to score"),
+        (lambda: corpus_bleu(["a"], [[]]), DataError, "nothing to score"),
+    ],
+)
+def test_what_cannot_be_counted_or_scored_is_refused(
+    attempt: Callable[[], object], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        attempt()
