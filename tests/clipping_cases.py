@@ -170,12 +170,12 @@ def check_low_precision(
 
 
 def check_dropped(
-    case: Case, broken: int, *, engine: str = "ghost", unit_ids: Tensor | None = None, clip_groups: str = "flat"
+    case: Case, broken: int, *, engine: str = "ghost", unit_ids: Tensor | None = None, **settings: object
 ) -> None:
     """The unit ``broken`` adds nothing and is counted, and the others add what they add without it."""
     rest = [g for i, g in enumerate(case.unit_gradients(unit_ids)) if i != broken]
     bound = sorted(float(norm_of(g)) for g in rest)[len(rest) // 2]
-    clipping = make_engine(engine, case.module, max_grad_norm=bound, clip_groups=clip_groups)
+    clipping = make_engine(engine, case.module, max_grad_norm=bound, **settings)
     for _ in range(2):
         stats = case.run(clipping, unit_ids)
         assert stats.non_finite == 1 and not stats.norms[broken].isfinite()
