@@ -19,7 +19,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import arithmetic, certificate, make_engine
 from lit_dpret.privacy.clipping.arithmetic import FORMATS, Format
 from lit_dpret.privacy.clipping.certificate import Bounds, Certified
-from lit_dpret.privacy.clipping.contributions import Dense, Lookup, Outer, add_weighted
+from lit_dpret.privacy.clipping.contributions import Dense, Lookup, Outer
 from lit_dpret.privacy.clipping.low_precision import add_scaled
 from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
 
@@ -155,36 +155,6 @@ def test_no_certified_norm_is_below_the_exact_one(name: Any, shape: str, device:
     assert found_by_search, "the search finds norms that are below the exact ones without a bound"
 
 
-@pytest.mark.parametrize(("device", "name"), [pair for pair in ON if pair[0] != "worst"])
-@pytest.mark.parametrize("gram", [True, False])
-def test_no_climb_over_single_coordinates_finds_a_norm_below_the_exact_one(
-    name: Any, gram: bool, device: str, monkeypatch: Patch
-) -> None:
-    """Move one value at a time, by its sign, by a last place, by half-way values or by orders of magnitude."""
-    monkeypatch.setattr(arithmetic, "product", DEVICES[device][0])
-    monkeypatch.setattr(certificate, "_prefers_gram", lambda *shape: gram)
-    without_sums(monkeypatch)
-    form, draw = FORMATS[name], torch.Generator().manual_seed(7)
-    tried, last = 64, {"float32": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-7}[name]
-    a, gs = factors(2, form, positions=4, into=40, out=24, parameters=1, level=0.05, scale=1.0)
-    best = torch.cat([a[:1], gs[0][:1]], 2)
-    reached = [0.0, 0.0]
-    for _ in range(25):
-        many = best.float().repeat(tried, 1, 1)
-        here = (torch.arange(1, tried), *(torch.randint(n, (tried - 1,), generator=draw) for n in many.shape[1:]))
-        kinds = torch.tensor([-1.0, 1 + last, 1 - last, 1 + last / 2, 1e3, 1e-3, 0.0])
-        many[here] *= kinds[torch.randint(len(kinds), (tried - 1,), generator=draw)]
-        many = form.rounded(many)
-        a, g = many[..., :40], many[..., 40:]
-        found, exact = certify(a, [g], form), exact_squares(a, [g])
-        share = (exact.sqrt() / found.norms()).nan_to_num(0.0)
-        best = many[share.argmax()][None]
-        under = float((exact / found.estimate.clamp(min=1e-300)).amax())
-        reached = [max(reached[0], float(share.amax())), max(reached[1], under)]
-    assert reached[0] <= 1.0
-    assert reached[1] > 1.0 or not gram  # a written gradient is rounded up for its sum of squares
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_gram_matrices_of_which_half_is_computed_have_the_same_bound(name: Any, monkeypatch: Patch) -> None:
     monkeypatch.setattr(certificate, "_prefers_gram", lambda *shape: True)
@@ -200,21 +170,24 @@ def test_gram_matrices_of_which_half_is_computed_have_the_same_bound(name: Any, 
     assert bool((found[0].error > 0.05 * found[0].estimate).all())
 
 
-@pytest.mark.parametrize(("into", "out"), [(1, 64), (64, 1), (48, 64)])
-@pytest.mark.parametrize("positions", [1, 2])
+@pytest.mark.parametrize(
+    ("gram", "into", "out", "positions"),
+    [*((True, *shape, positions) for shape in ((1, 64), (64, 1), (48, 64)) for positions in (1, 2)),
+     (False, 5, 4, 1), (False, 5, 4, 30)],
+)  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
-def test_no_term_of_the_bound_from_pairs_can_be_left_out(
-    name: Any, into: int, out: int, positions: int, monkeypatch: Patch
+def test_no_term_of_a_bound_can_be_left_out(
+    name: Any, gram: bool, into: int, out: int, positions: int, monkeypatch: Patch
 ) -> None:
-    """With one position the bound is reached where products are as small as is permitted."""
+    """Where products are as small as is permitted, the bound from pairs of one position, or of a sum, is reached."""
     monkeypatch.setattr(arithmetic, "product", worst(-1.0))
-    monkeypatch.setattr(certificate, "_prefers_gram", lambda *shape: True)
+    monkeypatch.setattr(certificate, "_prefers_gram", lambda *shape: gram)
     without_sums(monkeypatch)
     form = replace(FORMATS[name], roundoff=2.0**-8)
     a, g = torch.full((1, positions, into), 0.5), torch.full((1, positions, out), 0.25)
-    over = float(certify(a, [g], form).norms().square() / exact_squares(a, [g]))
-    # One part more than terms is counted, for the addition of parts.
-    parts = (form.gamma(into + 1) - form.gamma(into)) + (form.gamma(out + 1) - form.gamma(out))
+    over = float(certify(a, [g], form).norms() / exact_squares(a, [g]).sqrt()) ** (2 if gram else 1)
+    # One part more than terms is counted, for the addition of parts; a square is a product of two sums.
+    parts = sum(form.gamma(terms + 1) - form.gamma(terms) for terms in ((into, out) if gram else (positions,)))
     assert 1.0 <= over < 1.0 + 1.5 * parts + 1e-4
 
 
@@ -230,20 +203,6 @@ def test_what_cancels_between_positions_is_bounded_where_products_err_either_way
         assert bool((certify(a, gs, form).norms().square() >= exact_squares(a, gs)).all())
 
 
-@pytest.mark.parametrize("positions", [1, 30])
-@pytest.mark.parametrize("name", NAMES)
-def test_no_term_of_the_bound_of_a_written_gradient_can_be_left_out(
-    name: Any, positions: int, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(arithmetic, "product", worst(-1.0))
-    monkeypatch.setattr(certificate, "_prefers_gram", lambda *shape: False)
-    without_sums(monkeypatch)
-    form = replace(FORMATS[name], roundoff=2.0**-8)
-    a, g = torch.full((1, positions, 5), 0.5), torch.full((1, positions, 4), 0.25)
-    over = float(certify(a, [g], form).norms() / exact_squares(a, [g]).sqrt())
-    assert 1.0 <= over < 1.0 + 1.5 * (form.gamma(positions + 1) - form.gamma(positions)) + 1e-4
-
-
 # -- sums ------------------------------------------------------------------------------------------------------
 
 
@@ -251,10 +210,7 @@ def missed(a: Tensor, g: Tensor, factor: float, form: Format) -> tuple[float, fl
     """How far the sum of one unit is from its factor times its gradient, and the bound on that."""
     found = certify(a, [g], form)
     shape, coefficients = torch.Size((g.shape[2], a.shape[2])), torch.tensor([factor])
-    if form.name == "float32":
-        total = add_weighted([Outer(a, g)], coefficients, None, shape, torch.float32, rows=None)
-    else:
-        total = add_scaled([Outer(a, g)], coefficients, None, shape, None, form)
+    total = add_scaled([Outer(a, g)], coefficients, None, shape, None, form)
     exact = (g[0].double().T @ a[0].double()) * float(coefficients)
     return float((total.double() - exact).norm()), float(factor * found.moved.sqrt() + found.tiny())
 
@@ -278,18 +234,6 @@ def test_the_additions_of_a_sum_are_in_its_bound(name: Any, sign: float, monkeyp
     a, g = torch.full((1, 16, 32), 0.5), torch.full((1, 16, 40), 0.25)
     moved, bound = missed(a, g, 1.0, replace(FORMATS[name], roundoff=2.0**-9))
     assert 0.4 < moved / bound <= 1.0
-
-
-@pytest.mark.parametrize(("device", "name"), [pair for pair in ON if pair[0] in ("here", "tensor core")])
-def test_no_sum_that_a_search_finds_is_further_off_than_its_bound(name: Any, device: str, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(arithmetic, "product", DEVICES[device][0])
-    form, worst_share = FORMATS[name], 0.0
-    for seed in range(60):
-        a, gs = factors(seed, form, level=0.01, scale=10.0 ** (seed % 5 * 3 - 6), **SHAPES["written"])
-        factor = float(torch.tensor(10.0 ** -(seed % 7)))
-        moved, bound = missed(a[:1], gs[0][:1], factor, form)
-        worst_share = max(worst_share, moved / bound)
-    assert 1e-4 < worst_share <= 1.0
 
 
 # -- embeddings, and weights tied to them ----------------------------------------------------------------------
@@ -392,18 +336,6 @@ def test_products_too_small_for_float32_are_bounded(exponent: int, gram: bool, m
     for a, g in ((small, large), (large, small), (small, small)):
         upper, exact = squares_of(a.bfloat16(), g.bfloat16(), "bf16", gram=gram, monkeypatch=monkeypatch)
         assert upper >= exact > 0 or (exact == 0 and upper >= 0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_of_zeros_change_nothing(name: Any) -> None:
-    form = FORMATS[name]
-    a, gs = factors(0, form, level=0.1, scale=1.0, **SHAPES["pairs"])
-    padded = [torch.cat([x, torch.zeros_like(x[:, :4])], 1) for x in (a, *gs)]
-    alone, beside = (certify(x, list(outs), form) for x, outs in ((a, gs), (padded[0], padded[1:])))
-    assert torch.allclose(alone.estimate, beside.estimate, rtol=1e-6)
-    assert torch.allclose(alone.error, beside.error, rtol=1e-4)
-    nothing = certify(torch.zeros_like(a), [torch.zeros_like(g) for g in gs], form)
-    assert float(nothing.norms().square().amax()) < 1e-25 and float(nothing.tiny().amax()) < 1e-25
 
 
 # -- rounding --------------------------------------------------------------------------------------------------
