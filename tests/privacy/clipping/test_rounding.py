@@ -15,6 +15,7 @@ from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping import base, certificate, contributions, ghost, make_engine
 
 Patch = pytest.MonkeyPatch
+LOW = ["ghost_tf32", "ghost_bf16"]
 
 
 class Positions(nn.Module):
@@ -77,15 +78,16 @@ SIZES = {"gram": {"positions": 48, "inner": 96, "out": 80}, "long": {"positions"
 
 @pytest.mark.like(2)
 @pytest.mark.parametrize("sizes", sorted(SIZES))
-@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus"])
+@pytest.mark.parametrize("engine", ["ghost", "vmap", "loop", "opacus", "ghost_tf32", "ghost_bf16"])
 def test_no_contribution_that_a_search_finds_is_above_the_bound(engine: str, sizes: str, monkeypatch: Patch) -> None:
-    if sizes == "gram":
+    low = engine in LOW
+    if sizes == "gram" or low:
         monkeypatch.setattr(contributions, "ROOM", 0)
     if engine == "opacus":  # it compares relative to what is left, and refuses what cancels
         monkeypatch.setattr("lit_dpret.privacy.clipping.opacus.OpacusClipping._compare", lambda *a: None)
     reached = largest_share(engine, seeds=4, **SIZES[sizes])
-    assert 0.99 < reached <= 1.0
-    if sizes == "gram" and engine in ("ghost", "vmap"):
+    assert (0.97 if low else 0.99) < reached <= 1.0
+    if low or (sizes == "gram" and engine in ("ghost", "vmap")):
         return  # here a bound on squares makes up for it; `one_sided` finds what products add
     without_bounds(monkeypatch)
     assert largest_share(engine, seeds=4, **SIZES[sizes]) > 1.0, "the search finds what rounding adds"
