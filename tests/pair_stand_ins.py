@@ -103,12 +103,15 @@ def plan_of(
 
 
 class Request:
-    """Every unit, in one batch."""
+    """Every unit in one batch, or by another law of sampling."""
 
-    sampling, sample_rate, cap, rows_per_unit = "full_batch", None, None, "one"
+    cap, rows_per_unit = None, "one"
 
-    def __init__(self, physical: int, expected: int) -> None:
+    def __init__(
+        self, physical: int, expected: int, sampling: str = "full_batch", sample_rate: float | None = None
+    ) -> None:
         self.physical_batch_size, self.expected_batch_size = physical, expected
+        self.sampling, self.sample_rate = sampling, sample_rate
 
 
 def clipped_sum(module: Any, plan: PrivacyPlan, rows: dict[str, Any] | None) -> Tensor:

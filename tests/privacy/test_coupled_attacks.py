@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pair_stand_ins import Pairs, batch_clip, batch_of, duplicated, logit_dp, plan_of, records, without
+from pair_cases import hinge
+from pair_stand_ins import Pairs, Request, batch_clip, batch_of, duplicated, logit_dp, plan_of, records, without
 from scipy import stats
 from stand_ins import Numbers, fit
 from torch import Tensor, nn
@@ -232,22 +233,13 @@ def test_pairs_stay_within_the_bound_under_autocast_in_bf16_as_in_fp32(norms: st
     assert alone(Wide(1.0, privacy=logit_dp()), rows, norms, 1e-2, dtype=torch.bfloat16) <= 1 + 1e-4
 
 
-def hinge(table: Tensor) -> Tensor:
-    gaps = 0.2 + table - table.diagonal().unsqueeze(1)
-    return (gaps.relu() * (1 - torch.eye(len(table), dtype=table.dtype))).sum(1) / 31
-
-
 def declared() -> DeclaredPairLoss:
     """As it is made anew in every process: its functions have other addresses."""
-
-    def copied(table: Tensor) -> Tensor:
-        return hinge(table)
-
     return DeclaredPairLoss(
-        row_loss=copied,
-        g1=lambda n, low, high: 2 * (n - 1) / 31,
-        g2=lambda n, low, high: (n - 1) / 31,
-        l=lambda n, low, high: 1 / 31,
+        row_loss=lambda table: hinge(table),
+        g1=lambda n, low, high: 2 * (n - 1) / 3,
+        g2=lambda n, low, high: (n - 1) / 3,
+        l=lambda n, low, high: 1 / 3,
     )
 
 
@@ -284,11 +276,9 @@ def test_a_loss_that_was_exchanged_after_the_plan_is_refused() -> None:
 # -- sub-batches that are cut ----------------------------------------------------------------
 
 
-class Coins:
-    """Ten of two hundred units by coins."""
-
-    sampling, sample_rate, cap, rows_per_unit = "poisson", None, None, "one"
-    physical_batch_size, expected_batch_size = 10, 10
+def planned(sampling: str, mode: Any, steps: int = 3) -> Any:
+    """A plan for ten of two hundred units at a time."""
+    return mode.plan(Request(10, 10, sampling), units=200, steps=steps, module=Pairs(privacy=mode))
 
 
 def delta_of_a_step(eps: float, *, units: int, rate: float, n_max: int, noise: float) -> float:
@@ -320,16 +310,15 @@ def test_a_cut_sub_batch_costs_many_times_what_plain_sampling_does_and_is_refuse
     assert cut > 10 * delta
     least = least_n_max(release.law, sub_batches=1, steps=1, units=200, delta=delta)
     assert delta_of_a_step(claimed, units=200, rate=rate, n_max=least, noise=1.0) <= delta * (1 + 2e-6)
-    module = Pairs(privacy=logit_dp(n_max=10, delta=delta, noise_multiplier=5.0))
     with pytest.raises(ConfigurationError, match=rf"privacy\.n_max=10.*to {least} or more"):
-        module.privacy.plan(Coins(), units=200, steps=1, module=module)  # type: ignore[arg-type]
+        planned("poisson", logit_dp(n_max=10, delta=delta, noise_multiplier=5.0), steps=1)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("neighbours", ["zero_out", "replace_one"])
 def test_the_bound_that_is_chosen_is_cut_less_often_than_delta_allows(parts: int, neighbours: Any) -> None:
     mode = logit_dp(sub_batches=parts, neighbours=neighbours, delta=1e-4, noise_multiplier=50.0)
-    plan = mode.plan(Coins(), units=200, steps=100, module=Pairs(privacy=mode))  # type: ignore[arg-type]
+    plan = planned("poisson", mode, steps=100)
     assert plan.coupling is not None
     reached = stats.binom.sf(plan.coupling.n_max - 1, 199, 0.05 / parts)
     assert 100 * 0.05 * reached <= 1e-6 * 1e-4
@@ -338,47 +327,31 @@ def test_the_bound_that_is_chosen_is_cut_less_often_than_delta_allows(parts: int
 # -- the same noise under other laws and relations -------------------------------------------
 
 
-class Passes(Coins):
-    sampling = "shuffle"
-
-
-def planned(request: Any, mode: Any, **settings: Any) -> Any:
-    return mode.plan(request(), units=200, steps=3, module=Pairs(privacy=mode, **settings))
-
-
 NOISY: dict[str, Any] = {"delta": 1e-4, "noise_multiplier": 50.0}
 
 
 @pytest.mark.parametrize(
-    ("request_of", "make", "known", "unknown"),
+    ("sampling", "make", "known", "unknown"),
     [
         # Shuffled, replacing one is worth 2C and half of it the sensitivity; taking one out is worth 2C as well.
-        (Passes, lambda: batch_clip(neighbours="replace_one", **NOISY), "shuffle replace_one", None),
+        ("shuffle", lambda: batch_clip(neighbours="replace_one", **NOISY), "shuffle replace_one", None),
         # Taking a record out may let another one in, which moves a sum of pairs further.
-        (Coins, lambda: logit_dp(**NOISY), "poisson zero_out, poisson replace_one", "poisson add_or_remove"),
+        ("poisson", lambda: logit_dp(**NOISY), "poisson zero_out, poisson replace_one", "poisson add_or_remove"),
         # Batches by coins are larger now and then, and the sensitivity is that of the largest.
-        (Passes, lambda: duplicated(**NOISY), "shuffle zero_out, shuffle replace_one",
+        ("shuffle", lambda: duplicated(**NOISY), "shuffle zero_out, shuffle replace_one",
          "poisson zero_out, truncated_poisson zero_out"),
     ],
     ids=["half a replacement", "an emptied record", "shuffled sub-batches"],
 )  # fmt: skip
 def test_noise_for_one_change_is_not_read_as_noise_for_a_larger_one(
-    request_of: Any, make: Any, known: str, unknown: str | None
+    sampling: str, make: Any, known: str, unknown: str | None
 ) -> None:
     rows = {
-        f"{row['sampling']} {row['neighbours']}": row["epsilon"] for row in epsilon_matrix(planned(request_of, make()))
+        f"{row['sampling']} {row['neighbours']}": row["epsilon"] for row in epsilon_matrix(planned(sampling, make()))
     }
     told = {key for key, value in rows.items() if value is not None}
     assert set(known.split(", ")) <= told and not told & set((unknown or "").split(", "))
     assert unknown is not None or told == {known}
-
-
-def test_task_plan_names_no_number_where_a_coupled_loss_has_another_sensitivity() -> None:
-    plan = planned(Passes, batch_clip(neighbours="replace_one", **NOISY))
-    facts = describe_plan(plan)
-    told = {(row["sampling"], row["neighbours"]) for row in facts["epsilon_by"] if row["epsilon"] is not None}
-    assert told == {("shuffle", "replace_one")}
-    assert "moves the sum further than planned" in " ".join(format_plan(facts).split())
 
 
 def test_the_card_reads_no_replacement_where_a_cut_sub_batch_would_forbid_it(tmp_path: Path) -> None:
