@@ -477,11 +477,9 @@ def llama(**changes: Any) -> nn.Module:
 
 CAUSAL: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
-    "gpt2_eager": lambda: gpt2(attn_implementation="eager"),
     "gpt2_untied": lambda: gpt2(tie_word_embeddings=False),
     "llama": llama,
     "llama_tied_with_biases": lambda: llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-    "llama_eager": lambda: llama(attn_implementation="eager"),
     "mistral": lambda: prepared(hf.MistralForCausalLM(hf.MistralConfig(**LLAMA, sliding_window=3))),
     "qwen2": lambda: prepared(hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA))),
     "qwen3": lambda: prepared(hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA))),

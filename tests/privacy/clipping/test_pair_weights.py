@@ -35,7 +35,7 @@ def assert_same_gradient(pairs: Pairs, norms: Tensor, tolerance: float = 1e-10) 
         assert gap < tolerance * whole
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("model", ["mlp", "conv_net"])
 def test_norms_and_gradient_are_right_for_any_number_of_records(model: str, n: int) -> None:
     pairs = build(model).first(n)
