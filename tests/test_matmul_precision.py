@@ -36,23 +36,24 @@ def found() -> list[str]:
 SHORT = [(BACKENDS, "tf32"), (BACKENDS.mkldnn, "bf16"), *((backend, "tf32") for backend in KINDS[:2])]
 
 
-@pytest.mark.parametrize(("backend", "value"), [*SHORT, (BACKENDS.mkldnn.conv, "bf16"), (BACKENDS.mkldnn.rnn, "bf16")])
-def test_a_setting_of_the_newer_kind_counts_as_short(backend: Any, value: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "value", "named"),
+    [
+        *((*each, "fp32_precision") for each in SHORT), (BACKENDS.mkldnn.conv, "bf16", "fp32_precision"),
+        (BACKENDS.mkldnn.rnn, "bf16", "fp32_precision"), (None, "high", "high"), (None, "medium", "medium"),
+        *((backend, "ieee", None) for backend in (BACKENDS, BACKENDS.cudnn, BACKENDS.cuda.matmul)),
+    ],
+)  # fmt: skip
+def test_a_setting_of_either_kind_counts_as_short_unless_it_asks_for_all_digits(
+    backend: Any, value: str, named: str | None
+) -> None:
     assert shortened_products() is None
-    backend.fp32_precision = value
-    assert "fp32_precision" in str(shortened_products())
-
-
-@pytest.mark.parametrize("value", ["high", "medium"])
-def test_a_setting_of_the_older_kind_counts_as_short(value: str) -> None:
-    torch.set_float32_matmul_precision(value)
-    assert value in str(shortened_products())
-
-
-@pytest.mark.parametrize("backend", [BACKENDS, BACKENDS.cudnn, BACKENDS.cuda.matmul])
-def test_a_setting_that_asks_for_all_digits_does_not(backend: Any) -> None:
-    backend.fp32_precision = "ieee"
-    assert shortened_products() is None
+    if backend is None:
+        torch.set_float32_matmul_precision(value)
+    else:
+        backend.fp32_precision = value
+    found = shortened_products()
+    assert found is None if named is None else named in str(found)
 
 
 @pytest.mark.parametrize(("backend", "value"), [*SHORT, (BACKENDS.cudnn, "ieee"), (BACKENDS.cudnn.conv, "ieee")])

@@ -354,6 +354,13 @@ def test_noise_for_one_change_is_not_read_as_noise_for_a_larger_one(
     assert unknown is not None or told == {known}
 
 
+def test_task_plan_names_no_number_where_a_coupled_loss_has_another_sensitivity() -> None:
+    facts = describe_plan(planned("shuffle", batch_clip(neighbours="replace_one", **NOISY)))
+    told = {(row["sampling"], row["neighbours"]) for row in facts["epsilon_by"] if row["epsilon"] is not None}
+    assert told == {("shuffle", "replace_one")}
+    assert "moves the sum further than planned" in " ".join(format_plan(facts).split())
+
+
 def test_the_card_reads_no_replacement_where_a_cut_sub_batch_would_forbid_it(tmp_path: Path) -> None:
     class Private(Numbers):
         def __init__(self) -> None:

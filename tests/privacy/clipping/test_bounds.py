@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from clipping_cases import ENGINES, Case, add, check_dropped, difference, lowered, norm_of, t5
+from clipping_cases import ENGINES, Case, add, check_dropped, difference, lowered, norm_of
 from torch import Tensor, nn
 
 from lit_dpret.privacy.clipping import contributions, make_engine
@@ -70,15 +70,6 @@ def test_adding_or_removing_one_unit_moves_the_sum_by_at_most_the_bound(seed: in
         largest = max(largest, moved(whole, masked))
     if clip == "automatic":
         assert largest > 0.5 * bound or model.scale < 1
-
-
-@pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
-def test_a_single_unit_of_a_large_gradient_moves_the_sum_by_exactly_the_bound(clip_groups: str) -> None:
-    case = t5(rows=3)
-    clipping = make_engine("ghost", case.module, max_grad_norm=1e-6, clip_groups=clip_groups)
-    for unit in range(3):
-        case.run(clipping, mask=torch.arange(3) == unit)
-        assert math.isclose(float(norm_of(clipping.take())), 1e-6 / (1 + 1e-9), rel_tol=1e-10)
 
 
 @pytest.mark.parametrize("clip_groups", ["flat", "per_layer"])
@@ -185,19 +176,6 @@ def test_a_broken_unit_leaves_others_alone_where_a_layer_puts_time_before_the_ba
     case.run(clipping, rows={"x": x[torch.arange(6) != 2]})
     gap = norm_of({name: found[name] - others for name, others in clipping.take().items()})
     assert float(gap) <= 0.1
-
-
-@pytest.mark.parametrize("engine", ["ghost", "loop"])
-def test_a_broken_token_in_t5_breaks_its_own_unit_only(engine: str) -> None:
-    case = t5(rows=5)
-    with torch.no_grad():
-        case.module.shared.weight[7] = float("nan")
-        case.rows["input_ids"].masked_fill_(case.rows["input_ids"] == 7, 8)
-        case.rows["labels"].masked_fill_(case.rows["labels"] == 7, 8)
-        case.rows["input_ids"][1, 0] = 7
-    # the tied output layer would spread row 7 to all logits, so only the input side is tied here
-    case.module.lm_head.weight = nn.Parameter(case.module.shared.weight.detach().nan_to_num(0.1))
-    check_dropped(case, 1, engine=engine)
 
 
 @pytest.mark.parametrize("width", [2, 64])

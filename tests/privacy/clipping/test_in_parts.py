@@ -61,16 +61,11 @@ def test_sums_in_parts_are_those_of_the_engine(case: Any, clip_groups: str) -> N
         found, expected = engine.take(), whole.take()
         found = {name: found.get(name, torch.zeros_like(each)) for name, each in expected.items()}
         assert difference(found, expected) < 1e-14
-    assert store.calls == [*range(len(store.parts))] * 2, "in one order, whatever the batch: other processes take part"
-    assert store.most < sum(parameter.numel() for parameter in engine.parameters.values()) / 2
-
-
-def test_a_forgotten_step_is_forgotten_where_its_sums_are() -> None:
-    made = small()
-    engine, store = in_parts(made, max_grad_norm=1.0)
     made.run(engine)
     engine.forget()
     assert not store.sums
+    assert store.calls == [*range(len(store.parts))] * 3, "in one order, whatever the batch: other processes take part"
+    assert store.most < sum(parameter.numel() for parameter in engine.parameters.values()) / 2
 
 
 def test_a_gradient_that_no_rule_explains_is_refused_in_parts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.clipping.base import accumulator_dtype
 from lit_dpret.privacy.clipping.contributions import Outer, chunk_of
 from lit_dpret.privacy.clipping.ghost import GhostClipping
@@ -55,8 +55,6 @@ class FromJacobians(PairNorms):
 
     def __init__(self, module: nn.Module, *, shared: bool = True, rows_at_once: int | None = None) -> None:
         super().__init__(module)
-        if rows_at_once is not None and rows_at_once < 1:
-            raise ConfigurationError(f"rows_at_once={rows_at_once} is not positive.")
         self.shared = shared
         self.rows_at_once = rows_at_once
         self._engine = GhostClipping(module, max_grad_norm=1.0)  # reads Jacobians only: the bound is not used

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.matmul_precision import exact_float32
 from lit_dpret.privacy.clipping.base import refuse_batch_mixing, trainable
 from lit_dpret.privacy.clipping.ghost import GhostClipping
@@ -172,8 +172,6 @@ class PairGhost(PairNorms):
 
     def __init__(self, module: nn.Module, *, pairs_at_once: int | None = None) -> None:
         super().__init__(module)
-        if pairs_at_once is not None and pairs_at_once < 1:
-            raise ConfigurationError(f"pairs_at_once={pairs_at_once} is not positive.")
         self.pairs_at_once = pairs_at_once
         self._engine = GhostClipping(module, max_grad_norm=1.0)  # reads norms only: the bound is not used
 
