@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.cards.card import RunFacts, build_card, subject_of, write_card
+from lit_dpret.cards.card import Assumption, CardFacts, RunFacts, build_card, inherit_card, subject_of, write_card
 from lit_dpret.cards.file import checksum
 from lit_dpret.cards.start import note_start, read_start
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease, Poisson, SamplingLaw
@@ -83,6 +83,10 @@ class Run:
         subject = facts.pop("subject", {"artifact_type": "weights", "name": "generator", "sha256": {}})
         return build_card(self.ledger.records, subject, RunFacts(**facts))
 
+    def write_card(self, **facts: Any) -> Path:
+        """Write the card beside the ledger; return the path of its JSON."""
+        return write_card(self.card(**facts), self.folder)
+
 
 def forge(card: dict[str, Any], **claim: Any) -> dict[str, Any]:
     """Edit the claim and put the checksum right, as somebody who knows the format would."""
@@ -110,10 +114,16 @@ def started(root: Path) -> Run:
     model.mkdir(parents=True)
     (model / "weights").write_bytes(b"w")
     first = Run(root / "first", make_plan()).train(3)
-    write_card(first.card(subject=subject_of("weights", "first", [model / "weights"], root=model)), first.folder)
+    first.write_card(subject=subject_of("weights", "first", [model / "weights"], root=model))
     second = Run(root / "second", make_plan())
     note_start(second.ledger, read_start(first.folder, public=False))
     return second.train(3)
 
 
 CHILD = {"artifact_type": "dataset", "name": "synthetic queries", "sha256": {}}
+REFUTED = [Assumption("Each gradient was clipped.", "refuted")]
+
+
+def made_from(parent: Path, **facts: Any) -> dict[str, Any]:
+    """The card of synthetic queries made from the artefact that the card in ``parent`` is about."""
+    return inherit_card(parent, CHILD, CardFacts(**facts), description="sampling")

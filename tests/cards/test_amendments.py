@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import CHILD, Run, make_plan
+from cards import Run, made_from, make_plan
 
 from lit_dpret.cards.amendments import AttackResult, add_evidence, note_not_covered, restated, with_notes
-from lit_dpret.cards.card import CardFacts, card_sha256, inherit_card, read_card, subject_of, verify_card, write_card
+from lit_dpret.cards.card import card_sha256, read_card, verify_card, write_card
 from lit_dpret.cards.verification import verify_chain
 from lit_dpret.errors import ConfigurationError, DataError
 
@@ -37,36 +37,26 @@ def evidence(folder: Path) -> Path | None:
 both = pytest.mark.parametrize("amend", [note, evidence])
 
 
-def carded(folder: Path) -> Path:
-    """A folder with a ledger and the card that follows from it."""
-    run = Run(folder, make_plan()).train(3)
-    write_card(run.card(subject=subject_of("weights", "model"), tuning={"data": "none"}), folder)
-    run.ledger.close()
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return carded(tmp_path)
+    """A folder with a ledger and the card that follows from it."""
+    run = Run(tmp_path / "run", make_plan()).train(3)
+    run.write_card(tuning={"data": "none"})
+    run.ledger.close()
+    return run.folder
 
 
-def test_a_note_stands_where_people_read_of_what_is_not_covered_once_however_often_it_is_made(folder: Path) -> None:
+def test_amendments_stand_on_card_and_pages_a_note_once_and_every_earlier_card_can_be_named(folder: Path) -> None:
     names = []
     for amend in (note, evidence, note):
         names.append(card_sha256(folder))
         assert amend(folder) == folder / "privacy_card.json"
     card = read_card(folder)
     assert card["not_covered"].count(GAP) == card["cautions"].count(CAUTION) == 1
-    assert [each["sha256_before"] for each in card["amendments"]] == names, "each card before can be named"
+    assert [each["sha256_before"] for each in card["amendments"]] == names
     for name in ("privacy_card.md", "privacy_card.html"):
         page = (folder / name).read_text(encoding="utf-8")
         assert GAP in page and CAUTION in page
-
-
-def test_a_bound_is_printed_with_what_it_is_no_guarantee_of(folder: Path) -> None:
-    evidence(folder)
-    for name in ("privacy_card.md", "privacy_card.html"):
-        page = (folder / name).read_text(encoding="utf-8")
         assert "evidence of leakage at least 0.41" in page and "absence of evidence is no guarantee" in page
         assert "No attack has been run" not in page and "trained on the planted canaries" in page
 
@@ -76,6 +66,8 @@ def test_the_claim_and_all_the_rest_of_the_card_stay_as_they_were(amend: Amend, 
     before = read_card(folder)
     amend(folder)
     after: dict[str, Any] = copy.deepcopy(read_card(folder))
+    assert with_notes(before, folder) == after == with_notes(after, folder), "a card made again keeps amendments"
+    assert "amendments" not in before  # the argument is left alone
     assert verify_card(after, folder / "privacy_ledger.jsonl") == []
     if amend is note:
         assert (after["not_covered"].pop(), after["cautions"].pop()) == (GAP, CAUTION)
@@ -101,15 +93,6 @@ def test_a_card_that_was_edited_is_refused_and_left_alone(amend: Amend, folder: 
     assert amend(folder) is None and not path.exists(), "without a card there is nothing to write on"
 
 
-@both
-def test_a_card_that_is_made_anew_keeps_the_amendments_of_the_one_it_replaces(amend: Amend, folder: Path) -> None:
-    fresh = read_card(folder)
-    amend(folder)
-    again = with_notes(fresh, folder)
-    assert again == read_card(folder) == with_notes(again, folder)
-    assert "amendments" not in fresh  # the argument is left alone
-
-
 def test_a_card_of_other_files_keeps_notes_alone_and_that_of_another_artefact_nothing(folder: Path) -> None:
     other_files, other = copy.deepcopy(read_card(folder)), copy.deepcopy(read_card(folder))
     note(folder)
@@ -119,46 +102,40 @@ def test_a_card_of_other_files_keeps_notes_alone_and_that_of_another_artefact_no
     assert kept["empirical"]["results"] == [] and GAP in kept["not_covered"]
     other["subject"]["name"] = "another"
     assert "amendments" not in with_notes(other, folder)
-    fresh = copy.deepcopy(other)
     (folder / "privacy_card.json").write_text("{", encoding="utf-8")
-    assert with_notes(fresh, folder) == with_notes(fresh, folder / "nowhere") == other, "where no card can be read"
+    assert with_notes(other, folder) == with_notes(other, folder / "nowhere") == other, "where no card can be read"
 
 
-def test_what_was_derived_before_finds_an_amended_card_and_not_one_that_was_edited_too(tmp_path: Path) -> None:
-    parent, child = carded(tmp_path / "parent"), tmp_path / "child"
-    write_card(inherit_card(parent, CHILD, description="sampling"), child)
+def test_what_was_derived_before_finds_an_amended_card_and_not_one_that_was_edited_too(
+    folder: Path, tmp_path: Path
+) -> None:
+    child = tmp_path / "child"
+    write_card(made_from(folder), child)
     for amend in (evidence, note, evidence):
-        amend(parent)
-    found = verify_chain(child, parents=[parent])
+        amend(folder)
+    found = verify_chain(child, parents=[folder])
     assert found.failed == [] and any("and was amended since" in finding.text for finding in found.findings)
-    assert len(read_card(parent)["empirical"]["results"]) == 2
-    later = inherit_card(parent, CHILD, CardFacts(tuning={"data": "none"}), description="copied")
-    assert any("BLEU of set" in text for text in later["not_covered"]), "what is derived now inherits the gap"
-    card = read_card(parent)
+    assert len(read_card(folder)["empirical"]["results"]) == 2
+    assert any("BLEU of set" in text for text in made_from(folder)["not_covered"]), "derived now, it inherits the gap"
+    card = read_card(folder)
     card["claim"]["epsilon"] = 0.1
-    write_card(restated(card), parent)
-    assert verify_chain(child, parents=[parent]).failed != []
+    write_card(restated(card), folder)
+    assert verify_chain(child, parents=[folder]).failed != []
 
 
 def test_planted_canaries_stand_on_the_card_and_cannot_be_taken_off_it(tmp_path: Path) -> None:
     run = Run(tmp_path, make_plan())
     run.ledger.append("plan", run_id="r", attempt=0, mode="dp_sgd", plan=make_plan().to_dict(), planned_steps=20,
                       rows_per_unit="one", secure_rng=False, planted=PLANTED)  # fmt: skip
-    run.train(2)
-    write_card(run.card(tuning={"data": "none"}), tmp_path)
+    run.train(2).write_card(tuning={"data": "none"})
     card = read_card(tmp_path)
-    assert card["empirical"]["planted"] == PLANTED
+    assert card["empirical"]["planted"] == made_from(tmp_path)["empirical"]["planted"] == PLANTED
     assert "canaried model" in (tmp_path / "privacy_card.md").read_text(encoding="utf-8")
-    assert inherit_card(tmp_path, CHILD, description="sampling")["empirical"]["planted"] == PLANTED
     del card["empirical"]["planted"]
-    silent = restated(card)
-    assert any("canaries" in problem for problem in verify_card(silent, tmp_path / "privacy_ledger.jsonl"))
+    assert any("canaries" in problem for problem in verify_card(restated(card), run.path))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"eps_lower": float("inf")}, {"n": 0}, {"copies": 0}, {"ci": (0.1, float("nan"))}],
-)
+@pytest.mark.parametrize("change", [{"eps_lower": float("inf")}, {"n": 0}, {"copies": 0}, {"ci": (0.1, float("nan"))}])
 def test_a_result_that_says_nothing_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         AttackResult(**{"attack": "x", "n": 1, "metric": "share", "eps_lower": 0.0} | change)  # type: ignore[arg-type]

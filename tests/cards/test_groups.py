@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
+from cards import DELTA, LAW, NOISE, REFUTED, Run, made_from, make_plan
 
 from lit_dpret import errors
-from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, verify_card, write_card
+from lit_dpret.cards.card import verify_card
 from lit_dpret.cards.text import card_html, card_markdown
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.accounting.composition import epsilon
@@ -77,7 +77,8 @@ def test_copies_that_are_one_unit_are_called_no_units_of_their_own(unit: Any, tm
 
 def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tmp_path: Path) -> None:
     law = TruncatedPoisson(sample_rate=0.05, cap=76, n=1000)
-    card = trained(tmp_path, law).card()
+    run = trained(tmp_path, law)
+    card = run.card()
     infinite = [group for group in card["accounting"]["groups"] if group["why"] == "infinite"]
     (gap,) = [text for text in card["not_covered"] if "same text" in text]
     assert {5, 10} <= {group["units"] for group in infinite}
@@ -87,13 +88,7 @@ def test_where_copies_have_no_number_the_line_names_a_cap_that_gives_them_one(tm
         assert group_epsilon([fitting], delta=DELTA, units=group["units"]) == wider["epsilon"]
         for text in (gap, card_markdown(card), card_html(card)):
             assert f"datamodule.cap={wider['cap']}" in text and show_epsilon(wider["epsilon"]) in text
-    child = inherit_card(
-        write_card(card, tmp_path),
-        CHILD,
-        CardFacts(assumptions=[Assumption("The passages are public.", "refuted")]),
-        description="x",
-    )
-    assert "datamodule.cap=" not in card_markdown(child)
+    assert "datamodule.cap=" not in card_markdown(made_from(run.write_card(), assumptions=REFUTED))
 
 
 @pytest.mark.parametrize(
@@ -137,19 +132,16 @@ def test_what_is_charged_without_amplification_is_charged_so_for_several_units_t
 
 def test_a_derived_artefact_inherits_the_user_level_epsilon_and_loses_it_with_the_claim(tmp_path: Path) -> None:
     run = trained(tmp_path, max_units_per_user=3)
-    path = write_card(run.card(), run.folder)
-    child = inherit_card(path, CHILD, description="x")
+    path = run.write_card()
+    child, broken = made_from(path), made_from(path, assumptions=REFUTED)
     assert child["claim"]["user_level_epsilon"] == of(3) and "up to 3 queries" in child["claim"]["statement"]
-    broken = inherit_card(
-        path, CHILD, CardFacts(assumptions=[Assumption("The passages are public.", "refuted")]), description="x"
-    )
     assert broken["claim"]["guarantee"] == "not_proved" and broken["claim"]["user_level_epsilon"] is None
     facts = broken["accounting"]
     assert {group["epsilon"] for group in facts["groups"]} == {None}
     assert all(facts[name] is None for name in facts if name.startswith("epsilon_"))
     assert broken["empirical"]["ceilings"] is None
     assert not any(show_epsilon(of(units)) in card_markdown(broken) for units in (2, 3, 5, 10))
-    doubted = run.card(assumptions=[Assumption("Each gradient was clipped.", "refuted")])
+    doubted = run.card(assumptions=REFUTED)
     assert doubted["claim"]["user_level_epsilon"] is None
     assert {group["epsilon"] for group in doubted["accounting"]["groups"]} == {None}
     bare = Run(tmp_path / "bare", None, mode="none").train().card()

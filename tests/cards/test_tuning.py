@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import CHILD, DELTA, LAW, NOISE, Run, make_plan
+from cards import DELTA, LAW, NOISE, REFUTED, Run, made_from, make_plan
 
 from lit_dpret.callbacks import PrivacyCard
-from lit_dpret.cards.card import Assumption, CardFacts, inherit_card, verify_card, write_card
+from lit_dpret.cards.card import verify_card, write_card
 from lit_dpret.cards.text import card_html, card_markdown, without_repetition
 from lit_dpret.cards.tuning import hides_earlier_tuning, tuning_facts, with_earlier_tuning
 from lit_dpret.errors import ConfigurationError
@@ -44,7 +45,7 @@ def test_a_declared_search_is_priced_beside_the_claim_and_not_instead_of_it(tmp_
     unstated = {key: value for key, value in SEARCH.items() if key != "runs_law"}
     assert run.card(tuning=unstated)["tuning"]["epsilon"] == cost(), "the law is geometric unless it is stated"
     assert run.card(tuning=SEARCH | {"runs_law": 0.0})["tuning"]["epsilon"] < cost()
-    doubted = run.card(tuning=SEARCH, assumptions=[Assumption("Each gradient was clipped.", "refuted")])["tuning"]
+    doubted = run.card(tuning=SEARCH, assumptions=REFUTED)["tuning"]
     assert doubted["epsilon"] is None and doubted["accounted"] is False, "without a guarantee there is no price"
 
 
@@ -73,11 +74,10 @@ def test_a_search_is_priced_by_what_its_run_is_charged_with(
 
 def test_a_derived_artefact_keeps_its_parents_price_in_what_is_not_covered(tmp_path: Path) -> None:
     run = trained(tmp_path)
-    path = write_card(run.card(tuning=SEARCH), run.folder)
-    child = inherit_card(path, CHILD, CardFacts(tuning={"data": "none"}), description="x")
+    path = run.write_card(tuning=SEARCH)
+    child, searched = made_from(path, tuning={"data": "none"}), made_from(path, tuning=SEARCH)
     assert any(show_epsilon(cost()) in gap for gap in child["not_covered"])
     assert (child["tuning"]["data"], child["tuning"]["epsilon"]) == ("private", cost()), "post-processing of the chosen"
-    searched = inherit_card(path, CHILD, CardFacts(tuning=SEARCH), description="x")
     assert searched["tuning"]["epsilon"] is None and "NOT ACCOUNTED" in searched["cautions"][0]
     assert "synthetic queries" in searched["not_covered"][0]
     assert verify_card(child, run.path) == verify_card(searched, run.path) == []
@@ -85,10 +85,7 @@ def test_a_derived_artefact_keeps_its_parents_price_in_what_is_not_covered(tmp_p
 
 @pytest.mark.parametrize("own", ["none", "public", "unknown", "private"])
 def test_a_derived_artefact_without_a_claim_states_no_price_of_its_parents_search(own: str, tmp_path: Path) -> None:
-    run = trained(tmp_path)
-    path = write_card(run.card(tuning=SEARCH), run.folder)
-    broken = CardFacts(tuning={"data": own}, assumptions=[Assumption("The passages are public.", "refuted")])
-    child = inherit_card(path, CHILD, broken, description="x")
+    child = made_from(trained(tmp_path).write_card(tuning=SEARCH), tuning={"data": own}, assumptions=REFUTED)
     assert child["claim"]["guarantee"] == "not_proved"
     assert child["tuning"]["accounted"] is False and child["tuning"].get("epsilon") is None
     assert "private data" in child["tuning"]["text"] and "NOT ACCOUNTED" in child["tuning"]["text"]
@@ -111,8 +108,7 @@ SWEEP: dict[str, Any] = {
 def test_what_is_made_from_a_trial_tells_of_the_choice_among_trials(scored: str, own: str, tmp_path: Path) -> None:
     run = trained(tmp_path)
     run.ledger.append("event", name="trial_of", sweep=SWEEP | {"metric_data": scored})
-    path = write_card(run.card(), run.folder)
-    child = inherit_card(path, CHILD, CardFacts(tuning={"data": own}), description="x")
+    child = made_from(run.write_card(), tuning={"data": own})
     assert "one of the 10 trials of sweep ab" in child["tuning"]["text"]
     assert child["tuning"]["data"] == ("unknown" if scored == "unknown" else "private")
     bounded = scored in ("none", "public", "private") and own != "unknown"
@@ -144,7 +140,7 @@ def test_a_card_of_one_of_several_seeds_states_what_a_choice_among_them_costs(de
     assert verify_card(card, run.path) == []
     hidden = json.loads(json.dumps(card)) | {"tuning": alone["tuning"]}
     assert verify_card(hidden, run.path), "the ledger knows of the others"
-    child = inherit_card(write_card(card, run.folder), CHILD, CardFacts(tuning={"data": "none"}), description="x")
+    child = made_from(write_card(card, run.folder), tuning={"data": "none"})
     assert child["tuning"]["accounted"] is False and "epsilon = 61.00" in child["claim"]["statement"]
     assert not hides_earlier_tuning(child["tuning"], card["tuning"], composed=False)
     if declared in ("none", "public"):
@@ -169,8 +165,7 @@ def test_a_run_that_spent_more_than_planned_does_not_state_what_was_planned_for_
     assert card["claim"]["guarantee"] == "dp" and card["tuning"]["accounted"] is False
     assert card["tuning"]["siblings"]["planned"] is None
     assert "of different ones do not add up" in card["tuning"]["text"]
-    path = write_card(card, run.folder)
-    child = inherit_card(path, CHILD, CardFacts(tuning={"data": "none"}), description="x")
+    child = made_from(write_card(card, run.folder), tuning={"data": "none"})
     for told in (card, child):
         for text in (json.dumps(told), card_markdown(told), card_html(told)):
             assert "61.0" not in text and "more than was planned" in text
@@ -207,19 +202,34 @@ def test_a_run_that_several_commands_went_on_with_is_one_of_the_largest_number(t
     assert told["epsilon"] is None and told["accounted"] is False, "its proof needs a secret number of runs"
 
 
-def test_who_tried_several_settings_has_chosen_one(tmp_path: Path) -> None:
-    run = trained(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"tuning_trials=40"):
-        run.card(tuning={"data": "none", "n_trials": 40})
-    with pytest.raises(ConfigurationError, match=r"callbacks\.card\.tuning_trials=40"):
-        PrivacyCard(tuning_data="none", tuning_trials=40)
-    PrivacyCard(tuning_data="none", tuning_trials=1)
-    PrivacyCard(tuning_data="public", tuning_trials=40)
+@pytest.mark.parametrize(
+    ("tuning", "accounted", "words"),
+    [
+        (None, False, "not stated"),
+        ({"data": "private", "n_trials": 12}, False, "NOT ACCOUNTED.*12"),
+        ({"data": "public", "n_trials": 40}, True, "public data"),
+        ({"data": "synthetic"}, False, "NOT ACCOUNTED.*synthetic"),
+        ({"data": "none", "n_trials": 1, "note": "Values from the paper."}, True, "Values from the paper"),
+    ],
+)
+def test_how_hyper_parameters_were_chosen_is_said_plainly(
+    tmp_path: Path, tuning: dict[str, Any] | None, accounted: bool, words: str
+) -> None:
+    card = trained(tmp_path).card(tuning=tuning)
+    assert card["tuning"]["accounted"] is accounted
+    assert re.search(words, card["claim"]["statement"])
+    assert bool(card["cautions"]) is not accounted
+    assert any("hyper-parameters" in text for text in card["not_covered"]) is not accounted
+
+
+NONE = {"data": "none", "method": None, "mean_runs": None, "runs_law": None}
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        (NONE | {"data": "dev"}, r"tuning.data='dev'"),
+        (NONE | {"n_trials": 40}, "tuning_trials=40"),
         ({"data": "public"}, "tuning_data=public"),
         ({"mean_runs": None}, "tuning_mean_runs"),
         ({"mean_runs": 0.5}, "tuning_mean_runs"),
@@ -229,14 +239,14 @@ def test_who_tried_several_settings_has_chosen_one(tmp_path: Path) -> None:
         ({"method": "none"}, "tuning_mean_runs"),
     ],
 )
-def test_a_search_declared_by_halves_or_with_its_number_told_is_refused(
+def test_a_choice_declared_by_halves_or_with_its_number_told_is_refused(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
     run = trained(tmp_path)
     with pytest.raises(ConfigurationError, match=named):
         run.card(tuning=SEARCH | change)
     settings = {"trials" if key == "n_trials" else key: value for key, value in (SEARCH | change).items()}
-    with pytest.raises(ConfigurationError, match=named):
+    with pytest.raises(ConfigurationError, match=named.replace("tuning.", "tuning_")):
         PrivacyCard(**{f"tuning_{key}": value for key, value in settings.items()})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from card_chain import Chain
-from cards import Run, make_plan, rewrite_chain, started
+from cards import Run, made_from, make_plan, rewrite_chain, started
 from tiny_tasks import no_parts
 
 from lit_dpret.cards import verification
@@ -20,7 +20,7 @@ from lit_dpret.cards.file import checksum
 from lit_dpret.cards.hub import claim_metadata, front_matter
 from lit_dpret.cards.lineage import copy_lineage
 from lit_dpret.cards.start import read_start
-from lit_dpret.cards.text import ALARM, AUDIT_EVENT, BOUND, not_covered
+from lit_dpret.cards.text import ALARM, AUDIT_EVENT, BOUND, WITHOUT_PRIVACY, not_covered
 from lit_dpret.cards.verification import Verification, verify_chain
 from lit_dpret.errors import ConfigurationError, DataError, VerificationError
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
@@ -34,6 +34,11 @@ def rejected(result: Verification, *, artefact: str, check: str) -> str:
     """The complaint of the one check that failed."""
     assert [(f.artefact, f.check) for f in result.failed] == [(artefact, check)], result.format()
     return result.failed[0].text
+
+
+def other_files(result: Verification) -> list[str]:
+    """What is said of files that no card lists."""
+    return [one.text for one in result.not_checked if one.check == "other files"]
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None], *, forge: bool = True) -> None:
@@ -105,22 +110,17 @@ def test_a_ledger_with_less_noise_and_hashes_put_right_is_not_that_of_the_card_o
     assert "claim.epsilon" in result.failed[0].text and result.failed[0].check == "ledger"
 
 
-@pytest.mark.parametrize("link", ["synthetic", "index"])
-def test_a_swapped_synthetic_file_is_rejected(link: str, chain: Chain) -> None:
+def test_a_swapped_file_is_rejected_and_a_missing_one_if_it_is_of_the_subject_itself(chain: Chain) -> None:
     queries = chain.synthetic / "queries.jsonl"
     first, *others = queries.read_text(encoding="utf-8").splitlines(keepends=True)
     queries.write_text("".join([*others, first]), encoding="utf-8")
-    text = rejected(verify_chain(getattr(chain, link)), artefact="synthetic", check="files")
-    assert text == "queries.jsonl was changed after the card was made: its SHA-256 differs."
-
-
-def test_a_file_of_the_subject_that_is_gone_is_rejected_and_one_of_a_parent_is_not(chain: Chain) -> None:
-    for path in chain.synthetic.iterdir():
-        if path.name not in ("privacy_card.json", "shards", "qrels", "pairs"):
+    for link in (chain.synthetic, chain.index):
+        text = rejected(verify_chain(link), artefact="synthetic", check="files")
+        assert text.startswith("queries.jsonl was changed")
+    for path in [one for one in chain.synthetic.rglob("*") if one.is_file() and one.name != "privacy_card.json"]:
+        if "shards" not in path.parts:
             path.unlink()
-    shutil.rmtree(chain.synthetic / "qrels")
-    shutil.rmtree(chain.synthetic / "pairs")
-    assert not verify_chain(chain.encoder).failed
+    assert not verify_chain(chain.encoder).failed, "of a parent's files nothing is left beside its card"
     assert {f.check for f in verify_chain(chain.synthetic).failed} == {"files"}
 
 
@@ -149,18 +149,13 @@ def test_what_is_handed_over_alone_is_checked_without_what_lies_around_it(chain:
     copy_lineage(chain.synthetic / "privacy_card.json", chain.synthetic / "provenance")
     whole = verify_chain(chain.synthetic, self_contained=True)
     assert not whole.failed and not whole.elsewhere
-    (others,) = [one.text for one in whole.findings if (one.artefact, one.check) == ("synthetic", "other files")]
-    assert LEDGER not in others, "it is checked with its run"
-
-
-def test_a_link_that_leads_out_of_the_folder_completes_no_release(chain: Chain) -> None:
-    copy_lineage(chain.synthetic / "privacy_card.json", chain.synthetic / "provenance")
+    assert not any(LEDGER in text for text in other_files(whole)), "it is checked with its run"
+    # A link that leads out of the folder completes no release.
     for file in [one for one in (chain.synthetic / "provenance").rglob("*") if one.is_file()]:
         away = chain.root / f"{file.parent.name}-{file.name}"
         file.rename(away)
         file.symlink_to(away)
-    failed = {(one.artefact, one.check) for one in verify_chain(chain.synthetic, self_contained=True).failed}
-    assert failed == {("QueryGenerator", "card"), ("synthetic", "ledger")}
+    assert failed == {(one.artefact, one.check) for one in verify_chain(chain.synthetic, self_contained=True).failed}
 
 
 def test_a_missing_ledger_is_rejected_unless_that_is_allowed(
@@ -225,31 +220,24 @@ def test_words_and_pages_that_do_not_follow_from_the_facts_are_rejected(
         at_commit(folder, "a" * 40)
     page = chain.generator / "privacy_card.html"
     page.write_text(page.read_text(encoding="utf-8").replace("zero-out", "nothing at all"), encoding="utf-8")
-    text = rejected(verify_chain(chain.generator), artefact="QueryGenerator", check="words")
-    assert text == "privacy_card.html is not the page of this card. Read the JSON."
+    assert "privacy_card.html" in rejected(verify_chain(chain.generator), artefact="QueryGenerator", check="words")
     edit(chain.generator / "model" / "privacy_card.json", lambda card: card["not_covered"].pop())
     assert "on what is not covered are missing" in verify_chain(chain.generator / "model").failed[0].text
 
 
-def test_a_card_without_its_red_banner_is_rejected_whatever_wrote_it(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", None, mode="none").train(3)
-    write_card(run.card(), run.folder)
-    at_commit(run.folder, "b" * 40)
-    edit(run.folder / "privacy_card.json", lambda card: card["banners"].clear())
-    text = rejected(verify_chain(run.folder), artefact="generator", check="words")
-    assert text == "a warning that every such card carries is missing."
-
-
-@pytest.mark.parametrize("commit", ["b" * 40, "a" * 40 + "+changes", None], ids=["another", "changed", "unknown"])
-def test_words_that_another_version_may_have_written_are_not_called_wrong(
-    commit: str | None, chain: Chain, monkeypatch: pytest.MonkeyPatch
+def test_words_that_another_version_may_have_written_are_not_called_wrong_unless_a_warning_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verification, "code_commit", lambda: "a" * 40)
-    at_commit(chain.generator, commit)
-    (chain.generator / "privacy_card.html").write_text("older words", encoding="utf-8")
-    result = verify_chain(chain.generator)
-    assert not result.failed
-    assert ("QueryGenerator", "words") in [(f.artefact, f.check) for f in result.not_checked]
+    run = Run(tmp_path / "run", None, mode="none").train(3)
+    run.write_card()
+    for commit in ("b" * 40, "a" * 40 + "+changes", None):
+        at_commit(run.folder, commit)
+        (run.folder / "privacy_card.html").write_text("older words", encoding="utf-8")
+        result = verify_chain(run.folder)
+        assert not result.failed and "words" in [finding.check for finding in result.not_checked]
+    edit(run.folder / "privacy_card.json", lambda card: card["banners"].clear())
+    rejected(verify_chain(run.folder), artefact="generator", check="words")
 
 
 def test_a_card_that_lacks_what_every_card_has_is_rejected_and_not_stumbled_over(chain: Chain) -> None:
@@ -263,27 +251,18 @@ def test_a_card_that_lacks_what_every_card_has_is_rejected_and_not_stumbled_over
 # -- cards that were amended -------------------------------------------------------------------
 
 
-def contradict(chain: Chain) -> None:
-    """What an audit of the generator writes when it found more than the claim allows."""
+def test_a_chain_whose_generator_an_audit_contradicts_is_rejected_and_nothing_is_claimed_of_what_is_made_from_it(
+    chain: Chain,
+) -> None:
     found = AttackResult(
         attack="one-run audit", n=300, metric=BOUND, estimate=90.0, eps_lower=90.0, delta=1e-5, confidence=ALARM,
         ceiling=50.0,
     )  # fmt: skip
     for folder in (chain.generator, chain.generator / "model"):
         add_evidence(folder, [found])
-
-
-@pytest.mark.parametrize("link", ["index", "generator"])
-def test_a_chain_whose_generator_an_audit_contradicts_is_rejected_from_each_link(link: str, chain: Chain) -> None:
-    contradict(chain)
-    text = rejected(verify_chain(getattr(chain, link)), artefact="QueryGenerator", check="audit")
-    assert text.startswith("AN AUDIT CONTRADICTS THIS CLAIM")
-
-
-def test_nothing_is_claimed_of_what_is_made_from_an_artefact_that_an_audit_contradicts(chain: Chain) -> None:
-    contradict(chain)
-    subject = subject_of("dataset", "made", [], root=None)
-    card = inherit_card(chain.generator, subject, description="generation")
+    for link in (chain.index, chain.generator):
+        assert "CONTRADICTS" in rejected(verify_chain(link), artefact="QueryGenerator", check="audit")
+    card = made_from(chain.generator)
     assert card["claim"]["guarantee"] == "not_proved" and card["claim"]["epsilon"] is None
     assert any("An audit of QueryGenerator" in text for text in card["banners"])
     with pytest.raises(ConfigurationError, match="no privacy guarantee"):
@@ -293,7 +272,7 @@ def test_nothing_is_claimed_of_what_is_made_from_an_artefact_that_an_audit_contr
 def test_a_card_that_lost_the_result_of_an_audit_that_its_ledger_registered_is_rejected(tmp_path: Path) -> None:
     run = Run(tmp_path, make_plan())
     run.ledger.append("event", name=AUDIT_EVENT, audit={"canaries": 9})
-    write_card(run.train(3).card(), tmp_path)
+    run.train(3).write_card()
     text = [finding.text for finding in verify_chain(tmp_path).failed if finding.check == "audit"]
     assert len(text) == 1 and "registered" in text[0]
     add_evidence(tmp_path, [AttackResult(attack="one-run audit", n=9, metric=BOUND, estimate=0.1, eps_lower=0.1)])
@@ -303,24 +282,12 @@ def test_a_card_that_lost_the_result_of_an_audit_that_its_ledger_registered_is_r
 # -- runs that started from another run's model ------------------------------------------------
 
 
-def test_the_checkpoints_beside_a_saved_model_are_named_as_not_checked(chain: Chain) -> None:
-    (place := chain.generator / "checkpoints").mkdir()
-    (place / "last.ckpt").write_bytes(b"of another run")
-    others = [one.text for one in verify_chain(chain.generator).not_checked if one.check == "other files"]
-    assert len(others) == 1 and "checkpoints/last.ckpt" in others[0]
-
-
-def test_a_run_that_started_from_another_is_followed_to_it(tmp_path: Path) -> None:
-    second = started(tmp_path)
-    write_card(second.card(), second.folder)
+def test_a_run_that_started_from_another_is_followed_to_it_and_so_is_its_export(tmp_path: Path) -> None:
+    second, export = started(tmp_path), tmp_path / "export"
+    second.write_card()
     result = verify_chain(second.folder)
     assert not result.failed
     assert [f.artefact for f in result.findings if f.check == "ledger"] == ["generator", "first"]
-
-
-def test_ledgers_of_all_runs_behind_an_export_are_known_where_they_are_checked(tmp_path: Path) -> None:
-    second, export = started(tmp_path), tmp_path / "export"
-    write_card(second.card(), second.folder)
     export.mkdir()
     (export / "weights").write_bytes(b"w")
     (export / "unknown").write_bytes(b"u")
@@ -330,8 +297,8 @@ def test_ledgers_of_all_runs_behind_an_export_are_known_where_they_are_checked(t
     assert len(list(export.glob(f"provenance/*/{LEDGER}"))) == 2
     result = verify_chain(export, self_contained=True)
     assert not result.failed
-    others = [one.text for one in result.not_checked if one.check == "other files"]
-    assert len(others) == 1 and "unknown" in others[0] and LEDGER not in others[0]
+    (others,) = other_files(result)
+    assert "unknown" in others and LEDGER not in others
 
 
 def test_a_run_that_charges_its_start_too_little_is_rejected_by_the_ledger_of_that(tmp_path: Path) -> None:
@@ -343,9 +310,8 @@ def test_a_run_that_charges_its_start_too_little_is_rejected_by_the_ledger_of_th
 
     rewrite_chain(second.path, cheaper)
     records = PrivacyLedger.read(second.path).records
-    write_card(build_card(ledger_records=records, subject={**subject_of("weights", "second")}), second.folder)
-    text = rejected(verify_chain(second.folder), artefact="second", check="parent")
-    assert text.startswith("It says that its start cost epsilon = ")
+    write_card(build_card(records, subject_of("weights", "second")), second.folder)
+    assert "its start cost" in rejected(verify_chain(second.folder), artefact="second", check="parent")
 
 
 def test_parents_may_be_named_by_their_files_and_hidden_folders_are_not_searched(
@@ -372,9 +338,7 @@ def test_the_task_says_each_check_in_a_line_and_fails_where_one_does(
     assert told["schema"] == "lit-dpret/verification/1" and told["counts"]["ok"] == counts["ok"]
     several = sum(finding["check"] == "entries" for finding in told["findings"])
     assert several == 5 and len(lines := capsys.readouterr().out.splitlines()) == sum(counts.values()) - several + 5
-    assert (
-        sum(", entries: " in line for line in lines) == 1 and sum("accounting.library" in line for line in lines) == 1
-    )
+    assert sum(", entries: " in line for line in lines) == 1
     assert lines[-3].startswith("checks: ") and str(chain.generator / LEDGER) in lines[-1]
     assert not (tmp_path / "run").exists(), "nothing is written that nobody asked for"
     (chain.index / "texts.jsonl").write_bytes(b"")
@@ -389,11 +353,9 @@ def test_the_task_says_each_check_in_a_line_and_fails_where_one_does(
 
 def test_a_synthetic_set_made_from_a_card_without_a_guarantee_promises_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", None, mode="none").train()
-    write_card(run.card(), run.folder)
-    child = inherit_card(run.folder, subject_of("dataset", "made"), description="drawing")
-    write_card(child, tmp_path / "made")
+    write_card(made_from(run.write_card()), tmp_path / "made")
     result = verify_chain(tmp_path / "made")
-    assert not result.failed and result.claim == "no privacy guarantee (epsilon is infinite)"
+    assert not result.failed and result.claim == WITHOUT_PRIVACY
     edit(tmp_path / "made" / "privacy_card.json", lambda card: card["claim"].update(guarantee="not_proved"))
     assert "It says that the guarantee is 'not_proved'" in verify_chain(tmp_path / "made").format()
 
@@ -401,22 +363,22 @@ def test_a_synthetic_set_made_from_a_card_without_a_guarantee_promises_nothing(t
 def test_what_is_made_from_an_inherited_artefact_is_not_held_against_the_ledger_of_that_artefacts_own_run(
     tmp_path: Path,
 ) -> None:
-    plan = make_plan()
-    run = Run(tmp_path / "generator", plan).train()
-    write_card(run.card(subject=subject_of("weights", "generator")), run.folder)
+    run = Run(tmp_path / "generator", make_plan()).train()
+    run.write_card()
     encoder = Run(tmp_path / "encoder", None, mode="synthetic").folder  # a run that released nothing has a ledger too
-    write_card(inherit_card(run.folder, subject_of("weights", "encoder"), description="training"), encoder)
-    export = inherit_card(encoder, subject_of("weights", "export"), description="writing out")
+    write_card(made_from(run.folder), encoder)
+    export = made_from(encoder)
     assert export["claim"]["epsilon"] == read_card(run.folder)["claim"]["epsilon"]
     shutil.copy(run.path, encoder / "privacy_ledger.jsonl")
     told = "The parent's epsilon follows from the parent's ledger."
-    checked = inherit_card(encoder, subject_of("weights", "export"), description="writing out")
-    holds = [next(a["holds"] for a in card["assumptions"] if a["text"] == told) for card in (export, checked)]
+    holds = [
+        next(a["holds"] for a in card["assumptions"] if a["text"] == told) for card in (export, made_from(encoder))
+    ]
     assert holds == ["unverified", True]
     ledger = (run.folder / "privacy_ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (run.folder / "privacy_ledger.jsonl").write_text("".join(ledger[:-1]), encoding="utf-8")
     with pytest.raises(DataError, match="does not agree with its ledger"):
-        inherit_card(run.folder, subject_of("weights", "export"), description="a first-hand card is always checked")
+        made_from(run.folder)  # a first-hand card is always checked
 
 
 def test_the_claim_on_the_page_that_a_hub_shows_is_checked_and_one_without_is_named(chain: Chain) -> None:
@@ -472,9 +434,10 @@ def test_a_page_beside_the_card_is_read_where_the_files_lie_in_the_model_folder_
     assert ("ok", "README.md") in [(one.outcome, one.check) for one in found.findings] and not found.failed
     (folder / "model" / "pytorch_model.bin").write_bytes(b"other weights")
     (folder / "model" / "README.md").write_text("# A model\n", encoding="utf-8")
-    others = [one.text for one in verify_chain(folder).not_checked if one.check == "other files"]
-    assert any("README.md" in text for text in others), "the page in the model folder was not read"
-    assert any("pytorch_model.bin" in text for text in others), "files that no card lists are not called checked"
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "last.ckpt").write_bytes(b"of another run")
+    (others,) = other_files(verify_chain(folder))
+    assert all(name in others for name in ("README.md", "pytorch_model.bin", "checkpoints/last.ckpt"))
     edit(chain.synthetic / "privacy_card.json", lambda card: card["subject"]["sha256"].update({"README.md": "0" * 64}))
     failed = {one.check for one in verify_chain(chain.synthetic).failed}
     # The pages of a card that this very version made say other words than the edited one.
