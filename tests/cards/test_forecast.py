@@ -34,24 +34,18 @@ PLAN = PrivacyPlan(
 )  # fmt: skip
 
 
+def steps_of(law: Any, count: int = STEPS) -> GaussianRelease:
+    return GaussianRelease(noise_multiplier=NOISE, law=law, count=count)
+
+
 def of(law: Any, neighbours: Any, accountant: Any = "pld", steps: int = STEPS) -> float:
-    release = GaussianRelease(noise_multiplier=NOISE, law=law, count=steps)
-    return epsilon([release], delta=DELTA, neighbours=neighbours, accountant=accountant)
+    return epsilon([steps_of(law, steps)], delta=DELTA, neighbours=neighbours, accountant=accountant)
 
 
-@pytest.fixture(scope="module")
-def matrix() -> dict[tuple[str, str], dict[str, Any]]:
+def test_each_cell_is_the_epsilon_of_that_law_and_relation() -> None:
     rows = epsilon_matrix(PLAN)
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
-    return {(row["sampling"], row["neighbours"]): row for row in rows}
-
-
-@pytest.fixture(scope="module")
-def levels() -> dict[str, Any]:
-    return user_levels(PLAN)
-
-
-def test_each_cell_is_the_epsilon_of_that_law_and_relation(matrix: dict[Any, Any]) -> None:
+    matrix = {(row["sampling"], row["neighbours"]): row for row in rows}
     poisson, shuffle = Poisson(sample_rate=0.02), Shuffle(batch_size=80, n=N)
     for relation in ("zero_out", "add_or_remove", "replace_one"):
         assert matrix["truncated_poisson", relation]["epsilon"] == of(TRUNCATED, relation)
@@ -64,16 +58,15 @@ def test_each_cell_is_the_epsilon_of_that_law_and_relation(matrix: dict[Any, Any
     for key in refused:
         assert matrix[key]["epsilon"] is None and f"sampling={key[0]}" in matrix[key]["why"]
     fixed = matrix["fixed_size", "replace_one"]
-    assert (fixed["epsilon"], fixed["accountant"]) == (
-        of(FixedSize(batch_size=80, n=N), "replace_one", "rdp"), "rdp",
-    )  # fmt: skip
+    assert fixed["epsilon"] == of(FixedSize(batch_size=80, n=N), "replace_one", "rdp") and fixed["accountant"] == "rdp"
 
 
 @pytest.mark.slow
-def test_every_level_is_the_group_epsilon_of_its_law(levels: dict[str, Any]) -> None:
-    assert [column["sampling"] for column in levels["columns"]] == [
-        "truncated_poisson", "truncated_poisson", "fixed_size", "shuffle",
-    ]  # fmt: skip
+def test_every_level_is_the_group_epsilon_of_its_law_and_the_roomy_cap_keeps_nearly_that_of_poisson() -> None:
+    levels = user_levels(PLAN)
+    kinds = ["truncated_poisson", "truncated_poisson", "fixed_size", "shuffle"]
+    assert [column["sampling"] for column in levels["columns"]] == kinds
+    assert levels["roomy_cap"] > TRUNCATED.cap
     roomy = TruncatedPoisson(sample_rate=0.02, cap=levels["roomy_cap"], n=N)
     for column, law in zip(levels["columns"], (TRUNCATED, roomy, None, Shuffle(batch_size=80, n=N)), strict=True):
         assert [row["units"] for row in column["rows"]] == list(UNITS)
@@ -81,18 +74,12 @@ def test_every_level_is_the_group_epsilon_of_its_law(levels: dict[str, Any]) -> 
             if law is None:
                 assert row["epsilon"] is None and "fixed_size" in row["why"]
                 continue
-            release = GaussianRelease(noise_multiplier=NOISE, law=law, count=STEPS)
-            value = group_epsilon([release], delta=DELTA, units=row["units"])
+            value = group_epsilon([steps_of(law)], delta=DELTA, units=row["units"])
             assert row["epsilon"] == (value if math.isfinite(value) else None)
             assert ("why" in row) == (row["epsilon"] is None)
-
-
-@pytest.mark.slow
-def test_the_roomy_cap_keeps_nearly_the_epsilon_of_poisson_sampling(levels: dict[str, Any]) -> None:
-    assert levels["roomy_cap"] > TRUNCATED.cap
-    plain = GaussianRelease(noise_multiplier=NOISE, law=Poisson(sample_rate=0.02), count=STEPS)
-    for row in levels["columns"][1]["rows"]:
-        assert row["epsilon"] == pytest.approx(group_epsilon([plain], delta=DELTA, units=row["units"]), rel=1e-3)
+            if law is roomy:
+                plain = group_epsilon([steps_of(Poisson(sample_rate=0.02))], delta=DELTA, units=row["units"])
+                assert row["epsilon"] == pytest.approx(plain, rel=1e-3)
 
 
 def test_where_units_are_private_only_what_needs_no_number_of_them_is_told() -> None:
@@ -136,17 +123,13 @@ def table() -> dict[str, Any]:
 
 
 def cells(table: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
-    return {(cell["batch"], column): cell for column, cell in each(table)}
-
-
-def each(table: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     width = len(table["epochs"])
-    return [(i % width, cell) for i, cell in enumerate(table["cells"])]
+    return {(cell["batch"], i % width): cell for i, cell in enumerate(table["cells"])}
 
 
 @pytest.mark.slow
 def test_every_cell_keeps_the_budget_with_hardly_more_noise_than_that_takes(table: dict[str, Any]) -> None:
-    for _, cell in each(table)[::7]:
+    for cell in table["cells"][::7]:
         law = Poisson(sample_rate=cell["batch"] / PUBLIC)
         release = GaussianRelease(noise_multiplier=cell["noise_multiplier"], law=law, count=cell["steps"])
         assert epsilon([release], delta=HALF, neighbours="zero_out") <= 2.0
@@ -175,24 +158,15 @@ def test_the_floor_is_what_as_many_steps_without_sampling_would_need(table: dict
 
 def test_the_knee_is_the_smallest_batch_within_the_factor_of_the_floor(table: dict[str, Any]) -> None:
     assert table["factor"] == KNEE_FACTOR
-    found = cells(table)
-    for column, knee in enumerate(table["knees"]):
-        near = [
-            batch
-            for batch in table["batches"]
-            if (over := found[batch, column]["over_floor"]) is not None and over <= KNEE_FACTOR
-        ]
-        assert knee["batch"] == (min(near) if near else None)
-        assert knee["epochs"] == table["epochs"][column]
-
-
-def test_larger_batches_and_fewer_passes_have_less_noise_for_their_size(table: dict[str, Any]) -> None:
-    found = cells(table)
-    for column in range(len(table["epochs"])):
+    found, columns = cells(table), range(len(table["epochs"]))
+    for column, knee in zip(columns, table["knees"], strict=True):
+        over = {batch: found[batch, column]["over_floor"] for batch in table["batches"]}
+        near = [batch for batch, factor in over.items() if factor is not None and factor <= KNEE_FACTOR]
+        assert (knee["batch"], knee["epochs"]) == (min(near, default=None), table["epochs"][column])
         ratios = [r for b in table["batches"] if (r := found[b, column]["noise_to_batch"]) is not None]
-        assert ratios == sorted(ratios, reverse=True)
-    ratios = [found[256, column]["noise_to_batch"] for column in range(len(table["epochs"]))]
-    assert ratios == sorted(ratios)
+        assert ratios == sorted(ratios, reverse=True), "larger batches have less noise for their size"
+    ratios = [found[256, column]["noise_to_batch"] for column in columns]
+    assert ratios == sorted(ratios), "and so do fewer passes"
 
 
 @pytest.mark.parametrize(("n", "batch"), [(532_000, 1024), (2000, 40), (40, 1), (9, 9)])

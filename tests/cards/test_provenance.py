@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from card_chain import Chain
-from cards import Run, make_plan
+from cards import Run, made_from, make_plan
 from jsonschema import Draft202012Validator
 from memoriser import Memoriser, large_log
 from stand_ins import Regression, dp, fit
@@ -22,7 +22,7 @@ from tiny_tasks import retriever, trainer
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.cards import provenance as environment
-from lit_dpret.cards.card import inherit_card, read_card, subject_of, write_card
+from lit_dpret.cards.card import read_card, write_card
 from lit_dpret.cards.provenance import (
     PROTOCOL_EVENT,
     code_commit,
@@ -100,8 +100,8 @@ def counted(folder: Path, **changes: Any) -> Path:
 def test_what_was_counted_on_public_texts_stands_on_the_card(tmp_path: Path) -> None:
     run = tmp_path / "run"
     callbacks = [PrivacyAccountant(run_dir=run), PrivacyCard(run_dir=run, pretraining_overlap=counted(tmp_path))]
-    module = Memoriser(DPSGD(eps=2.0, delta=1e-5, noise_multiplier=2.0, secret_file=tmp_path / "secret"))
-    trainer(max_steps=1, logger=False, callbacks=callbacks, default_root_dir=str(run)).fit(module, large_log(tmp_path))
+    fitted = trainer(max_steps=1, logger=False, callbacks=callbacks, default_root_dir=str(run))
+    fitted.fit(memoriser(tmp_path), large_log(tmp_path))
     card = read_card(run)
     assert card["pretraining"]["overlap_check"]["found"]["queries"] == SHARE
     assert any("overlap check are public, as declared" in each["text"] for each in card["assumptions"])
@@ -129,12 +129,10 @@ def test_an_overlap_of_the_runs_own_train_queries_is_refused(
 ) -> None:
     hashes = text_hashes([*(f"other {i}" for i in range(5)), queries])
     card = PrivacyCard(pretraining_overlap=counted(tmp_path, queries_sha256=hashes))
-    module = Memoriser(DPSGD(eps=2.0, delta=1e-5, noise_multiplier=2.0, secret_file=tmp_path / "secret"))
-    collection = SimpleNamespace(
-        queries={f"q{i}": f"query {i}" for i in range(9)}, qrels={"train": {"q3": {}, "q4": {}}}
-    )
+    asked = {f"q{i}": f"query {i}" for i in range(9)}
+    collection = SimpleNamespace(queries=asked, qrels={"train": {"q3": {}, "q4": {}}})
     with pytest.raises(ConfigurationError, match="pretraining_overlap") if refused else nullcontext():
-        card.refuse_protected(module, SimpleNamespace(collection=collection) if collected else OwnRows())
+        card.refuse_protected(memoriser(tmp_path), SimpleNamespace(collection=collection) if collected else OwnRows())
 
 
 @pytest.mark.parametrize("text", ["no json", "{}", "[]", None])
@@ -149,6 +147,10 @@ def test_another_file_and_one_of_private_queries_are_refused_before_the_run(text
             PrivacyCard(pretraining_overlap=counted(tmp_path, **changes))
 
 
+def memoriser(folder: Path) -> Memoriser:
+    return Memoriser(DPSGD(eps=2.0, delta=1e-5, noise_multiplier=2.0, secret_file=folder / "secret"))
+
+
 def protocol(folder: Path, text: str = "1000 canaries, one run, 95 %", name: str = "protocol.md") -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
@@ -159,22 +161,19 @@ def test_a_run_registers_its_protocols_before_its_first_release_and_its_card_nam
     path, folder = protocol(tmp_path), tmp_path / "run"
     module = Regression(privacy=dp(tmp_path, noise_multiplier=4.0))
     fit(folder, module, steps=2, extra=[PrivacyCard(run_dir=folder, audit_protocols=[path])])
-    kinds = [
-        r["kind"] if r["kind"] != "event" else r["name"]
-        for r in PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
-    ]
+    records = PrivacyLedger.read(folder / "privacy_ledger.jsonl").records
+    kinds = [record.get("name", record["kind"]) for record in records]
     assert kinds.index(PROTOCOL_EVENT) < kinds.index("intent")
     card = read_card(folder)
     assert card["pretraining"]["model"] == "unstated"
     (one,) = card["empirical"]["pre_registered"]
     assert (one["name"], one["sha256"]) == ("protocol.md", file_sha256(path))
     assert one["sha256"] in (folder / "privacy_card.html").read_text(encoding="utf-8")
-    result = verify_chain(folder, protocols=[path])
-    assert not result.failed and "was registered before the first release" in result.format()
-    assert "give the file in task.protocols=[FILE]" in verify_chain(folder).format()
+    assert not verify_chain(folder, protocols=[path]).failed
+    assert "task.protocols=[FILE]" in verify_chain(folder).format()
     path.write_text("other canaries", encoding="utf-8")
     (finding,) = verify_chain(folder, protocols=[path]).failed
-    assert finding.text == "protocol.md was not registered, or not with this content."
+    assert finding.check == "protocol" and "protocol.md" in finding.text
 
 
 def test_a_resumed_run_keeps_its_protocols_and_takes_no_new_ones(tmp_path: Path) -> None:
@@ -202,8 +201,7 @@ def test_a_derived_artefact_has_the_protocols_that_its_parent_registered_before_
     run.step(0)
     run.ledger.append("event", name=PROTOCOL_EVENT, protocols=[{"name": "late.md", "sha256": "0" * 64}])
     assert [one["name"] for one in registered(run.ledger.records)] == ["protocol.md"]
-    write_card(run.card(), run.folder)
-    child = inherit_card(run.folder, subject_of("dataset", "made"), description="drawing")
+    child = made_from(run.write_card())
     assert child["empirical"]["pre_registered"] == read_card(run.folder)["empirical"]["pre_registered"] != []
     write_card(child, tmp_path / "made")
     assert not verify_chain(tmp_path / "made", protocols=[tmp_path / "protocol.md"]).failed

@@ -11,21 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cards import CHILD, DELTA, LAW, NOISE, Run, forge, make_plan
+from cards import DELTA, LAW, NOISE, REFUTED, Run, forge, made_from, make_plan
 from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
 from scipy import stats
 
 from lit_dpret.cards.amendments import note_not_covered, restated
-from lit_dpret.cards.card import (
-    Assumption,
-    CardFacts,
-    card_sha256,
-    inherit_card,
-    read_card,
-    subject_of,
-    verify_card,
-    write_card,
-)
+from lit_dpret.cards.card import card_sha256, read_card, subject_of, verify_card, write_card
 from lit_dpret.cards.check import recheck
 from lit_dpret.cards.file import CARD_NAME
 from lit_dpret.cards.lineage import refuse_told_failures
@@ -66,10 +57,9 @@ def finished(run: Run, steps: int) -> dict[str, Any]:
     model.mkdir()
     (model / "weights").write_text(str(run.folder), encoding="utf-8")
     subject = subject_of("weights", run.folder.name, [model / "weights"], root=model)
-    card = run.card(subject=subject, assumptions=leaks(run.ledger.records))
-    write_card(card, run.folder)
+    run.write_card(subject=subject, assumptions=leaks(run.ledger.records))
     run.ledger.close()
-    return card
+    return read_card(run.folder)
 
 
 def test_a_start_from_random_weights_is_told_in_words(tmp_path: Path) -> None:
@@ -77,9 +67,7 @@ def test_a_start_from_random_weights_is_told_in_words(tmp_path: Path) -> None:
     told = "Training on the private data started from random weights, as declared."
     assert card["pretraining"]["start"] == told and told in card["claim"]["statement"]
     [declared] = [one for one in card["assumptions"] if "random weights" in one["text"]]
-    assert "vocabulary" in declared["text"] and declared["holds"] == "unverified", (
-        "it is published, and its words are trusted"
-    )
+    assert "vocabulary" in declared["text"] and declared["holds"] == "unverified"
     assert "a public model" not in str(card)
 
 
@@ -203,8 +191,7 @@ def test_a_claim_at_a_delta_that_allows_publishing_somebody_behind_the_start_say
     parent: Path, tmp_path: Path
 ) -> None:
     """As a ledger shows it whose run came to its delta by itself."""
-    run = begun(tmp_path / "child", parent)
-    assert not any("1/n" in text for text in run.train(2).card()["cautions"])
+    assert not any("1/n" in text for text in begun(tmp_path / "child", parent).train(2).card()["cautions"])
     small = replace(make_plan(), budget=replace(make_plan().budget, delta=1 / 16), n_public=8)
     loose = Run(tmp_path / "loose", small)
     note_start(loose.ledger, read_start(parent, public=False))
@@ -213,22 +200,16 @@ def test_a_claim_at_a_delta_that_allows_publishing_somebody_behind_the_start_say
 
 def test_without_a_card_only_a_declaration_makes_a_start_public(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    with pytest.raises(ConfigurationError, match="init_from_is_public=true"):
-        read_start(tmp_path / "base", public=False)
-    card = finished(begun(tmp_path / "child", tmp_path / "base", public=True), 5)
-    assert card["claim"]["epsilon"] == pytest.approx(cost(5))
-    assert "base, which was declared to be public" in card["claim"]["statement"]
-    assert [a["holds"] for a in card["assumptions"] if "as declared" in a["text"]] == ["unverified"]
-
-
-def test_a_setting_that_takes_no_declaration_does_not_advise_one(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
     finished(begun(tmp_path / "open", mode="none"), 1)
-    for knob, advised in (("init_from", True), ("task.generator", False)):
+    for knob, advised in (("init_from", True), ("task.generator", False)):  # the latter takes no declaration
         for name in ("base", "open"):
             with pytest.raises(ConfigurationError, match=rf"{knob}=") as raised:
                 read_start(tmp_path / name, public=False, knob=knob).check(DPSGD(eps=8.0))
             assert ("init_from_is_public" in str(raised.value)) is advised
+    card = finished(begun(tmp_path / "child", tmp_path / "base", public=True), 5)
+    assert card["claim"]["epsilon"] == pytest.approx(cost(5))
+    assert "base, which was declared to be public" in card["claim"]["statement"]
+    assert [a["holds"] for a in card["assumptions"] if "as declared" in a["text"]] == ["unverified"]
 
 
 def note(model: Path, privacy: str) -> None:
@@ -261,8 +242,13 @@ def test_a_private_start_cannot_be_declared_public_while_anything_tells_of_its_r
     assert read_start(start, public=True).facts["public"], "nothing tells of it any more: it is taken on trust"
 
 
-def test_a_run_without_privacy_from_a_private_one_is_no_public_start(parent: Path, tmp_path: Path) -> None:
-    finished(begun(tmp_path / "child", parent, mode="none"), 3)
+def test_a_run_without_privacy_from_a_private_one_says_so_and_is_no_public_start(parent: Path, tmp_path: Path) -> None:
+    card = finished(begun(tmp_path / "child", parent, mode="none"), 3)
+    assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
+    assert card["parents"][0]["sha256"] == card_sha256(parent)
+    assert verify_card(card, tmp_path / "child" / LEDGER_NAME) == []
+    with pytest.raises(ConfigurationError, match="carries no privacy guarantee"):
+        begun(tmp_path / "grandchild", tmp_path / "child")
     for _ in ("with its card", "without"):
         with pytest.raises(ConfigurationError, match="is declared public"):
             read_start(tmp_path / "child", public=True)
@@ -279,15 +265,6 @@ def test_a_run_without_privacy_on_declared_public_data_is_a_public_start_also_by
     assert read_start(model, public=True).facts["public"]
     card = finished(begun(tmp_path / "child", tmp_path / "base", public=True), 5)
     assert card["claim"]["epsilon"] == pytest.approx(cost(5)) and card["parents"][0]["name"] == "base"
-
-
-def test_without_privacy_the_card_says_so_whatever_the_start_claimed(parent: Path, tmp_path: Path) -> None:
-    card = finished(begun(tmp_path / "child", parent, mode="none"), 5)
-    assert card["claim"]["guarantee"] == "none" and card["claim"]["epsilon"] is None
-    assert card["parents"][0]["sha256"] == card_sha256(parent)
-    assert verify_card(card, tmp_path / "child" / "privacy_ledger.jsonl") == []
-    with pytest.raises(ConfigurationError, match="carries no privacy guarantee"):
-        begun(tmp_path / "grandchild", tmp_path / "child")
 
 
 @pytest.mark.parametrize(
@@ -368,12 +345,10 @@ def test_what_is_made_from_the_model_inherits_both_and_shows_no_number_where_not
 ) -> None:
     finished(begun(tmp_path / "child", parent), 5)
     model, ledger = tmp_path / "child", tmp_path / "child" / "privacy_ledger.jsonl"
-    made = inherit_card(model, CHILD, description="drawing from it")
+    made = made_from(model)
     assert made["claim"]["epsilon"] == pytest.approx(cost(15), rel=1e-9) and verify_card(made, ledger) == []
     assert [entry["name"] for entry in made["parents"]] == ["child", "parent"]
-    doubted = inherit_card(
-        model, CHILD, CardFacts(assumptions=[Assumption("The list is public.", "refuted")]), description="drawing"
-    )
+    doubted = made_from(model, assumptions=REFUTED)
     parts = doubted["accounting"]["init_from"]
     assert (parts["epsilon_of_this_run"], parts["epsilon_of_start"]) == (None, None)
     assert "start" not in doubted["pretraining"] and doubted["claim"]["epsilon"] is None

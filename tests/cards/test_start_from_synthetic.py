@@ -82,33 +82,33 @@ def test_two_trainings_from_one_synthetic_start_count_its_generator_once(chain: 
     )
 
 
-def _without_generator(chain: Chain) -> None:
-    shutil.rmtree(chain.generator)
-
-
-def _without_data(chain: Chain) -> None:
-    shutil.rmtree(chain.synthetic)
-
-
-def _edited_claim(chain: Chain) -> None:
-    card = json.loads((chain.encoder / "privacy_card.json").read_text())
+def edit_claim(folder: Path) -> None:
+    card = json.loads((folder / "privacy_card.json").read_text())
     card["claim"]["epsilon"] /= 2
-    (chain.encoder / "privacy_card.json").write_text(json.dumps(card))
+    (folder / "privacy_card.json").write_text(json.dumps(card))
 
 
-def _cut_ledger(chain: Chain) -> None:
-    ledger = chain.generator / LEDGER_NAME
-    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-2]))
+def cut_ledger(folder: Path) -> None:
+    lines = (folder / LEDGER_NAME).read_text().splitlines(keepends=True)
+    (folder / LEDGER_NAME).write_text("".join(lines[:-2]))
 
 
-def _changed_model(chain: Chain) -> None:
-    file = next(path for path in (chain.encoder / "model").rglob("*.safetensors"))
+def change_model(folder: Path) -> None:
+    file = next(path for path in (folder / "model").rglob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
 
 
-@pytest.mark.parametrize("damage", [_without_generator, _without_data, _edited_claim, _cut_ledger, _changed_model])
-def test_a_start_whose_private_run_is_not_there_or_does_not_agree_is_refused(damage: Any, chain: Chain) -> None:
-    damage(chain)
+@pytest.mark.parametrize(
+    ("damage", "link"),
+    [
+        (shutil.rmtree, "generator"), (shutil.rmtree, "synthetic"), (cut_ledger, "generator"),
+        (edit_claim, "encoder"), (change_model, "encoder"),
+    ],
+)  # fmt: skip
+def test_a_start_whose_private_run_is_not_there_or_does_not_agree_is_refused(
+    damage: Any, link: str, chain: Chain
+) -> None:
+    damage(getattr(chain, link))
     with pytest.raises(DataError, match=r"init_from|privacy_card"):
         read_start(chain.encoder, public=False)
 
