@@ -1,4 +1,4 @@
-"""`task=ablate` with parts that train in a blink: every kind of row, a generator for every run, shares of the gain."""
+"""`task=ablate` and `task=compare_modes` with parts that train in a blink: every kind of row, its claim, going on."""
 
 from __future__ import annotations
 
@@ -9,24 +9,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_generator import generator, write_parent_card
-from tiny_models import tiny_tokenizer
-from tiny_tasks import parts, retriever
+from tiny_models import WORDS, tiny_tokenizer
+from tiny_tasks import open_to_others, parts, retriever, write_synthetic
 from transformers import BertConfig, BertForSequenceClassification
 
 from lit_dpret.cards.card import read_card
+from lit_dpret.cards.text import privacy_line
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError, UnsupportedModelError
+from lit_dpret.losses import KernelPairLoss
 from lit_dpret.modules import OptimizerSpec
 from lit_dpret.negatives.drawn import read_labels
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
-from lit_dpret.privacy.modes import DPSGD, NoPrivacy, PublicPassages, SyntheticData
+from lit_dpret.privacy.modes import (
+    DPSGD,
+    BatchClip,
+    LogitDP,
+    NoPrivacy,
+    PerExampleDuplicated,
+    PublicPassages,
+    SyntheticData,
+)
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.synthesis.filters.cross_encoder import CrossEncoder
 from lit_dpret.tasks.encoder_privacy import UNKNOWN
-from reproduction import Ablate
+from reproduction import Ablate, CompareModes
 from reproduction.recipe import GeneratorRecipe, Recipe
 
 
@@ -105,22 +116,22 @@ def test_every_run_on_synthetic_queries_has_a_generator_of_its_own_and_its_claim
 
 
 @pytest.mark.slow
-def test_a_study_grows_and_no_finished_stage_is_done_again(tmp_path: Path) -> None:
-    only = {"only": ["made", "none"], "likeness_texts": None}
-    study(tmp_path, seeds=1, **only).run(parts(tmp_path))
+def test_a_study_grows_and_no_finished_stage_is_done_again_or_with_other_settings(tmp_path: Path) -> None:
+    only = {"only": ["made", "none"], "seeds": 1}
+    study(tmp_path, **only).run(parts(tmp_path))
     ledger = tmp_path / "run" / "generator-tiny-seed0" / "privacy_ledger.jsonl"
     before = ledger.read_bytes()
     with pytest.raises(ResumeError, match="resume=true"):
         study(tmp_path).run(parts(tmp_path))
-    other = {"tiny": replace(generators(tmp_path)["tiny"], steps=2)}
-    with pytest.raises(ResumeError, match=r"other settings of task\.generators\.tiny\."):
-        study(tmp_path, generators=other, seeds=1, **only).run(parts(tmp_path, resume=True))
-    with pytest.raises(ResumeError, match="other settings"):
-        study(tmp_path, eps=7.0, seeds=1, **only).run(parts(tmp_path, resume=True))
     hotter = {name: replace(recipe, temperature=2.0) for name, recipe in recipes(tmp_path).items()}
-    with pytest.raises(ResumeError, match=r"other settings of task\.variants\.none\."):
-        study(tmp_path, variants=hotter, seeds=1, **only).run(parts(tmp_path, resume=True))
-    told = study(tmp_path, seeds=2, only=["made", "none", "pseudo"]).run(parts(tmp_path, resume=True))
+    for change, named in (
+        ({"generators": {"tiny": replace(generators(tmp_path)["tiny"], steps=2)}}, r"task\.generators\.tiny"),
+        ({"eps": 7.0}, "other settings"),
+        ({"variants": hotter}, r"task\.variants\.none"),
+    ):
+        with pytest.raises(ResumeError, match=named):
+            study(tmp_path, **only | change).run(parts(tmp_path, resume=True))
+    told = study(tmp_path, only=["made", "none", "pseudo"]).run(parts(tmp_path, resume=True))
     assert ledger.read_bytes() == before and "pseudo" in told
 
 
@@ -155,8 +166,10 @@ def test_what_the_queries_of_another_generator_made_is_refused_until_it_is_moved
         ("none", {"head": "query", "pseudo_labels": 2}, "pseudo_labels=2"),
         ("made", {"head": "both", "pseudo_labels": 2}, "pseudo_labels=2"),
         ("made", {"pseudo_labels": 0}, "pseudo_labels=0"),
+        ("none", {"batch": 0}, "batch=0"),
+        ("none", {"negatives": "hard"}, "negatives"),
     ],
-)  # fmt: skip
+)
 def test_a_recipe_that_makes_no_sense_is_refused(row: str, change: dict[str, Any], knob: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=knob):
         replace(recipes(tmp_path)[row], **change)
@@ -171,6 +184,9 @@ def test_unknown_and_unprotected_generators_and_a_start_that_is_not_run_are_refu
     known["on"] = replace(known["base"], start="made")
     with pytest.raises(ConfigurationError, match=r"task\.only"):
         study(tmp_path, variants=known, only=["on"])
+    known["hidden"] = replace(known["direct"], privacy=partial(known["direct"].privacy, neighbours="add_or_remove"))
+    with pytest.raises(ConfigurationError, match=r"Set task\.delta"):
+        study(tmp_path, variants=known, only=["hidden"])  # it would be derived from a private number
 
 
 def warm(folder: Path, start: Path) -> dict[str, Any]:
@@ -199,13 +215,12 @@ def test_a_row_whose_generator_has_no_start_is_left_out_unless_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = warm(tmp_path, tmp_path / "warm_up") | {"only": ["made_warm", "none"]}
-    with pytest.raises(ConfigurationError, match=r"warm_up, and there is none\. Make it .*hydra\.run\.dir=.*warm_up"):
+    with pytest.raises(ConfigurationError, match=r"warm_up, and there is none.*hydra\.run\.dir="):
         study(tmp_path, **rows).run(parts(tmp_path))
     assert not (tmp_path / "run").exists(), "refused before anything is computed"
     chosen = {name: rows["variants"][name] for name in rows["only"]}
     assert "none" in study(tmp_path, **rows | {"variants": chosen, "only": None}).run(parts(tmp_path))
-    told = capsys.readouterr().out
-    assert "left out: task.variants.made_warm" in told and "privacy=none datamodule=pairs" in told
+    assert "left out: task.variants.made_warm" in capsys.readouterr().out
     assert [row["system"] for row in results(tmp_path / "run")["rows"]] == ["BM25", "zero-shot", "none"]
 
 
@@ -297,11 +312,91 @@ def test_without_a_teacher_its_rows_are_left_out_unless_they_are_asked_for(
 ) -> None:
     missing = tmp_path / "cross_encoder"
     for source, reason in ((None, "it is null"), (missing, "is not a folder on this machine")):
-        with pytest.raises(
-            ConfigurationError, match=rf"task\.variants\.labelled learns .*{reason}.*docs/ablations\.md"
-        ):
+        with pytest.raises(ConfigurationError, match=rf"task\.variants\.labelled learns .*{reason}"):
             taught(tmp_path, source).run(parts(tmp_path))
     assert not (tmp_path / "run").exists(), "refused before anything is computed"
     few = {name: row for name, row in taught(tmp_path, None).variants.items() if name in ("none", "labelled")}
     assert "none" in taught(tmp_path, missing, variants=few, only=None).run(parts(tmp_path))
     assert "left out: task.variants.labelled" in capsys.readouterr().out
+
+
+# -- every mode, at several budgets --------------------------------------------------------------
+
+MODES = ("none", "batch_clip", "per_example_duplicated", "logit_dp", "logit_dp_kernel", "public_passages", "synthetic")
+
+
+def compare(folder: Path, **changes: Any) -> CompareModes:
+    noise = {"secret_file": folder / "secret", "noise_multiplier": 2.0}
+    logit, clipped = {"max_logit_grad_norm": 0.1, "sub_batches": 4} | noise, {"max_grad_norm": 0.1} | noise
+    modes: dict[str, Any] = {
+        "none": partial(NoPrivacy),
+        "batch_clip": partial(BatchClip, sub_batches=4, **clipped),
+        "per_example_duplicated": partial(PerExampleDuplicated, sub_batches=4, **clipped),
+        "logit_dp": partial(LogitDP, **logit),
+        "logit_dp_kernel": partial(LogitDP, **logit),
+        "public_passages": partial(PublicPassages, pool_size=8, **clipped),
+        "synthetic": partial(SyntheticData),
+    }
+    variants = {
+        name: Recipe(
+            label=name, privacy=mode, optimizer=OptimizerSpec(name="sgd", lr=20.0), steps=2, batch=16, temperature=1.0,
+            loss=KernelPairLoss(temperature=0.5) if name == "logit_dp_kernel" else None, trials=7,
+        )
+        for name, mode in modes.items()
+    }  # fmt: skip
+    settings: dict[str, Any] = {
+        "retriever": retriever, "variants": variants, "eps": [3.0], "seeds": 2, "max_passages": 20, "min_free_mb": 1,
+        "tuning_data": "private", "tuning_note": "chosen on dev",
+    }  # fmt: skip
+    return CompareModes(**settings | changes)
+
+
+@pytest.fixture
+def synthetic(tmp_path: Path) -> Path:
+    return write_synthetic(tmp_path / "made", parts(tmp_path, words=WORDS).make_datamodule(max_passages=20))
+
+
+@pytest.mark.slow
+def test_every_mode_is_trained_several_times_and_stands_in_one_table(tmp_path: Path, synthetic: Path) -> None:
+    told = compare(tmp_path, synthetic=synthetic, round_trip_filter=20).run(parts(tmp_path, words=WORDS))
+    run = tmp_path / "run"
+    assert list(told) == ["BM25", "zero-shot", "none", *(f"{mode}, epsilon 3" for mode in MODES[1:])]
+    found = dict(json.loads((run / "compare_modes.json").read_text(encoding="utf-8")))
+    rows = {row["system"]: row for row in found["rows"]}
+    for mode in MODES[1:-1]:
+        row = rows[f"{mode}, epsilon 3"]
+        cards = [read_card(run / f"{mode}-eps3-seed{seed}") for seed in (0, 1)]
+        assert {card["mechanism"]["mode"] for card in cards} == {mode.removesuffix("_kernel")}
+        assert 0 < max(card["claim"]["epsilon"] for card in cards) <= 3
+        assert row["settings"]["sensitivity"] == cards[0]["mechanism"]["sensitivity"] > 0
+        assert row["settings"]["clip_bound"] == pytest.approx(cards[0]["mechanism"]["max_grad_norm"])
+        assert row["privacy"].startswith("epsilon = ") and row["settings"]["trials"] == 7
+        assert all("Number of trials: 7. chosen on dev" in card["tuning"]["text"] for card in cards)
+    shown = open_to_others(run)
+    assert not [path for path in shown if path.startswith("none-")] and [p for p in shown if p.startswith("logit_dp-")]
+    assert rows["none"]["privacy"].startswith("no privacy") and rows["none"]["settings"]["sensitivity"] is None
+    assert rows["synthetic, epsilon 3"]["privacy"] == privacy_line(read_card(synthetic))
+    for name, row in rows.items():
+        values = row["metrics"]["nDCG@10"]["per_run"]
+        assert len(values) == (1 if name in ("BM25", "zero-shot") else 2)
+        assert told[name] == pytest.approx(np.mean(values))
+    assert found["private_runs"] == 10
+    for name in ("compare_modes.html", "compare_modes.md", "compare_modes.csv"):
+        text = (run / name).read_text(encoding="utf-8")
+        assert all(system in text for system in told), name
+    assert not (run / "embeddings").exists(), "embeddings of queries are as private as the queries"
+    assert not list(run.glob("*/model")), "models are large, and nobody asked for them"
+
+
+def test_a_synthetic_data_set_stands_at_the_smallest_budget_that_covers_it_or_is_refused(
+    tmp_path: Path, synthetic: Path
+) -> None:
+    cells = compare(tmp_path, only=["synthetic"], eps=[8.0, 0.01, 3.0], synthetic=[synthetic]).cells()
+    assert [(cell.eps, cell.synthetic) for cell in cells] == [(3.0, synthetic)]
+    for change, named in (
+        ({"eps": [0.01], "synthetic": synthetic}, r"more than all of task\.eps"),
+        ({"synthetic": [synthetic, synthetic]}, "two folders"),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            compare(tmp_path, only=["synthetic"], **change).run(parts(tmp_path, words=WORDS))
+    assert not list((tmp_path / "run").glob("*seed*"))

@@ -35,6 +35,7 @@ POSSIBLE: dict[str, dict[str, Any]] = {
     "FederatedStudy": {"study": "hubness"},
     "Paper000": dict.fromkeys(("pipeline", "similarity", "zero_shot", "overlap", "canaries"), dict)
     | {"shrink": None, "grid": None, "sizes": {"whole": "a", "copy": "b"}, "eps": [3.0, None]},
+    "SecondTask": {"study": "run"},
     "Suite": {"paper": "paper_002", "parts": {"first": SuitePart(settings=[])}, "data": {"images": None}},
     "VariantStudy": {
         "variants": {"none": Variant(label="x", privacy=NoPrivacy, lr=0.1)}, "seeds": [0], "epochs": 1, "batch_size": 4,
@@ -63,13 +64,14 @@ IMPOSSIBLE: dict[str, list[dict[str, Any]]] = {
         {"only": ["table_3"]}, {"main": "large"}, {"beside": {"large": "T5-XL"}}, {"sizes": {"a/b": "x"}},
         {"eps": [3.0, 3.0]}, {"others_at": [5.0]}, {"examples": 0},
     ],
+    "SecondTask": [{"epochs": 0}, {"batch_size": 0}, {"learning_rate": 0.0}],
     "Suite": [
         {"paper": "paper_y"}, {"data": {"images": "no/such"}}, {"only": ["third"]},
         *({"parts": {"first": SuitePart(settings=[], **wrong)}} for wrong in (
             {"needs": ["texts"]}, {"after": ["first"]}, {"taken": "no/such"},
         )),
     ],
-    "VariantStudy": [{"only": ["naive"]}, {"seeds": []}, {"seeds": [1, 1]}, {"epochs": 0}],
+    "VariantStudy": [{"only": ["naive"]}, {"seeds": []}, {"seeds": [1, 1]}, {"epochs": 0}, {"adam_eps": 0.0}],
     "ZeroShot": [
         {"sets": []}, {"sets": ["fiqa", "FiQA"]}, {"root": None}, {"metrics": ["ndcg@100"]}, {"metrics": []},
         {"max_query_length": 8},
@@ -77,9 +79,18 @@ IMPOSSIBLE: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def test_a_way_of_judging_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.measure\.span='foo'"):
-        Measurement(span="foo")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("make", "wrong", "knob"),
+    [
+        (Measurement, {"span": "foo"}, r"task\.measure\.span='foo'"),
+        (Grid, {"lr": []}, r"task\.grid\.lr=\[\]"),
+        *((partial(Variant, label="x", privacy=NoPrivacy), {"lr": 0.1} | change, r"task\.variants")
+          for change in ({"lr": 0.0}, {"batch_size": 0}, {"seeds": 0}, {"part": "other"})),
+    ],
+)  # fmt: skip
+def test_a_part_of_the_settings_of_a_study_is_refused_by_name(make: Any, wrong: dict[str, Any], knob: str) -> None:
+    with pytest.raises(ConfigurationError, match=knob):
+        make(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ def test_the_smaller_generator_has_fewer_layers_and_units_and_writes_queries(tea
     assert small.model.config.d_ff == 8 and small.contract == CONTRACT
     assert small.model.num_parameters() < load_language_model(teacher).num_parameters()
     assert steps[-1] == (32, 32) and steps == sorted(steps)
+    again = shrink(teacher, tmp_path / "again", layers=1, feed_forward=8, epochs=1, batch=8)
+    weights = load_language_model(again).state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in small.model.state_dict().items()), "the same seed"
     assert not (folder / CARD_NAME).exists(), "nothing private went in, and nothing is claimed"
 
 
@@ -68,12 +71,6 @@ def test_training_brings_the_smaller_generator_nearer_to_what_the_teacher_writes
     assert losses[1] < 0.9 * losses[0]
 
 
-def test_the_same_seed_makes_the_same_generator(teacher: Path, tmp_path: Path) -> None:
-    one, two = (load_language_model(shrink(teacher, tmp_path / name, epochs=1, batch=8)) for name in ("one", "two"))
-    weights = two.state_dict()
-    assert all(torch.equal(weights[name], value) for name, value in one.state_dict().items())
-
-
 def _loss(small: GeneratorModel, teacher: GeneratorModel) -> float:
     """Of what the teacher writes, in nats per token, summed over passages."""
     decoding = Decoding(top_p=0.1, temperature=1.0, top_k=None, max_new_tokens=8, min_new_tokens=1)
@@ -86,22 +83,16 @@ def _loss(small: GeneratorModel, teacher: GeneratorModel) -> float:
     return total
 
 
-@pytest.mark.parametrize(
-    ("changes", "setting"),
-    [({"layers": 0}, "task.shrink.layers=0"), ({"layers": 3}, "layers=3"), ({"feed_forward": 33}, "feed_forward=33")],
-)
-def test_a_shape_that_is_not_smaller_is_refused(
-    changes: dict[str, int], setting: str, teacher: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=setting):
-        shrink(teacher, tmp_path / "small", **changes)
-
-
-def test_no_passages_and_no_t5_are_refused(teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="learns from passages"):
+def test_a_shape_that_is_not_smaller_no_passages_and_no_t5_are_refused(teacher: Path, tmp_path: Path) -> None:
+    for changes, setting in (
+        ({"layers": 0}, "task.shrink.layers=0"), ({"layers": 3}, "layers=3"), ({"feed_forward": 33}, "feed_forward=33"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=setting):
+            shrink(teacher, tmp_path / "small", **changes)
+    with pytest.raises(ConfigurationError, match="passages"):
         shrink(teacher, tmp_path / "small", {})
     shape = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
              "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}  # fmt: skip
     generator(config=shape).save_model(tmp_path / "bart")
-    with pytest.raises(UnsupportedModelError, match="cut out of a T5, and this is a bart"):
+    with pytest.raises(UnsupportedModelError, match="bart"):
         shrink(tmp_path / "bart", tmp_path / "small")

@@ -108,14 +108,12 @@ def test_a_study_ends_with_the_papers_figures_tables_and_what_was_promised(finis
         assert "\nUntrained," in (report / f"{name}.csv").read_text(encoding="utf-8"), name
     page = (report / "README.md").read_text(encoding="utf-8")
     assert "Twelve images." in page and "python train.py experiment=tiny" in page
-    assert "/ 0.819" in page and "/ 0.212" in page  # the paper's, beside ours
     settings = {run["name"]: run for run in json.loads((report / "settings.json").read_text(encoding="utf-8"))}
     facts = settings["logit_dp"]
     assert facts["eps_of_the_updates"] > 0 and facts["l2_sensitivity"] == 1e-8 and facts["norms"] == "jacobian"
     assert facts["exact_norms"] is True and settings["non_private"].get("exact_norms") is None
     metrics = runs[0].metrics
     assert 0 <= metrics["tied_votes"] <= 1 and set(metrics) > {"lowest_accuracy", "lowest_best_recall"}
-    assert "Accuracy, ties to the lowest label" in page
     assert settings["sigmoid"]["loss"].startswith("SigmoidPairLoss")
 
 
@@ -190,19 +188,16 @@ def test_the_second_task_trains_a_classifier_on_each_frozen_encoder(finished: Pa
     told = second.run(parts(tmp_path))
     assert set(told) == {"logit_dp_seed0", "non_private_seed0", "untrained_seed0"}
     page = (tmp_path / "run" / "report" / "README.md").read_text(encoding="utf-8")
-    assert "the coarse labels of cifar10" in page and "/ 1.013" in page and "/ 0.169" in page
+    assert "the coarse labels of cifar10" in page
     assert weights.read_bytes() == before
     assert second.run(parts(tmp_path, resume=True)) == told
 
 
-def test_the_second_task_takes_fashion_mnist_where_it_is(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_second_task_takes_fashion_mnist_where_it_is(finished: Path, tmp_path: Path) -> None:
     there = ImagesDataModule(source="fashion_mnist", folder=tiny.idx(tmp_path / "fashion"))
     SecondTask(study=finished / "run", data=there, epochs=1, batch_size=4, min_free_mb=1).run(parts(tmp_path))
     written = tmp_path / "run" / "report" / "README.md"
     assert "the fine labels of fashion_mnist" in written.read_text(encoding="utf-8")
-    assert capsys.readouterr().out == f"written: {written}\n"
 
 
 def test_grey_images_are_fitted_to_a_net_for_colour_and_larger_ones_refused() -> None:
@@ -231,17 +226,8 @@ def test_a_study_without_a_budget_is_refused(tmp_path: Path) -> None:
         study().run(parts(tmp_path, privacy=NoPrivacy))
 
 
-@pytest.mark.parametrize("changes", [{"lr": 0.0}, {"batch_size": 0}, {"seeds": 0}, {"part": "other"}])
-def test_a_variant_out_of_range_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.variants"):
-        Variant(**{"label": "x", "privacy": NoPrivacy, "lr": 0.1} | changes)
-    with pytest.raises(ConfigurationError, match=r"task\.adam_eps"):
-        study(adam_eps=0.0)
-
-
 @pytest.mark.slow
-def test_variants_beside_the_papers_can_be_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_beside_the_papers_can_be_run_alone(tmp_path: Path) -> None:
     """As where several processes share the work, each with some of the variants."""
     study(only=["sigmoid"], seeds=[0]).run(parts(tmp_path))
     assert "Sigmoid" in (tmp_path / "run" / "report" / "losses.csv").read_text()
-    assert f"written: {tmp_path / 'run' / 'report' / 'README.md'}\n" in capsys.readouterr().out
