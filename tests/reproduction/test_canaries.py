@@ -72,12 +72,9 @@ def test_a_model_that_stays_takes_no_canaries_from_peoples_queries(tmp_path: Pat
     with pytest.raises(ConfigurationError, match=r"canaries\.queries=dev"):
         run_with_canaries(tmp_path, partial(DPSGD, eps=8.0, secret_file=tmp_path / "secret"), suite=suite)
     assert not (tmp_path / "trained" / "privacy_ledger.jsonl").exists()
-
-
-def test_a_study_that_keeps_its_models_takes_no_queries_of_a_split(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.canaries\.queries=dev"):
-        study(canaries=replace(SUITE, queries="dev"), keep_models=True)
-    study(canaries=replace(SUITE, queries="dev"))
+        study(canaries=suite, keep_models=True)
+    study(canaries=suite)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +164,7 @@ def test_an_attack_above_its_ceiling_ends_the_study_with_an_error_after_the_repo
     """Scores of a model that knows all secrets, under a claim that forbids it."""
     made = parts(tmp_path, partial(DPSGD, eps=0.5, secret_file=tmp_path / "secret"))
     monkeypatch.setattr(Measurement, "of", _known_by_heart)
-    with pytest.raises(PrivacyViolation, match="CONTRADICTION"):
+    with pytest.raises(PrivacyViolation):
         study(generator=forgetful, eps=[0.5], trainings=8, steps=1).run(made)
     assert "CONTRADICTION" in (made.run_dir / "canaries.html").read_text(encoding="utf-8")
 
@@ -215,41 +212,40 @@ def test_an_audit_puts_what_it_found_on_both_cards_of_the_run(tmp_path: Path, ca
     assert len(read_card(run)["empirical"]["results"]) == len(results)  # the same twice is said once
 
 
-def test_coins_are_judged_by_the_one_run_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that knows every planted secret contradicts a small claim; files and card are there all the same."""
-    words = tmp_path / "words.txt"
-    words.write_text("".join(f"{number:03d}\n" for number in range(100)), encoding="utf-8")
-    suite = CanarySuite(
-        kinds=("own_passage",), repetitions=(1,), count=100, candidates=5, include=0.5, seed=1, queries=str(words)
-    )
-    run = run_with_canaries(
-        tmp_path, partial(DPSGD, eps=0.2, delta=1e-7, secret_file=tmp_path / "secret"), suite=suite, steps=1
-    )
-    monkeypatch.setattr(Measurement, "of", _known_by_heart)
-    with pytest.raises(PrivacyViolation, match="contradicts the claim"):
-        Audit(run=run, measure=MEASURE).run(parts(tmp_path, run_dir=tmp_path / "audit"))
-    for folder in (run, run / "model"):
-        found = [one for one in read_card(folder)["empirical"]["results"] if "one-run" in one["attack"]]
-        assert [one["n"] for one in found] == [100, 100] and found[0]["eps_lower"] > found[1]["eps_lower"] > 0.2
-        assert "AN AUDIT CONTRADICTS THIS CLAIM" in read_card(folder)["claim"]["statement"]
-    assert (tmp_path / "audit" / "audit.html").is_file()
+WORDS = "".join(f"{number:03d}\n" for number in range(100))
+COINS: dict[str, Any] = {"kinds": ("own_passage",), "count": 100, "candidates": 5, "include": 0.5}
+RANKS: dict[str, Any] = {"count": 8, "candidates": 100}
 
 
-def test_ranks_that_contradict_a_claim_are_a_banner_on_the_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("planted", "delta"), [(COINS, 1e-7), (RANKS, 1e-9)], ids=["by coins, in the one-run audit", "by ranks"]
+)
+def test_a_model_that_knows_every_secret_contradicts_a_small_claim_and_its_card_says_so(
+    planted: dict[str, Any], delta: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite = CanarySuite(repetitions=(1,), count=8, candidates=100, seed=1)
-    mode = partial(DPSGD, eps=0.2, delta=1e-9, secret_file=tmp_path / "secret")
+    (tmp_path / "words.txt").write_text(WORDS, encoding="utf-8")
+    words = {"queries": str(tmp_path / "words.txt")} if planted is COINS else {}
+    suite = CanarySuite(repetitions=(1,), seed=1, **planted | words)
+    mode = partial(DPSGD, eps=0.2, delta=delta, secret_file=tmp_path / "secret")
     run = run_with_canaries(tmp_path, mode, suite=suite, steps=1)
     monkeypatch.setattr(Measurement, "of", _known_by_heart)
     with pytest.raises(PrivacyViolation, match="contradicts the claim"):
         Audit(run=run, measure=MEASURE).run(parts(tmp_path, run_dir=tmp_path / "audit"))
-    worst = [one for one in read_card(run)["empirical"]["results"] if one["confidence"] > 0.999]
-    assert {one["metric"] for one in worst} == {"lower bound on epsilon", "the leaked share"}
-    bounds = [one for one in worst if one["metric"] == "lower bound on epsilon"]
-    assert all(one["eps_lower"] > one["ceiling"] and one["delta"] == 1e-9 for one in bounds)
-    assert all(one["ci"][0] > one["ceiling"] for one in worst if one not in bounds)
-    assert "AN AUDIT CONTRADICTS THIS CLAIM" in read_card(run)["claim"]["statement"]
+    for folder in (run, run / "model"):
+        card = read_card(folder)
+        assert "AN AUDIT CONTRADICTS THIS CLAIM" in card["claim"]["statement"]
+        found = card["empirical"]["results"]
+        if planted is COINS:
+            bounds = [one for one in found if "one-run" in one["attack"]]
+            assert [one["n"] for one in bounds] == [100, 100] and bounds[0]["eps_lower"] > bounds[1]["eps_lower"] > 0.2
+        else:
+            worst = [one for one in found if one["confidence"] > 0.999]
+            assert {one["metric"] for one in worst} == {"lower bound on epsilon", "the leaked share"}
+            for one in worst:
+                is_bound = one["metric"] == "lower bound on epsilon"
+                assert (one["eps_lower"] if is_bound else one["ci"][0]) > one["ceiling"]
+                assert one["delta"] == 1e-9 or not is_bound
+    assert (tmp_path / "audit" / "audit.html").is_file()
 
 
 def test_without_a_guarantee_there_are_no_ceilings_and_other_canaries_than_the_ledgers_are_refused(

@@ -21,12 +21,14 @@ from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.plan import FederationPlan
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.federated.synthetic import PUBLIC
+from lit_dpret.federated.systems import SystemResult
 from lit_dpret.tasks.parts import Parts
 from reproduction import FederatedStudy
 from reproduction.federated.catalogue import STUDIES, Asked, Point, SiloChange, study_of
 from reproduction.federated.cells import Cells, changed_silos, divided, kept_shares, sizes, with_share
-from reproduction.federated.study import _promise
+from reproduction.federated.study import _promise, trend_finding
 from reproduction.federated.study_page import (
+    SHOWN,
     ClientGain,
     Measured,
     StudyPage,
@@ -52,9 +54,7 @@ def plan(**settings: Any) -> FederationPlan:
 
 
 def parts(folder: Path, *, resume: bool = False, **settings: Any) -> Parts:
-    return no_parts(
-        folder, resume=resume, make_federation=lambda: plan(**settings), command="python train.py ..."
-    )  # fmt: skip
+    return no_parts(folder, resume=resume, make_federation=lambda: plan(**settings), command="python train.py ...")
 
 
 def points_of(name: str, run: PddAs2 | None = None, clients: int = 10, **settings: Any) -> list[Point]:
@@ -145,11 +145,15 @@ def test_parts_of_a_silo_have_its_queries_once_and_its_collection_each(base: dic
         divided(silo, 9)
 
 
-def test_sizes_are_drawn_by_the_seed_and_reach_from_one_to_one_over_the_skew(base: dict[str, Path]) -> None:
+def test_sizes_are_drawn_by_the_seed_reach_from_one_to_one_over_the_skew_and_are_those_of_the_silos(
+    base: dict[str, Path], tmp_path: Path
+) -> None:
     change = SiloChange(skew=4.0)
     shares = [kept_shares(base, change, seed=seed) for seed in range(8)]
     assert all(sorted(one.values()) == pytest.approx([0.25, 0.5, 1.0]) for one in shares)
     assert len({max(one, key=lambda name: one[name]) for one in shares}) > 1  # no client is always the large one
+    whole, made = sizes(base), sizes(changed_silos(base, change, tmp_path / "made", seed=0))
+    assert made == {name: math.ceil(round(shares[0][name] * whole[name], 9)) for name in base}
 
 
 def test_made_silos_are_made_once_and_keep_what_is_declared_public(base: dict[str, Path], tmp_path: Path) -> None:
@@ -228,8 +232,7 @@ def test_a_study_goes_on_where_it_was_and_grows_by_seeds(tmp_path: Path, trained
     assert len(measure["per_seed"]) == 2 and measure["low"] <= measure["mean"] <= measure["high"]
     assert found["PDD-AS2, stage 1: 1"] == pytest.approx(measure["mean"])
     assert told["internal"] is True and "epsilon is infinite" in told["promise"]
-    page = (folder / "data_ratio.md").read_text(encoding="utf-8")
-    assert "covered by no guarantee" in page and "R@k is the paper's name for a hit at k" in page
+    assert "covered by no guarantee" in (folder / "data_ratio.md").read_text(encoding="utf-8")
     with (folder / "data_ratio.csv").open(encoding="utf-8") as file:
         assert len(list(csv.reader(file))) == 7
     assert "<script" not in (folder / "data_ratio.html").read_text(encoding="utf-8")
@@ -249,13 +252,6 @@ def test_a_study_that_could_not_be_finished_is_refused_before_anything_is_traine
     with pytest.raises((ConfigurationError, DataError), match=message):
         FederatedStudy(**study, plot=False, min_free_mb=1).run(parts(tmp_path, **federation))
     assert not trained
-
-
-def test_sizes_reach_the_silos_that_are_trained(base: dict[str, Path], tmp_path: Path) -> None:
-    whole = sizes(base)
-    made = sizes(changed_silos(base, SiloChange(skew=3.0), tmp_path / "made", seed=0))
-    shares = kept_shares(base, SiloChange(skew=3.0), seed=0)
-    assert made == {name: math.ceil(round(shares[name] * whole[name], 9)) for name in base}
 
 
 @pytest.mark.slow
@@ -287,107 +283,87 @@ def test_under_a_budget_every_cell_goes_on_with_ledgers_of_its_own_and_stays_wit
     ([[0.0, 0.1, 0.2]], "one seed decides nothing"),
 ])  # fmt: skip
 def test_whether_small_clients_gain_more_is_judged_by_the_seeds(gains: list[list[float]], verdict: str) -> None:
-    from lit_dpret.federated.systems import SystemResult
-    from reproduction.federated.study import SHOWN, trend_finding
-
     trend = study_of("gain").trend
     assert trend is not None
-    names, counts = ["a", "b", "c"], {"a": 80, "b": 40, "c": 20}
-    found = {
-        "more": {seed: SystemResult({n: {SHOWN: [0.3 + g]} for n, g in zip(names, one, strict=True)})
-                 for seed, one in enumerate(gains)},
-        "less": {seed: SystemResult({n: {SHOWN: [0.3]} for n in names}) for seed in range(len(gains))},
-    }  # fmt: skip
-    lines = {trend.of: found["more"], trend.over: found["less"]}
-    told = trend_finding(trend, lines, dict.fromkeys(range(len(gains)), counts))
-    assert told.startswith("Clients with fewer queries gain more? ") and verdict in told
+    counts = {"a": 80, "b": 40, "c": 20}
+
+    def of(levels: list[float]) -> SystemResult:
+        return SystemResult({name: {SHOWN: [level]} for name, level in zip(counts, levels, strict=True)})
+
+    more = {seed: of([0.3 + gain for gain in one]) for seed, one in enumerate(gains)}
+    less = {seed: of([0.3] * 3) for seed in more}
+    assert verdict in trend_finding(trend, {trend.of: more, trend.over: less}, dict.fromkeys(more, counts))
 
 
-MEASURES = ("sentence/mrr@10", "sentence/success@1", "passage/success@1")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def row(
-    line: str, label: str, at: float | None, level: float, sent: float = 0.0, paper: float | None = None
-) -> StudyRow:
-    told = {name: paper if name == "sentence/success@1" else None for name in MEASURES}
-    measures = {name: Measured.of([level - 0.01, level, level + 0.01], told[name]) for name in MEASURES}
-    sizes = {"stage 1": 3e6, "responses": sent}
-    return StudyRow(line=line, label=label, at=at, measures=measures, bytes_per_client=sizes)
+def row(line: str, label: str, at: float | None, level: float, sent: float = 0.0, **more: Any) -> StudyRow:
+    values = [level - 0.01, level, level + 0.01]
+    measures = {name: Measured.of(values) for name in ("sentence/mrr@10", "passage/success@1")}
+    measures[SHOWN] = Measured.of(values, more.pop("paper", None))
+    return StudyRow(
+        line=line, label=label, at=at, measures=measures, bytes_per_client={"stage 1": 3e6, "responses": sent}, **more
+    )
 
 
 LINES = StudyPage(
-    title="Ten of the best k",
-    axis="k",
+    title="Ten of the best k", axis="k",
     rows=[
         row("stage 1", "k=10", 10, 0.2, paper=0.121),
         row("stage 1", "k=300", 300, 0.3, paper=0.217),
         row("alone", "k=10", 10, 0.25),
         row("alone", "k=300", 300, 0.24),
     ],
-    paper_says="The best harm.",
-    findings=["It appears here."],
-    command="python train.py ...",
-    promise="No privacy is promised for any of these models: epsilon is infinite.",
-)
+    paper_says="The best harm.", findings=["It appears here."], command="python train.py ...", promise="Nothing.",
+)  # fmt: skip
 BYTES = replace(
-    LINES,
-    title="Quality against bytes",
-    axis="bytes of a client",
+    LINES, axis="bytes of a client",
     rows=[
         row("own negatives", "nothing is sent", None, 0.2),
         row("base", "n=200", None, 0.3, 4e6),
         row("clients asked", "1", None, 0.25, 1e6),
         row("clients asked", "3", None, 0.28, 3e6),
     ],
-)
+)  # fmt: skip
 CLIENTS = replace(
-    LINES,
-    title="Gain of each client",
-    axis="train queries of the client",
+    LINES, axis="train queries of the client",
     rows=[row("alone", "all", None, 0.2), row("stage 1", "all", None, 0.3)],
     gains=[
-        ClientGain(
-            client=f"#{rank}", queries=queries, gains={"stage 1": [gain, gain + 0.02], "customised": [0.0, gain]}
-        )
+        ClientGain(client=f"#{rank}", queries=queries, gains={"stage 1": [gain, gain + 0.02], "alone": [0.0, gain]})
         for rank, queries, gain in ((1, 120, -0.05), (2, 60, 0.01), (3, 15, 0.2))
     ],
-)
+)  # fmt: skip
 
 
-def test_json_and_csv_say_what_the_page_says(tmp_path: Path) -> None:
-    files = write_study(replace(LINES, rows=[replace(LINES.rows[0], epsilon=7.5)]), tmp_path, "hubness")
+@pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])
+def test_each_form_of_study_is_drawn_stands_in_its_page_and_reads_back_as_it_was_written(
+    page: StudyPage, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture, kind = draw_study(page, tmp_path / "plot"), "svg+xml" if page.gains else "png"
+    assert picture.read_bytes().startswith(b"<svg" if page.gains else PNG)
+    files = write_study(page, tmp_path, "study", picture=picture)
     assert {stat.S_IMODE(file.stat().st_mode) for file in files.values()} == {0o600}
-    told = json.loads(files["hubness.json"].read_text(encoding="utf-8"))
-    measure = told["rows"][0]["measures"]["sentence/success@1"]
-    assert measure["per_seed"] == pytest.approx([0.19, 0.2, 0.21])
-    assert measure["paper"] == 0.121 and told["internal"] is True
+    told = files["study.md"].read_text(encoding="utf-8")
+    assert f"]({picture.name})" in told and ("| 15 | +0.210" in told.replace("\\", "")) is bool(page.gains)
+    html = files["study.html"].read_text(encoding="utf-8")
+    assert f'src="data:image/{kind};base64,' in html and "http" not in html.partition("</style>")[2]
+    found = read_study(tmp_path / "study.json")
+    again = write_study(found, tmp_path, "again")
+    assert again["again.json"].read_text() == files["study.json"].read_text() and study_grid(found) == study_grid(page)
+
+
+def test_numbers_of_a_study_are_those_of_its_seeds_and_of_the_paper(tmp_path: Path) -> None:
+    page = replace(LINES, rows=[row("stage 1", "k=10", 10, 0.2, paper=0.121, epsilon=7.5)])
+    files = write_study(page, tmp_path, "hubness")
+    measure = json.loads(files["hubness.json"].read_text(encoding="utf-8"))["rows"][0]["measures"][SHOWN]
+    assert measure["per_seed"] == pytest.approx([0.19, 0.2, 0.21]) and measure["paper"] == 0.121
     assert measure["mean"] == pytest.approx(0.2) and measure["high"] - 0.2 == pytest.approx(0.02484, abs=1e-4)
     header, line = files["hubness.csv"].read_text(encoding="utf-8").splitlines()
     cells = dict(zip(header.split(","), line.split(","), strict=True))
     assert float(cells["sentence/success@1 paper"]) == 0.121 and float(cells["epsilon"]) == 7.5
     assert "7.5" in files["hubness.md"].read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])
-def test_each_form_of_plot_is_written_and_stands_in_the_page(page: StudyPage, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture, kind = draw_study(page, tmp_path / "plot"), "svg+xml" if page.gains else "png"
-    assert picture.read_bytes().startswith(b"<svg" if page.gains else PNG)
-    files = write_study(page, tmp_path, "study", picture=picture)
-    told = files["study.md"].read_text(encoding="utf-8")
-    assert f"]({picture.name})" in told and ("| 15 | +0.210" in told.replace("\\", "")) is bool(page.gains)
-    html = files["study.html"].read_text(encoding="utf-8")
-    assert f'src="data:image/{kind};base64,' in html and "http" not in html.partition("</style>")[2]
-
-
-@pytest.mark.parametrize("page", [LINES, BYTES, CLIENTS], ids=["lines", "bytes", "clients"])
-def test_a_study_reads_back_as_it_was_written(page: StudyPage, tmp_path: Path) -> None:
-    write_study(page, tmp_path, "study")
-    found = read_study(tmp_path / "study.json")
-    write_study(found, tmp_path, "again")
-    assert (tmp_path / "again.json").read_text() == (tmp_path / "study.json").read_text()
-    assert study_grid(found) == study_grid(page)
 
 
 def test_what_is_no_study_is_refused(tmp_path: Path) -> None:

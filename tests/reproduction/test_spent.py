@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from cards import Run, make_plan, rewrite_chain
 
@@ -16,11 +17,18 @@ def epsilon_in(text: str) -> float:
     return float(re.findall(r"has epsilon = ([\d.]+)", text)[0])
 
 
+def trained(folder: Path, *, steps: int = 10, **plan: Any) -> Run:
+    """A private run with its card beside its ledger."""
+    folder.mkdir(parents=True)
+    run = Run(folder, make_plan(**plan)).train(steps)
+    run.write_card()
+    return run
+
+
 def test_a_sum_counts_each_ledger_once_wherever_it_lies_and_no_claim_that_is_refuted(tmp_path: Path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "disk"
     for steps, folder in ((10, run / "one"), (11, elsewhere), (12, tmp_path / "study" / "eps16-0")):
-        folder.mkdir(parents=True)
-        Run(folder, make_plan()).train(steps)
+        trained(folder, steps=steps)
     (run / "two").symlink_to(elsewhere)
     (run / "one" / "loop").symlink_to(run)
     shutil.copytree(run / "one", run / "set" / "data", symlinks=True)
@@ -29,21 +37,12 @@ def test_a_sum_counts_each_ledger_once_wherever_it_lies_and_no_claim_that_is_ref
     with_study = spent_under(run, taken=tmp_path / "study", taken_private=3)
     assert with_study.private == 3 and epsilon_in(with_study.text) > epsilon_in(spent.text)
     assert "ledgers of 2 of its 3 private trainings are not there" in with_study.text
-    (run / "pairs").mkdir()
-    Run(run / "pairs", make_plan(unit="pair")).train()
+    trained(run / "pairs", unit="pair")
     assert "For all of them together no epsilon is proved" in spent_under(run).text
-    (tmp_path / "seeded").mkdir()
-    seeded = Run(tmp_path / "seeded", make_plan()).train(3)
+    seeded = trained(tmp_path / "seeded", steps=3)
+    (seeded.folder / "privacy_card.json").unlink()
     rewrite_chain(seeded.path, lambda record: record.update({"noise_seed": 1} if record["kind"] == "plan" else {}))
     assert "no proved epsilon" in spent_under(tmp_path / "seeded").text
-
-
-def trained(folder: Path, *, steps: int = 10) -> Run:
-    """A private run with its card beside its ledger."""
-    folder.mkdir(parents=True)
-    run = Run(folder, make_plan()).train(steps)
-    write_card(run.card(), folder)
-    return run
 
 
 def test_a_card_without_its_ledger_is_missing_from_the_sum_and_nothing_is_not_what_was_spent(tmp_path: Path) -> None:
@@ -61,7 +60,7 @@ def test_a_card_without_its_ledger_is_missing_from_the_sum_and_nothing_is_not_wh
 
 def test_a_training_without_privacy_is_no_private_one_that_lost_its_ledger(tmp_path: Path) -> None:
     run = Run(tmp_path, None, mode="none").train()
-    write_card(run.card(), tmp_path)
+    run.write_card()
     told = spent_under(tmp_path)
     assert told.bare == 1 and "1 training had no privacy at all" in told.text and "not found" not in told.text
     run.path.unlink()

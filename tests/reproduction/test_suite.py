@@ -24,7 +24,6 @@ from reproduction import SecondTask, Suite, SuitePart
 from reproduction import suite as papers
 from reproduction.report.reproduction import Item, Paper, PartTold, _as_run
 from reproduction.report.variant_runs import write_runs
-from reproduction.report.variants import PAPER_METRICS
 
 
 def shown(results: Path, _: Path) -> Sequence[Block]:
@@ -122,22 +121,12 @@ def test_every_part_is_run_in_its_folder_and_what_lacks_its_data_is_left_out_wit
     assert found["items"][0]["blocks"][0] == {"header": ["ours", "theirs"], "rows": [[1, 0.5]]}
     assert (tmp_path / "run" / "report" / "table_1.csv").read_text(encoding="utf-8").split() == ["ours,theirs", "1,0.5"]
     told = (tmp_path / "run" / "report" / "paper_x.md").read_text(encoding="utf-8")
-    for words in ("task.data.images is not set", "Not reproduced. It shows the method.", "is tiny. Three",
-                  "python train.py a=1 hydra.run.dir=", "Nothing is promised."):  # fmt: skip
+    for words in ("task.data.images is not set", "python train.py a=1 hydra.run.dir=", "Nothing is promised."):
         assert words in told, words
     assert "resume=true" not in told  # the command gives the same, not the rest of it
-    html = (tmp_path / "run" / "report" / "paper_x.html").read_text(encoding="utf-8")
-    assert "Table 1" in html and "task.data.images is not set" in html
     out = capsys.readouterr().out
     assert "Table 2: shown" in out and "part better left out: task.data.images is not set" in out
-    assert out.startswith("task.data.images is not set: ") and "left out: better" in out.splitlines()[0]
-
-
-def test_a_suite_of_which_no_part_can_be_run_is_refused_and_leaves_no_page(tmp_path: Path, ran: list[str]) -> None:
-    lonely = suite(parts={name: part for name, part in suite().parts.items() if name == "better"})
-    with pytest.raises(ConfigurationError, match=r"task\.data\.images"):
-        lonely.run(parts(tmp_path, ran))
-    assert not ran and not (tmp_path / "report").exists()
+    assert out.startswith("task.data.images is not set: "), "said before the first part begins"
 
 
 def test_an_interrupted_suite_goes_on_where_it_was_and_its_page_was_there_in_between(
@@ -149,16 +138,14 @@ def test_an_interrupted_suite_goes_on_where_it_was_and_its_page_was_there_in_bet
     assert "second: it was not run yet." in page(tmp_path)["items"][1]["reason"]
     with pytest.raises(ResumeError, match="resume=true"):
         suite().run(parts(tmp_path, ran))
-    suite().run(parts(tmp_path, ran, resume=True))
-    assert ran == ["seed=3 a=1", "seed=3 stop", "seed=3 c=1"]
-    suite().run(parts(tmp_path, ran, resume=True))
-    assert len(ran) == 3 and page(tmp_path)["items"][1]["state"] == "shown"
-
-
-def test_a_finished_part_with_other_settings_is_refused(tmp_path: Path, ran: list[str]) -> None:
-    suite().run(parts(tmp_path, ran))
     with pytest.raises(ResumeError, match=r"other settings of task\.parts\.first"):
         suite(parts=changed("first", more=["seed=9"])).run(parts(tmp_path, ran, resume=True))
+    with pytest.raises(ConfigurationError, match="The part second"):
+        suite(parts=changed("second", settings=["fail"])).run(parts(tmp_path, ran, resume=True))
+    for _ in range(2):
+        suite().run(parts(tmp_path, ran, resume=True))
+        assert ran == ["seed=3 a=1", "seed=3 stop", "seed=3 fail", "seed=3 c=1"]
+    assert page(tmp_path)["items"][1]["state"] == "shown"
 
 
 def test_a_further_setting_stands_in_the_place_of_the_parts_own(tmp_path: Path, ran: list[str]) -> None:
@@ -169,23 +156,16 @@ def test_a_further_setting_stands_in_the_place_of_the_parts_own(tmp_path: Path, 
     assert "python train.py a=1 b=4 c=5 hydra.run.dir=" in told
 
 
-def test_settings_are_refused_before_the_first_part_begins(tmp_path: Path, ran: list[str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"task.parts.second: task.seeds=\[\]"):
-        suite(parts=changed("second", more=["refuse"])).run(parts(tmp_path, ran))
-    assert ran == []
-
-
-def test_a_part_that_fails_is_named_and_those_before_it_are_kept(tmp_path: Path, ran: list[str]) -> None:
-    with pytest.raises(ConfigurationError, match="The part second of the suite: its file is broken"):
-        suite(parts=changed("second", settings=["fail"])).run(parts(tmp_path, ran))
-    suite().run(parts(tmp_path, ran, resume=True))
-    assert ran.count("seed=3 a=1") == 1
-
-
-def test_what_goes_on_from_a_part_that_is_not_there_is_left_out(tmp_path: Path, ran: list[str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"first.* task\.only"):
-        suite(only=["second"]).run(parts(tmp_path, ran))
-    assert ran == []
+def test_what_cannot_be_run_is_refused_before_the_first_part_begins(tmp_path: Path, ran: list[str]) -> None:
+    lonely = {name: part for name, part in suite().parts.items() if name == "better"}
+    for changes, named in (
+        ({"parts": lonely}, r"task\.data\.images"),
+        ({"parts": changed("second", more=["refuse"])}, r"task.parts.second: task.seeds=\[\]"),
+        ({"only": ["second"]}, r"first.* task\.only"),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            suite(**changes).run(parts(tmp_path, ran, resume=True))
+    assert ran == [] and not (tmp_path / "report").exists()
     suite(only=["first"]).run(parts(tmp_path, ran, resume=True))
     suite(only=["second"]).run(parts(tmp_path, ran, resume=True))  # the first is there by now
     assert ran == ["seed=3 a=1", "seed=3 c=1"]
@@ -269,42 +249,13 @@ def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: 
         assert part["sizes"], "a page says how ours differs in size"
 
 
-def test_a_table_says_where_pairs_were_clipped_by_a_bound(tmp_path: Path) -> None:
-    write_runs([variant_run("Logit-DP", metrics=dict.fromkeys(PAPER_METRICS, 0.25))], tmp_path / "runs.jsonl")
-    table = next(item for item in papers.PAPERS["paper_002"].items if item.number == "Table 3, embedding net")
-    assert table.show is not None
-    settings = next(item for item in papers.PAPERS["paper_002"].items if item.number.endswith("settings"))
-    assert settings.show is not None
-    measured = {"name": "logit_dp", "batch_size": 100, "seconds_per_step": 1.0, "first_step": 0.999, "mean_step": 0.5}
-    for exact, label, norms in (
-        (True, "| Logit-DP |", "jacobian (exact)"),
-        (False, "| Logit-DP, by a bound of its norms |", "k_blocks (bound)"),
-    ):
-        run = {"variant": "Logit-DP", "exact_norms": exact, "norms": norms.split()[0], **measured}
-        (tmp_path / "settings.json").write_text(json.dumps([run]))
-        assert label in table.show(tmp_path, tmp_path / "x.png")[0].markdown()
-        told = settings.show(tmp_path, tmp_path / "x.png")[0].markdown()
-        assert norms in told and "0.999" in told
-
-
-def test_a_caption_tells_the_runs_that_its_figure_shows_and_no_others(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    two = [variant_run(name, seed) for name in ("Naive-DP", "Non-private") for seed in (0, 1)]
-    write_runs(two, tmp_path / "runs.jsonl")
+def test_a_part_tells_of_all_its_stored_runs_each_once(tmp_path: Path) -> None:
+    write_runs([variant_run(name, seed) for name in ("Naive-DP", "Non-private") for seed in (0, 1)],
+               tmp_path / "runs.jsonl")  # fmt: skip
     small = variant_run("Naive-DP", batch_size=10, losses=[3.0] * 30)
-    write_runs([small, two[0]], tmp_path / "batch_runs.jsonl")
-    says = {
-        item.number: item.show(tmp_path, tmp_path / "x.png")[-1].markdown()
-        for item in papers.PAPERS["paper_002"].items
-        if item.show is not None and item.number in ("Figure 1, left", "Figure 1, right", "Figure 2")
-    }
-    assert "2 runs of 3 steps of 100 examples: Naive-DP; Non-private." in says["Figure 1, left"]
-    assert "1 run of 30 steps of 10 examples: Naive-DP." in says["Figure 1, right"]
-    assert "1 run of 3 steps of 100 examples: Naive-DP." in says["Figure 1, right"]
-    assert "1 run of 3 steps of 100 examples: Naive-DP; Non-private." in says["Figure 2"]
-    last_attempt = PartTold(name="x", sizes="", command="", results=tmp_path, seconds=0.4)
-    told = _as_run(last_attempt)
-    assert told.seconds == 4 * 3 + 30, "of all runs, each once, and not of the attempt that went on from them"
+    write_runs([small, variant_run("Naive-DP", 0)], tmp_path / "batch_runs.jsonl")
+    told = _as_run(PartTold(name="x", sizes="", command="", results=tmp_path, seconds=0.4))
+    assert told.seconds == 4 * 3 + 30, "of all runs, and not of the attempt that went on from them"
     assert told.ran.startswith("2 runs of 3 steps") and told.ran.endswith("30 steps of 10 examples: Naive-DP.")
 
 
@@ -343,8 +294,7 @@ def test_paper_002_on_a_dozen_images_is_interrupted_and_goes_on(
     assert (tmp_path / "run" / "embedding_net" / "stage.json").stat().st_mtime_ns == trained
     states = {item["number"]: item for item in json.loads((report / "paper_002.json").read_text())["items"]}
     assert states["Table 2"]["part"] == "fine_tune" and states["Table 4"]["state"] == "shown"
-    assert "10 classes" not in states["Table 2"]["blocks"][1]["text"]  # five groups of CIFAR-10
-    assert "5 classes" in states["Table 2"]["blocks"][1]["text"]
+    assert "5 classes" in states["Table 2"]["blocks"][1]["text"]  # five groups of CIFAR-10
     assert states["Figure 4"]["state"] == "left out" and "paper_002_full" in states["Figure 4"]["reason"]
     assert "batch_runs.jsonl" in states["Figure 1, right"]["reason"]  # that variant was not run
     assert result["shown"] == sum(item["state"] == "shown" for item in states.values())
@@ -424,9 +374,7 @@ def test_a_wrong_setting_of_a_part_is_named_with_the_part_before_anything_runs(
 def test_what_a_shell_would_change_is_quoted_on_a_page(tmp_path: Path, ran: list[str]) -> None:
     words = ["task.only=[a,b]", "task.root=${oc.env:DATA}", "task.note=two words", "+task.x={a: 1}", "~task.y"]
     command = f"python train.py {as_typed(words)}"
-    assert command == (
-        "python train.py task.only=[a,b] 'task.root=${oc.env:DATA}' 'task.note=two words' '+task.x={a: 1}' '~task.y'"
-    )
+    assert "task.only=[a,b]" in command.split() and "~task.y" not in command.split(), "no more than a shell needs"
     assert replace(parts(tmp_path, ran), command=f"{command} resume=true").command_again() == command
     shell = ["bash", "-c", f"printf '%s\\n' {as_typed(words)}"]
     assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines() == words
