@@ -20,9 +20,9 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module(name)
 
 
-def results(name: str, *words: object, out: Path) -> Any:
+def results(name: str, *words: str, out: Path) -> Any:
     """Run a benchmark in a process of its own; returns the JSON that it wrote."""
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, words), "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *words, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text(encoding="utf-8"))
@@ -37,48 +37,10 @@ def test_the_upper_bound_of_a_median_holds_for_19_of_20_samples(monkeypatch: pyt
     assert upper_bound([1.0] * 4) is None, "four values are all below the median once in sixteen"
 
 
-@pytest.mark.slow
-def test_clipping_measures_every_variant_and_says_what_opacus_refuses(tmp_path: Path) -> None:
-    report = results("clipping", "--quick", "--rounds", 2, "--limit-gb", 0, out=tmp_path / "clipping.json")
-    t5, bert = report["rows"]["t5-toy 3 x 32/8"], report["rows"]["bert-toy 3 x 16"]
-    assert set(t5["time"]["variants"]) == {"plain", "ghost", "opacus"}
-    assert "tying" in t5["time"]["refused"]["opacus ghost"] and not bert["time"]["refused"]
-    assert all(memory["later_step_bytes"] > 0 for memory in bert["memory"].values())
-    assert t5["time"]["ghost_over"]["opacus"]["upper_95"] is None, "too few rounds for a bound"
-
-
-@pytest.mark.slow
-def test_clipping_measures_the_engines_with_low_precision_products_where_asked(tmp_path: Path) -> None:
-    words: list[object] = ["--quick", "--rounds", 2, "--limit-gb", 0, "--low-precision", "--only", "bert-toy"]
-    (row,) = results("clipping", *words, out=tmp_path / "clipping.json")["rows"].values()
-    assert {"plain", "ghost", "ghost_tf32", "ghost_bf16"} < set(row["time"]["variants"]) <= set(row["memory"])
-
-
-@pytest.mark.slow
-def test_norms_from_low_precision_products_are_told_beside_exact_ones(tmp_path: Path) -> None:
-    report = results("low_precision", "--quick", "--threads", 1, out=tmp_path / "low_precision.json")
-    assert len(report["rows"]) == 3
-    for row in report["rows"].values():
-        for found in row.values():
-            assert 0.999 < found["norm_over_exact"]["least"] <= found["norm_over_exact"]["most"] < 1.05
-            assert found["sum_from_ghost"] < 0.05
-
-
-@pytest.mark.slow
-def test_logit_dp_measures_every_way_with_memory_and_time(tmp_path: Path) -> None:
-    report = results("logit_dp", "--quick", "--rounds", 1, out=tmp_path / "logit_dp.json")
-    ways = {"plain", "vmap", "brute_force", "pair_ghost", "jacobian", "k_blocks", "k_blocks_towers"}
-    for row in ("conv n=3 d=4", "mlp n=4 d=4"):
-        assert set(report["time"][row]) == ways
-        assert all(measured["cpu_seconds"] > 0 for measured in report["time"][row].values())
-        assert set(report["memory"][row]["bytes"]) == ways
-
-
 def test_every_private_way_of_the_benchmark_makes_the_same_step_as_all_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    steps: Any = importlib.import_module("logit_dp")
+    steps = load("logit_dp", monkeypatch)
     row = steps.Row("conv", 3, 4)
 
     def step(variant: str) -> Any:
@@ -92,71 +54,61 @@ def test_every_private_way_of_the_benchmark_makes_the_same_step_as_all_gradients
             assert np.allclose(found[name].detach(), gradient.detach(), rtol=1e-3, atol=1e-5), variant
 
 
-@pytest.mark.slow
-def test_search_is_compared_with_what_is_installed_and_finds_the_same(tmp_path: Path) -> None:
-    small: list[object] = ["--queries", 50, "--k", 20, "--dim", 16, "--threads", 1]
-    for more in (["--passages", 9000], ["--memory", 3000, 9000], ["--grid", 300]):  # in one file
-        report = results("search", *small, *more, out=tmp_path / "search.json")
-    assert all(run["shared_with_ours"] > 0.99 for runs in report["speed"]["runs"].values() for run in runs)
-    assert [row["vectors"] for row in report["memory"]["sizes"]] == [3000, 9000]
-    assert [row["queries"] for row in report["grid"]["sizes"]] == [1, 10, 100, 1000, 10000]
-    assert all(row["later_seconds_over_theirs"] > 0 for row in report["grid"]["sizes"] + report["grid"]["index"])
+SMALL: dict[str, tuple[str, int]] = {
+    "clipping": ("--quick --rounds 2 --limit-gb 0 --low-precision", 2),
+    "low_precision": ("--quick --threads 1", 3),
+    "grad_cache": ("--rows 48 --at-once 4 --width 192 --layers 3 --threads 1", 2),
+    "synthesize": ("--models public_t5 --passages 24 --batch-size 8 --rounds 2 --max-new-tokens 6", 4),
+    "noise": ("--count 200000 --rounds 2", 10),
+    "fsdp_memory": ("--shape t5-toy --steps 1", 4),
+}
 
 
 @pytest.mark.slow
-def test_grad_cache_takes_less_memory_for_the_same_loss(tmp_path: Path) -> None:
-    small = ["--rows", 48, "--at-once", 4, "--width", 192, "--layers", 3, "--threads", 1]
-    whole, chunks = results("grad_cache", *small, out=tmp_path / "grad_cache.json")["rows"]
-    assert whole["loss"] == pytest.approx(chunks["loss"], rel=1e-4)
-    assert chunks["peak_bytes"] < whole["peak_bytes"] / 2
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_measures_every_row_at_its_smallest_size(name: str, tmp_path: Path) -> None:
+    words, count = SMALL[name]
+    report = results(name, *words.split(), out=tmp_path / "report.json")
+    assert len(report["rows"]) == count
+    if name == "clipping":
+        found = report["rows"]["t5-toy 3 x 32/8"]["time"]
+        assert "tying" in found["refused"]["opacus ghost"]
+        assert found["ghost_over"]["opacus"]["upper_95"] is None, "too few rounds for a bound"
+    if name == "grad_cache":
+        whole, chunks = report["rows"]
+        assert whole["loss"] == pytest.approx(chunks["loss"], rel=1e-4)
+        assert chunks["peak_bytes"] < whole["peak_bytes"] / 2
 
 
 @pytest.mark.slow
-def test_synthesis_is_compared_with_generate_in_both_regimes(tmp_path: Path) -> None:
-    small = ["--models", "public_t5", "--passages", 24, "--batch-size", 8, "--rounds", 2, "--max-new-tokens", 6]
-    rows = results("synthesize", *small, out=tmp_path / "synthesize.json")["rows"]
-    assert set(rows) == {
-        f"public_t5, {corpus}, {regime}"
-        for corpus in ("insuranceqa", "mixed lengths")
-        for regime in ("equal tokens", "natural ends")
-    }
-    for row in rows.values():
-        found = row["throughput_over_plain"]
-        assert 0 < found["least"] <= found["median"] <= found["greatest"] and len(row["rounds"]) == 2
-    mixed, plain = (
-        rows[f"public_t5, {corpus}, equal tokens"]["passage_tokens"] for corpus in ("mixed lengths", "insuranceqa")
-    )
-    assert mixed["most"] / mixed["least"] > plain["most"] / plain["least"] > 1
-
-
-@pytest.mark.slow
-def test_the_acts_of_a_secure_sum_are_timed_and_its_sum_is_right(tmp_path: Path) -> None:
-    assert results("secure_sum", "--clients", 4, "--words", 1000, out=tmp_path / "sum.json")["mask_seconds"] >= 0
-
-
-@pytest.mark.slow
-def test_noise_is_timed_in_every_way_and_compared_with_drawing_at_once(tmp_path: Path) -> None:
-    rows = results("noise", "--count", 200_000, "--rounds", 2, out=tmp_path / "noise.json")["rows"]
-    assert len(rows) == 10 and rows["a parameter at once"]["ratio_to_a_parameter_at_once"] == 1.0
-    assert all(row["normals_per_second"] > 0 for row in rows.values())
-
-
-@pytest.mark.slow
-def test_memory_in_shards_is_measured_beside_ddp(tmp_path: Path) -> None:
-    rows = results("fsdp_memory", "--shape", "t5-toy", "--steps", 1, out=tmp_path / "memory.json")["rows"]
-    assert [row["counted_to_ddp"] for row in rows.values()] == [1.0, 0.5, 0.5, 0.5]
-    assert all(row["peak"] > 0 for row in rows.values())
+def test_logit_dp_measures_every_way_with_memory_and_time_and_a_secure_sum_compares_itself(tmp_path: Path) -> None:
+    report = results("logit_dp", "--quick", "--rounds", "1", out=tmp_path / "logit_dp.json")
+    ways = {"plain", "vmap", "brute_force", "pair_ghost", "jacobian", "k_blocks", "k_blocks_towers"}
+    for row in ("conv n=3 d=4", "mlp n=4 d=4"):
+        assert set(report["time"][row]) == set(report["memory"][row]["bytes"]) == ways
+    assert results("secure_sum", "--clients", "4", "--words", "1000", out=tmp_path / "sum.json")["mask_seconds"] >= 0
 
 
 @pytest.mark.slow
 def test_one_block_at_a_time_a_rank_holds_its_share_and_two_blocks_and_its_activations(tmp_path: Path) -> None:
-    given = ("--scaling", "--steps", 1, "--scaling-ranks", 2, 3, "--scaling-layers", 2, 8)
-    rows = results("fsdp_memory", *given, out=tmp_path / "scaling.json")["rows"]
+    words = "--scaling --steps 1 --scaling-ranks 2 3 --scaling-layers 2 8"
+    rows = results("fsdp_memory", *words.split(), out=tmp_path / "scaling.json")["rows"]
+    assert len(rows) == 6
     for row in rows:
         for name in ("counted_clipping", "counted_checking"):
             beyond = row[f"{name}_beyond_share_in_blocks"]
             assert beyond < 2 if row["way"] == "fsdp, by block" else beyond > 2 * row["layers"]
-    assert len(rows) == 6
+
+
+@pytest.mark.slow
+def test_search_is_compared_with_what_is_installed_and_finds_the_same(tmp_path: Path) -> None:
+    for more in ("--passages 9000", "--memory 3000 9000", "--grid 300"):  # in one file
+        words = f"--queries 50 --k 20 --dim 16 --threads 1 {more}"
+        report = results("search", *words.split(), out=tmp_path / "search.json")
+    assert all(run["shared_with_ours"] > 0.99 for runs in report["speed"]["runs"].values() for run in runs)
+    assert [row["vectors"] for row in report["memory"]["sizes"]] == [3000, 9000]
+    assert [row["queries"] for row in report["grid"]["sizes"]] == [1, 10, 100, 1000, 10000]
+    assert all(row["later_seconds_over_theirs"] > 0 for row in report["grid"]["sizes"] + report["grid"]["index"])
 
 
 def test_the_gpu_day_reports_each_part_and_why_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

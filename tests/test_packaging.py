@@ -10,7 +10,9 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,11 +23,7 @@ import lit_dpret
 from lit_dpret.cards.provenance import package_versions
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = {
-    "callbacks": "lit_dpret/callbacks",
-    "datamodules": "lit_dpret/datamodules",
-    "configs": "lit_dpret/configs",
-}
+FOLDERS = {name: f"lit_dpret/{name}" for name in ("callbacks", "datamodules", "configs")}
 
 
 def tracked(folder: str) -> set[str]:
@@ -62,26 +60,21 @@ def test_the_wheel_of_the_sdist_holds_every_file_once(built: tuple[Path, Path]) 
     expected = {path for path in tracked("lit_dpret") if Path(path).parts[1] not in FOLDERS}
     for folder, target in FOLDERS.items():
         expected |= {path.replace(folder, target, 1) for path in tracked(folder)}
-    found = {name for name in names if ".dist-info/" not in name}
-    assert found == expected
+    assert {name for name in names if ".dist-info/" not in name} == expected
 
 
-def test_the_wheel_declares_the_command_and_the_licence(built: tuple[Path, Path]) -> None:
+def test_the_wheel_is_typed_declares_command_and_licence_and_has_the_one_version(built: tuple[Path, Path]) -> None:
     wheel = zipfile.ZipFile(built[1])
-    entry = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert "lit-dpret = lit_dpret.__main__:main" in wheel.read(entry).decode()
-    assert "[pytest11]\nlit_dpret = lit_dpret.pytest_plugin" in wheel.read(entry).decode()
-    assert any(name.endswith("LICENSE") for name in wheel.namelist())
-
-
-def test_the_wheel_is_typed_and_has_the_one_version(built: tuple[Path, Path]) -> None:
-    wheel = zipfile.ZipFile(built[1])
-    assert "lit_dpret/py.typed" in wheel.namelist()
-    (about,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    assert f"\nVersion: {lit_dpret.__version__}\n" in wheel.read(about).decode()
-    assert package_versions()["lit-dpret"] == lit_dpret.__version__
-    assert f"\nversion: {lit_dpret.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"## {lit_dpret.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    named = {Path(name).name: name for name in wheel.namelist()}
+    assert "lit_dpret/py.typed" in wheel.namelist() and "LICENSE" in named
+    entries = wheel.read(named["entry_points.txt"]).decode()
+    assert "lit-dpret = lit_dpret.__main__:main" in entries
+    assert "[pytest11]\nlit_dpret = lit_dpret.pytest_plugin" in entries
+    version = lit_dpret.__version__
+    assert package_versions()["lit-dpret"] == version
+    assert f"\nVersion: {version}\n" in wheel.read(named["METADATA"]).decode()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_the_image_copies_what_the_wheel_is_made_of_and_nothing_else(built: tuple[Path, Path], tmp_path: Path) -> None:
@@ -127,13 +120,9 @@ def test_the_wheel_imports_and_composes_without_the_repository(built: tuple[Path
         "    print(compose('train', overrides=['privacy.eps=2', 'run_dir=x']).privacy.eps, lit_dpret.__file__)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2") and str(tmp_path / "site") in done.stdout
 
@@ -158,8 +147,11 @@ main()
 def test_the_command_starts_where_no_extra_is_installed() -> None:
     """What an extra brings is imported where it is used; only our own modules go without it here."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    core = {named(text) for text in project["dependencies"]}
-    extras = {named(text) for texts in project["optional-dependencies"].values() for text in texts} - core
+
+    def named(texts: Iterable[str]) -> set[str]:
+        return {canonicalize_name(Requirement(text).name) for text in texts}
+
+    extras = named(chain(*project["optional-dependencies"].values())) - named(project["dependencies"])
     modules = {
         module
         for module, owners in packages_distributions().items()
@@ -170,11 +162,6 @@ def test_the_command_starts_where_no_extra_is_installed() -> None:
     command = [sys.executable, "-c", program, "list", "task"]
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert found.returncode == 0 and "federated" in found.stdout, found.stderr[-2000:]
-
-
-def named(requirement: str) -> str:
-    """The name in a requirement, as it is compared."""
-    return canonicalize_name(Requirement(requirement).name)
 
 
 @pytest.mark.slow

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib
 import json
 import os
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerBase, T5ForConditionalGeneration
 
 from lit_dpret.assets import public_t5_path
@@ -54,40 +53,21 @@ def model() -> T5ForConditionalGeneration:
 
 
 @pytest.fixture(scope="module")
-def hashes() -> frozenset[bytes]:
-    return read_hashes(public_t5_path() / HASH_FILE)
-
-
-def _insuranceqa_from_pip() -> Iterator[str]:
-    package = importlib.import_module("insuranceqa_data")
-    for load in (package.load_train, package.load_valid, package.load_test):
-        for row in load().values():
-            yield row["en"]
-
-
-def _insuranceqa_from_folder() -> Iterator[str]:
-    with gzip.open(DATA / "insuranceqa" / "queries.jsonl.gz", "rt", encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["text"]
-
-
-@pytest.fixture(scope="module")
 def private_questions() -> list[str]:
+    with contextlib.suppress(ImportError, AttributeError):  # releases after 1.0 hold no data
+        package = importlib.import_module("insuranceqa_data")
+        splits = (package.load_train, package.load_valid, package.load_test)
+        return [row["en"] for load in splits for row in load().values()]
     try:
-        return list(_insuranceqa_from_pip())
-    except (ImportError, AttributeError):  # releases after 1.0 hold no data
-        pass
-    try:
-        return list(_insuranceqa_from_folder())
+        with gzip.open(DATA / "insuranceqa" / "queries.jsonl.gz", "rt", encoding="utf-8") as lines:
+            return [json.loads(line)["text"] for line in lines]
     except FileNotFoundError:
         pytest.skip(f"needs InsuranceQA: pip install insuranceqa-data==1.0, or LIT_DPRET_DATA (looked in {DATA})")
 
 
-def test_the_public_warm_up_saw_no_question_of_the_private_set(
-    private_questions: list[str], hashes: frozenset[bytes]
-) -> None:
+def test_the_public_warm_up_saw_no_question_of_the_private_set(private_questions: list[str]) -> None:
     assert len(private_questions) > 16_000
-    assert overlap(private_questions, hashes) == []
+    assert overlap(private_questions, read_hashes(public_t5_path() / HASH_FILE)) == []
 
 
 def test_case_punctuation_and_spacing_do_not_hide_a_copy() -> None:
@@ -110,36 +90,27 @@ def test_hashes_come_back_as_they_were_written(tmp_path: Path) -> None:
         read_hashes(tmp_path / "nowhere")
 
 
-def test_the_weights_are_safetensors_under_20_megabytes_and_nothing_is_pickled() -> None:
-    folder = public_t5_path()
-    assert (folder / "model.safetensors").stat().st_size < 20_000_000
-    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".model", ".md", ".sha256_48"}
-    assert (folder / HASH_FILE).stat().st_size < 1_000_000
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 20_000_000
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        for name in weights.keys():  # noqa: SIM118
-            assert torch.isfinite(weights.get_tensor(name).float()).all(), name
-
-
-def test_the_model_loads_offline_in_float32_with_tied_embeddings(
+def test_the_weights_are_small_finite_safetensors_with_tied_embeddings_and_nothing_is_pickled(
     model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.config.tie_word_embeddings
-    assert model.lm_head.weight is model.shared.weight
+    files = list(public_t5_path().iterdir())
+    assert {path.suffix for path in files} <= {".json", ".safetensors", ".model", ".md", ".sha256_48"}
+    assert sum(path.stat().st_size for path in files) < 20_000_000
+    weights = list(model.parameters())
+    assert {parameter.dtype for parameter in weights} == {torch.float32}
+    assert all(torch.isfinite(parameter).all() for parameter in weights)
+    assert 2_000_000 < sum(parameter.numel() for parameter in weights) < 8_000_000
+    assert model.config.tie_word_embeddings and model.lm_head.weight is model.shared.weight
     assert model.config.vocab_size == len(tokenizer)
-    assert 2_000_000 < sum(parameter.numel() for parameter in model.parameters()) < 8_000_000
     assert model.config.decoder_start_token_id == tokenizer.pad_token_id == 0
 
 
 def test_the_tokenizer_lower_cases_appends_the_end_and_knows_the_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = tokenizer(PASSAGE)["input_ids"]
     assert ids == tokenizer(PASSAGE.lower())["input_ids"]
-    assert ids[-1] == tokenizer.eos_token_id == 1
-    assert tokenizer.unk_token_id == 2
+    assert ids[-1] == tokenizer.eos_token_id == 1 and tokenizer.unk_token_id == 2
     assert tokenizer.convert_ids_to_tokens(ids)[:2] == ["▁", "generate_query:"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == PASSAGE.lower()
-    assert tokenizer.model_max_length == 512
     assert len(tokenizer(PASSAGE * 10, truncation=True, max_length=96)["input_ids"]) == 96
 
 
@@ -175,14 +146,6 @@ def test_an_installation_without_the_weights_says_how_to_get_them(
 # The script that made the model. It lives in the repository, not in the package.
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-
-
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
-    if not (SCRIPTS / "train_public_t5.py").is_file():
-        pytest.skip("the training script is in the repository only")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return SCRIPTS
 
 
 def _write_world(data: Path, words: list[str]) -> None:
@@ -223,8 +186,9 @@ def _write_world(data: Path, words: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_script_trains_and_resumes_and_keeps_to_its_sources(
-    scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     train = importlib.import_module("train_public_t5")
     measure = importlib.import_module("public_t5.measure")
     rng = random.Random(1)

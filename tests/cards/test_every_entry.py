@@ -172,14 +172,6 @@ def test_no_edit_of_a_card_passes_in_silence(
     assert not silent, "\n".join(silent)
 
 
-def test_what_no_check_compares_is_named_in_the_text_and_in_the_json(tmp_path: Path) -> None:
-    result = verify_chain(private(tmp_path))
-    (entries,) = [finding for finding in result.to_dict()["findings"] if finding["check"] == "entries"]
-    assert entries["outcome"] == "not_checked"
-    for name in ("created", "subject.name", "package_versions"):
-        assert name in entries["text"] and name in result.format()
-
-
 # -- copies ------------------------------------------------------------------------------------
 
 

@@ -10,27 +10,15 @@ import pytest
 from rich.console import Console
 
 from lit_dpret.errors import DataError, StorageError
-from lit_dpret.report.table import (
-    RowResult,
-    console_table,
-    from_json,
-    show,
-    to_json,
-    write_csv,
-    write_json,
-)
+from lit_dpret.report.table import RowResult, console_table, from_json, show, to_json, write_csv, write_json
 from lit_dpret.retrieval.statistics import Interval
 
 NAN = float("nan")
 ROWS = [
     RowResult("BM25 [red]", {"MRR@10": Interval(0.3, 0.28, 0.32), "nDCG@10": Interval(0.25, 0.24, 0.26)}, "none used"),
-    RowResult(
-        'ours, "e=3"',
-        {"nDCG@10": Interval(0.4567, NAN, NAN), "MAP": Interval(NAN, NAN, NAN)},
-        "epsilon = 3.000",
-        "new\nline",
-    ),
-]
+    RowResult('ours, "e=3"', {"nDCG@10": Interval(0.4567, NAN, NAN), "MAP": Interval(NAN, NAN, NAN)},
+              "epsilon = 3.000", "new\nline"),
+]  # fmt: skip
 
 
 def printed(rows: list[RowResult], width: int = 160) -> str:

@@ -1,16 +1,22 @@
-"""Runs of variants as JSON lines, and in one table: means, deviations, ratios, and the numbers of the paper."""
+"""Runs of variants as JSON lines, their tables, and their curves on numbers small enough to check by hand."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy import stats
 from variant_runs import run
 
 from lit_dpret.errors import DataError
+from reproduction.report import variant_figures as figures
+from reproduction.report.variant_figures import relative_curves, smooth, speed_curves
 from reproduction.report.variant_runs import VariantRun, by_variant, read_runs, sizes_of, ties_of, write_runs
-from reproduction.report.variants import MetricsTable
+from reproduction.report.variants import MetricsTable, VariantReport
+
+# -- the files --------------------------------------------------------------------------------------
 
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
@@ -42,13 +48,8 @@ def test_sizes_are_those_of_the_runs_that_are_shown() -> None:
     some = [run("a", 0), run("a", 1), run("b", 0), run("b", 1), run("a", 0, batch_size=10, losses=[1.0]),
             run("start", steps=[0], losses=[1.0], examples=(), seconds=())]  # fmt: skip
     assert sizes_of(some) == "2 runs of 3 steps of 100 examples: a; b. 1 run of 1 step of 10 examples: a"
-    assert sizes_of([run("a", 0), run("a", 1, losses=[2.0] * 1200, batch_size=100)]).startswith("2 runs of 3 to 1,200")
-
-
-def test_what_became_of_tied_votes_is_told_of_k_nn_and_of_nothing_else() -> None:
     knn = [run("a", seed, metrics={"tied_votes": 0.5 + 0.2 * seed, "lowest_accuracy": 0.25}) for seed in (0, 1)]
-    assert "tied: a 60%." in ties_of(knn) and ties_of(knn).endswith("a 0.250.")
-    assert ties_of([*knn, run("classifier")]) == ""
+    assert "a 60%" in ties_of(knn) and "a 0.250" in ties_of(knn) and ties_of([*knn, run("classifier")]) == ""
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,8 @@ def test_variants_keep_their_order_and_each_seed_counts_once() -> None:
         by_variant([])
 
 
+# -- the table --------------------------------------------------------------------------------------
+
 TITLES = {"accuracy": "Accuracy", "best_recall": "Recall"}
 
 
@@ -93,16 +96,9 @@ def of(some: list[VariantRun] | None = None, baseline: str | None = "Non-private
 
 
 def test_means_stand_with_their_deviation_or_divided_by_those_of_the_baseline() -> None:
-    assert of().grid(relative=True).markdown().splitlines() == [
-        "|  | Accuracy | Recall |",
-        "| --- | ---: | ---: |",
-        "| Logit-DP | 0.500 | 1.000 |",
-        "| Non-private | 1.000 | 1.000 |",
-    ]
-    assert "| Logit-DP | 0.200 / 0.141 | 0.500 / 0.141 |" in of().grid(relative=False).markdown()
-    single = of(runs()[:1], baseline=None)
-    assert "| Logit-DP | 0.100 | 0.400 |" in single.grid(relative=False).markdown()
-    assert single.caption(relative=False).startswith("Test metrics over 1 run. Recall")
+    assert of().grid(relative=True).rows == [["Logit-DP", "0.500", "1.000"], ["Non-private", "1.000", "1.000"]]
+    assert of().grid(relative=False).rows[0] == ["Logit-DP", "0.200 / 0.141", "0.500 / 0.141"]
+    assert of(runs()[:1], baseline=None).grid(relative=False).rows == [["Logit-DP", "0.100", "0.400"]]
 
 
 def test_a_missing_baseline_or_metric_is_refused() -> None:
@@ -120,3 +116,90 @@ def test_a_share_of_the_gain_counts_from_what_the_encoder_had_before_it_was_trai
     assert not of().shares_of_the_gain(start="Untrained")
     best = run("Untrained", metrics={"accuracy": 0.4, "best_recall": 0.5})
     assert not of([*runs(), best]).shares_of_the_gain(start="Untrained"), "no gain, no share"
+
+
+# -- the curves -----------------------------------------------------------------------------------
+
+
+def test_the_lowest_loss_of_all_variants_stands_at_one() -> None:
+    curves = relative_curves([run("a", losses=[4.0, 3.0, 2.5]), run("b", losses=[4.0, 2.0, 3.0])])
+    assert [curve.mean for curve in curves] == [(2.0, 1.5, 1.25), (2.0, 1.0, 1.5)]
+    with pytest.raises(DataError, match="lowest loss is 0"):
+        relative_curves([run(losses=[1.0, 0.0])])
+
+
+def test_the_mean_over_seeds_comes_with_its_t_interval_or_with_its_range() -> None:
+    some = [run("a", seed, losses=[value, 1.0]) for seed, value in enumerate([2.0, 3.0, 7.0])]
+    (curve,), (wide,) = relative_curves(some), relative_curves(some, band="range")
+    reference = stats.t.interval(0.95, 2, loc=4.0, scale=stats.sem([2.0, 3.0, 7.0]))
+    assert (curve.low[0], curve.high[0]) == pytest.approx(reference)
+    assert curve.mean == (4.0, 1.0) and curve.low[1] == curve.high[1] == 1.0 and curve.runs == 3
+    assert (wide.low, wide.mean, wide.high) == ((2.0, 1.0), (4.0, 1.0), (7.0, 1.0))
+    (single,) = relative_curves([run()])
+    assert single.low == single.mean == single.high
+
+
+def test_runs_that_were_observed_elsewhere_or_do_not_say_where_have_no_mean() -> None:
+    for runs, axis in (
+        ([run("a", 0), run("a", 1, steps=[1, 2, 4])], "steps"),
+        ([run("a", 0), run("a", 1, losses=[1.0])], "seconds"),
+        ([run("a", seconds=())], "seconds"),
+    ):
+        with pytest.raises(DataError, match="'a'"):
+            relative_curves(runs, axis=axis)  # type: ignore[arg-type]
+
+
+def test_speed_is_the_time_between_observations_over_the_examples_between_them() -> None:
+    (curve,) = speed_curves([run("a", 0, seconds=[5.0, 6.0, 9.0]), run("a", 1, seconds=[1.0, 4.0, 5.0])])
+    assert curve.x == (200.0, 300.0) and curve.mean == pytest.approx((0.02, 0.02))
+    assert (curve.low, curve.high) == (pytest.approx((0.01, 0.01)), pytest.approx((0.03, 0.03)))
+    with pytest.raises(DataError, match="its speed needs two"):
+        speed_curves([run(losses=[1.0])])
+
+
+def test_the_filter_leaves_a_cubic_as_it_is_and_calms_noise() -> None:
+    for count, tolerance in ((300, 0.05), (99, 1e-9)):  # an even window lies half an observation to one side
+        x = np.linspace(-1, 1, count)
+        cubic = 2 + x - x**2 + 3 * x**3
+        assert smooth(cubic)[0] == pytest.approx(cubic, abs=tolerance)
+    noise = np.random.default_rng(0).standard_normal(300)
+    assert np.std(smooth(noise)[0]) < 0.35 * np.std(noise)
+
+
+# -- the pictures ---------------------------------------------------------------------------------
+
+
+def is_picture(path: Path) -> bool:
+    data = path.read_bytes()
+    return data.startswith(b"\x89PNG") and len(data) > 5_000
+
+
+def test_confusion_matrices_are_averaged_over_runs_and_rounded_down(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = [run("a", 0, confusion=[[1, 2], [3, 4]]), run("a", 1, confusion=[[2, 2], [4, 4]]),
+             run("b", confusion=None)]  # fmt: skip
+    assert {v: mean.tolist() for v, mean in figures.mean_confusions(found).items()} == {"a": [[1, 2], [3, 4]]}
+    words = figures.draw_confusions(found, tmp_path / "a.png", names=["cat", "dog"])
+    assert "averaged over 2 of a runs and rounded down" in words and is_picture(tmp_path / "a.png")
+    for runs in ([run("a"), run("b", confusion=np.eye(3).tolist())], [run("b", confusion=None)]):
+        with pytest.raises(DataError, match="classes"):
+            figures.mean_confusions(runs)
+
+
+def test_a_report_holds_every_picture_and_table_with_its_caption(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    metrics = {"accuracy": 0.5, "best_recall": 0.4, "best_precision": 0.3, "best_f_beta": 0.2}
+    some = [
+        run(variant, seed, losses=[4.0 - i, 3.0 - 0.5 * seed, 2.0 + i], metrics=metrics)
+        for i, variant in enumerate(("Logit-DP", "Naive-DP", "Non-private"))
+        for seed in (0, 1)
+    ]
+    batches = [run("Naive-DP", 0, batch_size=size) for size in (10, 100)]
+    page = VariantReport(runs=some, baseline="Non-private", batch_runs=batches, title="Ships & cats").write(tmp_path)
+    text = page.read_text()
+    assert text.startswith("# Ships &amp; cats")
+    names = ["relative_loss", "smoothed_loss", "batch_sizes", "confusion", "runtime"]
+    assert [text.index(f"({name}.png)") for name in names] == sorted(text.index(f"({name}.png)") for name in names)
+    assert all(is_picture(tmp_path / f"{name}.png") for name in names)
+    assert [r.variant for r in read_runs(tmp_path / "runs.jsonl")] == [r.variant for r in some]
+    assert len(read_runs(tmp_path / "batch_runs.jsonl")) == 2
