@@ -17,7 +17,7 @@ _MODULES = {
     "CompareNegatives": "compare_negatives",
     "EndToEnd": "paper_000.end_to_end",
     "FederatedStudy": "federated.study",
-    "Paper000": "paper_000",
+    "Paper000": "paper_000.task",
     "SecondTask": "second_task",
     "Suite": "suite",
     "SuitePart": "suite",

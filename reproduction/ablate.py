@@ -46,7 +46,7 @@ from reproduction.recipe import (
     refuse_other_training,
 )
 from reproduction.report.comparison import COMPARE_MODES, Headings, ModeRow, gain_shares, share_section
-from reproduction.study import METRIC_NAMES, Cell, RetrievalStudy, TrainingRun
+from reproduction.study import METRIC_NAMES, Cell, RetrievalStudy
 
 EMBEDDINGS = "embeddings"
 _MEBI = 2**20
@@ -230,8 +230,7 @@ class Ablate(RetrievalStudy):
 
     # -- the queries that a run learns from -----------------------------------------------------
 
-    def train(self, run: TrainingRun) -> EvaluationResult:
-        cell, seed = run.cell, run.seed
+    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
         recipe: Recipe = self.variants[cell.variant]
         noise, cap = self._calibrated(cell)
         data, margins = self._learned_from(cell, seed)
@@ -245,9 +244,7 @@ class Ablate(RetrievalStudy):
             return self._make_retriever(privacy, **recipe.module_settings(seed=seed) | margins | encoder)
 
         keep = cell.variant in self._starts()
-        trained = self.fit(
-            make_model, data, run.folder, seed=seed, resume=run.resume, start=start, keep=keep, **recipe.size()
-        )
+        trained = self.fit(make_model, data, folder, seed=seed, resume=resume, start=start, keep=keep, **recipe.size())
         return self.score(trained)
 
     def _learned_from(self, cell: Cell, seed: int) -> tuple[PairsDataModule, dict[str, Any]]:

@@ -27,7 +27,7 @@ from lit_dpret.settings import picked, require_whole
 from lit_dpret.tasks.audit import Measurement, limits_by_copies
 from lit_dpret.tasks.parts import Parts, require_budgets
 from lit_dpret.tasks.pipeline_stages import stage_callbacks, train_retriever
-from reproduction.study import Study
+from reproduction.study import Study, budget_name, refuse_other_modes
 
 NAME = "canaries"
 _KNOBS = Knobs(queries="task.canaries.queries", count="task.canaries.count")
@@ -75,29 +75,26 @@ class CanaryStudy(Study):
         read = data.collection
         self._stages.on_data(read.queries, read.passages, read.qrels, read.users).begin()
         todo = [(eps, number) for number in range(self.trainings) for eps in self.eps]
-        self.in_turn(todo, lambda one: _stage(*one), self._train, label="trainings")
+
+        def train(one: tuple[float | None, int]) -> str:
+            self._stages.run(_stage(*one), lambda folder, resume: self._trained(*one, folder, resume))
+            return ""
+
+        self.in_turn(todo, lambda one: _stage(*one), train, label="trainings")
         return self._tell()
 
     def kept_models(self) -> list[str]:
-        return [_stage(eps, 0).removesuffix("-0") for eps in self.eps if self.keep_models and eps is not None]
+        return [budget_name(eps) for eps in self.eps if self.keep_models and eps is not None]
 
     def _privacy(self, eps: float | None) -> Any:
         if eps is None:
             return NoPrivacy()
         mode = self._parts.make_privacy(eps=eps)
-        if mode.guarantee != "dp" or mode.candidates != "rows":
-            raise ConfigurationError(
-                f"task.eps={eps:g} needs a mode that trains generators: privacy={mode.name} is none. Set "
-                "privacy=dp_sgd."
-            )
+        refuse_other_modes(mode, eps)
         mode.max_grad_norm = self.max_grad_norm
         return mode
 
     # -- one training --------------------------------------------------------------------------
-
-    def _train(self, one: tuple[float | None, int]) -> str:
-        self._stages.run(_stage(*one), lambda folder, resume: self._trained(*one, folder, resume))
-        return ""
 
     def _trained(self, eps: float | None, number: int, folder: Path, resume: bool) -> dict[str, Any]:
         seed = self._parts.seed + number
@@ -167,12 +164,9 @@ class CanaryStudy(Study):
             neighbours=claim["neighbours"] if private else "zero_out",
             limits=limits_by_copies(card, folder / LEDGER_NAME, self.measure, copies=copies, candidates=candidates),
         )  # fmt: skip
-        return [CanaryRow(model=_model(eps), cell=cell, candidates=candidates) for cell in cells]
-
-
-def _model(eps: float | None) -> str:
-    return "no privacy" if eps is None else f"eps = {eps:g}"
+        model = "no privacy" if eps is None else f"eps = {eps:g}"
+        return [CanaryRow(model=model, cell=cell, candidates=candidates) for cell in cells]
 
 
 def _stage(eps: float | None, number: int) -> str:
-    return f"{'none' if eps is None else f'eps{eps:g}'}-{number}"
+    return f"{budget_name(eps)}-{number}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lit_dpret.cards.text import printed_epsilon, privacy_line
@@ -19,7 +20,7 @@ from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
 from reproduction.report.comparison import Headings
-from reproduction.study import Cell, RetrievalStudy, TrainingRun
+from reproduction.study import Cell, RetrievalStudy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +97,16 @@ class CompareNegatives(RetrievalStudy):
     def zero_shot(self) -> EvaluationResult:
         return self.score(self.retriever(privacy=NoPrivacy()))
 
-    def train(self, run: TrainingRun) -> EvaluationResult:
-        variant: NegativesVariant = self.variants[run.cell.variant]
+    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
+        variant: NegativesVariant = self.variants[cell.variant]
 
         def make_model() -> Any:
             privacy: PrivacyMode = self._parts.make_privacy()
-            return self.retriever(privacy=privacy, negatives=variant.make(privacy, seed=run.seed))
+            return self.retriever(privacy=privacy, negatives=variant.make(privacy, seed=seed))
 
         size: dict[str, Any] = {"steps": self.steps, "batch": self.batch, "trials": variant.trials}
         often = max(1, self.steps // 2)
-        trained = self.fit(
-            make_model, self.make_data(), run.folder, seed=run.seed, resume=run.resume, save_every=often, **size
-        )
+        trained = self.fit(make_model, self.make_data(), folder, seed=seed, resume=resume, save_every=often, **size)
         return self.score(trained)
 
     def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,13 @@ def spent_under(
             f" The ledgers of up to {_trainings(lost)} with a card here were not found: what was spent of the same "
             "queries there is not in this sum."
         )
-    more = _without_privacy(bare, more=count > 0) + missing
+    more = missing
+    if bare:
+        trainings = f"{bare}{' more' if count else ''} training{'s' if bare > 1 else ''}"
+        more = (
+            f" {trainings} had no privacy at all (ε = ∞, or made of public texts alone): what read the original "
+            f"queries without privacy promises nothing to anybody, whatever else is claimed.{missing}"
+        )
     if not count:
         nothing = "What was spent cannot be added up." if missing else "No private training spent anything."
         return Spent(0, bare, f"{nothing}{more}")
@@ -112,16 +118,6 @@ def _unit_of(budget: dict[str, Any]) -> str:
 
 def _trainings(count: int) -> str:
     return f"{count} private training{'s' if count > 1 else ''}"
-
-
-def _without_privacy(count: int, *, more: bool) -> str:
-    if not count:
-        return ""
-    trainings = f"{count}{' more' if more else ''} training{'s' if count > 1 else ''}"
-    return (
-        f" {trainings} had no privacy at all (ε = ∞, or made of public texts alone): what read the original queries "
-        "without privacy promises nothing to anybody, whatever else is claimed."
-    )
 
 
 def _private_heads(run_dir: Path) -> set[str]:

@@ -25,7 +25,7 @@ from lit_dpret.cards.blocks import Section
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.tuning import AMONG, refuse_told_as_none, refuse_trials_of_no_choice
 from lit_dpret.datamodules import PairsDataModule
-from lit_dpret.errors import ResumeError
+from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.trec_runs import EvaluationResult
 from lit_dpret.settings import require_whole
@@ -94,7 +94,7 @@ class Study:
         """Return what ``work(folder, resume)`` made, now or in an earlier attempt with the same settings."""
         settings = described(settings)
         result = self._stages.run(name, lambda folder, resume: {**work(folder, resume), "settings": settings})
-        if result.get("settings", settings) != settings:  # a stage of an earlier version may tell none
+        if result["settings"] != settings:
             raise ResumeError(
                 f"resume=true, but {name} was made with other settings of {knob}. Restore them, or move "
                 f"{self._run_dir / name} and what was made with it elsewhere; what its ledger is charged with "
@@ -117,6 +117,20 @@ class Study:
                 if not finished_before:
                     done += 1
                     progress(done, len(todo), f"{name(one)} {told}".rstrip())
+
+
+def budget_name(eps: float | None) -> str:
+    """Name a budget in folders."""
+    return "none" if eps is None else f"eps{eps:g}"
+
+
+def refuse_other_modes(mode: PrivacyMode, eps: float) -> None:
+    """Refuse a mode that does not train generators privately."""
+    if mode.guarantee != "dp" or mode.candidates != "rows":
+        raise ConfigurationError(
+            f"task.eps={eps:g} needs a mode that trains generators, and privacy={mode.name} trains no generator. Set "
+            "privacy=dp_sgd; null among task.eps is no privacy."
+        )
 
 
 def _private_models(run_dir: Path) -> list[str]:
@@ -242,20 +256,10 @@ class Cell:
 
     @property
     def stage(self) -> str:
-        return self.variant if self.eps is None else f"{self.variant}-eps{self.eps:g}"
+        return self.variant if self.eps is None else f"{self.variant}-{budget_name(self.eps)}"
 
     def run(self, seed: int) -> str:
         return f"{self.stage}-seed{seed}"
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """One training of a row under one seed, in the folder of its stage; with ``resume`` it goes on."""
-
-    cell: Cell
-    seed: int
-    folder: Path
-    resume: bool
 
 
 @dataclass(kw_only=True, eq=False)
@@ -336,8 +340,8 @@ class RetrievalStudy(QueryStudy, ABC):
         """Return what the encoder reaches before any training."""
 
     @abstractmethod
-    def train(self, run: TrainingRun) -> EvaluationResult:
-        """Do one training run and judge it."""
+    def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
+        """Train a row under one seed in the folder of its stage, and judge it; with ``resume`` it goes on."""
 
     @abstractmethod
     def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,7 +353,6 @@ class RetrievalStudy(QueryStudy, ABC):
 
     def before_training(self, cells: Sequence[Cell]) -> None:
         """Look at what is finished before anything is trained; here there is nothing to see."""
-        return None
 
     def notes(self) -> Iterable[str]:
         """Return remarks under the table."""
@@ -390,7 +393,7 @@ class RetrievalStudy(QueryStudy, ABC):
         return self.once(
             cell.run(seed),
             repr(self.variants[cell.variant]),
-            lambda folder, resume: per_query(self.train(TrainingRun(cell, seed, folder, resume))),
+            lambda folder, resume: per_query(self.train(cell, seed, folder, resume)),
             knob=f"task.variants.{cell.variant}",
         )
 

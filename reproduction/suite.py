@@ -170,7 +170,8 @@ class Suite(Study):
 
     def _told(self, name: str) -> PartTold:
         part = self.parts[name]
-        command = _from_here(["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"])
+        words = ["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]
+        command = " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")  # as typed where this run was started
         told = PartTold(name=name, sizes=part.sizes, command=command)
         if name in self.taken:
             folder = Path(self.taken[name])
@@ -185,11 +186,6 @@ class Suite(Study):
         told, notes = [self._told(name) for name in self.parts], [self.note] if self.note else []
         how: dict[str, Any] = {"command": self._command, "quote": self.quote, "notes": notes}
         return write_reproduction(self._paper, told, self._run_dir / "report", **how)
-
-
-def _from_here(words: Sequence[str]) -> str:
-    """Return a command with paths as somebody types them who stands where this run was started."""
-    return " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def _key(word: str) -> str:

@@ -230,20 +230,20 @@ class VariantStudy(Study):
         train(module, data, how)
         curve, knn = read_curve(curve_file), self._judge(module)
         run = VariantRun(
-            variant=variant.label, seed=seed, **asdict(curve), examples=[batch * step for step in curve.steps],
-            metrics={**knn_metrics(knn), "held_out_loss": curve.held_out[-1]}, confusion=knn.confusion.tolist(),
+            variant=variant.label, seed=seed, **curve, examples=[batch * step for step in curve["steps"]],
+            metrics={**knn_metrics(knn), "held_out_loss": curve["held_out"][-1]}, confusion=knn.confusion.tolist(),
             batch_size=batch,
         )  # fmt: skip
-        return {"run": asdict(run), "facts": self._facts(module, callbacks[0], folder, curve)}
+        return {"run": asdict(run), "facts": self._facts(module, callbacks[0], folder, run)}
 
-    def _facts(self, module: Any, accountant: PrivacyAccountant, folder: Path, curve: Curve) -> dict[str, Any]:
+    def _facts(self, module: Any, accountant: PrivacyAccountant, folder: Path, run: VariantRun) -> dict[str, Any]:
         """Return what was done, as the plan and the ledger have it."""
         mode, plan = module.privacy, accountant.plan
         facts: dict[str, Any] = {
             "mode": mode.name, "loss": repr(module.loss), "lr": module.optimizer_spec.lr,
-            "adam_eps": module.optimizer_spec.eps, "first_step": curve.moved[0],
-            "mean_step": float(np.mean(curve.moved)), "sub_batches": mode.sub_batches, "steps": len(curve.steps),
-            "seconds_per_step": curve.seconds[-1] / len(curve.seconds),
+            "adam_eps": module.optimizer_spec.eps, "first_step": run.moved[0],
+            "mean_step": float(np.mean(run.moved)), "sub_batches": mode.sub_batches, "steps": len(run.steps),
+            "seconds_per_step": run.seconds[-1] / len(run.seconds),
             "trainable_parameters": sum(p.numel() for p in module.pair_parameters()),
             "card": read_card(folder)["claim"]["guarantee"],
         }  # fmt: skip
@@ -277,20 +277,6 @@ def _stage(name: str, seed: int) -> str:
 # -- the training curve, a line for each step, so that an interrupted run keeps what it saw
 
 
-_NO_DRAW = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """What was observed after each step."""
-
-    steps: list[int]  # optimizer steps taken
-    losses: list[float]  # training loss of the step's batch, per example, as the variant's own loss counts it
-    held_out: list[float]  # the same softmax loss for all variants, on images that were not trained on
-    seconds: list[float]  # since the first step began, without the time that observing took
-    moved: list[float]  # root mean square change of the weights by each step, over the learning rate
-
-
 class HeldOutLoss:
     """The softmax loss at temperature 1 of fixed groups of images, which is comparable between variants.
 
@@ -303,7 +289,7 @@ class HeldOutLoss:
 
     def __init__(self, images: Tensor, *, group: int) -> None:
         views = AugmentedViews(seed=0)
-        rows = [ImageRow(f"held out {i}", image, 0, _NO_DRAW) for i, image in enumerate(images)]
+        rows = [ImageRow(f"held out {i}", image, 0, 0) for i, image in enumerate(images)]
         groups = range(0, len(rows) - group + 1, group)
         self._batches = [views(rows[start : start + group]) for start in groups]
         self._loss = SoftmaxPairLoss(temperature=1.0)
@@ -353,8 +339,8 @@ class CurveRecorder(Callback):
         self._before = after
         line = {
             "step": batch.step + 1,
-            "seconds": seconds,
-            "loss": float(trainer.callback_metrics["train/loss"]),
+            "seconds": seconds,  # since the step before, without the time that observing took
+            "losses": float(trainer.callback_metrics["train/loss"]),  # as the variant's own loss counts it
             "held_out": self._held_out(pl_module),
             "moved": moved / trainer.optimizers[0].param_groups[0]["lr"],
         }
@@ -370,10 +356,9 @@ def _weights(module: L.LightningModule) -> Tensor:
     return torch.cat([p.detach().double().flatten().cpu() for p in module.parameters() if p.requires_grad])
 
 
-def read_curve(file: Path) -> Curve:
-    """Read the curve that a `CurveRecorder` wrote, each step once."""
+def read_curve(file: Path) -> dict[str, list[Any]]:
+    """Read the curve that a `CurveRecorder` wrote, each step once, as `VariantRun` takes it."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     found = dict(sorted({line["step"]: line for line in lines}.items()))
-    columns = {name: [line[name] for line in found.values()] for name in ("seconds", "held_out", "moved")}
-    columns["seconds"] = list(accumulate(columns["seconds"]))
-    return Curve(steps=list(found), losses=[line["loss"] for line in found.values()], **columns)
+    columns = {name: [line[name] for line in found.values()] for name in ("losses", "held_out", "seconds", "moved")}
+    return {"steps": list(found), **columns, "seconds": list(accumulate(columns["seconds"]))}

@@ -102,11 +102,8 @@ class ZeroShot(Study):
     def present(self) -> list[str]:
         """Return the sets that are there, or can be fetched; members of a mean by their own names."""
         wanted = {member for one in self._sets for member in (one.members or (one.name,))}
-        return sorted(name for name in wanted if self._has(self._known[name]))
-
-    def _has(self, wanted: BeirSet) -> bool:
-        fetched = self.download and bool(wanted.source)
-        return fetched or (self.root is not None and self._folder(wanted) is not None)
+        sets = [self._known[name] for name in sorted(wanted)]
+        return [one.name for one in sets if (self.download and one.source) or self._folder(one) is not None]
 
     def _folder(self, wanted: BeirSet) -> Path | None:
         """Return the set's own folder; the root itself is one only where a single set is asked for."""

@@ -143,7 +143,7 @@ def build_card(
         "parents": start_parents(ledger_records),
         **_made_with(facts.environment),
     }
-    return _finished(card)
+    return restated(card | said(card))
 
 
 def inherit_card(
@@ -250,7 +250,7 @@ def inherit_card(
         ],
         **_made_with(facts.environment),
     }
-    return _finished(card)
+    return restated(card | said(card))
 
 
 def _made_with(environment: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -304,7 +304,3 @@ def said(card: Mapping[str, Any]) -> dict[str, list[str]]:
                 f"The odds of a guess about one unit may change by a factor of e^{factor}: hardly a protection."
             )
     return {"banners": banners, "cautions": cautions}
-
-
-def _finished(card: dict[str, Any]) -> dict[str, Any]:
-    return restated(card | said(card))

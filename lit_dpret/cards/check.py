@@ -106,7 +106,12 @@ def recheck(card: Mapping[str, Any], ledger: PrivacyLedger, *, whole: bool = Tru
     stored = card["ledger"]
     if broken := _not_its_chain(stored, ledger):
         return Recheck(broken)
-    problems = _went_on(stored, ledger)
+    problems = []
+    if later := ledger.records[stored["records"] :]:
+        problems.append(
+            f"The ledger went on after the card was made, by {len(later)} records with {len(noise_keys(later))} "
+            "announced steps: the card is out of date."
+        )
     derived = card["mechanism"].get("kind") == "post_processing"
     try:
         judged = judge_card(card, ledger.records[: stored["records"]])
@@ -138,14 +143,6 @@ def _not_its_chain(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str
     elif count == 0 or records[count - 1]["hash"] != stored["head"]:
         problems.append("The ledger's head is not the card's: this is another ledger, or another run's card.")
     return problems
-
-
-def _went_on(stored: Mapping[str, Any], ledger: PrivacyLedger) -> list[str]:
-    later = ledger.records[stored["records"] :]
-    return [] if not later else [
-        f"The ledger went on after the card was made, by {len(later)} records with {len(noise_keys(later))} announced "
-        "steps: the card is out of date."
-    ]  # fmt: skip
 
 
 def judge_card(card: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Judged:

@@ -114,19 +114,15 @@ def _cell(
     if not 0.75 < steps * batch / n / epochs < 1.34:
         return cell
     cell |= {"epochs": steps * batch / n, "steps": steps}
-    floor = _floor(eps, delta, neighbours, steps) / n
+    # As many releases of everything need a noise of this multiplier (Balle and Wang 2018).
+    factor = 2 if neighbours == "replace_one" else 1
+    floor = float(get_sigma_gaussian(eps, delta)) * math.sqrt(steps) * factor / n
     noise = least_noise(
         rate=min(1.0, batch / n), steps=steps, eps=eps, delta=delta, neighbours=neighbours, start=start or floor * batch
     )
     if noise is not None:
         cell |= {"noise_multiplier": noise, "noise_to_batch": noise / batch, "over_floor": noise / batch / floor}
     return cell
-
-
-def _floor(eps: float, delta: float, neighbours: Neighbours, steps: int) -> float:
-    """The noise multiplier of as many releases of everything (Balle and Wang 2018)."""
-    single = float(get_sigma_gaussian(eps, delta))
-    return single * math.sqrt(steps) * (2 if neighbours == "replace_one" else 1)
 
 
 def least_noise(

@@ -57,7 +57,12 @@ def decided_blocks(judged: Judged, model: str | None, accounted: Mapping[str, An
         "pretraining": start_text(judged, accounted, model),
         "randomness": randomness_facts(judged),
         "empirical": {"ceilings": ceilings_of(judged)},
-        "ledger": ledger_facts(judged),
+        "ledger": {  # the end of the chain when the card was made, which ``verify_card`` compares
+            "name": LEDGER_NAME,
+            "head": str(judged.records[-1]["hash"]) if judged.records else GENESIS,
+            "records": len(judged.records),
+            "releases": [release.to_dict() for release in judged.releases],
+        },
     }
 
 
@@ -207,17 +212,6 @@ def ceilings_of(judged: Judged, **settings: Any) -> dict[str, Any] | None:
         return attack_ceilings(judged.charged, delta=delta, neighbours=neighbours, accountant=accountant, **settings)
     except UnsupportedAccountingError:
         return None
-
-
-def ledger_facts(judged: Judged) -> dict[str, Any]:
-    """Return the end of the chain when the card was made, for the comparison by ``verify_card``."""
-    records = judged.records
-    return {
-        "name": LEDGER_NAME,
-        "head": str(records[-1]["hash"]) if records else GENESIS,
-        "records": len(records),
-        "releases": [release.to_dict() for release in judged.releases],
-    }
 
 
 def describe_release(release: Release) -> str:

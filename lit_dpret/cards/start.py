@@ -7,7 +7,7 @@ composed. The earlier card must agree with its ledger and with the model's files
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -278,7 +278,10 @@ def read_start(run: str | Path, *, public: bool, knob: str = "init_from") -> Sta
     if charges_every_unit(card):
         releases = every_unit_in_every_step(releases)
     facts |= {"mode": EVOLUTION} if votes else {}
-    facts["head"] = _last_noise(records) or card["ledger"]["head"]
+    # The last record of a step tells two copies of a ledger apart if either made one more; a finished run that is
+    # resumed at its end releases nothing, and keeps it.
+    noised = [str(record["hash"]) for record in records if record["kind"] in NOISE_KINDS]
+    facts["head"] = noised[-1] if noised else card["ledger"]["head"]
     facts["runs"] = [ledger_identity(records), *(recorded_start(records) or {}).get("runs", [])]
     if derived:
         facts["derived"] = True
@@ -340,11 +343,3 @@ def _refuse_what_was_private(folder: Path, knob: str, run: str | Path) -> None:
                 "folder of that run, without init_from_is_public=true: its claim is then composed.",
                 trap="T30",
             )
-
-
-def _last_noise(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """The hash of the last record of a step, which tells two copies of a ledger apart if either made one more.
-
-    A finished run that is resumed at its end releases nothing, and keeps it.
-    """
-    return next((str(record["hash"]) for record in reversed(records) if record["kind"] in NOISE_KINDS), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def from_slices(
         "bytes_while_clipping": found.clipping,
         "bytes_while_updating": found.updating,
         "bytes_per_row": found.row,
-        "slices": slices.to_dict(),
+        "slices": asdict(slices),
     }
 
 

@@ -8,8 +8,7 @@ the real engine, at the rates of this machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -58,10 +57,6 @@ class Slices:
     def whole(self, encoder: int, decoder: int) -> Part:
         """Return the cost of a physical batch of a model with this many layers."""
         return self.base + self.encoder_layer * encoder + self.decoder_layer * decoder
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
 
 
 def measure_slices(

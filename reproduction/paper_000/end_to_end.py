@@ -34,11 +34,11 @@ from lit_dpret.tasks.parts import Parts, require_budgets, say, some_of
 from lit_dpret.tasks.pipeline import METRIC_NAMES
 from lit_dpret.tasks.round_trip import KEPT, check_round_trip
 from lit_dpret.tasks.synthesize import public_sample
-from reproduction.paper_000.end_to_end_table import FIRST, Cell, Finished, Regime, Run, budget_name
+from reproduction.paper_000.end_to_end_table import FIRST, Cell, Finished, Regime, Run
 from reproduction.paper_000.table import shown, write_page
 from reproduction.recipe import GeneratorRecipe, Recipe, made_by, refuse_other_training
 from reproduction.spent import spent_under
-from reproduction.study import QueryStudy, per_query
+from reproduction.study import QueryStudy, budget_name, per_query
 
 NAME = "end_to_end"
 _TITLE = "Paper 000, its comparison end to end: synthetic queries beside direct DP training of whole dual encoders"

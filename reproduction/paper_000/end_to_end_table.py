@@ -24,6 +24,7 @@ from reproduction.paper_000.table import PUBLIC_ONLY, PaperRow, PaperTable, name
 from reproduction.published import MAIN, ORIGINAL, Point, by_point
 from reproduction.recipe import Recipe
 from reproduction.report.comparison import LEVEL, p_value
+from reproduction.study import budget_name
 
 # Each metric's value for every test question, of one training or of a system that is not trained.
 Run = Mapping[str, Sequence[float]]
@@ -56,11 +57,6 @@ class Cell:
 
     def run(self, seed: int) -> str:
         return f"{self.name}-seed{seed}"
-
-
-def budget_name(eps: float | None) -> str:
-    """Name a budget in folders."""
-    return "none" if eps is None else f"eps{eps:g}"
 
 
 @dataclass(frozen=True, kw_only=True)

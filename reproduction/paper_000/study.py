@@ -22,7 +22,7 @@ from lit_dpret.tasks.pipeline import Pipeline
 from lit_dpret.tasks.stages import described
 from reproduction.paper_000.shrink import SmallerGenerator
 from reproduction.published import SIZES, Point
-from reproduction.study import Study
+from reproduction.study import Study, budget_name
 
 # In place of a folder or name: a smaller generator that is made of the public one, from public passages alone.
 SHRUNK = "shrunk"
@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.size}-{'none' if self.eps is None else f'eps{self.eps:g}'}"
+        return f"{self.size}-{budget_name(self.eps)}"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -136,16 +136,6 @@ class Trainings(Study):
 
         return self.once(name, mark, made, knob="task")["result"]
 
-    def refuse_wrong_privacy(self) -> None:
-        """Refuse a mode that trains no generators privately, before anything starts."""
-        for eps in self.finite:
-            mode = self.parts.make_privacy(eps=eps)
-            if mode.guarantee != "dp" or mode.candidates != "rows":
-                raise ConfigurationError(
-                    f"task.eps names {eps:g}, and privacy={mode.name} trains no generator under it. Set "
-                    "privacy=dp_sgd; null among task.eps is no privacy."
-                )
-
     # -- the trainings -------------------------------------------------------------------------
 
     def baselines(self) -> dict[str, RowResult]:
@@ -159,7 +149,7 @@ class Trainings(Study):
         return row
 
     def direct_name(self, eps: float) -> str:
-        return f"direct-eps{eps:g}"
+        return f"direct-{budget_name(eps)}"
 
     def synthetic(self, cell: Cell) -> RowResult:
         """Generator, its queries, and the retriever that learned from them."""

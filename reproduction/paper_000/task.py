@@ -17,6 +17,7 @@ from reproduction.paper_000 import canaries, examples, grid, measures, retrieval
 from reproduction.paper_000.study import LeftOut, Trainings
 from reproduction.paper_000.table import Shown, write_page
 from reproduction.spent import spent_under
+from reproduction.study import refuse_other_modes
 
 Part = Literal["retrieval", "examples", "canaries", "similarity", "zero_shot", "overlap", "grid"]
 _TITLE = "Paper 000, its tables again: synthetic queries by DP language models"
@@ -80,7 +81,8 @@ class Paper000(Trainings):
 
     def _refuse_wrong_parts(self) -> None:
         """Refuse settings of any chosen part before the first training; what is only absent is reported in its turn."""
-        self.refuse_wrong_privacy()
+        for eps in self.finite:
+            refuse_other_modes(self.parts.make_privacy(eps=eps), eps)
         declared: dict[str, Any] = {"card_entry": True}
         checks: dict[Part, Callable[[], object]] = {
             "similarity": lambda: self.similarity(synthetic=".", reference="private", **declared),

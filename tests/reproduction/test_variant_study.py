@@ -176,7 +176,7 @@ def test_an_interrupted_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     study(only=["logit_dp", "non_private"], seeds=[0, 1]).run(parts(tmp_path, resume=True))  # and it grows by a seed
     assert {run.seed for run in read_runs(tmp_path / "run" / "report" / "runs.jsonl")} == {0, 1}
     assert (tmp_path / "run" / "logit_dp_seed0" / "stage.json").stat().st_mtime_ns == made
-    assert read_curve(tmp_path / "run" / "non_private_seed0" / "curve.jsonl").steps == [1, 2, 3]
+    assert read_curve(tmp_path / "run" / "non_private_seed0" / "curve.jsonl")["steps"] == [1, 2, 3]
 
 
 @pytest.mark.slow
