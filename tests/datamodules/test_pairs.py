@@ -73,24 +73,21 @@ def test_columns_of_a_log_may_have_other_names(write: Write) -> None:
     assert list(data.collection.users.values()) == ["ann", "bob"]
     with pytest.raises(DataError, match="writer"):
         PairsDataModule(pairs=log, columns={"query": "question", "passage": "answer", "user_id": "writer"}).setup()
-    for wrong in ({"text": "question"}, {"query": ""}, {"query": 3}):
-        with pytest.raises(ConfigurationError, match=r"datamodule\.columns="):
-            PairsDataModule(pairs=log, columns=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"datamodule\.columns="):
-        PairsDataModule(folder=log.parent, columns={"query": "question"})
-
-
-@pytest.mark.parametrize("given", [{}, {"folder": "a", "pairs": "b"}, {"folder": "a", "queries": "b"}, {"corpus": "c"}])
-def test_the_data_is_somewhere_exactly_once(given: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"one of datamodule\.folder, datamodule\.pairs"):
-        PairsDataModule(**given)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"datamodule\.corpus is not set"):
-        PairsDataModule(queries="queries.jsonl", qrels="qrels")
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
+        ({"folder": None}, r"one of datamodule\.folder, datamodule\.pairs"),
+        ({"pairs": "b"}, r"one of datamodule\.folder, datamodule\.pairs"),
+        ({"queries": "b"}, r"one of datamodule\.folder, datamodule\.pairs"),
+        ({"folder": None, "corpus": "c"}, r"one of datamodule\.folder, datamodule\.pairs"),
+        ({"folder": None, "queries": "queries.jsonl", "qrels": "qrels"}, r"datamodule\.corpus is not set"),
+        ({"columns": {"query": "question"}}, "datamodule.columns="),
+        ({"folder": None, "pairs": "b", "columns": {"text": "question"}}, "datamodule.columns="),
+        ({"folder": None, "pairs": "b", "columns": {"query": ""}}, "datamodule.columns="),
+        ({"folder": None, "pairs": "b", "columns": {"query": 3}}, "datamodule.columns="),
+        ({"folder": None, "pairs": "b", "max_passages": 1}, "datamodule.max_passages"),
         ({"sampling": "sorted"}, "datamodule.sampling='sorted' is not one of truncated_poisson, poisson"),
         ({"rows_per_unit": "two"}, "datamodule.rows_per_unit='two' is not one of one, all"),
         ({"duplicates": "drop"}, "datamodule.duplicates='drop' is not one of keep, merge"),
@@ -108,9 +105,8 @@ def test_the_data_is_somewhere_exactly_once(given: dict[str, str]) -> None:
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_its_knob(harbour: Path, settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        PairsDataModule(folder=harbour, **settings)
-    assert reason in str(error.value)
+    with pytest.raises(ConfigurationError, match=reason):
+        PairsDataModule(**{"folder": harbour, **settings})
 
 
 @pytest.mark.parametrize(
@@ -162,30 +158,24 @@ def test_units_and_a_loader_need_a_unit_and_a_plan_under_which_it_cannot_change(
         bare.train_dataloader()
 
 
-def test_a_query_limit_is_refused_where_n_is_not_public(harbour: Path) -> None:
-    datamodule = PairsDataModule(folder=harbour, max_train_queries=3)
-    datamodule.use_unit("query", neighbours="zero_out")
-    assert datamodule.n_units == 3
-    with pytest.raises(ConfigurationError, match=r"max_train_queries=3.*add_or_remove"):
-        datamodule.use_unit("query", neighbours="add_or_remove")
-
-
 @pytest.mark.parametrize(
-    ("unit", "duplicates", "named"),
+    ("unit", "duplicates", "neighbours", "named"),
     [
-        ("user", "keep", r"privacy\.unit=user"),
-        ("pair", "keep", r"privacy\.unit=pair"),
-        ("query", "merge", r"datamodule\.duplicates=merge"),
+        ("query", "keep", "add_or_remove", "add_or_remove"),
+        ("user", "keep", "replace_one", r"privacy\.unit=user.*zero_out"),
+        ("pair", "keep", "replace_one", r"privacy\.unit=pair.*zero_out"),
+        ("query", "merge", "replace_one", r"datamodule\.duplicates=merge.*zero_out"),
     ],
 )
-def test_a_query_limit_is_refused_where_a_replaced_unit_moves_other_queries(
-    harbour: Path, unit: Any, duplicates: Any, named: str
+def test_a_query_limit_is_refused_where_n_is_private_or_a_replaced_unit_moves_other_queries(
+    harbour: Path, unit: Any, duplicates: Any, neighbours: str, named: str
 ) -> None:
     datamodule = PairsDataModule(folder=harbour, max_train_queries=3, duplicates=duplicates)
     datamodule.use_unit(unit, neighbours="zero_out")
-    with pytest.raises(ConfigurationError, match=rf"datamodule\.max_train_queries=3.*replace_one: .*{named}.*zero_out"):
-        datamodule.use_unit(unit, neighbours="replace_one")
-    PairsDataModule(folder=harbour, duplicates=duplicates).use_unit(unit, neighbours="replace_one")
+    assert len(datamodule.collection.split("train")) == 3
+    with pytest.raises(ConfigurationError, match=rf"datamodule\.max_train_queries=3.*{named}"):
+        datamodule.use_unit(unit, neighbours=neighbours)
+    PairsDataModule(folder=harbour, duplicates=duplicates).use_unit(unit, neighbours=neighbours)
     PairsDataModule(folder=harbour, max_train_queries=3).use_unit("query", neighbours="replace_one")
 
 
@@ -256,23 +246,19 @@ def test_each_row_is_a_unit_only_where_nothing_names_queries(
     datamodule = PairsDataModule(pairs=log, **settings)
     datamodule.use_unit(unit)
     assert (datamodule.unit_by, datamodule.n_units) == (by, 2 if by == EACH_ROW or unit == "pair" else 1)
-    some = write(
-        "some.jsonl", [{"query": "wet", "passage": "pump"}, {"query": "mole", "passage": "x", "query_id": "q"}]
-    )
-    datamodule = PairsDataModule(pairs=some)
+
+
+@pytest.mark.parametrize(("column", "by"), [("query_id", PARTLY_NAMED), ("query_ids", EACH_ROW)])
+def test_no_log_says_that_its_records_had_ids_which_they_lack(column: str, by: str, write: Write) -> None:
+    log = write("log.jsonl", [{"query": "wet", "passage": "pump"}, {"query": "mole", "passage": "x", column: "all"}])
+    datamodule = PairsDataModule(pairs=log)
     datamodule.use_unit("query")
-    assert datamodule.unit_by == PARTLY_NAMED
-    claims = write("claims.jsonl", [{"query": "wet", "passage": "pump", "query_ids": "all"}])
-    datamodule = PairsDataModule(pairs=claims)
-    datamodule.use_unit("query")
-    assert datamodule.unit_by == EACH_ROW, "no log says that its records had ids which they lack"
+    assert datamodule.unit_by == by
 
 
 def test_a_log_alone_gives_no_public_passages_unless_declared(pair_log: Path, write: Write) -> None:
     with pytest.raises(ConfigurationError, match=r"datamodule\.corpus.*datamodule\.passages_are_public=true"):
         PairsDataModule(pairs=pair_log).public_passages()
-    with pytest.raises(ConfigurationError, match=r"datamodule\.max_passages needs a public list"):
-        PairsDataModule(pairs=pair_log, max_passages=1)
     assert len(PairsDataModule(pairs=pair_log, passages_are_public=True).public_passages()) == 2
     corpus = write("c.tsv", "id\ttext\nx\tFour metres at low water.\ny\tThe lighthouse crew, in spring.\nz\tUnused.\n")
     assert list(PairsDataModule(pairs=pair_log, corpus=corpus).public_passages()) == ["x", "y", "z"]
