@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,16 +15,15 @@ from lit_dpret.sweeps import SweepFile, SweepFolder, SweepTerms, write_result
 from lit_dpret.sweeps.report import write_report
 
 PLANNED = {"epsilon": 3.5, "delta": 1e-5, "unit": "query", "neighbours": "zero_out", "accountant": "pld"}
-LEDGER_DELTA = 1e-5
 
 
-def sweep(folder: Path, *, bare: int | None, scored: str = "private") -> SweepFolder:
+def bare_sweep(folder: Path, *, bare: int | None, scored: str = "private") -> SweepFolder:
     content = {"parameters": {"point": {"values": ["eps3", "eps_inf"]}}, "metric": {"name": "loss"}}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     file = SweepFile.read(folder / "sweep.yaml")
     terms = SweepTerms(
         budget=PrivacyBudget(eps=3.0, delta=1e-5), dataset_ledger=folder / "data.jsonl", total_eps=4.0,
-        metric_data=scored, planned=PLANNED, ledger_delta=LEDGER_DELTA, without_privacy=bare,
+        metric_data=scored, planned=PLANNED, ledger_delta=1e-5, without_privacy=bare,
     )  # fmt: skip
     places = [[GaussianRelease(noise_multiplier=20.0, law=FullBatch(), count=4)]]
     made = SweepFolder.plan(folder / "s", file, file.trials(), places, terms)
@@ -37,19 +35,19 @@ def sweep(folder: Path, *, bare: int | None, scored: str = "private") -> SweepFo
 
 @pytest.mark.parametrize("bare", [1, None], ids=["one has none", "nobody looked"])
 def test_a_choice_among_trials_of_which_one_has_no_privacy_is_not_accounted(bare: int | None, tmp_path: Path) -> None:
-    told = sweep(tmp_path, bare=bare).describe()
+    told = bare_sweep(tmp_path, bare=bare).describe()
     found = tuning_facts(None, None, told, 1e-5)
     assert found["accounted"] is False and "epsilon" not in found and "NOT ACCOUNTED" in found["text"]
     assert sweep_limit(told, 1e-5) is None
     assert ("1 of them without privacy" in found["text"]) == (bare == 1)
-    assert "no epsilon covers the choice" in write_report(sweep_of(tmp_path)).text
+    assert "no epsilon covers the choice" in write_report(SweepFolder.read(tmp_path / "s")).text
 
 
 def test_the_best_of_private_trainings_has_the_epsilon_of_all_whatever_they_were_scored_on(tmp_path: Path) -> None:
     # One Gaussian step each, scored by a public number that rises with one unit's coordinate: the best of ten is ten
     # looks at that unit, and claims of one training do not hold for it.
     quiet = tuning_facts(
-        None, None, {**sweep(tmp_path, bare=0, scored="public").describe(), "metric_data": "none"}, 1e-5
+        None, None, {**bare_sweep(tmp_path, bare=0, scored="public").describe(), "metric_data": "none"}, 1e-5
     )
     assert (quiet["data"], quiet["accounted"], quiet["epsilon"]) == ("private", True, 4.0), "also where none is named"
     told = SweepFolder.read(tmp_path / "s").describe()
@@ -60,21 +58,21 @@ def test_the_best_of_private_trainings_has_the_epsilon_of_all_whatever_they_were
         assert "scored are not covered" not in found["text"] and "no privacy" not in found["text"]
     later = with_earlier_tuning(tuning_facts({"data": "none"}), found, "the model", composed=True)
     assert later["accounted"] is False and later["data"] == "private", "what starts from it was chosen with it"
-    text = write_report(sweep_of(tmp_path)).text
+    text = write_report(SweepFolder.read(tmp_path / "s")).text
     assert "epsilon of all trials together covers" in text and "cost" not in text.splitlines()[-1]
 
 
 def test_the_epsilon_of_synthetic_queries_is_in_no_sum_of_the_trials_that_they_scored(tmp_path: Path) -> None:
-    told = sweep(tmp_path, bare=0, scored="synthetic").describe()
+    told = bare_sweep(tmp_path, bare=0, scored="synthetic").describe()
     found = tuning_facts(None, None, told, 1e-5)
     assert found["accounted"] is False and "epsilon" not in found and "NOT ACCOUNTED" in found["text"]
-    assert "epsilon of their own" in write_report(sweep_of(tmp_path)).text
+    assert "epsilon of their own" in write_report(SweepFolder.read(tmp_path / "s")).text
     alone = tuning_facts({"data": "synthetic"}, None, None, 1e-5)
     assert alone["accounted"] is False and "NOT ACCOUNTED" in alone["text"]
 
 
 def test_the_limit_of_a_ledger_is_stated_at_its_delta_or_more_and_on_no_card_without_a_claim(tmp_path: Path) -> None:
-    told = sweep(tmp_path, bare=0).describe()
+    told = bare_sweep(tmp_path, bare=0).describe()
     for delta in (1e-9, None):
         found = tuning_facts(None, None, told, delta)
         assert found["accounted"] is False and "epsilon" not in found, delta
@@ -96,7 +94,3 @@ def test_a_card_names_as_varied_what_varies_and_no_setting_that_all_trials_share
     found = write_report(made)
     assert {row["settings"]["seed"] for row in found.rows} == {"7"}, "the file of results keeps all"
     assert "seed" not in found.text and "point" in found.text
-
-
-def sweep_of(folder: Path) -> Any:
-    return SweepFolder.read(folder / "s")

@@ -44,8 +44,8 @@ from lit_dpret.tasks.trial import refuse_private_objective
 from reproduction import Ablate
 
 
-def begin_ledger(folder: Path, delta: float, total_eps: float = 100.0) -> None:
-    DatasetLedger(folder / "data.jsonl", total_eps=total_eps, budget=PrivacyBudget(eps=1.0, delta=delta)).begin()
+def begin_ledger(folder: Path, delta: float) -> None:
+    DatasetLedger(folder / "data.jsonl", total_eps=100.0, budget=PrivacyBudget(eps=1.0, delta=delta)).begin()
 
 
 # -- the delta of the limit ------------------------------------------------------------------------
@@ -65,41 +65,21 @@ def test_each_number_of_a_plan_has_the_delta_it_holds_at(tmp_path: Path, capsys:
     assert facts["planned"]["delta"] == 1e-6 and facts["ledger_delta"] == 1e-3
     assert f"together epsilon {show_epsilon(facts['planned']['epsilon'])} at delta 1e-06" in told
     assert re.search(r"the data set then holds \S+ of 100 at delta 1e-06", told), "at the smallest of its deltas"
-    private: dict[str, Any] = {"settings": {"delta": 1e-6}}
-    card = read_card(begun(tmp_path, **private))
+    card = read_card(begun(tmp_path, settings={"delta": 1e-6}))
     assert "epsilon" not in card["tuning"] and card["claim"]["delta"] == 1e-6
 
 
-def test_the_card_of_a_trial_states_the_limit_where_it_holds_at_the_delta_of_the_claim(tmp_path: Path) -> None:
+def test_the_best_of_private_trials_costs_what_all_cost_though_public_data_score_them(tmp_path: Path) -> None:
+    """The card states the limit, which holds at the delta of the claim; no other number stands beside its ledger."""
     begin_ledger(tmp_path, 1e-6)
-    planned(tmp_path, metric_data="private", settings={"delta": 1e-5})
+    planned(tmp_path, metric_data="public", metric="val/bleu", settings={"delta": 1e-5})
     place = begun(tmp_path, settings={"delta": 1e-5})
     card = read_card(place)
+    assert card["tuning"]["data"] == "private" and any("trials" in text for text in card["cautions"])
     assert card["tuning"]["accounted"] is True and card["tuning"]["epsilon"] == 100.0
     assert verify_card(card, place / "privacy_ledger.jsonl") == []
-    card["tuning"]["epsilon"] = 3.0
-    assert verify_card(card, place / "privacy_ledger.jsonl")
-
-
-def test_the_best_of_private_trials_costs_what_all_cost_though_public_data_score_them(tmp_path: Path) -> None:
-    """And what synthetic queries scored stands in `test_bare_trials`."""
-    planned(tmp_path, metric_data="public", metric="val/bleu")
-    place = begun(tmp_path)
-    card = read_card(place)
-    assert card["tuning"]["data"] == "private" and any("trials" in text for text in card["cautions"])
-    assert card["tuning"]["accounted"] and card["tuning"]["epsilon"] == 100.0
-    assert verify_card(card, place / "privacy_ledger.jsonl") == []
-    card["tuning"] |= {"data": "public", "accounted": True, "text": "Chosen on public data, which costs no privacy."}
-    assert verify_card(card, place / "privacy_ledger.jsonl")
-
-
-def test_a_trial_whose_folder_is_gone_has_been_spent_all_the_same(tmp_path: Path) -> None:
-    sweep = planned(tmp_path, metric_data="private")
-    for name in ("one", "two"):
-        begun(tmp_path, name)
-    both = write_report(sweep).epsilon
-    shutil.rmtree(sweep.trial_folder("two"))
-    assert write_report(sweep).epsilon == both is not None
+    for forged in ({"epsilon": 3.0}, {"data": "public", "text": "Chosen on public data, which costs no privacy."}):
+        assert verify_card(card | {"tuning": card["tuning"] | forged}, place / "privacy_ledger.jsonl")
 
 
 # -- who may join ----------------------------------------------------------------------------------
@@ -163,11 +143,6 @@ def test_a_choice_among_releases_or_beside_trials_without_privacy_is_not_account
 # -- on which data the choice is made --------------------------------------------------------------
 
 
-def scored(folder: Path) -> FitScored:
-    pytest.importorskip("sacrebleu")
-    return FitScored(data="private", min_free_mb=1)
-
-
 def tuned(data: str) -> Any:
     return lambda folder: [PrivacyCard(run_dir=folder, tuning_data=data)]
 
@@ -178,7 +153,8 @@ def shown_to_all(folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("metric_data", ["public", "synthetic", "unknown"])
 def test_trials_scored_on_private_queries_are_planned_and_joined_as_such(metric_data: str, tmp_path: Path) -> None:
-    task = scored(tmp_path)
+    pytest.importorskip("sacrebleu")
+    task = FitScored(data="private", min_free_mb=1)
     for given, knob in (({"task": task}, "task.data"), ({"callbacks": shown_to_all}, "callbacks.evaluation.data")):
         with pytest.raises(ConfigurationError, match=f"{re.escape(knob)}=private.*task.metric_data={metric_data}"):
             planned(tmp_path, metric_data=metric_data, metric="val/bleu", **given)
@@ -188,13 +164,9 @@ def test_trials_scored_on_private_queries_are_planned_and_joined_as_such(metric_
         joined(tmp_path, task=task)
 
 
-def test_a_metric_is_computed_on_some_data(tmp_path: Path) -> None:
+def test_a_trial_tells_of_no_other_choice_than_its_sweep(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"task\.metric_data=none"):
         planned(tmp_path, metric_data="none", metric="val/bleu")
-    planned(tmp_path, metric_data="none")
-
-
-def test_a_trial_tells_of_no_other_choice_than_its_sweep(tmp_path: Path) -> None:
     for given, knob in (
         ({"callbacks": tuned("public")}, "callbacks.card.tuning_data"),
         ({"task": tuned_pipeline()}, "task.tuning_data"),
@@ -235,8 +207,7 @@ def test_trials_without_privacy_may_be_chosen_by_it_and_private_ones_do_not_tell
 
 
 @pytest.mark.parametrize(
-    "declared",
-    ["tuning_data=none", "tuning_data=public", "tuning_data=private tuning_method=random_stopping tuning_mean_runs=10"],
+    "declared", ["tuning_data=public", "tuning_data=private tuning_method=random_stopping tuning_mean_runs=10"]
 )
 def test_a_sweeper_that_compares_private_runs_leaves_no_card_that_says_otherwise(tmp_path: Path, declared: str) -> None:
     words = [f"callbacks.card.{word}" for word in declared.split()]
@@ -269,33 +240,27 @@ def test_a_sweeper_is_told_no_undeclared_private_score(tmp_path: Path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("task", ["pipeline", "evaluate"])
-def test_a_sweeper_is_told_no_score_of_queries_of_which_nobody_said_whose_they_are(tmp_path: Path, task: str) -> None:
-    made: Any = {"pipeline": tuned_pipeline(tuning_data="unknown"), "evaluate": Evaluate()}[task]
-    with pytest.raises(ConfigurationError, match="trial_of"):
-        refuse_private_objective(made, [], "synthetic/nDCG@10", None)
-    for declared in ("unknown", "public"):
-        sweep = SimpleNamespace(facts={"metric_data": declared})
-        if declared == "public":
-            assert not refuse_private_objective(made, [], "synthetic/nDCG@10", sweep)  # type: ignore[arg-type]
-            continue
-        with pytest.raises(ConfigurationError, match="metric_data"):
-            refuse_private_objective(made, [], "synthetic/nDCG@10", sweep)  # type: ignore[arg-type]
-
-
-def test_a_declared_choice_on_private_queries_may_be_told_a_sweeper(tmp_path: Path) -> None:
-    task, sweep = scored(tmp_path), planned(tmp_path, metric_data="private", metric="val/bleu", task=scored(tmp_path))
-    assert refuse_private_objective(task, [], "val/bleu", sweep)
-    with pytest.raises(ConfigurationError, match=r"task\.data=private"):
-        refuse_private_objective(task, [], "val/bleu", None)
-    evaluated = RetrievalEvaluation(data="private", card_entry=True)
-    with pytest.raises(ConfigurationError, match=r"callbacks\.evaluation\.data=private"):
-        refuse_private_objective(Fit(min_free_mb=1), [evaluated], "val/ndcg@10", None)
-    public = RetrievalEvaluation(data="public")
-    assert not refuse_private_objective(task, [public], public.public_metrics[0], None)
-    nothing: Any = SimpleNamespace(facts={"metric_data": "none"})
-    with pytest.raises(ConfigurationError, match=r"task\.metric_data=none"):
-        refuse_private_objective(task, [public], public.public_metrics[0], nothing)
+def test_a_sweeper_is_told_no_score_of_queries_unless_their_kind_is_declared() -> None:
+    """By task and metric, for each kind that a sweep declares (None without one) what is refused, or nothing."""
+    pytest.importorskip("sacrebleu")
+    public, private = RetrievalEvaluation(data="public"), RetrievalEvaluation(data="private", card_entry=True)
+    fit, scored, pipeline = Fit(min_free_mb=1), FitScored(data="private", min_free_mb=1), tuned_pipeline("unknown")
+    unsaid = {None: "trial_of", "unknown": "metric_data", "public": None}
+    cases: list[tuple[Any, list[Any], str, dict[str | None, str | None]]] = [
+        (pipeline, [], "synthetic/nDCG@10", unsaid),
+        (Evaluate(), [], "synthetic/nDCG@10", unsaid),
+        (scored, [], "val/bleu", {None: r"task\.data=private", "private": None}),
+        (fit, [private], "val/ndcg@10", {None: r"callbacks\.evaluation\.data=private"}),
+        (scored, [public], public.public_metrics[0], {None: None, "none": r"task\.metric_data=none"}),
+    ]
+    for task, callbacks, metric, found in cases:
+        for declared, refused in found.items():
+            sweep: Any = None if declared is None else SimpleNamespace(facts={"metric_data": declared})
+            if refused is None:
+                assert refuse_private_objective(task, callbacks, metric, sweep) == (declared == "private")
+                continue
+            with pytest.raises(ConfigurationError, match=refused):
+                refuse_private_objective(task, callbacks, metric, sweep)
 
 
 def test_the_folder_of_such_a_multirun_is_its_owners_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +311,9 @@ def test_a_trial_takes_over_what_was_planned_for_it(given: dict[str, Any], tmp_p
     assert [release.to_dict() for release in owed] == sweep.facts["places"][0]
     spent = compose_across_runs(owed, delta=sweep.facts["planned"]["delta"], neighbours="zero_out")[0]
     assert sweep.facts["planned"]["epsilon"] == pytest.approx(spent)
+    both = write_report(sweep).epsilon
+    shutil.rmtree(place)
+    assert write_report(sweep).epsilon == both is not None, "a trial whose folder is gone has been spent all the same"
 
 
 def reserved(folder: Path) -> list[Any]:
@@ -353,11 +321,22 @@ def reserved(folder: Path) -> list[Any]:
     return [record["releases"] for record in records if record["kind"] == "reserve"]
 
 
-def made_start(folder: Path, name: str = "parent", *, counted: bool = False) -> Path:
-    """A finished private run, which the ledger of the data set counts or does not."""
-    settings = {"dataset_ledger": folder / "data.jsonl", "total_eps": 100.0} if counted else {}
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log, a secret and a private run that no ledger of the data set counts."""
+    root = tmp_path_factory.mktemp("finished")
+    return made_start(root).parent
+
+
+def made_start(folder: Path, name: str = "parent", **settings: Any) -> Path:
     Fit(min_free_mb=1).run(trial_parts(folder, folder / name, settings=settings))
     return folder / name
+
+
+@pytest.fixture
+def parent(finished: Path, tmp_path: Path) -> Path:
+    """The finished run in a folder of the test."""
+    return Path(shutil.copytree(finished, tmp_path, dirs_exist_ok=True)) / "parent"
 
 
 def held(sweep: SweepFolder) -> float:
@@ -374,8 +353,11 @@ def cost(own: Sequence[Release], trials: int, *starts: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counted", [True, False])
-def test_an_uncounted_start_is_told_once(counted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parent = made_start(tmp_path, counted=counted)
+def test_an_uncounted_start_is_told_once(
+    counted: bool, parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if counted:
+        parent = made_start(tmp_path, "counted", dataset_ledger=tmp_path / "data.jsonl", total_eps=100.0)
     before = len(reserved(tmp_path)) if counted else 0
     child: dict[str, Any] = {"start": parent}
     sweep = planned(tmp_path, trials=2, **child)
@@ -393,8 +375,9 @@ def test_an_uncounted_start_is_told_once(counted: bool, tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_a_limit_that_just_covers_start_and_trials_is_enough_and_a_smaller_one_refused(tmp_path: Path) -> None:
-    parent = made_start(tmp_path)
+def test_a_limit_that_just_covers_start_and_trials_is_enough_and_a_smaller_one_refused(
+    parent: Path, tmp_path: Path
+) -> None:
     (tmp_path / "scratch").mkdir()
     needed = cost(planned(tmp_path / "scratch", trials=1).places[0].own, 2, parent)
     with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
@@ -419,8 +402,9 @@ class Fails(Callback):
         raise RuntimeError("before the first step")
 
 
-def test_a_start_stays_counted_when_its_first_trial_fails_and_the_others_are_given_back(tmp_path: Path) -> None:
-    parent = made_start(tmp_path)
+def test_a_start_stays_counted_when_its_first_trial_fails_and_the_others_are_given_back(
+    parent: Path, tmp_path: Path
+) -> None:
     sweep = planned(tmp_path, start=parent)
     with pytest.raises(RuntimeError, match="first step"):
         begun(tmp_path, start=parent, callbacks=lambda folder: [PrivacyCard(run_dir=folder), Fails()])
@@ -430,8 +414,8 @@ def test_a_start_stays_counted_when_its_first_trial_fails_and_the_others_are_giv
 
 
 @pytest.mark.slow
-def test_a_run_outside_the_sweep_counts_the_same_start_once_and_another_beside_it(tmp_path: Path) -> None:
-    parent, other = made_start(tmp_path), made_start(tmp_path, "other")
+def test_a_run_outside_the_sweep_counts_the_same_start_once_and_another_beside_it(parent: Path, tmp_path: Path) -> None:
+    other = made_start(tmp_path, "other")
     sweep = planned(tmp_path, trials=1, start=parent)
     begun(tmp_path, start=parent)
     moved = shutil.copytree(parent, tmp_path / "copy of it")
@@ -442,9 +426,7 @@ def test_a_run_outside_the_sweep_counts_the_same_start_once_and_another_beside_i
 
 
 def test_a_start_that_another_ledger_counts_is_refused_before_anything_is_reserved(tmp_path: Path) -> None:
-    parent = tmp_path / "parent"
-    settings = {"dataset_ledger": tmp_path / "other.jsonl", "total_eps": 100.0}
-    Fit(min_free_mb=1).run(trial_parts(tmp_path, parent, settings=settings))
+    parent = made_start(tmp_path, dataset_ledger=tmp_path / "other.jsonl", total_eps=100.0)
     with pytest.raises(ConfigurationError, match=r"init_from=.*privacy\.dataset_ledger"):
         planned(tmp_path, start=parent)
     assert not (tmp_path / "data.jsonl").exists()

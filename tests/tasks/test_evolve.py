@@ -30,6 +30,7 @@ from lit_dpret.privacy.accounting.composition import epsilon
 from lit_dpret.privacy.histogram import ReleasedHistogram, exact_counts
 from lit_dpret.privacy.ledger.judgement import claimed_releases
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger, charged_releases
+from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.synthesis.filters import HistogramMatch, LengthBins, load_released
 from lit_dpret.synthesis.shards import ShardStore
@@ -126,7 +127,7 @@ def test_the_queries_are_paired_with_public_passages_and_train_a_retriever(evolv
 
 def test_the_votes_are_those_of_the_queries(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With next to no noise every query's vote is found again in the file of its generation."""
-    evolve(world, tmp_path / "run", mode={"eps": 2000.0})
+    evolve(world, tmp_path / "run", mode={"eps": 2000.0, "accountant": "rdp"})
     counts = [ReleasedHistogram.read(place) for place in sorted((tmp_path / "run" / "generations").glob("0[12]"))]
     assert [sum(one.counts) for one in counts] == pytest.approx([56, 56], abs=12 * counts[0].noise_std)
 
@@ -137,20 +138,17 @@ def with_users(log: Path, per_user: int) -> None:
     (log / "queries.jsonl").write_text("\n".join(named) + "\n")
 
 
-@pytest.mark.parametrize(("per_user", "most"), [(4, 1), (4, 3)])
-def test_a_user_takes_no_more_votes_away_than_the_cap(world: Path, tmp_path: Path, per_user: int, most: int) -> None:
+def test_a_user_takes_no_more_votes_away_than_the_cap(world: Path, tmp_path: Path) -> None:
     """On the real path, from the log to the counts: users with copies of one query, one after another without rows."""
-    log = tmp_path / "log"
-    shutil.copytree(world / "log", log)
-    with_users(log, per_user)
+    log = Path(shutil.copytree(world / "log", tmp_path / "log"))
+    with_users(log, 4)
     rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
     for row in rows[:3]:
         row["text"] = rows[0]["text"]
     texts = ["bana elo", "delo fibi", "gomu kuri", "mana nato", "rana seku", "tomu bibi"]
-
     judged = (log / "qrels" / "train.tsv").read_text().splitlines()
 
-    def counted(left_out: str | None) -> np.ndarray:
+    def counted(left_out: str | None) -> list[np.ndarray]:
         theirs = {row["_id"] for row in rows if row["user_id"] == left_out}
         left = [json.dumps(row) + "\n" for row in rows if row["_id"] not in theirs]
         (log / "queries.jsonl").write_text("".join(left))
@@ -159,15 +157,14 @@ def test_a_user_takes_no_more_votes_away_than_the_cap(world: Path, tmp_path: Pat
         data = PairsDataModule(folder=log)
         data.setup("fit")
         data.use_unit("user")
-        voters = _Voters(data.train_units(), str(world / "encoder"), 1)
-        return exact_counts(voters.votes(texts), bins=len(texts), max_count=most, distinct=True).numpy()
+        found = [*_Voters(data.train_units(), str(world / "encoder"), 1).votes(texts)]
+        return [exact_counts(found, bins=len(texts), max_count=most, distinct=True).numpy() for most in (1, 3)]
 
-    whole, moved = counted(None), []
-    for user in sorted({row["user_id"] for row in rows[:-8]})[:6]:
-        change = whole - counted(user)
-        assert set(np.unique(change)) <= {0.0, 1.0}
-        moved.append(float(np.linalg.norm(change)))
-    assert 0 < max(moved) <= np.sqrt(most) + 1e-12
+    whole, users = counted(None), sorted({row["user_id"] for row in rows[:-8]})[:6]
+    changes = [[all - some for all, some in zip(whole, counted(user), strict=True)] for user in users]
+    for most, moved in zip((1, 3), zip(*changes, strict=True), strict=True):
+        assert set(np.unique(moved)) <= {0.0, 1.0}
+        assert 0 < max(map(np.linalg.norm, moved)) <= np.sqrt(most) + 1e-12
 
 
 class _Units:
@@ -216,9 +213,7 @@ def _at_call(number: int, real: Callable[..., Any]) -> Callable[..., Any]:
 POINTS: dict[str, tuple[Any, str, int]] = {
     "while the first candidates are drawn": (ShardStore, "add", 2),
     "after an intent": (PrivacyLedger, "confirm", 1),
-    "before the votes are on the disk": (ReleasedHistogram, "write", 1),
     "while the second candidates are drawn": (ShardStore, "add", 4),
-    "after the second intent": (PrivacyLedger, "confirm", 2),
     "before the second votes are on the disk": (ReleasedHistogram, "write", 2),
     "while the set is drawn": (ShardStore, "seal", 3),
 }
@@ -287,12 +282,6 @@ def test_edited_votes_give_way_to_the_released_ones(world: Path, evolved: Path, 
     assert bytes_of(tmp_path / "run") == bytes_of(evolved)
 
 
-def test_a_finished_run_that_is_resumed_changes_nothing(world: Path, evolved: Path) -> None:
-    before = (evolved / "privacy_ledger.jsonl").read_bytes()
-    assert evolve(world, evolved, resume=True)["epsilon"] == read_card(evolved)["claim"]["epsilon"]
-    assert (evolved / "privacy_ledger.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -311,55 +300,44 @@ def test_a_finished_run_is_no_answer_to_another_question(
         queries = tmp_path / "other" / "queries.jsonl"
         queries.write_text(queries.read_text().replace("bana", "delo"))
         change = {"data": {"folder": tmp_path / "other"}}
-    before = bytes_of(evolved)
+    before = bytes_of(evolved), (evolved / "privacy_ledger.jsonl").read_bytes()
     with pytest.raises(ResumeError, match=named):
         evolve(world, evolved, resume=True, **change)
-    assert bytes_of(evolved) == before
-    evolve(world, evolved, resume=True)
+    assert evolve(world, evolved, resume=True)["epsilon"] == read_card(evolved)["claim"]["epsilon"]
+    assert (bytes_of(evolved), (evolved / "privacy_ledger.jsonl").read_bytes()) == before
 
 
-@pytest.mark.parametrize("change", [{"population": 11}, {"top_p": 0.5}])
-def test_a_run_is_not_resumed_with_other_settings(
-    change: dict[str, Any], world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_was_killed_after_an_intent_is_neither_resumed_otherwise_nor_repeated_for_nothing(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With another secret its noise cannot be drawn again, and all is spent."""
     with monkeypatch.context() as patch:
         patch.setattr(PrivacyLedger, "confirm", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             evolve(world, tmp_path / "run")
-    with pytest.raises(ResumeError, match=next(iter(change))):
-        evolve(world, tmp_path / "run", change, resume=True)
-
-
-def test_a_generation_is_not_repeated_for_nothing(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after its first intent; with another secret its noise cannot be drawn again, and all is spent."""
-    with monkeypatch.context() as patch:
-        patch.setattr(PrivacyLedger, "confirm", _interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            evolve(world, tmp_path / "run")
+    for change in ({"population": 11}, {"top_p": 0.5}):
+        with pytest.raises(ResumeError, match=next(iter(change))):
+            evolve(world, tmp_path / "run", change, resume=True)
     with pytest.raises(BudgetExceededError, match=r"privacy\.eps=30"):
         evolve(world, tmp_path / "run", mode={"secret_file": tmp_path / "other"}, resume=True)
     assert claimed_releases(records_of(tmp_path / "run"))[0].count <= T
 
 
-def test_all_generations_are_counted_in_the_ledger_of_the_data_set(world: Path, tmp_path: Path) -> None:
-    ledger: dict[str, Any] = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 40.0}
-    evolve(world, tmp_path / "run", mode=ledger)
-    card = read_card(tmp_path / "run")
-    assert card["accounting"]["dataset_total"]["epsilon"] == pytest.approx(card["claim"]["epsilon"], rel=1e-6)
-    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
-        evolve(world, tmp_path / "second", mode=ledger)
-    assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
-
-
-def test_they_are_reserved_before_the_first_votes(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_generations_are_reserved_in_the_ledger_of_the_data_set_before_the_first_votes(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger: dict[str, Any] = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 40.0}
     with monkeypatch.context() as patch:
         patch.setattr(PrivacyLedger, "announce", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             evolve(world, tmp_path / "run", mode=ledger)
-    with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
-        evolve(world, tmp_path / "second", mode=ledger)
-    evolve(world, tmp_path / "run", mode=ledger, resume=True)
+    for _ in ("while it is interrupted", "when it is finished"):
+        with pytest.raises(BudgetExceededError, match=r"privacy\.total_eps"):
+            evolve(world, tmp_path / "second", mode=ledger)
+        assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
+        evolve(world, tmp_path / "run", mode=ledger, resume=True)
+    card = read_card(tmp_path / "run")
+    assert card["accounting"]["dataset_total"]["epsilon"] == pytest.approx(card["claim"]["epsilon"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -395,14 +373,17 @@ def drawn_in(folder: Path, generation: int) -> list[str]:
     return sorted(record["passage_id"].rpartition("#")[0] for record in records)
 
 
-def test_new_candidates_are_of_selected_passages_unless_fresh_ones_are_asked_for(world: Path, tmp_path: Path) -> None:
+def test_new_candidates_are_of_selected_passages_unless_fresh_ones_are_asked_for(
+    world: Path, evolved: Path, tmp_path: Path
+) -> None:
     evolve(world, tmp_path / "some", {"fresh": 0.5, "keep": 2, "queries": 9})
     first, second, last = (drawn_in(tmp_path / "some", generation) for generation in (1, 2, 3))
     assert len(first) == 12 and len(second) in (10, 11) and len(last) in (7, 8)
     assert len(set(second) - set(first)) == round(len(second) / 2), "the next ones of the public order"
     assert len(set(last)) <= 2
-    evolve(world, tmp_path / "none", {"keep": 2})
+    evolve(world, tmp_path / "none", {"keep": 2, "per_passage": 10**30})
     assert len(set(drawn_in(tmp_path / "none", 2))) <= 2
+    assert drawn_in(tmp_path / "none", 1) == drawn_in(evolved, 1), "a bound that no passage reaches changes nothing"
 
 
 def test_no_passage_has_more_candidates_than_it_may_and_others_get_the_places(world: Path, tmp_path: Path) -> None:
@@ -423,11 +404,6 @@ def test_few_passages_limit_it(world: Path, tmp_path: Path, fresh: float, capsys
     sources = Counter(query.passage_id for query in load_released(tmp_path / "run" / "synthetic"))
     assert max(sources.values()) <= 2
     assert "task.per_passage=2" in capsys.readouterr().out
-
-
-def test_a_bound_that_no_passage_reaches_changes_nothing(world: Path, evolved: Path, tmp_path: Path) -> None:
-    evolve(world, tmp_path / "run", {"per_passage": 10**30})
-    assert drawn_in(tmp_path / "run", 1) == drawn_in(evolved, 1)
 
 
 # -- a histogram of the same log beside it ---------------------------------------------------------
@@ -506,11 +482,6 @@ def test_a_bound_is_held_against_the_log(world: Path, tmp_path: Path, bound: int
         evolve(world, tmp_path / "run", **changes)
 
 
-def test_merged_texts_are_told_on_the_card(world: Path, tmp_path: Path) -> None:
-    evolve(world, tmp_path / "run", data={"duplicates": "merge"})
-    assert read_card(tmp_path / "run")["claim"]["duplicates"] == "merge"
-
-
 # -- what is refused ---------------------------------------------------------------------------
 
 
@@ -556,20 +527,15 @@ def test_a_generator_or_an_encoder_that_a_run_trained_is_refused(world: Path, tm
 
     with pytest.raises(ConfigurationError, match=r"model\.pretrained="):
         evolve(world, tmp_path / "run", make_module=trained)
+    module = lively_generator()  # as if this process had trained it
+    mark_trained(module, [TrainedIn("r", "dp_sgd")])
+    with pytest.raises(ConfigurationError, match=r"privacy=dp_sgd"):
+        evolve(world, tmp_path / "run", make_module=lambda privacy: module)
     shutil.copytree(world / "encoder", tmp_path / "encoder")
     write_parent_card(tmp_path / "encoder")
     with pytest.raises(LitDpretError, match=r"task\.encoder="):
         evolve(world, tmp_path / "run", {"encoder": str(tmp_path / "encoder")})
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
-
-
-def test_weights_that_were_trained_in_this_process_are_refused(world: Path, tmp_path: Path) -> None:
-    from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
-
-    module = lively_generator()
-    mark_trained(module, [TrainedIn("r", "dp_sgd")])
-    with pytest.raises(ConfigurationError, match=r"privacy=dp_sgd"):
-        evolve(world, tmp_path / "run", make_module=lambda privacy: module)
 
 
 def test_a_prompt_with_a_private_query_is_refused(world: Path, tmp_path: Path) -> None:
@@ -599,9 +565,10 @@ class ElsewhereDataModule(PairsDataModule):
     """Of a user's own package."""
 
 
-def test_a_data_module_of_ones_own_is_named_on_the_cards_of_votes_and_set(world: Path, tmp_path: Path) -> None:
-    data = partial(ElsewhereDataModule, folder=world / "log", sampling="poisson")
+def test_the_cards_of_votes_and_set_name_the_data_module_and_how_texts_were_merged(world: Path, tmp_path: Path) -> None:
+    data = partial(ElsewhereDataModule, folder=world / "log", sampling="poisson", duplicates="merge")
     evolve(world, tmp_path / "run", make_datamodule=data)
+    assert read_card(tmp_path / "run")["claim"]["duplicates"] == "merge"
     for folder in (tmp_path / "run", tmp_path / "run" / "synthetic"):
         told = [each["text"] for each in read_card(folder)["assumptions"]]
         assert any("ElsewhereDataModule" in text and "unit" in text for text in told), folder
