@@ -312,15 +312,6 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_draft(tmp
     assert target.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_the_newest_checkpoint_is_the_one_with_the_latest_attempt_and_step(tmp_path: Path) -> None:
-    writer = WholeCheckpoints()
-    for name, attempt, step in (("last.ckpt", 0, 4), ("b.ckpt", 1, 3), ("a.ckpt", 1, 2), ("z.ckpt", 0, 5)):
-        state = Position("r", attempt, step).to_dict()
-        writer.save_checkpoint({"global_step": step, "callbacks": {"PrivacyAccountant": state}}, tmp_path / name)
-    assert newest_checkpoint(tmp_path) == tmp_path / "b.ckpt"
-    assert newest_checkpoint(tmp_path / "nowhere") is None
-
-
 class KillBeforeTheCard(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         raise RuntimeError("killed after the last step")
@@ -332,21 +323,22 @@ def test_a_run_killed_after_its_last_step_still_gets_its_model_and_card(tmp_path
     with pytest.raises(RuntimeError, match="after the last step"):
         run(folder, extra=[KillBeforeTheCard()])
     assert not (folder / "privacy_card.json").exists()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "Regression", Regression)
-        run(folder, resume=True, extra=[PrivacyCard(run_dir=folder)])
+    run(folder, resume=True, extra=[PrivacyCard(run_dir=folder)])
     assert (folder / "model" / "weights.pt").is_file()
     assert verify_card(read_card(folder), folder / "privacy_ledger.jsonl", folder=folder / "model") == []
 
 
-def test_checkpoints_of_another_run_are_passed_over(tmp_path: Path) -> None:
-    writer = WholeCheckpoints()
-    for name, run, step in (("own.ckpt", "r", 2), ("last.ckpt", "another", 5)):
-        state = Position(run, 0, step).to_dict()
-        writer.save_checkpoint({"global_step": step, "callbacks": {"PrivacyAccountant": state}}, tmp_path / name)
-    writer.save_checkpoint({"global_step": 9, "callbacks": {}}, tmp_path / "of_a_plain_trainer.ckpt")
+def test_the_newest_checkpoint_of_a_run_has_its_latest_attempt_and_step(tmp_path: Path) -> None:
+    writer, ours, mixed = WholeCheckpoints(), tmp_path / "ours", tmp_path / "mixed"
+    places = [("last", "r", 0, 4), ("b", "r", 1, 3), ("a", "r", 1, 2), ("z", "r", 0, 5), ("other", "another", 9, 9)]
+    for name, run, attempt, step in places:
+        state = {"global_step": step, "callbacks": {"PrivacyAccountant": Position(run, attempt, step).to_dict()}}
+        for folder in (ours, mixed) if run == "r" else (mixed,):
+            writer.save_checkpoint(state, folder / f"{name}.ckpt")
+    writer.save_checkpoint({"global_step": 9, "callbacks": {}}, mixed / "of_a_plain_trainer.ckpt")
+    assert newest_checkpoint(ours) == ours / "b.ckpt" and newest_checkpoint(tmp_path / "nowhere") is None
     with pytest.warns(UserWarning, match="of this run") as told:
-        assert newest_checkpoint(tmp_path, run_id="r") == tmp_path / "own.ckpt"
+        assert newest_checkpoint(mixed, run_id="r") == mixed / "b.ckpt"
     assert len(told) == 2
 
 

@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,6 @@ from lit_dpret.synthesis.filters import HistogramMatch, LabelBins, LengthBins, a
 from lit_dpret.synthesis.filters.histogram_match import quotas
 from lit_dpret.synthesis.writer import synthesize
 from lit_dpret.tasks import Filter, Histogram
-from lit_dpret.tasks.histogram import contributed
 
 LABELS = {f"p{i}": ("even", "odd")[i % 2] for i in range(0, 100)}
 
@@ -61,8 +61,10 @@ def counted(chain: Path, folder: Path, task: dict[str, Any] | None = None, **cha
     settings = {
         "generator": chain / "generator", "bins": LabelBins(mapping=LABELS), "noise_multiplier": 2.0, **(task or {}),
     }  # fmt: skip
-    job = Histogram(**settings)
-    return job.run(parts(folder.parent, mode, run_dir=folder, make_datamodule=datamodule, **changes))
+    privacy = changes.pop("make_privacy", mode)
+    return Histogram(**settings).run(
+        parts(folder.parent, privacy, run_dir=folder, make_datamodule=datamodule, **changes)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +94,6 @@ def test_the_card_claims_training_and_histogram_composed_from_one_ledger(chain: 
     assert card["claim"]["statement"].startswith("A histogram on 56 queries was made. Each query added at most 1 ")
     assert card["tuning"]["data"] == parent["tuning"]["data"] == "unknown"
     assert any("hyper-parameters" in gap for gap in card["not_covered"])
-
-
-def test_it_counts_every_train_query_once_in_the_bin_of_its_passage(chain: Path) -> None:
-    data = PairsDataModule(folder=chain / "log")
-    data.setup("fit")
-    data.use_unit("query")
-    units = data.train_units()
-    bins = LabelBins(mapping=LABELS)
-    bins.fit(data.public_passages)
-    expected = [[int(bins.assign(["x"], [units.rows(i)[0].passage_id])[0])] for i in range(len(units))]
-    assert contributed(units, bins) == expected
 
 
 def test_bins_that_need_no_passages_do_not_ask_for_public_ones(chain: Path, tmp_path: Path) -> None:
@@ -159,25 +150,25 @@ def test_own_units_that_share_rows_are_refused(chain: Path, tmp_path: Path, monk
     assert refused.value.trap == "T38" and not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize("declared", ["none", "private"])
-def test_how_its_settings_were_chosen_is_declared_of_itself(chain: Path, declared: str, tmp_path: Path) -> None:
-    counted(chain, tmp_path / "run", {"tuning_data": declared})
-    told = read_card(tmp_path / "run")["tuning"]
-    assert not told["accounted"] and told["data"] == ("private" if declared == "private" else "unknown"), (
-        "the generator's own are not stated"
-    )
-
-
-def test_bins_of_ones_own_are_named_on_the_card(chain: Path, tmp_path: Path) -> None:
+def test_own_bins_noise_on_a_grid_and_the_choice_of_its_settings_are_on_the_card(chain: Path, tmp_path: Path) -> None:
     class Mine(LabelBins):
         pass
 
-    counted(chain, tmp_path / "run", {"bins": Mine(mapping=LABELS)})
-    assert any("Mine" in one["text"] for one in read_card(tmp_path / "run")["assumptions"])
+    run = tmp_path / "run"
+    counted(chain, run, {"bins": Mine(mapping=LABELS), "tuning_data": "private"}, mode={"noise": "discrete"})
+    card = read_card(run)
+    assert any("Mine" in one["text"] for one in card["assumptions"])
+    assert card["tuning"]["data"] == "private" and not card["tuning"]["accounted"]
+    assert card["mechanism"]["noise"] == "discrete" and card["randomness"]["rng"].startswith("ChaCha20; before it: ")
+    assert card["randomness"]["floating_point"], "the claim is about both"
+    assert any("floating-point form" in gap for gap in card["not_covered"])
+    assert verify_chain(run, parents=[chain / "generator"]).failed == []
 
 
 def test_with_little_noise_it_is_the_histogram_of_the_queries(chain: Path, tmp_path: Path) -> None:
-    counted(chain, tmp_path / "run", {"noise_multiplier": 1.0})
+    counted(chain, tmp_path / "run", {"noise_multiplier": 1.0, "tuning_data": "none"})
+    tuning = read_card(tmp_path / "run")["tuning"]
+    assert tuning["data"] == "unknown" and not tuning["accounted"], "the generator's own are not stated"
     counts = np.array(ReleasedHistogram.read(tmp_path / "run").counts)
     data = PairsDataModule(folder=chain / "log")
     data.setup("fit")
@@ -208,10 +199,7 @@ def test_the_chosen_queries_come_closer_to_the_histogram_and_carry_its_claim(
     assert {plain_assumption(one["text"]) for one in of_set if one["holds"] == "unverified"} <= {*stated}
     assert any("list of passages" in text for text in stated), "which synthesize was told, and no histogram"
     readme = (folder / "README.md").read_text()
-    assert (
-        "histogram_match" in readme
-        and "of what wrote the queries and of a histogram of the private queries together" in readme
-    )
+    assert "histogram_match" in readme and "of a histogram of the private queries together" in readme
     assert f"histogram {facts['distance_before']:.3f} before, {facts['distance_after']:.3f} after" in told
     found = verify_chain(folder, parents=[histogram, chain / "generator"])
     assert not found.failed, found.failed
@@ -294,8 +282,13 @@ def audited(generator: Path, **changes: Any) -> None:
 @pytest.fixture
 def own_chain(chain: Path, tmp_path: Path) -> Path:
     """The chain in a folder that a test may change; its generator's card is nowhere else within reach."""
-    shutil.copytree(chain, tmp_path / "own", ignore=shutil.ignore_patterns("histogram"))
-    return tmp_path / "own"
+    return Path(shutil.copytree(chain, tmp_path / "own", ignore=shutil.ignore_patterns("histogram")))
+
+
+def load_made_by(own_chain: Path) -> Any:
+    """The queries, as of a generator whose card is the one that lies there now."""
+    made = load_released(own_chain / "made" / "synthetic")
+    return replace(made, ancestors=frozenset({card_sha256(own_chain / "generator")}))
 
 
 @pytest.mark.parametrize("first", ["queries", "histogram"])
@@ -323,29 +316,20 @@ def test_a_card_that_changed_more_than_by_results_is_another_one(own_chain: Path
     card = copy.deepcopy(read_card(own_chain / "generator"))
     note = {"day": "2026-01-01", "sha256_before": card_sha256(own_chain / "generator"), "results": []}
     card["amendments"] = [note]
-    for folder in (own_chain / "generator", own_chain / "generator" / "model"):
-        write_card(card | {"checksum": checksum(card)}, folder)  # nothing but the note: this one is the same card
-    released = replace(
-        load_released(own_chain / "made" / "synthetic"), ancestors=frozenset({card_sha256(own_chain / "generator")})
-    )
     chosen = HistogramMatch(own_chain / "histogram")
-    apply_filters(released, [chosen])
-    card["claim"]["epsilon"] /= 2
-    for folder in (own_chain / "generator", own_chain / "generator" / "model"):
-        write_card(card | {"checksum": checksum(card)}, folder)
-    released = replace(released, ancestors=frozenset({card_sha256(own_chain / "generator")}))
-    with pytest.raises(PrivateDataError, match="another ledger than these queries"):
-        apply_filters(released, [chosen])
+    for claimed, same in ((card["claim"]["epsilon"], True), (card["claim"]["epsilon"] / 2, False)):
+        card["claim"]["epsilon"] = claimed
+        for folder in (own_chain / "generator", own_chain / "generator" / "model"):
+            write_card(card | {"checksum": checksum(card)}, folder)
+        with nullcontext() if same else pytest.raises(PrivateDataError, match="another ledger than these queries"):
+            apply_filters(load_made_by(own_chain), [chosen])
 
 
 def test_a_generator_that_the_audit_contradicts_composes_with_nothing(own_chain: Path) -> None:
     counted(own_chain, own_chain / "histogram")
     audited(own_chain / "generator", metric=BOUND, eps_lower=99.0, ceiling=1.0, confidence=0.9999)
-    released = replace(
-        load_released(own_chain / "made" / "synthetic"), ancestors=frozenset({card_sha256(own_chain / "generator")})
-    )
     with pytest.raises(PrivateDataError, match="no claim covers both"):
-        apply_filters(released, [HistogramMatch(own_chain / "histogram")])
+        apply_filters(load_made_by(own_chain), [HistogramMatch(own_chain / "histogram")])
 
 
 def test_a_histogram_whose_counts_were_changed_is_refused(chain: Path, histogram: Path, tmp_path: Path) -> None:
@@ -392,6 +376,7 @@ def test_an_interrupted_one_is_charged_once(chain: Path, tmp_path: Path, monkeyp
         ({"mode": {"noise_multiplier": 3.0}}, ConfigurationError, r"task\.noise_multiplier"),
         ({"task": {"noise_multiplier": 0.1}}, BudgetExceededError, r"privacy\.eps=9"),
         ({"task": {"max_count": 0}}, ConfigurationError, "max_count=0"),
+        ({"make_privacy": NoPrivacy}, ConfigurationError, "privacy=none"),
     ],
 )
 def test_what_makes_no_one_claim_is_refused_before_anything_is_counted(
@@ -400,12 +385,6 @@ def test_what_makes_no_one_claim_is_refused_before_anything_is_counted(
     with pytest.raises(error, match=words):
         counted(chain, tmp_path / "run", **changes)
     assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
-
-
-def test_no_noise_is_no_histogram(chain: Path, tmp_path: Path) -> None:
-    job = Histogram(generator=chain / "generator", bins=LengthBins())
-    with pytest.raises(ConfigurationError, match="privacy=none does neither"):
-        job.run(parts(tmp_path, NoPrivacy))
 
 
 def test_the_ledger_of_the_data_counts_histogram_and_generator(chain: Path, histogram: Path, tmp_path: Path) -> None:
@@ -462,15 +441,6 @@ def test_quotas_follow_the_target_as_far_as_there_are_queries() -> None:
             assert np.abs(quota - wanted * target).max() <= 1
         elif free.any():  # a bin that ran short leaves its share to the others, none of which falls below its own
             assert (quota[free] >= np.floor(wanted * target[free])).all()
-
-
-def test_noise_on_a_grid_is_on_the_card_beside_that_of_the_generator(chain: Path, tmp_path: Path) -> None:
-    counted(chain, tmp_path / "run", mode={"noise": "discrete"})
-    card = read_card(tmp_path / "run")
-    assert card["mechanism"]["noise"] == "discrete" and card["randomness"]["rng"].startswith("ChaCha20; before it: ")
-    assert card["randomness"]["floating_point"], "the claim is about both"
-    assert any("floating-point form" in gap for gap in card["not_covered"])
-    assert verify_chain(tmp_path / "run", parents=[chain / "generator"]).failed == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a text of 3000 words"), MemoryError()])
