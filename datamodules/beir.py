@@ -1,4 +1,9 @@
-"""A BEIR set by name: read from a folder, evaluated by the protocol of that set."""
+"""A BEIR set by name: read from a folder, evaluated by the protocol of that set.
+
+The traps are BEIR's own (Thakur et al., 2021): MS MARCO is evaluated on ``dev``; in ArguAna and Quora every query
+is itself a passage; CQADupStack is the mean over twelve forums; Touché was re-judged, and its versions have nothing
+in common. The counts, those of ir-datasets 0.6.3, tell a whole set from a sample and one version from another.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,108 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_dpret.datamodules.beir_sets import BeirSet, beir_set
 from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import Repeated, find_part, folder_parts
 from lit_dpret.datamodules.pairs import PairsDataModule
 from lit_dpret.datamodules.readers import Complain, ir_records, refuse
 from lit_dpret.errors import ConfigurationError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeirSet:
+    """The protocol by which BEIR evaluates one data set."""
+
+    name: str  # BEIR's own, which is also that of the folder its archive unpacks to
+    split: str = "test"  # the split that is evaluated
+    passages: int = 0  # how many passages it has; 0 for the mean of several sets
+    queries: int = 0  # how many queries that split has
+    judgements: int = 0  # how many judgements that split has, those of grade 0 included
+    drops_self_matches: bool = False  # whether a passage with the query's own id is left out of its ranking
+    members: tuple[str, ...] = ()  # the sets whose mean this one is; empty for a set with files of its own
+    source: str = ""  # its name in ir-datasets; empty where it has none
+    note: str = ""  # what else a reader of a number should know
+
+    def departures(self, *, passages: int, queries: int, judgements: int) -> list[str]:
+        """Return how these numbers differ from the published set's, one phrase each; empty for the whole set."""
+        found = {"passages": passages, "queries": queries, "judgements": judgements}
+        wanted = {"passages": self.passages, "queries": self.queries, "judgements": self.judgements}
+        return [
+            f"{value:,} {name} instead of {wanted[name]:,}"
+            for name, value in found.items()
+            if wanted[name] and value != wanted[name]
+        ]
+
+
+def _set(name: str, passages: int, queries: int, judgements: int, source: str = "", **more: Any) -> BeirSet:
+    return BeirSet(
+        name=name, passages=passages, queries=queries, judgements=judgements, source=f"beir/{source or name}", **more
+    )
+
+
+_FORUMS = tuple(
+    _set(f"cqadupstack/{forum}", passages, queries, judgements)
+    for forum, passages, queries, judgements in (
+        ("android", 22_998, 699, 1_696),
+        ("english", 40_221, 1_570, 3_765),
+        ("gaming", 45_301, 1_595, 2_263),
+        ("gis", 37_637, 885, 1_114),
+        ("mathematica", 16_705, 804, 1_358),
+        ("physics", 38_316, 1_039, 1_933),
+        ("programmers", 32_176, 876, 1_675),
+        ("stats", 42_269, 652, 913),
+        ("tex", 68_184, 2_906, 5_154),
+        ("unix", 47_382, 1_072, 1_693),
+        ("webmasters", 17_405, 506, 1_395),
+        ("wordpress", 48_605, 541, 744),
+    )
+)
+
+_SETS = (
+    _set("msmarco", 8_841_823, 6_980, 7_437, "msmarco/dev", split="dev",
+         note="evaluated on dev; its test split is 43 TREC-DL queries, whose numbers are of another size"),
+    _set("trec-covid", 171_332, 50, 66_336),
+    _set("nfcorpus", 3_633, 323, 12_334, "nfcorpus/test"),
+    _set("nq", 2_681_468, 3_452, 4_201),
+    _set("hotpotqa", 5_233_329, 7_405, 14_810, "hotpotqa/test"),
+    _set("fiqa", 57_638, 648, 1_706, "fiqa/test"),
+    _set("arguana", 8_674, 1_406, 1_406, drops_self_matches=True),
+    _set("webis-touche2020", 382_545, 49, 2_214, "webis-touche2020/v2",
+         note="version 2 of the judgements; 2,962 judgements would be version 1, whose numbers differ"),
+    BeirSet(name="cqadupstack", members=tuple(one.name for one in _FORUMS), note="mean of twelve forums"),
+    *_FORUMS,
+    _set("quora", 522_931, 10_000, 15_675, "quora/test", drops_self_matches=True),
+    _set("dbpedia-entity", 4_635_922, 400, 43_515, "dbpedia-entity/test"),
+    _set("scidocs", 25_657, 1_000, 29_928),
+    _set("fever", 5_416_568, 6_666, 7_937, "fever/test"),
+    _set("climate-fever", 5_416_593, 1_535, 4_681),
+    _set("scifact", 5_183, 300, 339, "scifact/test"),
+)  # fmt: skip
+
+BEIR_SETS: dict[str, BeirSet] = {one.name: one for one in _SETS}
+
+_ALIASES = {
+    "cqadup": "cqadupstack", "dbpedia": "dbpedia-entity", "hotpot": "hotpotqa", "covid": "trec-covid",
+    "touche": "webis-touche2020", "touche2020": "webis-touche2020", "ms-marco": "msmarco",
+    "fiqa-2018": "fiqa",
+}  # fmt: skip
+
+
+def beir_set(name: str) -> BeirSet:
+    """Return the set of this name, in any letter case; the papers' short names work too.
+
+    Example:
+        >>> beir_set("covid").name, beir_set("msmarco").split, beir_set("Quora").drops_self_matches
+        ('trec-covid', 'dev', True)
+    """
+    key = name.strip().lower()
+    found = BEIR_SETS.get(_ALIASES.get(key, key))
+    if found is None:
+        known = ", ".join(one for one in BEIR_SETS if "/" not in one)
+        raise ConfigurationError(
+            f"datamodule.name={name!r} is not a public BEIR set: {known}; or one forum, as cqadupstack/unix. For "
+            "another collection in BEIR's layout use datamodule=pairs datamodule.folder=FOLDER."
+        )
+    return found
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from lit_dpret.cards.blocks import Block, Bullets, Paragraph, Section
 from lit_dpret.datamodules import BeirDataModule, PairsDataModule
-from lit_dpret.datamodules.beir import beir_folder
-from lit_dpret.datamodules.beir_sets import BEIR_SETS, BeirSet, beir_set
+from lit_dpret.datamodules.beir import BEIR_SETS, BeirSet, beir_folder, beir_set
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.report.page import Page
 from lit_dpret.report.table import Table

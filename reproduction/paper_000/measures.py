@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_dpret.datamodules.beir_sets import beir_set
+from lit_dpret.datamodules.beir import beir_set
 from lit_dpret.report.table import RowResult
 from lit_dpret.retrieval.statistics import Interval
 from lit_dpret.synthesis.textsim.words import need

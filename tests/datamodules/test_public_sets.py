@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from lit_dpret.datamodules import BeirDataModule, InsuranceQADataModule, MSMarcoDataModule, SquadDataModule
-from lit_dpret.datamodules.beir_sets import BEIR_SETS, beir_set
+from lit_dpret.datamodules.beir import BEIR_SETS, beir_set
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Problems
 from lit_dpret.errors import ConfigurationError, DataError
@@ -433,14 +433,6 @@ def test_whether_a_question_has_an_answer_moves_no_other_question(tmp_path: Path
 FOG = {"en": "Does  Fog  Count?", "zh": "", "domain": "sea", "answers": ["1"], "negatives": []}
 
 
-@pytest.fixture(scope="module")
-def installed() -> InsuranceQADataModule:
-    pytest.importorskip("insuranceqa_data", reason="needs pip install 'lit-dpret[quickstart]'")
-    datamodule = InsuranceQADataModule()
-    datamodule.setup()
-    return datamodule
-
-
 def packed(content: Any) -> bytes:
     return gzip.compress(content if isinstance(content, bytes) else json.dumps(content).encode(), mtime=0)
 
@@ -464,7 +456,9 @@ def test_the_package_s_files_become_ids_splits_and_collapsed_texts(package: Path
 
 
 @pytest.mark.slow
-def test_the_installed_data_has_the_published_sizes(installed: InsuranceQADataModule) -> None:
+def test_the_installed_data_has_the_published_sizes() -> None:
+    pytest.importorskip("insuranceqa_data", reason="needs pip install 'lit-dpret[quickstart]'")
+    installed = InsuranceQADataModule()
     data = installed.collection
     assert len(data.passages) == 27_413
     assert {split: len(qrels) for split, qrels in data.qrels.items()} == {"train": 12_889, "dev": 2_000, "test": 2_000}
@@ -474,21 +468,6 @@ def test_the_installed_data_has_the_published_sizes(installed: InsuranceQADataMo
     sizes = Counter(len(units.rows(unit)) for unit in range(len(units)))
     assert len(units) == 12_889 and max(sizes) == 15
     assert sum(size * count for size, count in sizes.items()) == 21_325 == len(installed.pair_rows("train"))
-
-
-def test_the_installed_data_equals_the_converted_folder(installed: InsuranceQADataModule, shared_data: Path) -> None:
-    theirs = InsuranceQADataModule(folder=shared_data / "insuranceqa").collection
-    ours = installed.collection
-    assert list(ours.passages.items()) == list(theirs.passages.items())
-    assert list(ours.queries.items()) == list(theirs.queries.items())
-    assert ours.domains == theirs.domains and ours.passage_domains == theirs.passage_domains
-    for split in ("train", "dev", "test"):
-        pairs = [
-            [(query, *pair) for query, judged in data.qrels[split].items() for pair in judged.items()]
-            for data in (ours, theirs)
-        ]
-        assert pairs[0] == pairs[1]
-    assert ours.fingerprint(bytes(32)) == theirs.fingerprint(bytes(32))
 
 
 def test_without_the_package_or_its_data_the_extra_and_the_version_are_named(

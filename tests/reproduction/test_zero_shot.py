@@ -11,7 +11,7 @@ from tiny_generator import write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
 from tiny_tasks import no_parts, write_beir
 
-from lit_dpret.datamodules.beir_sets import BEIR_SETS
+from lit_dpret.datamodules.beir import BEIR_SETS
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import DataError, ResumeError
