@@ -155,11 +155,13 @@ def _cifar100(folder: Path, split: ImageSplit, image_size: int | None) -> RawSpl
 
 
 def _fashion_mnist(folder: Path, split: ImageSplit, image_size: int | None) -> RawSplit:
-    stem = "train" if split == "train" else "t10k"
-    images, labels = (
-        _read_idx(_file(folder, [f"{stem}-{part}-ubyte.gz", f"{stem}-{part}-ubyte"], "fashion_mnist"))
-        for part in ("images-idx3", "labels-idx1")
-    )
+    stem, arrays = "train" if split == "train" else "t10k", []
+    for part in ("images-idx3", "labels-idx1"):
+        packed, plain = (folder / f"{stem}-{part}-ubyte{suffix}" for suffix in (".gz", ""))
+        if not packed.is_file() and not plain.is_file():
+            raise DataError(f"{packed} does not exist. {SOURCES['fashion_mnist'].missing}")
+        arrays.append(_read_idx(packed if packed.is_file() else plain))
+    images, labels = arrays
     if images.ndim != 3 or labels.shape != images.shape[:1]:
         raise DataError(f"{folder}: {split} has images of shape {images.shape} and labels of shape {labels.shape}.")
     return RawSplit(
@@ -205,24 +207,8 @@ def _pickled(folder: Path, names: list[str], *, labels: str, coarse: str | None 
     )
 
 
-def _parquet(folder: Path, split: ImageSplit, name: SourceName, *, labels: str, coarse: str | None = None) -> RawSplit:
-    parts = [folder / f"{split}.parquet"]
-    if not parts[0].exists():
-        parts = sorted(folder.glob(f"{split}-*.parquet"))
-    if not parts:
-        raise DataError(f"{folder} holds neither pickled batches nor {split}.parquet. {SOURCES[name].missing}")
-    return _read_parquet(parts, labels=labels, coarse=coarse)
-
-
 def _first(*folders: Path, holding: str) -> Path | None:
     return next((folder for folder in folders if (folder / holding).is_file()), None)
-
-
-def _file(folder: Path, names: list[str], source: SourceName) -> Path:
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is None:
-        raise DataError(f"{folder / names[0]} does not exist. {SOURCES[source].missing}")
-    return found
 
 
 def _stacked(pixels: np.ndarray) -> Callable[[Sequence[int]], Tensor]:
@@ -300,8 +286,12 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _read_parquet(paths: Sequence[Path], *, labels: str, coarse: str | None = None) -> RawSplit:
+def _parquet(folder: Path, split: ImageSplit, name: SourceName, *, labels: str, coarse: str | None = None) -> RawSplit:
     """Read a table in parts, with labels and encoded images in ``image`` or ``img`` (bytes, or the hub's struct)."""
+    whole = folder / f"{split}.parquet"
+    paths = [whole] if whole.exists() else sorted(folder.glob(f"{split}-*.parquet"))
+    if not paths:
+        raise DataError(f"{folder} holds neither pickled batches nor {split}.parquet. {SOURCES[name].missing}")
     source = str(paths[0]) if len(paths) == 1 else str(paths[0].parent)
     arrow = optional("pyarrow", f"Reading {source}", "lit-dpret[vision]")
     parquet = importlib.import_module("pyarrow.parquet")

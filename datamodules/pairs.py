@@ -13,13 +13,13 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import (
     CorpusSettings,
     InMemory,
+    LeftOut,
     Repeated,
     folder_parts,
     open_corpus,
     qrels_files,
     read_parts,
 )
-from lit_dpret.datamodules.left_out import LeftOut
 from lit_dpret.datamodules.pair_file import PairColumns, read_pairs
 from lit_dpret.datamodules.passage_store import PassageStore
 from lit_dpret.datamodules.readers import Complain, RecordFile, refuse

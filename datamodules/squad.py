@@ -56,8 +56,16 @@ class SquadDataModule(PairsDataModule):
             return {"dev" if root.name.startswith("dev") else "train": root}
         if root.is_dir() and find_part(root, "corpus") is not None:
             return super()._sources()
-        found = {split: _newest(root, split) for split in ("train", "dev")}
-        files = {split: path for split, path in found.items() if path is not None}
+        files: dict[str, Any] = {}
+        for split in ("train", "dev"):
+            names = [f"{split}-{version}.json{packed}" for version in _VERSIONS for packed in ("", ".gz")]
+            found = [root / name for name in names if (root / name).is_file()]
+            if len(found) > 1:
+                raise DataError(
+                    f"{root} holds both {found[0].name} and {found[1].name}; keep one, or name the file itself."
+                )
+            if found:
+                files[split] = found[0]
         if not files:
             raise DataError(
                 f"{root} holds neither train-v1.1.json, dev-v1.1.json (or v2.0, or .gz) nor a BEIR corpus; check "
@@ -125,15 +133,6 @@ class SquadDataModule(PairsDataModule):
                 kind="unanswerable question",
             )
         return query_id, collapse_whitespace(text), answered
-
-
-def _newest(folder: Path, split: str) -> Path | None:
-    """The file of a split; two versions of it are refused."""
-    names = [f"{split}-{version}.json{packed}" for version in _VERSIONS for packed in ("", ".gz")]
-    found = [folder / name for name in names if (folder / name).is_file()]
-    if len(found) > 1:
-        raise DataError(f"{folder} holds both {found[0].name} and {found[1].name}; keep one, or name the file itself.")
-    return found[0] if found else None
 
 
 def _paragraphs(path: Path, complain: Complain) -> Iterator[tuple[str, str, list[Any]]]:

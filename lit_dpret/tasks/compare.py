@@ -61,7 +61,10 @@ class Compare(Settings):
             )
         check_run_dir(parts.run_dir, min_free_mb=1)
         measured_on = {name: [_measured_on(one) for one in (first[name], second[name])] for name in shared}
-        called = {name: _called(name, about) for name, about in measured_on.items()}
+        called = {}  # a data set's subfolder, or, of single evaluations, the name that they state
+        for name, runs in measured_on.items():
+            stated = " / ".join(dict.fromkeys(one["data"] for one in runs if "data" in one))
+            called[name] = stated or name if name == Path(trec_runs.RUN).stem else name
         values: tuple[dict[str, dict[str, Values]], ...] = ({}, {})
         for name in shared:
             qrels = trec_runs.read_qrels(self.qrels or self._beside(first[name], second[name]))
@@ -110,12 +113,6 @@ def _measured_on(run: Path) -> dict[str, str]:
         return {name: str(facts[name] or "") for name in ("data", "data_sha256", "whose") if name in facts}
     except (OSError, ValueError, TypeError):
         return {"data": run.stem}
-
-
-def _called(name: str, about: Sequence[Mapping[str, str]]) -> str:
-    """Return the name of a data set for the table: its subfolder's, or, of single evaluations, the one they state."""
-    stated = " / ".join(dict.fromkeys(one["data"] for one in about if "data" in one))
-    return stated or name if name == Path(trec_runs.RUN).stem else name
 
 
 def _shown(about: Mapping[str, str]) -> str:

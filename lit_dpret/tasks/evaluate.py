@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lit_dpret.datamodules.identity import data_facts
-from lit_dpret.datamodules.left_out import named
+from lit_dpret.datamodules.layouts import named
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.retrieval import trec_runs
 from lit_dpret.retrieval.metrics import Metric
@@ -38,7 +38,7 @@ class Evaluate(Ranker):
     def run(self, parts: Parts) -> dict[str, float]:
         """Write ``evaluation.json``, the run, the judgements and the values per query; return the means.
 
-        What is wrong elsewhere than in the split is left out and said (`lit_dpret.datamodules.left_out`).
+        What is wrong elsewhere than in the split is left out and said (`lit_dpret.datamodules.layouts`).
         """
         check_run_dir(parts.run_dir, min_free_mb=50)
         data = parts.make_datamodule()

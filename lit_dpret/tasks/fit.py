@@ -162,7 +162,7 @@ def _is_finished(folder: Path) -> bool:
     except (LedgerError, DataError):
         return False
     plans = [record for record in records if record["kind"] == "plan"]
-    if not plans:  # to begin it anew would forget what the card counts
+    if not plans:  # to begin it again would forget what the card counts
         raise LedgerError(
             f"{folder / LEDGER_NAME} holds no plan, although a card and a model of the run are beside it: its records "
             "are lost. Restore them from a copy, or choose another hydra.run.dir."
@@ -273,7 +273,9 @@ def train(
     warn_of_crowded_cores(trainer)
     if not how.several_ranks:
         refuse_several_ranks(trainer)
-    if _claims_nothing(module):
+    mode = module.privacy
+    given_up = mode.noise_seed is not None or module.log_private_loss
+    if mode.guarantee == "none" or (mode.guarantee == "dp" and given_up):  # no claim
         run_dir.mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o700)
     ranks = _meet(trainer)
@@ -314,12 +316,6 @@ def warn_of_crowded_cores(trainer: L.Trainer) -> None:
             f"trainer.devices={trainer.num_devices} starts as many processes on the CPU, and this machine has {cores} "
             f"cores: they wait for each other. trainer.devices={cores} is faster, with the same result."
         )
-
-
-def _claims_nothing(module: Any) -> bool:
-    mode = module.privacy
-    given_up = mode.noise_seed is not None or module.log_private_loss
-    return bool(mode.guarantee == "none" or (mode.guarantee == "dp" and given_up))
 
 
 def _run_id(run_dir: Path) -> str | None:

@@ -7,7 +7,6 @@ run folder, for its owner alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,12 +77,14 @@ class FitScored(Fit):
         if self.data == "synthetic":
             check_synthetic(data, self.split)
         queries, qrels = data.evaluation_set(self.split)
-        if self.data == "public" and self._protects(parts, data, queries):
-            raise ConfigurationError(
-                f"task.data=public with task.split={self.split}: over a tenth of these queries are among those that "
-                "the run protects, or of their users. Choose another task.split or task.datamodule, or set "
-                "task.data=private."
-            )
+        if self.data == "public" and (mode := parts.make_privacy()).guarantee == "dp":
+            own = data if self.datamodule is None else parts.read_data("test")
+            if trains_on(own, queries, users_of=data if mode.unit == "user" else None):
+                raise ConfigurationError(
+                    f"task.data=public with task.split={self.split}: over a tenth of these queries are among those "
+                    "that the run protects, or of their users. Choose another task.split or task.datamodule, or set "
+                    "task.data=private."
+                )
         asked: dict[str, list[str]] = {}
         for query, judged in qrels.items():
             for passage, grade in judged.items():
@@ -93,14 +94,6 @@ class FitScored(Fit):
             raise DataError(f"task.split={self.split} has no query with a passage, so there is nothing to score on.")
         texts = data.public_passages()
         return public_sample({name: texts[name] for name in asked}, self.max_passages), asked
-
-    def _protects(self, parts: Parts, data: Any, queries: Mapping[str, str]) -> bool:
-        """Return whether the run trains privately on ``queries`` of ``data``, the validation data."""
-        mode = parts.make_privacy()
-        if mode.guarantee != "dp":
-            return False
-        own = data if self.datamodule is None else parts.read_data("test")
-        return trains_on(own, queries, users_of=data if mode.unit == "user" else None)
 
     def _bleu(self, parts: Parts, held: tuple[dict[str, str], dict[str, list[str]]]) -> float:
         passages, asked = held

@@ -267,7 +267,10 @@ def encode_folder(
     folder, side, private = Path(out), how.side, how.is_private
     if not texts:
         raise DataError(f"There are no {'passages' if side == 'passage' else 'queries'} to encode.")
-    parent, trusts = _card_of(encoder), list[Assumption]()
+    place = resolve_folder(encoder)
+    parent, trusts = (place / CARD_NAME if (place / CARD_NAME).is_file() else None), list[Assumption]()
+    if parent is not None:
+        check_artefact(place, read_card(place))
     if claim is not None and side == "query" and not private:
         parent, trusts = _claim_of_both(encoder, parent, claim)
     elif side == "query" and not private:
@@ -381,14 +384,6 @@ def index_folder(
     made_on = environment_facts(device=device, precision="float32")
     facts = CardFacts(environment=made_on, tuning={"data": tuning_data})
     return _seal(folder, manifest, names, parent, what, {}, facts)
-
-
-def _card_of(encoder: str | Path) -> Path | None:
-    folder = resolve_folder(encoder)
-    if not (folder / CARD_NAME).is_file():
-        return None
-    check_artefact(folder, read_card(folder))
-    return folder / CARD_NAME
 
 
 def _claim_of_both(encoder: str | Path, own: Path | None, claim: Path) -> tuple[Path, list[Assumption]]:
