@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -42,12 +41,3 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Real data sets beside the checkout, or at $LIT_DPRET_DATA."""
-    folder = Path(os.environ.get("LIT_DPRET_DATA", str(TESTS.parents[1] / "shared" / "data")))
-    if not folder.is_dir():
-        pytest.skip(f"real data is not there: {folder} (set LIT_DPRET_DATA)")
-    return folder

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -65,8 +64,6 @@ def test_a_column_can_say_the_split(write: Write) -> None:
     path = write("log.jsonl", ROWS)
     data = HuggingFaceDataModule(path=path, split_column="part", **COLUMNS)
     assert [*texts(data)] == ["train", "dev"]
-    with pytest.raises(ConfigurationError, match="both assign rows to splits"):
-        HuggingFaceDataModule(path=path, split_column="part", splits={"train": "log"}, **COLUMNS)
 
 
 def test_splits_can_have_names_of_their_own(write: Write, tmp_path: Path) -> None:
@@ -75,10 +72,6 @@ def test_splits_can_have_names_of_their_own(write: Write, tmp_path: Path) -> Non
     write("data/holdout.jsonl", ROWS[2:])
     data = HuggingFaceDataModule(path=tmp_path / "data", splits={"train": "train_sft", "test": "holdout"}, **COLUMNS)
     assert texts(data) == {"train": [("How deep?", "Four metres.")], "test": [("How wide?", "Four metres.")]}
-    with pytest.raises(DataError, match=r"no file of gone \(datamodule\.splits\.dev\)"):
-        HuggingFaceDataModule(path=tmp_path / "data", splits={"dev": "gone"}, **COLUMNS).prepare_data()
-    with pytest.raises(ConfigurationError, match="the keys are train, dev, test"):
-        HuggingFaceDataModule(path=tmp_path / "data", splits={"valid": "holdout"}, **COLUMNS)
 
 
 def test_names_that_say_a_split_and_names_that_do_not_are_refused_together(folder: Path) -> None:
@@ -101,11 +94,13 @@ def test_names_that_say_a_split_and_names_that_do_not_are_refused_together(folde
         ({"splits": ["train"]}, r"datamodule\.splits"),
         ({"splits": {"train_sft": "train"}}, r"datamodule\.splits.*train, dev, test"),
         ({"splits": {"train": "train", "test": "holdout"}}, r"datamodule\.splits\.test"),
+        ({"split_column": "part", "splits": {"train": "log"}}, r"datamodule\.splits and datamodule\.split_column"),
+        ({"corpus": "gone.jsonl"}, r"datamodule\.corpus"),
+        ({"path": "gone/deeper/log.jsonl"}, r"gone/deeper/log\.jsonl does not exist; check datamodule\.path"),
         ({"name": "en"}, r"datamodule\.name.*datamodule\.path"),
         ({"revision": "main"}, r"datamodule\.revision.*datamodule\.path"),
         ({"streaming": True, "max_rows": 3}, r"datamodule\.streaming=true.*datamodule\.path"),
         ({"max_rows": "all"}, r"datamodule\.max_rows"),
-        ({"corpus": "gone.jsonl"}, r"datamodule\.corpus"),
     ],
 )
 def test_a_wrong_setting_of_a_local_folder_is_named_in_one_line_and_nothing_is_warned_of(
@@ -173,8 +168,6 @@ def test_the_passages_of_private_rows_are_no_public_list_unless_declared(folder:
     data = HuggingFaceDataModule(path=folder, corpus=corpus, **COLUMNS)
     data.prepare_data()
     assert list(data.public_passages()) == ["o", "p"] and data.collection.qrels["dev"] == {"row-3.2": {"o": 1}}
-    with pytest.raises(DataError, match=r"check datamodule\.corpus"):
-        HuggingFaceDataModule(path=folder, corpus=folder / "gone.jsonl", **COLUMNS).prepare_data()
 
 
 # -- the hub ---------------------------------------------------------------------------------------
@@ -190,20 +183,14 @@ class Hub:
 
     def load_dataset(self, path: str, name: str | None = None, **how: Any) -> Any:
         self.asked.append({"path": path, "name": name, **how})
-        made = {split: SimpleNamespace(split=split) for split in self.splits}
-        rows = {split: _Rows(self, split) for split in made}
-        return rows[how["split"]] if "split" in how else rows
+        found = {split: self.streamed(rows) for split, rows in self.splits.items()}
+        return found[how["split"]] if "split" in how else found
 
-
-class _Rows:
-    def __init__(self, hub: Hub, split: str) -> None:
-        self.hub, self.split = hub, split
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for place, row in enumerate(self.hub.splits[self.split]):
-            if place == self.hub.fails_at:
+    def streamed(self, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for place, row in enumerate(rows):
+            if place == self.fails_at:
                 raise ConnectionError("the connection was reset\nand more")
-            self.hub.given += 1
+            self.given += 1
             yield row
 
 
@@ -252,8 +239,6 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigurationError, match=r"file or folder here.*lit-dpret\[hf\]"):
         HuggingFaceDataModule(path="someone/log", **COLUMNS).setup("fit")
-    with pytest.raises(DataError, match=r"gone/deeper/log\.jsonl does not exist; check datamodule\.path"):
-        HuggingFaceDataModule(path="gone/deeper/log.jsonl", **COLUMNS).setup("fit")
 
 
 def test_the_real_library_reads_the_same_rows_as_our_own_readers(

@@ -170,13 +170,10 @@ def test_a_setting_out_of_range_is_refused_by_name(settings: dict[str, Any], mes
         ImagesDataModule(**{"source": "cifar10", **settings})
 
 
-def test_coarse_labels_are_refused_where_there_are_none(tmp_path: Path) -> None:
-    data = ImagesDataModule(source="vision_folder", folder=tiny.class_folders(tmp_path), labels="coarse")
+def test_a_folder_of_classes_has_no_coarse_labels_and_its_images_are_of_one_size_or_resized(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"datamodule\.labels=coarse"):
-        data.labelled("train")
-
-
-def test_images_of_several_sizes_are_refused_or_resized(tmp_path: Path) -> None:
+        folder = tiny.class_folders(tmp_path / "plain")
+        ImagesDataModule(source="vision_folder", folder=folder, labels="coarse").labelled("train")
     folder = tiny.class_folders(tmp_path, sizes=(8, 10))
     with pytest.raises(DataError, match=r"differ in size.*datamodule\.image_size"):
         ImagesDataModule(source="vision_folder", folder=folder).setup()
@@ -184,11 +181,14 @@ def test_images_of_several_sizes_are_refused_or_resized(tmp_path: Path) -> None:
     assert resized.labelled("train")[0].shape == (tiny.TRAIN, 3, 6, 6)
 
 
-def test_a_class_of_the_test_split_that_train_has_not_is_refused(tmp_path: Path) -> None:
+def test_a_class_of_the_test_split_alone_and_a_file_that_is_no_image_are_refused(tmp_path: Path) -> None:
     tiny.class_folders(tmp_path)
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "lynx")
     with pytest.raises(DataError, match="class 'lynx'"):
         ImagesDataModule(source="vision_folder", folder=tmp_path).labelled("test")
+    (tmp_path / "train" / "cat" / "00.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="image 0 cannot be decoded"):
+        ImagesDataModule(source="vision_folder", folder=tmp_path).setup()
 
 
 class _Shout:
@@ -217,13 +217,6 @@ def test_a_broken_idx_file_is_refused_by_name(spoil: Callable[[bytes], bytes], m
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(DataError, match=rf"train-images-idx3-ubyte\.gz.*{message}"):
         ImagesDataModule(source="fashion_mnist", folder=tmp_path).setup()
-
-
-def test_an_image_that_is_none_is_refused_by_number(tmp_path: Path) -> None:
-    tiny.class_folders(tmp_path)
-    (tmp_path / "train" / "cat" / "00.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match="image 0 cannot be decoded"):
-        ImagesDataModule(source="vision_folder", folder=tmp_path).setup()
 
 
 # -- the hub, through a stand-in of its package ----------------------------------------------

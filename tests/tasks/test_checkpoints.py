@@ -147,24 +147,31 @@ def test_a_killed_run_ends_as_if_it_had_not_been(moment: str, whole: tuple[Photo
     assert not list((folder / "checkpoints").glob(".*")), "no draft is left"
 
 
-@pytest.mark.parametrize("replay", ["auto", "never"])
-def test_a_resume_tells_the_cost_of_steps(replay: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    run(folder, noise=2.0, eps=50.0)
-    assert "repeated" not in capsys.readouterr().err
-    for path in (folder / "checkpoints").glob("*.ckpt"):
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run under a budget with room for its steps twice, without its checkpoints, and its secret beside it."""
+    root = tmp_path_factory.mktemp("roomy")
+    run(root / "run", noise=2.0, eps=50.0)
+    for path in (root / "run" / "checkpoints").glob("*.ckpt"):
         path.unlink()
+    return root
+
+
+@pytest.mark.parametrize("replay", ["auto", "never"])
+def test_a_resume_tells_the_cost_of_steps(
+    replay: str, roomy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(roomy, tmp_path, dirs_exist_ok=True)) / "run"
     run(folder, resume=True, replay=replay, noise=2.0, eps=50.0)
     told = capsys.readouterr().err
     assert "steps 1-6" in told and ("charged again" in told) == (replay == "never")
     assert len(noise_keys(records(folder))) == (12 if replay == "never" else 6), "what was told is what was charged"
 
 
-def test_a_resume_tells_as_free_only_what_its_attempt_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "run"
-    run(folder, noise=2.0, eps=50.0)
-    for path in (folder / "checkpoints").glob("*.ckpt"):
-        path.unlink()
+def test_a_resume_tells_as_free_only_what_its_attempt_began(
+    roomy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(roomy, tmp_path, dirs_exist_ok=True)) / "run"
     (tmp_path / "secret").unlink()  # another one is made, and with it a second attempt
     with pytest.raises(RuntimeError, match="stop"):
         run(folder, resume=True, noise=2.0, eps=50.0, extra=[StopAfter(5)])
@@ -180,8 +187,9 @@ def test_a_run_with_a_ledger_of_its_data_prints_the_total(tmp_path: Path, capsys
         folder = tmp_path / name
         Fit(min_free_mb=1).run(trial_parts(tmp_path, folder, settings={"dataset_ledger": ledger, "total_eps": 40.0}))
         total = read_card(folder)["accounting"]["dataset_total"]["epsilon"]
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if "all runs on this data set" in line]
-        assert f"epsilon = {total:.3f}" in line
+        told = capsys.readouterr()
+        (line,) = [line for line in told.out.splitlines() if "all runs on this data set" in line]
+        assert f"epsilon = {total:.3f}" in line and "repeated" not in told.err
     with pytest.raises(ConfigurationError, match=r"task\.card"):  # no card, and a card has the number
         Verify(card=ledger).run(no_parts(tmp_path / "check"))
 

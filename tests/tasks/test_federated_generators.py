@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,50 +160,29 @@ def test_an_owners_silo_reads_the_set_with_the_state_of_its_generator_and_with_n
 # -- what is refused --------------------------------------------------------------------------
 
 
-def no_state(root: Path) -> FederationPlan:
-    return over(root, state=None)
-
-
-def state_of_nobody(root: Path) -> FederationPlan:
-    return over(root, state=str(root / "silos"))
-
-
-def other_ledger(root: Path) -> FederationPlan:
-    (root / "private" / "client1" / "private" / "silo_ledger.query.jsonl").unlink()
-    return over(root)
-
-
-def state_of_rounds(root: Path) -> FederationPlan:
-    (root / "private" / "client1" / "run.json").write_text("{}")
-    return over(root)
-
-
-def other_budget(root: Path) -> FederationPlan:
-    return over(root, privacy={**BUDGET, "eps": 8.0})
-
-
-def no_queries(root: Path) -> FederationPlan:
-    shutil.rmtree(root / "silos" / "clients" / "client1" / "synthetic")
-    return over(root)
-
-
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("removed", "written", "changes", "message"),
     [
-        (no_state, r"ledgers begin empty.*federated\.state=RUN/private"),
-        (state_of_nobody, r"no state of client 'client0'.*task=federated_generators"),
-        (other_ledger, r"not charged to silo_ledger\.query\.jsonl.*federated\.state"),
-        (state_of_rounds, "was begun by rounds of another run"),
-        (other_budget, r"federated\.privacy\.eps=8"),
-        (no_queries, "task=federated_generators"),
+        (None, None, {"state": None}, r"ledgers begin empty.*federated\.state=RUN/private"),
+        (None, None, {"state": "{root}/silos"}, r"no state of client 'client0'.*task=federated_generators"),
+        ("private/client1/private/silo_ledger.query.jsonl", None, {}, r"not charged to silo_ledger\.query\.jsonl"),
+        (None, "private/client1/run.json", {}, "was begun by rounds of another run"),
+        (None, None, {"privacy": {**BUDGET, "eps": 8.0}}, r"federated\.privacy\.eps=8"),
+        ("silos/clients/client1/synthetic", None, {}, "task=federated_generators"),
     ],
 )
 def test_a_federation_that_would_not_count_the_generator_is_refused_before_any_round(
-    world: Path, tmp_path: Path, broken: Callable[[Path], FederationPlan], message: str
+    world: Path, tmp_path: Path, removed: str | None, written: str | None, changes: dict[str, Any], message: str
 ) -> None:
+    if removed is not None:
+        (world / removed).rename(tmp_path / "removed")
+    if written is not None:
+        (world / written).write_text("{}")
+    if changes.get("state"):
+        changes = {"state": changes["state"].format(root=world)}
     with pytest.raises(LitDpretError, match=message):
         Federated(systems=["single_bm25", "fed_negative"], seeds=[0], min_free_mb=1).run(
-            parts(tmp_path / "run", broken(world))
+            parts(tmp_path / "run", over(world, **changes))
         )
     assert not (tmp_path / "run" / "private").exists()
 

@@ -183,16 +183,13 @@ def test_a_shadow_model_that_stopped_early_is_not_taken_for_done(make: Make, ope
             trainer.should_stop = trainer.global_step >= 2
 
     made = make(tmp_path / "attack", steps=6)
-    stopping = replace(made, make_trainer=lambda **s: trainer(max_steps=6, **with_callback(s, StopAtTwo())))
+
+    def stopping(callbacks: Any = (), **settings: Any) -> Any:
+        return trainer(**settings | {"max_steps": 6, "callbacks": [*callbacks, StopAtTwo()]})
+
     with pytest.raises(ResumeError, match="2 of 5 steps"):
-        attack(open_run, shadows=4).run(stopping)
+        attack(open_run, shadows=4).run(replace(made, make_trainer=stopping))
     assert not (tmp_path / "attack" / "pilot" / "stage.json").exists()
-
-
-def with_callback(settings: dict[str, Any], callback: Callback) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key != "max_steps"} | {
-        "callbacks": [*settings.get("callbacks", []), callback]
-    }
 
 
 def test_a_slow_machine_has_fewer(make: Make, open_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,18 +289,18 @@ def test_a_run_without_coins_card_or_matching_data_is_refused(make: Make, open_r
         attack(tmp_path / "other").run(make(tmp_path / "d"))
 
 
-def test_shadow_models_are_not_charged_to_the_data_set(make: Make, private_run: Path, tmp_path: Path) -> None:
-    made = make(tmp_path / "attack", private=True)
-    ledger = replace(made, make_privacy=partial(made.make_privacy, dataset_ledger=tmp_path / "all.jsonl", total_eps=9))
-    with pytest.raises(ConfigurationError, match=r"privacy\.dataset_ledger"):
-        attack(private_run, shadows=4).run(ledger)
-
-
-def test_shadow_models_start_where_the_target_did(make: Make, private_run: Path, tmp_path: Path) -> None:
+def test_shadow_models_are_charged_to_no_data_set_and_start_where_the_target_did(
+    make: Make, private_run: Path, tmp_path: Path
+) -> None:
     assert Membership.takes_start
-    elsewhere = replace(make(tmp_path / "attack", private=True), start={"init_from": tmp_path / "nowhere"})
-    with pytest.raises(ConfigurationError, match="init_from="):
-        attack(private_run, shadows=4).run(elsewhere)
+    made = make(tmp_path / "attack", private=True)
+    charged = partial(made.make_privacy, dataset_ledger=tmp_path / "all.jsonl", total_eps=9)
+    for change, named in (
+        ({"make_privacy": charged}, r"privacy\.dataset_ledger"),
+        ({"start": {"init_from": tmp_path / "nowhere"}}, "init_from="),
+    ):
+        with pytest.raises(ConfigurationError, match=named):
+            attack(private_run, shadows=4).run(replace(made, **change))
 
 
 def test_who_is_attacked_rests_on_no_coin_and_who_cannot_be_asked_is_left_out(make: Make, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lit_dpret.privacy.ledger.trained import NOTE_NAME, TRAINED_KEY, TrainedIn, 
 from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.synthesis.filters import load_released
 from lit_dpret.tasks import Pipeline
-from lit_dpret.tasks.round_trip import KEPT, check_round_trip
+from lit_dpret.tasks.round_trip import KEPT, check_round_trip, hits, wrong_sources
 from lit_dpret.tasks.stages import Stages
 
 LENGTHS: dict[str, Any] = {"max_passage_length": 10, "max_query_length": 8}
@@ -179,3 +179,34 @@ def test_a_pipeline_does_not_go_on_with_other_data_of_the_same_size(tmp_path: Pa
         pipeline().run(parts(tmp_path, resume=True))
     log.write_text(before, encoding="utf-8")
     pipeline().run(parts(tmp_path, resume=True))
+
+
+SOURCES = {f"q{n}": f"p{n % 7}" for n in range(21)}
+
+
+def test_only_the_first_k_count_and_a_query_without_a_ranking_is_a_miss() -> None:
+    ranked = {"a": ["x", "y", "s"], "b": ["t"]}
+    assert hits({"a": "s", "b": "t", "c": "s"}, ranked, 2) == {"a": False, "b": True, "c": False}
+    assert hits({"a": "s", "b": "t"}, ranked, 3) == {"a": True, "b": True}
+
+
+def test_no_query_keeps_its_passage_and_passages_move_together() -> None:
+    for seed in range(20):
+        wrong = wrong_sources(SOURCES, seed)
+        assert all(wrong[query] != passage for query, passage in SOURCES.items())
+        moved = {(SOURCES[query], wrong[query]) for query in SOURCES}
+        assert len(moved) == 7 and {after for _, after in moved} == set(SOURCES.values())
+
+
+def test_the_control_is_a_function_of_the_seed() -> None:
+    assert wrong_sources(SOURCES, 1) == wrong_sources(dict(reversed(SOURCES.items())), 1)
+    assert len({tuple(wrong_sources(SOURCES, seed).values()) for seed in range(10)}) > 5
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(DataError, match="two passages"):
+        wrong_sources({"a": "s", "b": "s"})
+    with pytest.raises(DataError, match="two passages"):
+        wrong_sources({})
+    with pytest.raises(ConfigurationError, match="k=0"):
+        hits({"a": "s"}, {}, 0)

@@ -9,13 +9,16 @@ from typing import Any
 
 import lightning as L
 import pytest
+from configured import composed
 from tiny_generator import generator
 from tiny_tasks import write_log
 
+from lit_dpret import cli
 from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.callbacks import OneRunAudit, PrivacyAccountant
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
+from lit_dpret.modules.outline import PUBLISHED
 from lit_dpret.privacy.budget import show_epsilon
 from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.report import figures
@@ -144,3 +147,39 @@ def test_a_plan_of_read_data_cautions_of_cut_texts(tmp_path: Path, capsys: pytes
     facts = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
     assert len(facts["cautions"]) == 2 and all(" ".join(one.split()) in told for one in facts["cautions"])
     assert "max_passage_length" not in json.dumps(facts["cautions"]), "a share of private texts is for the owner alone"
+
+
+PRESETS = {
+    "small": "google-t5/t5-small",
+    "base": "google-t5/t5-base",
+    "large": "google-t5/t5-large",
+    "xl": "google-t5/t5-3b",
+}
+LORA = "model.lora={r: 16, lora_alpha: 32, target_modules: [q, v]}"
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_a_preset_has_the_hyper_parameters_of_the_paper(size: str) -> None:
+    cfg = composed(f"experiment=generator_t5_{size}", "run_dir=run")
+    assert cfg.model.pretrained == PRESETS[size] and cfg.model.pretrained in PUBLISHED
+    assert cfg.model.optimizer.name == "adam" and cfg.model.optimizer.lr == 0.001
+    assert (cfg.model.max_passage_length, cfg.model.max_query_length) == (384, 128)
+    assert cfg.privacy.max_grad_norm == 0.1 and cfg.privacy.delta is None  # 1/(2n)
+    assert cfg.datamodule.expected_batch_size == 1024 and cfg.trainer.max_epochs == 30 and cfg.trainer.max_steps == -1
+    assert cfg.model._target_.endswith("QueryGenerator") and cfg.privacy._target_.endswith("DPSGD")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "lora"), [("small", False), ("xl", False), ("xl", True)])
+def test_a_preset_is_planned_where_there_are_no_weights_and_no_gpu(size: str, lora: bool, tmp_path: Path) -> None:
+    cfg = composed(
+        f"experiment=generator_t5_{size}", f"run_dir={tmp_path}", "task=plan", "task.units=500000", "task.plot=false",
+        "task.epochs=0.01", "privacy.noise_multiplier=2.0", *([LORA] if lora else []),
+    )  # fmt: skip
+    cli.run(cfg)
+    facts = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    cost = facts["cost"]["estimate"]
+    assert (cost["passage_tokens"], cost["query_tokens"]) == (384, 128)
+    assert cost["trained_parameters"] == (11_796_480 if lora else cost["parameters"])
+    assert cost["rows"] == cfg.datamodule.physical_batch_size
+    assert facts["plan"]["sensitivity"] == 0.1 and facts["plan"]["denominator"] == 1024

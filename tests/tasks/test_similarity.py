@@ -115,6 +115,7 @@ def test_every_measure_is_in_the_files_and_in_the_scores(
     assert found["not_covered"] is None and found["not_computed"] == {}
     assert found["bleu"]["scored"] == 40 and "nrefs:1" in found["bleu"]["signature"]
     assert 0 < scores["bleu"] < 100
+    assert found["mauve"]["query"]["ceiling"] is None  # all 40 are in the comparison already
     for kind, featuriser in (("query", "encoder, query"), ("query_passage", "encoder, query and passage in one text")):
         assert (found["mauve"][kind]["featuriser"], found["mauve"][kind]["texts"]) == (featuriser, [40, 40])
         assert len(found["mauve"][kind]["values"]) == 2
@@ -151,8 +152,6 @@ def test_the_ceiling_is_of_two_samples_of_originals(made: Path, original: Path, 
     for kind in ("query", "query_passage"):
         assert found[kind]["ceiling"]["texts"] == found[kind]["texts"] == [20, 20]
         assert found[kind]["ceiling"]["mean"] > found[kind]["mean"]
-    Similarity(synthetic=made, **settings).run(parts(tmp_path / "all", pairs(original)))
-    assert facts(tmp_path / "all")["mauve"]["query"]["ceiling"] is None  # all 40 are in the comparison already
     Similarity(synthetic=made, max_texts=20, ceiling=False, **settings).run(parts(tmp_path / "no", pairs(original)))
     assert facts(tmp_path / "no")["mauve"]["query"]["ceiling"] is None
 
@@ -170,7 +169,9 @@ def test_a_file_of_queries_alone_has_no_bleu_and_says_why(made: Path, encoder: s
     assert not (tmp_path / "run" / "similarity.png").exists()
 
 
-def test_scores_of_private_queries_are_on_the_card_before_they_are_computed(carded: Path, tmp_path: Path) -> None:
+def test_scores_of_private_queries_are_on_the_card_before_they_are_computed_and_stay_there(
+    carded: Path, written: Path, tmp_path: Path
+) -> None:
     private = beir(tmp_path / "private", {"train": {name: f"why {text}" for name, text in PASSAGES.items()}}, PASSAGES)
     before = read_card(carded)
     task = Similarity(synthetic=carded, reference="private", card_entry=True, measures=["overlap"])
@@ -191,19 +192,11 @@ def test_scores_of_private_queries_are_on_the_card_before_they_are_computed(card
     with pytest.raises(DataError):
         task.run(parts(tmp_path / "failed", pairs(private)))
     assert len(read_card(carded)["amendments"]) == 2
-    # The data are as they were, so that they can still be trained on.
+    # The data are as they were, so that they can still be trained on, and generating them again keeps the note.
     SyntheticDataModule(folder=carded).setup()
-
-
-def test_generating_again_does_not_wipe_the_note_off_the_card(written: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(written, tmp_path / "set")
-    private = beir(tmp_path / "private", {"train": PASSAGES}, PASSAGES)
-    task = Similarity(synthetic=folder, reference="private", card_entry=True, measures=["overlap"])
-    task.run(parts(tmp_path / "run", pairs(private)))
-    noted = read_card(folder)
-    synthesize(written.parent / "generator", PASSAGES, folder, **SETTINGS)
-    for name in ("amendments", "not_covered", "cautions"):
-        assert read_card(folder)[name] == noted[name]
+    noted = read_card(carded)
+    synthesize(written.parent / "generator", PASSAGES, carded, **SETTINGS)
+    assert all(read_card(carded)[name] == noted[name] for name in ("amendments", "not_covered", "cautions"))
 
 
 @pytest.mark.parametrize("named", ["run", "run/model"])
