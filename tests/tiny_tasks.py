@@ -53,6 +53,19 @@ def write_beir(
     return folder
 
 
+def with_users(log: Path, per_user: int) -> None:
+    """Give the queries of a log to users, so many to each in the order of the file."""
+    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
+    named = [json.dumps({**row, "user_id": f"u{number // per_user}"}) for number, row in enumerate(rows)]
+    (log / "queries.jsonl").write_text("\n".join(named) + "\n")
+
+
+def with_query(log: Path, text: str) -> None:
+    """Make ``text`` the first query of a log."""
+    first, *rest = (log / "queries.jsonl").read_text().splitlines()
+    (log / "queries.jsonl").write_text("\n".join([json.dumps(json.loads(first) | {"text": text}), *rest]) + "\n")
+
+
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """As on a full disk: no file may grow beyond ``size`` bytes."""

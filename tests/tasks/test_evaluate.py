@@ -86,12 +86,6 @@ def test_repeated_judgements_are_listed_all_at_once_and_a_setting_decides(tmp_pa
         PairsDataModule(folder=folder, repeated_judgements="lowest")
 
 
-def test_training_refuses_what_an_evaluation_only_counts(tmp_path: Path) -> None:
-    folder = judged_as(tmp_path / "c", train="q1\tp1\t1\nq5\tp1\t0\n", test="q2\tp2\t1\n")
-    with pytest.raises(DataError):
-        PairsDataModule(folder=folder).setup("fit")
-
-
 def test_the_words_of_bm25_are_settings_and_stand_in_the_result(tmp_path: Path) -> None:
     folder = judged_as(tmp_path / "c", test="q1\tp1\t1\n")
     corpus = folder / "corpus.jsonl"

@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 from tiny_generator import generator, lively_generator, write_parent_card
 from tiny_models import tiny_bert, tiny_tokenizer
-from tiny_tasks import parts, retriever, write_log
+from tiny_tasks import parts, retriever, with_query, with_users, write_log
 
 from lit_dpret.cards.card import card_sha256, read_card, verify_card
 from lit_dpret.cards.start import read_start
@@ -130,12 +130,6 @@ def test_the_votes_are_those_of_the_queries(world: Path, tmp_path: Path, monkeyp
     evolve(world, tmp_path / "run", mode={"eps": 2000.0, "accountant": "rdp"})
     counts = [ReleasedHistogram.read(place) for place in sorted((tmp_path / "run" / "generations").glob("0[12]"))]
     assert [sum(one.counts) for one in counts] == pytest.approx([56, 56], abs=12 * counts[0].noise_std)
-
-
-def with_users(log: Path, per_user: int) -> None:
-    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
-    named = [json.dumps({**row, "user_id": f"u{number // per_user}"}) for number, row in enumerate(rows)]
-    (log / "queries.jsonl").write_text("\n".join(named) + "\n")
 
 
 def test_a_user_takes_no_more_votes_away_than_the_cap(world: Path, tmp_path: Path) -> None:
@@ -539,11 +533,8 @@ def test_a_generator_or_an_encoder_that_a_run_trained_is_refused(world: Path, tm
 
 
 def test_a_prompt_with_a_private_query_is_refused(world: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    shutil.copytree(world / "log", log)
-    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
-    rows[0]["text"] = "bana elo ibi omu uri"
-    (log / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = Path(shutil.copytree(world / "log", tmp_path / "log"))
+    with_query(log, "bana elo ibi omu uri")
 
     def prompted(privacy: Any) -> Any:
         return generator(privacy=privacy, prompt="such as: Bana elo, ibi omu uri! ", max_passage_length=40)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from card_chain import run
 from tiny_generator import generator
-from tiny_tasks import parts, write_log
+from tiny_tasks import parts, with_query, with_users, write_log
 
 from lit_dpret.cards.amendments import AttackResult, add_evidence
 from lit_dpret.cards.card import card_sha256, read_card, verify_card
@@ -113,10 +113,8 @@ def test_queries_with_a_claim_of_their_own_are_not_counted_under_another(chain: 
 
 
 def test_a_query_of_the_log_is_no_note_and_no_name_of_the_run(chain: Path, tmp_path: Path) -> None:
-    log = shutil.copytree(chain / "log", tmp_path / "log")
-    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
-    rows[0]["text"] = "Bana elo, ibi omu?"
-    (log / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = Path(shutil.copytree(chain / "log", tmp_path / "log"))
+    with_query(log, "Bana elo, ibi omu?")
     with pytest.raises(ConfigurationError, match="tuning_note"):
         counted(chain, tmp_path / "run", {"tuning_note": "not bana elo ibi omu"}, data={"folder": log})
     with pytest.raises(ConfigurationError, match=r"hydra\.run\.dir"):
@@ -237,11 +235,8 @@ def test_a_histogram_that_was_charged_to_another_generator_is_refused(chain: Pat
 def test_a_bound_on_the_units_of_a_user_is_held_against_the_log_before_anything_is_counted(
     bound: int, duplicates: str, words: str | None, chain: Path, tmp_path: Path
 ) -> None:
-    log = tmp_path / "log"
-    shutil.copytree(chain / "log", log)
-    rows = [json.loads(line) for line in (log / "queries.jsonl").read_text().splitlines()]
-    named = [json.dumps({**row, "user_id": f"u{number // 8}"}) for number, row in enumerate(rows)]
-    (log / "queries.jsonl").write_text("\n".join(named) + "\n")
+    log = Path(shutil.copytree(chain / "log", tmp_path / "log"))
+    with_users(log, 8)
     changes: dict[str, Any] = {"mode": {"max_units_per_user": bound}, "data": {"folder": log, "duplicates": duplicates}}
     if words is None:
         counted(chain, tmp_path / "run", **changes)

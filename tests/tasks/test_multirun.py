@@ -105,36 +105,28 @@ def test_private_runs_of_different_settings_leave_no_card_without_the_choice(dec
     tell(declared, [])
 
 
-def test_each_of_several_seeds_is_carded_with_what_all_of_them_cost(tmp_path: Path) -> None:
-    cards = lambda folder: [PrivacyCard(run_dir=folder, tuning_data="none")]  # noqa: E731
-    runs = [trial_parts(tmp_path, tmp_path / name, callbacks=cards) for name in ("a", "b")]
-    found = tell_cost([composed(one, str(i)) for i, one in enumerate(runs)], ["seed"])
-    assert found.siblings is not None and found.siblings["planned"]["epsilon"] == epsilon_of(runs)
-    with among_siblings(found.siblings):
-        Fit(min_free_mb=1).run(runs[0])
-    card = read_card(tmp_path / "a")
-    assert card["tuning"]["siblings"] == found.siblings and card["tuning"]["accounted"] is False
-    assert show_epsilon(epsilon_of(runs)) in card["claim"]["statement"]
-    assert card["claim"]["epsilon"] == epsilon_of(runs[:1]), "of the run itself"
-    assert verify_card(card, tmp_path / "a" / "privacy_ledger.jsonl") == []
-    Fit(min_free_mb=1).run(runs[1])
-    assert read_card(tmp_path / "b")["tuning"]["accounted"] is True, "one that its command started alone"
-    assert tell_cost([composed(runs[0])]).siblings is None
-
-
-def test_a_multirun_keeps_no_finished_run_whose_card_does_not_tell_of_the_runs_that_it_adds(tmp_path: Path) -> None:
+def test_seeds_are_carded_with_what_all_cost_and_a_finished_one_is_not_kept_where_more_join(
+    tmp_path: Path,
+) -> None:
     cards = lambda folder: [PrivacyCard(run_dir=folder, tuning_data="none")]  # noqa: E731
     runs = [trial_parts(tmp_path, tmp_path / name, callbacks=cards) for name in ("a", "b", "c")]
     again = [composed(replace(one, resume=True), str(i)) for i, one in enumerate(runs)]
-    with among_siblings(tell_cost([composed(one, str(i)) for i, one in enumerate(runs[:2])], ["seed"]).siblings):
+    found = tell_cost([composed(one, str(i)) for i, one in enumerate(runs[:2])], ["seed"])
+    assert found.siblings is not None and found.siblings["planned"]["epsilon"] == epsilon_of(runs[:2])
+    with among_siblings(found.siblings):
         Fit(min_free_mb=1).run(runs[0])
-    before = contents(tmp_path / "a")
+    card, before = read_card(tmp_path / "a"), contents(tmp_path / "a")
+    assert card["tuning"]["siblings"] == found.siblings and card["tuning"]["accounted"] is False
+    assert show_epsilon(epsilon_of(runs[:2])) in card["claim"]["statement"]
+    assert card["claim"]["epsilon"] == epsilon_of(runs[:1]), "of the run itself"
+    assert verify_card(card, tmp_path / "a" / "privacy_ledger.jsonl") == []
     with pytest.raises(ResumeError, match=rf"resume=true.*{tmp_path / 'a'}.*hydra\.sweep\.dir"):
         tell_cost(again, ["seed"])
     assert contents(tmp_path / "a") == before
     assert tell_cost(again[:2], ["seed"]).siblings is not None, "the same command goes on"
-    tell_cost(again[:1], ["seed"])
+    assert tell_cost(again[:1], ["seed"]).siblings is None
     Fit(min_free_mb=1).run(runs[2])
+    assert read_card(tmp_path / "c")["tuning"]["accounted"] is True, "one that its command started alone"
     with pytest.raises(ResumeError, match=rf"resume=true.*{tmp_path / 'c'}"):
         tell_cost([again[1], again[2]], ["seed"])
 
