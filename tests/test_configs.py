@@ -177,6 +177,8 @@ def test_an_experiment_names_the_data_of_its_choice_and_declares_nothing_of_the_
     assert all("InsuranceQA" in str(note) for note in notes) and (notes or "tuning_data" not in said)
 
 
+# -- what `lit-dpret list` and the page of settings say ------------------------------------------
+
 ALL = [choice for group in groups() for choice in choices(group)]
 
 

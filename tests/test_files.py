@@ -134,6 +134,8 @@ def test_a_generator_that_is_not_there_is_refused_before_a_declaration_is_asked_
         synthesize(tmp_path / "generatr", {"p": "a text"}, tmp_path / "out", passages_are_public=False)
 
 
+# -- files of another version --------------------------------------------------------------------
+
 FIXTURES = Path(__file__).resolve().parent / "data" / "schema"
 OTHER = r"/2', and this lit-dpret reads 'lit-dpret/"
 
@@ -235,6 +237,8 @@ def test_a_schema_that_is_no_schema_is_refused(folder: Path) -> None:
         with pytest.raises(DataError, match="its schema is"):
             read_card(folder)
 
+
+# -- files that would run code -------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("lit_dpret", "callbacks", "datamodules", "scripts", "benchmarks", "examples", "reproduction")

@@ -132,6 +132,8 @@ def test_a_file_that_was_changed_has_another_key(tmp_path: Path, monkeypatch: py
 
 
 Write = Callable[..., Path]
+# -- a corpus from a store, and in memory --------------------------------------------------------
+
 KEY = bytes(32)
 RECORDS = [{"_id": f"p{i}", "title": "A" * (i % 2), "text": f"body {i}"} for i in range(9)]
 

@@ -1,4 +1,4 @@
-"""A split by a public hash: the same in any order, whole users and whole texts on one side, nothing overwritten."""
+"""Splits and samples by a public hash: the same in any order, whole users and whole texts on one side."""
 
 from __future__ import annotations
 
@@ -182,6 +182,8 @@ def test_a_log_without_ids_does_not_get_other_units_by_being_split(tmp_path: Pat
 def write_split_settings(folder: Path, public: bool) -> dict[str, Any]:
     return {"folder": str(folder)} if public else {"pairs": str(folder / "pairs.jsonl")}
 
+
+# -- samples, overlaps, and queries without a passage --------------------------------------------
 
 NO_LIMITS: dict[str, Any] = {"max_passages": None, "max_train_queries": None, "max_eval_queries": None, "seed": 0}
 

@@ -1,4 +1,4 @@
-"""The numbers of a data check, each against a count made by hand."""
+"""What a data check counts, a log without its refused records, and which data a result is about."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ def test_texts_with_characters_that_nobody_sees_are_counted() -> None:
     assert count_invisible(texts, of_one_line=False) == 4
     assert count_invisible(texts, of_one_line=True) == 5
 
+
+# -- a copy without the records that are refused -------------------------------------------------
 
 Row = dict[str, str | None]
 
@@ -235,6 +237,9 @@ def test_another_format_and_a_file_that_exists_are_refused(tmp_path: Path, name:
     log.write_text("{}\n")
     with pytest.raises(ConfigurationError, match=r"task\.write_clean="):
         check_clean(log, tmp_path / name)
+
+
+# -- which data a result is about ----------------------------------------------------------------
 
 
 def test_the_hash_is_that_of_the_entries_in_any_order_and_of_nothing_else() -> None:

@@ -1,3 +1,5 @@
+"""Units of privacy, and the collection whose rows they group."""
+
 from __future__ import annotations
 
 import itertools
@@ -162,6 +164,8 @@ def test_the_cap_keeps_the_same_rows_of_a_user_when_a_record_before_them_is_take
 
     assert len(kept(0)) == 2 and kept(0) == kept(1)
 
+
+# -- the collection ------------------------------------------------------------------------------
 
 KEY = bytes(range(32))
 GOOD = Collection(

@@ -1,4 +1,4 @@
-"""A collection that others made is measured: what does not concern the split is counted and named, not refused."""
+"""Evaluation, search and comparison: what does not concern the split is counted and named, not refused."""
 
 from __future__ import annotations
 
@@ -116,6 +116,8 @@ def test_mteb_and_beir_find_the_number_that_is_found_here(tmp_path: Path, monkey
     assert theirs["ndcg_of_beir"] == pytest.approx(value, abs=1e-5)
 
 
+# -- encode, index and search --------------------------------------------------------------------
+
 WORDS = ["how", "to", "file", "a", "claim", "flood", "insurance", "cover", "my", "house"]
 PASSAGES = {f"p{i}{j}": f"{one} {two}" for i, one in enumerate(WORDS) for j, two in enumerate(WORDS)}
 QUERIES = {f"q{i}": f"{one} house" for i, one in enumerate(WORDS)}
@@ -182,6 +184,8 @@ def test_a_stored_corpus_is_encoded_and_no_list(encoder: str, tmp_path: Path, mo
     assert made[0] == made[1]
     assert not isinstance(in_order(store), list) and list(in_order(store)) == in_order(PASSAGES)
 
+
+# -- compare -------------------------------------------------------------------------------------
 
 QRELS = "".join(f"q{q} 0 a 1\n" for q in range(20))
 WINS = {f"q{q}": {"a": 2.0, "b": 1.0} for q in range(20)}

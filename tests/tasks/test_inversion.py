@@ -1,4 +1,4 @@
-"""`task=inversion` on a random encoder of forty words."""
+"""`task=inversion` on a random encoder of forty words, and `task=hard_negatives` on a silo."""
 
 from __future__ import annotations
 
@@ -102,6 +102,9 @@ def test_an_own_language_model_is_taken(encoders: dict[str, Path], texts: Path, 
     task(encoders["plain"], texts, **settings).run(run_of(tmp_path / "run"))
     found = json.loads((tmp_path / "run" / "inversion.json").read_text())
     assert found["language_model"] == "gpt2" and found["how"] == how
+
+
+# -- hard negatives ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -181,6 +181,8 @@ def test_a_pipeline_does_not_go_on_with_other_data_of_the_same_size(tmp_path: Pa
     pipeline().run(parts(tmp_path, resume=True))
 
 
+# -- the round trip and its control --------------------------------------------------------------
+
 SOURCES = {f"q{n}": f"p{n % 7}" for n in range(21)}
 
 

@@ -149,6 +149,8 @@ def test_a_plan_of_read_data_cautions_of_cut_texts(tmp_path: Path, capsys: pytes
     assert "max_passage_length" not in json.dumps(facts["cautions"]), "a share of private texts is for the owner alone"
 
 
+# -- the presets of the paper --------------------------------------------------------------------
+
 PRESETS = {
     "small": "google-t5/t5-small",
     "base": "google-t5/t5-base",

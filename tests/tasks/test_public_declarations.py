@@ -100,6 +100,11 @@ def test_another_encoder_measures_the_same_queries_as_declared(trained: Path, tm
     assert (tmp_path / "out" / "evaluation.json").is_file()
 
 
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return make_chain(tmp_path_factory.mktemp("chain"))
+
+
 @pytest.fixture
 def owned(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
     """A copy of the chain, whose private run was keyed by the user's own secret."""
@@ -162,9 +167,7 @@ def test_what_was_made_from_a_private_run_knows_its_training_data(made: str, own
         refuse_training_data(log, getattr(owned, made), knob="task.whose")
 
 
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    return make_chain(tmp_path_factory.mktemp("chain"))
+# -- embeddings of synthetic queries: two claims go in, and one card has to cover both ----------
 
 
 def read(data: Any, stage: str) -> Any:
