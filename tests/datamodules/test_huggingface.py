@@ -239,15 +239,3 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigurationError, match=r"file or folder here.*lit-dpret\[hf\]"):
         HuggingFaceDataModule(path="someone/log", **COLUMNS).setup("fit")
-
-
-def test_the_real_library_reads_the_same_rows_as_our_own_readers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    datasets = pytest.importorskip("datasets", reason="the extra hf is not installed")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    files = {"train": [str(path) for path in sorted(folder.glob("train*"))]}
-    rows = list(datasets.load_dataset("json", data_files=files, split="train", streaming=True))
-    assert [row["question"] for row in rows] == [
-        q for q, _ in texts(HuggingFaceDataModule(path=folder, **COLUMNS))["train"]
-    ]

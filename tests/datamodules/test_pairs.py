@@ -280,12 +280,6 @@ def test_the_public_list_of_a_log_does_not_tell_in_which_order_it_was_asked_abou
     assert found[0] == found[1]
 
 
-def test_an_evaluation_set_is_a_split_s_queries_and_graded_qrels(harbour: Path) -> None:
-    queries, qrels = PairsDataModule(folder=harbour).evaluation_set("test")
-    assert queries == {"e1": "what does a berth cost", "e2": "what is that noise in the mist"}
-    assert qrels == {"e1": {"p5": 1}, "e2": {"p7": 2, "p1": 0}}
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class OwnReader(PairsDataModule):
     """A reader of one's own, whose collection says nothing of ids of queries."""

@@ -9,12 +9,11 @@ import random
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_tasks import parts, retriever, write_log
+from tiny_tasks import write_log
 
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.datamodules.cleaning import check_clean, refused_records, write_clean
@@ -31,9 +30,7 @@ from lit_dpret.datamodules.survey import (
     measure_lengths,
 )
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.report.table import RowResult, from_json, write_csv, write_json
-from lit_dpret.tasks import Compare, Encode, Evaluate
 
 DATA = Collection(
     passages={"p1": "low  water", "p2": "high water", "p3": "low water", "p4": "low\nwater"},
@@ -263,32 +260,6 @@ def test_a_data_set_is_named_without_its_place_before_and_after_it_is_read(tmp_p
     assert "somewhere" not in json.dumps(named)
 
 
-def evaluated(folder: Path, name: str) -> Path:
-    made = parts(folder, run_dir=folder / name, make_datamodule=partial(PairsDataModule, folder=folder / "log"))
-    Evaluate(encoder="bm25", split="test").run(made)
-    return folder / name
-
-
-def test_an_evaluation_and_a_comparison_name_the_same_data_and_a_comparison_says_where_they_differ(
-    tmp_path: Path, capsys: Any
-) -> None:
-    write_log(tmp_path / "log")
-    first, second = evaluated(tmp_path, "a"), evaluated(tmp_path, "b")
-    data = PairsDataModule(folder=tmp_path / "log")
-    data.setup("test")
-    facts = json.loads((first / "evaluation.json").read_text(encoding="utf-8"))
-    about = data_facts(data, data.public_passages(), *data.evaluation_set("test"))
-    assert {name: facts[name] for name in about} == about
-    Compare(run_a=first, run_b=second, resamples=10).run(parts(tmp_path, run_dir=tmp_path / "c"))
-    told = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
-    assert [{name: run[name] for name in about} for run in told["data"]["log"]] == [about, about]
-    assert "note:" not in capsys.readouterr().out
-    facts["data_sha256"] = "0" * 64
-    (second / "evaluation.json").write_text(json.dumps(facts), encoding="utf-8")
-    Compare(run_a=first, run_b=second, resamples=10).run(parts(tmp_path, run_dir=tmp_path / "d"))
-    assert "000000000000" in capsys.readouterr().out
-
-
 def test_the_rows_of_a_pipeline_name_their_data(tmp_path: Path) -> None:
     rows, about = [RowResult(system="BM25")], {"data": "log", "data_sha256": "ab"}
     write_json(rows, tmp_path / "r.json", about)
@@ -297,14 +268,3 @@ def test_the_rows_of_a_pipeline_name_their_data(tmp_path: Path) -> None:
     assert found[0].items() >= about.items() and from_json(found) == rows
     header, line = (tmp_path / "r.csv").read_text(encoding="utf-8").splitlines()
     assert header.endswith("data,data_sha256") and line.endswith("log,ab")
-
-
-def test_embeddings_name_the_data_of_their_texts(tmp_path: Path) -> None:
-    retriever(privacy=NoPrivacy()).save_model(tmp_path / "encoder")
-    log = write_log(tmp_path / "log")
-    made = parts(tmp_path, make_datamodule=partial(PairsDataModule, folder=log))
-    Encode(encoder=str(tmp_path / "encoder")).run(made)
-    data = PairsDataModule(folder=log)
-    data.setup("test")
-    manifest = json.loads((tmp_path / "run" / "embeddings" / "index.json").read_text(encoding="utf-8"))
-    assert manifest["about"] == data_facts(data, data.public_passages())

@@ -15,10 +15,8 @@ from lit_dpret.datamodules.collection import Collection
 from lit_dpret.datamodules.layouts import folder_parts, read_parts
 from lit_dpret.datamodules.pair_file import read_pairs
 from lit_dpret.datamodules.rows import Row, TextUnit
-from lit_dpret.datamodules.sampled import UnitItems, Units
 from lit_dpret.datamodules.unit_dataset import GroupedUnitDataset
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.privacy.batches import PADDING, Draw
 
 
 @pytest.fixture
@@ -141,14 +139,6 @@ def test_unknown_choices_and_splits_are_refused(data: Collection) -> None:
         GroupedUnitDataset(data, unit="user", duplicates="merge")
     with pytest.raises(DataError, match="no split 'train'"):
         GroupedUnitDataset(replace(data, qrels={"test": data.qrels["test"]}), unit="query")
-
-
-def test_a_drawn_item_is_the_draw_with_its_rows_and_padding_has_none(data: Collection) -> None:
-    units: Units = GroupedUnitDataset(data, unit="query")
-    items = UnitItems(GroupedUnitDataset(data, unit="query"))
-    draw, padding = Draw(unit=3, step=0, part=0, last=True), Draw(unit=PADDING, step=0, part=0, last=True)
-    assert len(items) == len(units) == 5
-    assert items[draw] == (draw, units.rows(3)) and items[padding] == (padding, ())
 
 
 def test_the_cap_keeps_the_same_rows_of_a_user_when_a_record_before_them_is_taken_out(tmp_path: Path) -> None:

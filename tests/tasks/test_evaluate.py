@@ -16,6 +16,7 @@ from tiny_tasks import no_parts, write_beir
 
 from lit_dpret.cli import with_task
 from lit_dpret.datamodules import PairsDataModule
+from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.datamodules.passage_store import PassageStore, build_store
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.encoders.bulk import in_order
@@ -23,6 +24,7 @@ from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval.trec_runs import write_run
 from lit_dpret.tasks import Compare, Encode, Evaluate, Index, Search
+from lit_dpret.tasks.index_folder import IndexFolder
 from lit_dpret.tasks.parts import Parts
 
 HEADER = "query-id\tcorpus-id\tscore\n"
@@ -56,6 +58,7 @@ def test_another_split_is_named_and_changes_nothing(tmp_path: Path, capsys: pyte
     )
     capsys.readouterr()
     found = measured(folder, tmp_path / "b")
+    assert found["data"] == "foreign" and len(found["data_sha256"]) == 64
     assert found["metrics"] == clean["metrics"] and found["queries"] == 3 and found["without_relevant"] == 1
     told = found["left_out"]
     for part in ("q3", "q4", "p3", "p7", "'q9'", "'p9'", "q5", "dev"):
@@ -152,6 +155,7 @@ def test_a_corpus_is_indexed_and_asked(encoder: str, tmp_path: Path, capsys: pyt
     run = tmp_path / "run"
     assert Encode(encoder=encoder).run(searched(run)) == {"texts": 100.0}
     assert Index(embeddings=run / "embeddings").run(searched(run)) == {"texts": 100.0}
+    assert IndexFolder(run / "index").manifest.about == data_facts(Data(), PASSAGES)
     capsys.readouterr()
     Search(index=run / "index", query="flood house", top_k=2).run(searched(run))
     first, text, _second, _ = capsys.readouterr().out.splitlines()
@@ -231,7 +235,9 @@ def test_evaluations_are_compared_under_the_name_of_their_data(
     (b / "evaluation.json").write_text(json.dumps({"data": other} if other else {}))
     found = Compare(run_a=a, run_b=b, metrics=["mrr@10"], resamples=10).run(no_parts(tmp_path / "out"))
     assert found == {f"{shown}/mrr@10": 0.5}
-    assert shown in capsys.readouterr().out and f"| {shown} " in (tmp_path / "out" / "comparison.md").read_text()
+    told = capsys.readouterr().out
+    assert shown in told and "111111111111" in told, "where the data differ, their hashes are told"
+    assert f"| {shown} " in (tmp_path / "out" / "comparison.md").read_text()
 
 
 @pytest.mark.parametrize(("owners", "cautioned"), [(("private", "private"), True), (("public", None), True),
@@ -245,7 +251,10 @@ def test_a_comparison_on_queries_that_are_not_public_says_that_no_epsilon_covers
         (folder / "evaluation.json").write_text(json.dumps(facts))
     Compare(run_a=a, run_b=b, metrics=["mrr@10"], resamples=10).run(no_parts(tmp_path / "out"))
     written = (tmp_path / "out" / "comparison.md").read_text()
-    assert ["No epsilon" in text for text in (capsys.readouterr().out, written)] == [cautioned] * 2
+    told = capsys.readouterr().out
+    assert ["No epsilon" in text for text in (told, written)] == [cautioned] * 2 and "note:" not in told
+    facts = json.loads((tmp_path / "out" / "comparison.json").read_text())["data"]["log"]
+    assert {run["data_sha256"] for run in facts} == {"1" * 64}
 
 
 def test_runs_that_were_judged_differently_are_refused(tmp_path: Path) -> None:

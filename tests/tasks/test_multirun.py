@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 from hydra.types import RunMode
-from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from planned_sweeps import STEPS, trial_parts
 from test_cli import TINY, contents, write_log
 
 from lit_dpret import cli
-from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.cards.card import read_card, verify_card
 from lit_dpret.cards.text import privacy_line
 from lit_dpret.cli import jobs
@@ -276,17 +275,6 @@ def test_the_folder_of_a_job_is_flat_short_and_unique(monkeypatch: pytest.Monkey
     names, runs = jobs.swept()
     assert names == ["privacy.eps", "+model.lora", "datamodule.pairs"] and runs is not None and len(runs) == 8
     assert runs[0] == job
-
-
-def test_a_run_that_was_interrupted_after_its_last_step_returns_the_results_that_it_had(tmp_path: Path) -> None:
-    made = trial_parts(tmp_path, tmp_path / "run")
-    save = ModelCheckpoint(tmp_path / "run" / "checkpoints", every_n_train_steps=1)
-    results = Fit(min_free_mb=1).run(replace(made, make_callbacks=lambda: [*made.make_callbacks(), save]))
-    (tmp_path / "run" / "privacy_card.json").unlink()
-    accountant = PrivacyAccountant(run_dir=tmp_path / "run", resume=True)
-    again = replace(made, resume=True, make_callbacks=lambda: [accountant, PrivacyCard(run_dir=tmp_path / "run"), save])
-    assert results, "a sweeper that goes on compares these with the results of others"
-    assert Fit(min_free_mb=1).run(again) == pytest.approx(results, rel=1e-6)
 
 
 @pytest.mark.parametrize(
