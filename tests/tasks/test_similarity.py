@@ -83,7 +83,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def carded(written: Path, tmp_path: Path) -> Path:
     """A copy of it."""
-    return shutil.copytree(written, tmp_path / "carded")
+    return shutil.copytree(written, tmp_path / "set")
 
 
 def parts(folder: Path, make: Callable[[], Any]) -> Parts:
@@ -179,7 +179,7 @@ def test_scores_of_private_queries_are_on_the_card_before_they_are_computed_and_
     card, found = read_card(carded), facts(tmp_path / "run")
     gaps = [text for text in card["not_covered"] if text not in before["not_covered"]]
     assert gaps == [
-        "Similarity (overlap) of carded, computed from private queries: whoever is shown these numbers is told more "
+        "Similarity (overlap) of set, computed from private queries: whoever is shown these numbers is told more "
         "than the claim covers."
     ]
     assert card["claim"] == before["claim"]
@@ -295,7 +295,7 @@ def test_corpora_are_counted(original: Path, corpus: Path, tmp_path: Path, capsy
 def test_shares_of_private_queries_are_on_the_card(carded: Path, original: Path, corpus: Path, tmp_path: Path) -> None:
     task = PretrainingOverlap(corpus=corpus, queries="private", card_entry=True, card=carded)
     task.run(parts(tmp_path / "run", pairs(original)))
-    assert any("Overlap with a pre-training corpus of carded" in text for text in read_card(carded)["not_covered"])
+    assert any("Overlap with a pre-training corpus of set" in text for text in read_card(carded)["not_covered"])
     assert "privacy_card.json says so" in facts(tmp_path / "run", "pretraining_overlap")["not_covered"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").glob("pre*")} == {0o600}
 
