@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lit_dpret import UnitDataModule, make_private
 
@@ -49,6 +50,19 @@ def rows(count: int = 60) -> TensorDataset:
     coins = torch.Generator().manual_seed(0)
     x = torch.randn(count, 4, generator=coins)
     return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class RowsOf(Dataset[Any]):
+    """Rows that a function makes when they are asked for."""
+
+    def __init__(self, row: Callable[[int], Any], count: int = 60) -> None:
+        self.row, self.count = row, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Any:
+        return self.row(row)
 
 
 def data(dataset: Any = None, **settings: Any) -> UnitDataModule:

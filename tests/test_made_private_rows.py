@@ -13,10 +13,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
-from own_modules import Classifier, card_in, data, fit, made, row_loss, rows
+from own_modules import Classifier, RowsOf, card_in, data, fit, made, row_loss, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from lit_dpret import (
     PrivacyAccountant,
@@ -103,17 +103,6 @@ class HalvedDict(UserDict[str, Tensor]):
         super().__init__({"x": found["x"] / 2, "y": found["y"]})
 
 
-class Ones(Dataset[Any]):
-    def __init__(self, kind: Callable[..., Any]) -> None:
-        self.kind = kind
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, row: int) -> Any:
-        return self.kind(torch.ones(4), torch.tensor(row % 3))
-
-
 KINDS: dict[str, Callable[..., Any]] = {
     "rows": lambda *batch: batch,
     "tuple": Halved,
@@ -134,7 +123,9 @@ def test_rows_and_batches_are_made_once(of: str, tmp_path: Path) -> None:
             raise LookupError("These are other numbers than those of the data set.")
         return row_loss(model, (x, y))
 
-    fit(tmp_path, made(per_row_loss=loss, collate_fn=collate), data(Ones(Halved if of == "rows" else Pair)))
+    kind = Halved if of == "rows" else Pair
+    dataset = RowsOf(lambda row: kind(torch.ones(4), torch.tensor(row % 3)))
+    fit(tmp_path, made(per_row_loss=loss, collate_fn=collate), data(dataset))
 
 
 def in_place(found: list[Any]) -> Any:
@@ -143,15 +134,9 @@ def in_place(found: list[Any]) -> Any:
     return default_collate(found)
 
 
-class InFiles(Dataset[Any]):
-    """Rows that are files in memory."""
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, row: int) -> Any:
-        x, y = rows()[row]
-        return {"x": BytesIO(x.numpy().tobytes()), "y": y}
+def in_a_file(row: int) -> Any:
+    x, y = rows()[row]
+    return {"x": BytesIO(x.numpy().tobytes()), "y": y}
 
 
 def from_files(found: list[Any]) -> Any:
@@ -168,7 +153,7 @@ def labels_taken_out(given: list[Any]) -> Any:
 
 @pytest.mark.parametrize("collate", [in_place, from_files, labels_taken_out])
 def test_a_collation_may_write_into_its_rows_and_use_them_up(collate: Any, tmp_path: Path) -> None:
-    fit(tmp_path, made(collate_fn=collate), data(rows() if collate is in_place else InFiles()), max_steps=3)
+    fit(tmp_path, made(collate_fn=collate), data(rows() if collate is in_place else RowsOf(in_a_file)), max_steps=3)
 
 
 class Lazy:

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 from lightning.pytorch.callbacks import Callback
-from own_modules import Classifier, card_in, data, fit, made, rows
+from own_modules import Classifier, RowsOf, card_in, data, fit, made, rows
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate, get_worker_info
 
@@ -83,15 +84,9 @@ def test_the_order_of_a_set_is_no_part_of_the_fingerprint() -> None:
 
 
 def test_random_augmentations_leave_the_fingerprint_and_the_generators_alone() -> None:
-    class Augmented(Dataset[Any]):
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, row: int) -> Tensor:
-            return torch.rand(2)
-
     before = torch.get_rng_state()
-    assert data(Augmented(), **SMALL).data_fingerprint(b"k") == data(Augmented(), **SMALL).data_fingerprint(b"k")
+    augmented = RowsOf(lambda row: torch.rand(2), 3)
+    assert data(augmented, **SMALL).data_fingerprint(b"k") == data(augmented, **SMALL).data_fingerprint(b"k")
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -211,26 +206,12 @@ class Mined(Dataset[Any]):
         return self.rows[self.order[row]]
 
 
-@pytest.mark.parametrize("when", ["on_train_batch_end", "on_train_epoch_end"])
-def test_a_data_set_that_is_changed_while_the_run_goes_on_is_refused(when: str, tmp_path: Path) -> None:
-    """As by mining hard examples: half of the units become the row with the largest loss."""
-    mined, callback = Mined(), Callback()
-    setattr(callback, when, lambda *_: mined.order.__setitem__(slice(0, 30), [7] * 30))
-    with pytest.raises(DataError, match="other rows") as refused:
-        fit(tmp_path, made(noise_multiplier=4.0), data(mined), callbacks=[callback], max_steps=12)
-    assert refused.value.trap == "T38" and card_in(tmp_path)["claim"]["guarantee"] != "dp"
+class PerWorker(Mined):
+    """Puts its rows in an order of each worker process."""
 
-
-@pytest.mark.parametrize("when", ["on_fit_start", "on_train_start"])
-def test_rows_that_change_their_places_after_the_run_was_planned_are_refused(when: str, tmp_path: Path) -> None:
-    """Units were made of the rows where they stood: a person's rows would be in several of them."""
-    mined, callback = Mined(), Callback()
-    setattr(callback, when, lambda *_: mined.order.reverse())
-    users = {"unit_of": lambda row: mined.order[row] // 5, "unit_name": "user", "rows_per_unit": "all"}
-    grouped = data(mined, expected_batch_size=4, **users)
-    with pytest.raises(DataError) as refused:
-        fit(tmp_path, made(unit="record", noise_multiplier=4.0), grouped, callbacks=[callback], max_steps=2)
-    assert refused.value.trap == "T38" and card_in(tmp_path)["claim"]["guarantee"] != "dp"
+    def __getitem__(self, row: int) -> Any:
+        info = get_worker_info()
+        return self.rows[(row + (0 if info is None else 1 + info.id)) % 60]
 
 
 class Reshuffling(UnitDataModule):
@@ -241,10 +222,36 @@ class Reshuffling(UnitDataModule):
         return super().train_dataloader()
 
 
-def test_a_loader_of_ones_own_that_shuffles_the_rows_is_refused(tmp_path: Path) -> None:
+def mined(hook: str) -> tuple[UnitDataModule, list[Callback]]:
+    """Rows of which half become the one with the largest loss in a hook."""
+    dataset, callback = Mined(), Callback()
+    setattr(callback, hook, lambda *_: dataset.order.__setitem__(slice(0, 30), [7] * 30))
+    return data(dataset), [callback]
+
+
+def moved(hook: str) -> tuple[UnitDataModule, list[Callback]]:
+    """Rows that change their places in a hook: those of a user would be in several of the units that were made."""
+    dataset, callback = Mined(), Callback()
+    setattr(callback, hook, lambda *_: dataset.order.reverse())
+    users = {"unit_of": lambda row: dataset.order[row] // 5, "unit_name": "user", "rows_per_unit": "all"}
+    return data(dataset, expected_batch_size=4, **users), [callback]
+
+
+CHANGED: dict[str, Callable[[], tuple[UnitDataModule, list[Callback]]]] = {
+    **{f"mined in {hook}": partial(mined, hook) for hook in ("on_train_batch_end", "on_train_epoch_end")},
+    **{f"moved in {hook}": partial(moved, hook) for hook in ("on_fit_start", "on_train_start")},
+    "shuffled by the loader": lambda: (Reshuffling(Mined(), expected_batch_size=20), []),
+    "ordered by each worker": lambda: (data(PerWorker(), num_workers=2), []),
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_rows_that_are_others_than_when_the_run_was_planned_are_refused(how: str, tmp_path: Path) -> None:
+    datamodule, callbacks = CHANGED[how]()
     with pytest.raises(DataError) as refused:
-        fit(tmp_path, made(noise_multiplier=4.0), Reshuffling(Mined(), expected_batch_size=20), max_steps=2)
+        fit(tmp_path, made(noise_multiplier=4.0), datamodule, callbacks=callbacks, max_steps=12)
     assert refused.value.trap == "T38"
+    assert how == "shuffled by the loader" or card_in(tmp_path)["claim"]["guarantee"] != "dp"
 
 
 class Lazy:
@@ -295,21 +302,6 @@ def test_a_package_of_a_project_is_no_library_by_its_name(tmp_path: Path, monkey
     assert is_library("profile") and is_library("torch.nn")
     monkeypatch.setitem(sys.modules, "profile", own)
     assert not is_library("profile")
-
-
-class PerWorker(Mined):
-    """Puts its rows in an order of each worker process."""
-
-    def __getitem__(self, row: int) -> Any:
-        info = get_worker_info()
-        return self.rows[(row + (0 if info is None else 1 + info.id)) % 60]
-
-
-def test_rows_that_depend_on_the_worker_process_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="num_workers") as refused:
-        fit(tmp_path, made(noise_multiplier=4.0), data(PerWorker(), num_workers=2), max_steps=2)
-    assert refused.value.trap == "T38" and card_in(tmp_path)["claim"]["guarantee"] != "dp"
-    fit(tmp_path / "same", made(noise_multiplier=4.0), data(Mined(), num_workers=2), max_steps=2)
 
 
 class Words(Dataset[Any]):
@@ -409,27 +401,15 @@ def test_a_scale_that_is_set_by_the_first_rows_is_refused_wherever_it_is_kept(tm
     fit(tmp_path / "public", made(collate_fn=Scaling(public=True)), max_steps=1)
 
 
-class Fresh(Dataset[Any]):
-    """Makes every row when it is asked for, as most data sets do."""
-
-    def __init__(self, change: Any) -> None:
-        self.rows, self.change = rows().tensors, change
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, row: int) -> Any:
-        x, y = self.rows
-        return self.change(x[row]), int(y[row])
-
-
 @pytest.mark.parametrize(
     "change", [lambda x: torch.tensor(x.tolist()), lambda x: x / 2, lambda x: x + 0.01 * torch.randn(4)],
     ids=["made", "computed", "augmented"],
 )  # fmt: skip
 def test_rows_that_are_made_when_they_are_asked_for_are_no_memory(change: Any, tmp_path: Path) -> None:
+    x, y = rows().tensors
     for turn in range(3):  # where a tensor lies in memory is a matter of luck
-        fit(tmp_path / str(turn), made(), data(Fresh(change)), max_steps=1)
+        found = RowsOf(lambda row: (change(x[row]), int(y[row])))
+        fit(tmp_path / str(turn), made(), data(found), max_steps=1)
 
 
 @dataclass
