@@ -1,6 +1,6 @@
 """A server that sends absurd weights hears the same of a silo whether a private query holds a word or not.
 
-Each pair of silos differs in one train query, which holds a word or does not. What comes back of every message is
+Each pair of silos differs in one train query, which holds a word or does not. The replies to every message are
 compared: that it is an answer or which refusal, the charge, and, where the answer is noised, how far the sum before the
 noise moved.
 """
@@ -41,8 +41,7 @@ WORDS = "encoder.backbone.embeddings.word_embeddings.weight"
 LAST = "encoder.backbone.encoder.layer.0.output.LayerNorm"
 C = PRIVATE.privacy.max_grad_norm
 ONLY_STATIC = replace(PRIVATE, stage1=replace(PRIVATE.stage1, warmup_rounds=0))
-
-
+FREE = replace(SMALL, stage1=replace(SMALL.stage1, warmup_rounds=0, in_batch=False, weighting="uniform"))
 WORD = "entity1x0"  # the tokenizer knows it, and the silo says it nowhere
 
 
@@ -194,74 +193,56 @@ def moved(sums: list[Tensor]) -> float:
 @pytest.mark.parametrize("settings", [
     pytest.param(PRIVATE, id="words"), pytest.param(ONLY_STATIC, id="static", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_an_update_is_given_or_refused_alike_and_moves_by_no_more_than_is_charged(
+def test_under_a_budget_no_message_tells_of_the_word_and_a_sum_moves_by_no_more_than_is_charged(
     spoil: Any, settings: PddAs2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Neighbours(tmp_path, settings)
+    both = Neighbours(tmp_path, settings, share=True, spent=True)
+    weights = both.spoilt(spoil)
     with sums_of_steps(monkeypatch) as sums:
-        heard = both.ask_both("train.stage1", both.spoilt(spoil), round=0)
+        heard = both.ask_both("train.stage1", weights, round=0)
     if "error" in heard:  # sentences are too long, and no query was looked at
         assert spoil in TOO_LONG and not heard["spent"]
     else:
         assert heard["finite"] and heard["spent"] > 0
         assert sums and all(bool(one.isfinite().all()) for one in sums)
         assert moved(sums) <= 2 * C * 1.01
-
-
-@every_hostile
-def test_the_setup_of_a_secure_sum_tells_of_no_summand_with_a_budget_and_without(spoil: Any, tmp_path: Path) -> None:
-    free = replace(SMALL, stage1=replace(SMALL.stage1, warmup_rounds=0, in_batch=False, weighting="uniform"))
-    for name, settings in (("budget", ONLY_STATIC), ("free", free)):
-        both = Neighbours(tmp_path / name, replace(settings, secure_sum=True))
-        weights = both.spoilt(spoil)
-        for run in both.runs:
-            run.server.start = weights
-        both.ask_both("train.secagg_setup", weights, round=0, attempt="a", clients=[1, 2, 3], number=1)
-
-
-def test_a_round_that_failed_cannot_be_told_by_asking_for_it_again_after_a_later_one(tmp_path: Path) -> None:
-    stage1 = replace(SMALL.stage1, warmup_rounds=0, rounds=3, in_batch=False, weighting="uniform")
-    both = Neighbours(tmp_path, replace(SMALL, secure_sum=True, stage1=stage1))
-    for number, weights in enumerate((both.spoilt(of_word(1e25)), both.start, both.spoilt(of_word(1e25)))):
-        for run in both.runs:
-            run.server.start = weights
-        turn = {"round": (0, 2, 0)[number], "attempt": "abc"[number], "clients": [1, 2, 3], "number": 1}
-        heard = both.ask_both("train.secagg_setup", weights, **turn)
-        assert ("error" in heard) == (number == 2)
-
-
-@every_hostile
-def test_a_request_and_an_epoch_of_stage_2_tell_nothing(
-    spoil: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = Neighbours(tmp_path)
-    weights = both.spoilt(spoil)
     asked = both.ask_both("query.fedneg_request", weights, refresh=0)
-    assert asked["finite"] and asked["spent"] > 0
+    assert asked["finite"] and asked["spent"] > heard["spent"]
     pool = FedPool(torch.randn(12, DIM, generator=torch.Generator().manual_seed(3)))
     content = {"pool": pool_record(pool, send_as=torch.float32)}
     with sums_of_steps(monkeypatch) as sums:
         assert "error" not in both.ask_both("train.personalise", weights, content, epoch=0)
     assert not sums or moved(sums) <= 2 * C * 1.01
+    measured = both.ask_both("evaluate.retrieval", weights, system="stage1", split="train")
+    assert measured["head"]["withheld"] is True
 
 
 @every_hostile
-def test_measures_are_withheld_whatever_becomes_of_them(spoil: Any, tmp_path: Path) -> None:
-    both = Neighbours(tmp_path, share=True, spent=True)
-    heard = both.ask_both("evaluate.retrieval", both.spoilt(spoil), system="stage1", split="train")
-    assert heard["head"]["withheld"] is True
+def test_masks_and_seals_tell_of_no_summand_and_of_no_measure_that_failed(spoil: Any, tmp_path: Path) -> None:
+    for name, settings in (
+        ("budget", replace(ONLY_STATIC, secure_sum=True)),
+        ("masks", replace(FREE, secure_sum=True)),
+        ("seals", replace(FREE, seal=True)),
+    ):
+        both = Neighbours(tmp_path / name, settings, share=True)
+        weights = both.spoilt(spoil)
+        if settings.secure_sum:
+            both.ask_both("train.secagg_setup", weights, round=0, attempt="a", clients=[1, 2, 3], number=1)
+        if name != "budget":
+            heard = both.ask_both("evaluate.retrieval", weights, system="stage1", split="train")
+            if "error" in heard:
+                assert spoil in TOO_LONG
+            else:
+                assert heard["head"]["withheld"] is False and heard["others"] == ["head", "measures"]
 
 
-@every_hostile
-@pytest.mark.parametrize("hidden", ["seal", pytest.param("secure_sum", marks=pytest.mark.slow)])
-def test_measures_that_are_shared_do_not_tell_that_a_query_failed(hidden: str, spoil: Any, tmp_path: Path) -> None:
-    settings = replace(SMALL, stage1=replace(SMALL.stage1, weighting="uniform"), **{hidden: True})
-    both = Neighbours(tmp_path, settings, share=True)
-    heard = both.ask_both("evaluate.retrieval", both.spoilt(spoil), system="stage1", split="train")
-    if "error" in heard:
-        assert spoil in TOO_LONG
-    else:
-        assert heard["head"]["withheld"] is False and heard["others"] == ["head", "measures"]
+def test_a_round_that_failed_cannot_be_told_by_asking_for_it_again_after_a_later_one(tmp_path: Path) -> None:
+    both = Neighbours(tmp_path, replace(FREE, secure_sum=True, stage1=replace(FREE.stage1, rounds=3)))
+    spoilt = both.spoilt(of_word(1e25))
+    for weights, number, attempt in ((spoilt, 0, "a"), (both.start, 2, "b"), (spoilt, 0, "c")):
+        turn = {"round": number, "attempt": attempt, "clients": [1, 2, 3], "number": 1}
+        heard = both.ask_both("train.secagg_setup", weights, **turn)
+        assert ("error" in heard) == (attempt == "c")
 
 
 @pytest.mark.parametrize("value", [1e20, 3e38])
@@ -308,11 +289,12 @@ def test_an_epoch_whose_outcome_stays_here_fails_unheard(promised: bool, tmp_pat
         def personalise(self, *_: Any) -> None:
             raise ValueError("of a private query")
 
-    run = Run(tmp_path, PRIVATE if promised else replace(SMALL, stage2=replace(SMALL.stage2, request="none")),
-              silo=Breaks)  # fmt: skip
-    content = {"weights": tensors_record(run.server.start),
-               "pool": pool_record(FedPool(torch.ones(3, DIM)), send_as=torch.float32)}  # fmt: skip
-    reply = run.ask(10, "train.personalise", content, weights=fingerprint(run.server.start), epoch=0)
+    free = replace(SMALL, stage2=replace(SMALL.stage2, request="none"))
+    run = Run(tmp_path, PRIVATE if promised else free, silo=Breaks)
+    start = run.server.start
+    pool = pool_record(FedPool(torch.ones(3, DIM)), send_as=torch.float32)
+    content = {"weights": tensors_record(start), "pool": pool}
+    reply = run.ask(10, "train.personalise", content, weights=fingerprint(start), epoch=0)
     assert reply.has_error() is not promised
 
 

@@ -1,27 +1,31 @@
-"""A letter opens for whom it was sealed, in the refresh for which it was, and shows all others its size."""
+"""A letter opens for whom it was sealed, in the refresh for which it was, and shows all others its size.
+
+By messages, sealed silos train with the same negatives as in clear, whatever the server that carries them does.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-pytest.importorskip("cryptography", reason="needs the extra federated (cryptography)")
+pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
-import json
+from messages import DIM, MASKED, Drifts, Masked, credentials
 
 from lit_dpret.errors import ConfigurationError, DataError
-from lit_dpret.federated.keys import (
-    Credentials,
-    identity_of,
-    load_credentials,
-    make_identity,
-    new_identity,
-    write_roster,
-)
+from lit_dpret.federated.flower.library import Message, RecordDict
+from lit_dpret.federated.flower.payloads import tensors_record
+from lit_dpret.federated.keys import Credentials, load_credentials, make_identity, new_identity, write_roster
+from lit_dpret.federated.negatives import Block, FedPool, respond, respond_uniformly
 from lit_dpret.federated.sealing import Letter, Refresh, Sealer
+from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.storage import save_tensors
 
 NOW = Refresh(run="r", number=3, weights="w")
 TEXT = b"rows of private queries" * 50
@@ -38,14 +42,6 @@ def test_a_letter_opens_for_each_that_it_was_sealed_for_and_its_body_is_there_on
     for number in (2, 3):
         assert sealers[number].open(NOW, "request", letter.body, letter.boxes[number], sender=1, public=keys[1]) == TEXT
     assert len(letter.body) == len(TEXT) + 28 and all(len(box) == 73 for box in letter.boxes.values())
-
-
-def test_what_the_relay_sees_looks_uniform_and_two_letters_of_one_text_share_nothing(tmp_path: Path) -> None:
-    sealers, keys = three(tmp_path)
-    one, two = (sealers[1].seal(NOW, "request", bytes(40_000), {2: keys[2]}).body for _ in range(2))
-    counts = np.bincount(np.frombuffer(one, dtype=np.uint8), minlength=256)
-    assert ((counts - len(one) / 256) ** 2 / (len(one) / 256)).sum() < 360  # chi-square, 255 degrees: 99.999 %
-    assert np.mean(np.frombuffer(one, np.uint8) == np.frombuffer(two, np.uint8)) < 0.01
 
 
 def refusal(opener: Sealer, letter: Letter, box: bytes, public: bytes, *, sender: int = 1, kind: str = "request",
@@ -86,13 +82,13 @@ def test_another_run_or_other_weights_open_nothing_and_neither_does_a_key_that_w
     sealers, keys = three(tmp_path)
     letter = sealers[1].seal(NOW, "answer", TEXT, {2: keys[2]})
     for other in (replace(NOW, run="s"), replace(NOW, weights="v")):
-        with pytest.raises(DataError, match="no key of refresh 3"):
+        with pytest.raises(DataError, match="refresh 3"):
             sealers[2].open(other, "answer", letter.body, letter.boxes[2], sender=1, public=keys[1])
     path = tmp_path / "2" / "sealing" / "key.json"
     assert path.stat().st_mode & 0o077 == 0 and path.parent.stat().st_mode & 0o077 == 0
     sealers[2].forget()
     assert not path.exists()
-    with pytest.raises(DataError, match="no key of refresh 3"):
+    with pytest.raises(DataError, match="refresh 3"):
         sealers[2].open(NOW, "answer", letter.body, letter.boxes[2], sender=1, public=keys[1])
 
 
@@ -111,14 +107,13 @@ def test_a_key_in_the_middle_reads_everything_without_a_roster_and_nothing_with_
     good, bad = signed[1].usable(NOW, {2: forged, 3: keys[3]})
     assert set(good) == {3} and bad == {2: "has a key that is not signed by the roster's"}
     for public in (forged, forged + keys[2][32:], keys[3]):  # no signature, another key's, another silo's
-        with pytest.raises(DataError, match="not signed by the key of the roster"):
+        with pytest.raises(DataError, match="client 2"):
             signed[1].seal(NOW, "request", TEXT, {2: public})
-    with pytest.raises(DataError, match="not that of the roster"):
+    with pytest.raises(DataError, match="roster"):
         signed[1].begin(NOW, 2)
     trusting, keys = three(tmp_path / "trusting")  # what the sentence "taken on trust" means
     letter = trusting[1].seal(NOW, "request", TEXT, {2: forged})
     assert middle.open(NOW, "request", letter.body, letter.boxes[2], sender=1, public=keys[1]) == TEXT
-    assert identity_of(pairs["a"][0]) == roster["a"]
 
 
 def test_a_key_that_is_none_is_left_out(tmp_path: Path) -> None:
@@ -150,29 +145,224 @@ def test_what_was_written_is_read_and_numbers_follow_the_names(tmp_path: Path) -
 def test_a_key_is_in_no_repr_and_is_not_written_over(tmp_path: Path) -> None:
     one = load_credentials("a", tmp_path / "a" / "identity.key", files(tmp_path, "a", "b", "c"))
     assert one.identity.hex() not in repr(one) and str(one.identity) not in repr(one)
-    with pytest.raises(ConfigurationError, match=r"cannot be written to .*exists"):
+    with pytest.raises(ConfigurationError, match=r"identity\.key"):
         make_identity(tmp_path / "a" / "identity.key")
 
 
-def test_files_that_do_not_go_together_are_refused_by_name(tmp_path: Path) -> None:
+def test_files_that_do_not_go_together_are_refused_by_name_and_show_no_key(tmp_path: Path) -> None:
     roster, key = files(tmp_path, "a", "b"), tmp_path / "a" / "identity.key"
-    with pytest.raises(ConfigurationError, match="holds no silo 'b' with the public half of this signing key"):
-        load_credentials("b", key, roster)
-    with pytest.raises(ConfigurationError, match=r"nowhere cannot be read"):
-        load_credentials("a", key, tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match=r"is not a signing key, or .* is not a roster") as caught:
-        load_credentials("a", roster, roster)
-    assert key.read_text().strip() not in str(caught.value)
     facts = json.loads(roster.read_text())
     (tmp_path / "newer.json").write_text(json.dumps({**facts, "schema": "lit-dpret/federated-roster/2"}))
-    with pytest.raises(ConfigurationError, match=r"newer\.json cannot be read: .*federated-roster/2"):
-        load_credentials("a", key, tmp_path / "newer.json")
+    write_roster(tmp_path / "twice.json", dict.fromkeys("ab", facts["silos"]["a"]))  # each could speak for the other
+    for name, key_file, roster_file, named in (
+        ("b", key, roster, "'b'"),
+        ("a", key, tmp_path / "nowhere", "nowhere"),
+        ("a", roster, roster, "signing key"),
+        ("a", key, tmp_path / "newer.json", r"newer\.json .*federated-roster/2"),
+        ("a", key, tmp_path / "twice.json", "one key to two silos"),
+    ):
+        with pytest.raises(ConfigurationError, match=named) as caught:
+            load_credentials(name, key_file, roster_file)
+        assert key.read_text().strip() not in str(caught.value)
     key.chmod(0o644)
-    with pytest.raises(ConfigurationError, match="mode 0644 and can be read by others"):
+    with pytest.raises(ConfigurationError, match="0644"):
         load_credentials("a", key, roster)
 
 
-def test_one_key_for_two_silos_is_refused(tmp_path: Path) -> None:
-    one = load_credentials("a", tmp_path / "a" / "identity.key", files(tmp_path, "a", "b"))
-    with pytest.raises(ConfigurationError, match="one key to two silos"):
-        Credentials(name="a", identity=one.identity, roster={"a": one.roster["a"], "b": one.roster["a"]})
+# -- by messages --------------------------------------------------------------------------------
+
+STAGE2 = replace(MASKED.stage2, epochs=1, top_k=6, n=4, request="exact")
+CLEAR = replace(MASKED, secure_sum=False, sum_threshold=None, stage2=STAGE2)
+SEALED = replace(CLEAR, seal=True)
+NAMES = ("client0", "client1", "client2")
+
+
+def coins(name: str, what: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(10 * int(name[-1]) + what))
+
+
+class Asks(Drifts):
+    """Asks and answers with coins, and keeps the pool that it was given."""
+
+    queries = range(5)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.examples = 5
+
+    def request(self, weights: Any, refresh: int) -> torch.Tensor:
+        return torch.empty(0, DIM) if self.settings.stage2.request == "none" else coins(self.name, 0, 5)
+
+    def serve(self, weights: Any, rows: torch.Tensor, *, refresh: int) -> Block:
+        stage, candidates = self.settings.stage2, coins(self.name, 1, 30)
+        if len(rows):
+            return respond(self.name, rows, candidates, stage.top_k, send_as=stage.send_as)
+        return respond_uniformly(self.name, candidates, stage.n, seed=refresh, send_as=stage.send_as)
+
+    def personalise(self, weights: Any, pool: FedPool, number: int) -> None:
+        lists = {} if pool.lists is None else {"lists": pool.lists}
+        save_tensors({"embeddings": pool.embeddings, **lists}, self.state / "pool.safetensors")
+
+
+def silos(root: Path, settings: PddAs2 = SEALED, *, silo: Any = Asks, **more: Any) -> Masked:
+    return Masked(root, settings, silo=silo, names=NAMES, **more)
+
+
+def pools(root: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The pool of each silo that was given one."""
+    return {path.parent.name: load_file(path) for path in root.glob("*/pool.safetensors")}
+
+
+def with_stage2(settings: PddAs2, **changes: Any) -> PddAs2:
+    return replace(settings, stage2=replace(settings.stage2, **changes))
+
+
+def of(name: str, pool: dict[str, torch.Tensor]) -> bool:
+    """Whether a pool has an embedding of a silo."""
+    theirs = coins(name, 1, 30).half().float()
+    return bool((pool["embeddings"][:, None] == theirs).all(-1).any())
+
+
+def numbers(made: Masked) -> bytes:
+    """All bytes that the server sees in the tensors, keys and boxes of stage 2."""
+    found = bytearray()
+    for kind, _, _, content in made.grid.seen:
+        if "fedneg" in kind or kind in ("query.seal_key", "train.personalise"):
+            found += b"".join(array.data for record in content.array_records.values() for array in record.values())
+            records = content.config_records.values()
+            found += b"".join(value for record in records for value in record.values() if isinstance(value, bytes))
+    return bytes(found)
+
+
+@pytest.mark.parametrize(
+    ("request_", "select"), [("exact", "all"), ("dp_centroid", "all"), ("none", "all"), ("exact", "random")]
+)
+def test_sealed_every_silo_gets_the_pool_that_it_gets_in_clear_and_the_server_sees_sizes(
+    request_: Any, select: Any, tmp_path: Path
+) -> None:
+    parts = {"select": select, "select_count": 1 if select == "random" else None, "request": request_}
+    clear = silos(tmp_path / "clear", with_stage2(CLEAR, **parts))
+    sealed = silos(tmp_path / "sealed", with_stage2(SEALED, **parts)).forget_between_messages()
+    assert not clear.launch().faults and not sealed.launch().faults
+    found, expected = pools(tmp_path / "sealed"), pools(tmp_path / "clear")
+    assert set(expected) == set(found) == set(NAMES)
+    for name in NAMES:
+        assert set(found[name]) == set(expected[name])
+        for part, value in expected[name].items():
+            assert len(value) and torch.equal(found[name][part], value), part
+    assert not [path for name in NAMES for path in (tmp_path / "sealed" / name / "sealing").iterdir()]  # no key is left
+    rows = [row.numpy().tobytes() for name in NAMES for row in coins(name, 0, 5)]
+    embeddings = [row.half().numpy().tobytes() for name in NAMES for row in coins(name, 1, 30)]
+    seen = {made: numbers(made) for made in (clear, sealed)}
+    assert not any(row in seen[sealed] for row in rows) and not any(row[:8] in seen[sealed] for row in embeddings)
+    assert any(row in seen[clear] for row in embeddings) and (rows[0] in seen[clear]) == (request_ != "none")
+    if request_ == "none":  # one body for all
+        assert set(sealed.grid.of("query.fedneg_serve")[10]) == {"head", "answer.0", "boxes"}
+    if (request_, select) == ("exact", "all"):  # what the server cannot merge goes down once for each answer
+        assert sealed.grid.down["train.personalise"] > 1.05 * clear.grid.down["train.personalise"]
+
+
+def test_a_body_for_all_is_sent_up_once_however_many_are_asked(tmp_path: Path) -> None:
+    made = silos(tmp_path)
+    made.server.measure = lambda *_, **__: None  # type: ignore[method-assign]  # the keys come with the first weights
+    assert not made.launch().faults
+    content = made.grid.of("query.fedneg_request")[10]
+    assert set(content) == {"head", "request", "boxes"} and set(content["boxes"]) == {"2", "3"}
+
+
+def answer_changed(kind: str, node: int, content: RecordDict) -> None:
+    if kind == "train.personalise" and node == 10:
+        array = content["answer.2"]["body"]
+        array.data = array.data[:-1] + bytes([array.data[-1] ^ 1])
+
+
+def answers_swapped(kind: str, node: int, content: RecordDict) -> None:
+    """Two answers to one silo, each under the other's name."""
+    if kind == "train.personalise" and node == 10:
+        for part in (content, content["boxes"]):
+            one, two = ("answer.2", "answer.3") if part is content else ("2", "3")
+            part[one], part[two] = part[two], part[one]
+
+
+def request_changed(kind: str, node: int, content: RecordDict) -> None:
+    if kind == "query.fedneg_serve" and node == 11:
+        box = bytearray(content["boxes"]["1"])
+        box[-1] ^= 1
+        content["boxes"]["1"] = bytes(box)
+
+
+@pytest.mark.parametrize(("meddle", "reporter", "left_out", "why"), [
+    (answer_changed, "client0", ["client1"], "was changed on the way"),
+    (answers_swapped, "client0", ["client1", "client2"], "is another silo's"),
+    (request_changed, "client1", ["client0"], "was changed on the way"),
+])  # fmt: skip
+def test_what_a_relay_meddled_with_is_left_out_by_name_and_the_others_are_used(
+    meddle: Any, reporter: str, left_out: list[str], why: str, tmp_path: Path
+) -> None:
+    made = silos(tmp_path)
+    handled = made.grid._handled
+
+    def meddled(message: Message, node: int) -> Message:
+        meddle(message.metadata.message_type, node, message.content)
+        return handled(message, node)
+
+    made.grid._handled = meddled
+    faults = made.launch().faults
+    assert len(faults) == len(left_out)
+    for name, fault in zip(left_out, faults, strict=True):
+        assert f"client {reporter!r}" in fault and f"client {name!r}" in fault and why in fault
+    missing = set(left_out) if meddle is not request_changed else {"client1"}
+    assert {name for name in NAMES[1:] if not of(name, pools(tmp_path)["client0"])} == missing
+    assert set(pools(tmp_path)) == set(NAMES)  # everybody trained
+
+
+def test_a_request_with_rows_where_none_are_agreed_on_is_answered_nothing(tmp_path: Path) -> None:
+    class Curious(Asks):
+        def request(self, weights: Any, refresh: int) -> torch.Tensor:
+            return coins(self.name, 0, 5) if self.name == "client0" else super().request(weights, refresh)
+
+    result = silos(tmp_path, with_stage2(SEALED, request="none"), silo=Curious).launch()
+    told = [fault for fault in result.faults if "request=none" in fault and "client 'client0'" in fault]
+    assert len(told) == 2
+    assert set(pools(tmp_path)) == set(NAMES) and len(pools(tmp_path)["client0"]["embeddings"]) == 0
+
+
+@pytest.mark.parametrize("settings", [CLEAR, SEALED], ids=["clear", "sealed"])
+def test_a_silo_that_is_gone_in_a_refresh_is_left_out_and_comes_back(settings: PddAs2, tmp_path: Path) -> None:
+    first = "query.seal_key" if settings.seal else "query.fedneg_request"
+
+    def fate(message: Message) -> Any:
+        kind, node = message.metadata.message_type, message.metadata.dst_node_id
+        early = message.content.config_records.get("head", {}).get("refresh") == 0
+        return "unavailable" if early and (kind, node) in ((first, 10), ("query.fedneg_serve", 12)) else None
+
+    result = silos(tmp_path, with_stage2(settings, epochs=2), fate=fate).launch()
+    assert len(result.faults) == 2 and set(pools(tmp_path)) == set(NAMES)
+    for name, fault in zip(("client0", "client2"), result.faults, strict=True):
+        assert f"refresh 0: client {name!r} failed" in fault
+
+
+def test_with_a_roster_a_silo_with_another_key_is_asked_nothing_and_told_nothing(tmp_path: Path) -> None:
+    signed = replace(SEALED, roster=True)
+    assert not silos(tmp_path / "good", signed, keys=credentials()).launch().faults
+    made = silos(tmp_path / "bad", signed, keys=credentials(client2=new_identity()[0]))
+    faults = made.launch().faults
+    assert [one for one in faults if "client 'client0'" in one and "client 'client2'" in one and "not signed" in one]
+    assert all("3" not in made.grid.of("query.fedneg_request")[node]["boxes"] for node in (10, 11))
+    used = pools(tmp_path / "bad")["client0"]
+    assert len(used["embeddings"]) and not of("client2", used)
+
+
+def test_a_silo_that_seals_answers_no_request_in_clear(tmp_path: Path) -> None:
+    made = silos(tmp_path)
+    made.launch()
+    weights = made.grid.of("query.fedneg_request", "down")[10]["head"]["weights"]
+    asked = made.ask(10, "query.fedneg_request", weights=weights, refresh=0)
+    assert asked.error.reason == "DataError (no such key)"
+    rows = {"rows.0": tensors_record({"rows": torch.randn(3, DIM)})}
+    served = made.ask(10, "query.fedneg_serve", rows, weights=weights, refresh=0, askers=1)
+    assert not served.content.array_records
+    clear = silos(tmp_path / "clear", CLEAR)
+    clear.launch()
+    begun = clear.ask(10, "query.seal_key", weights=weights, refresh=0, number=1)
+    assert begun.error.reason == "DataError (other settings)"
