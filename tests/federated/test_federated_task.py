@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import stat
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from tiny_silos import ran, tokenizer
 from tiny_tasks import no_parts
 
 from lit_dpret.cli import run
-from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
+from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.federated.data import planted_silos, planted_words
@@ -80,9 +78,9 @@ def test_every_system_and_seed_is_run_once_told_beside_the_paper_and_a_later_sta
     assert data["eps"] is None and data["systems"]["stage1"]["measures"]["sentence/mrr@10"]["paper"] == 0.261
     assert data["systems"]["fed_negative"]["sent_bytes"]["client0"]["requests"] > 0
     markdown = (tmp_path / "pdd_as2.md").read_text(encoding="utf-8")
-    for said in ("epsilon is infinite", "Internal:", "/ 0.261", "cannot be, by its own equation 9", "Who sees what"):
-        assert said in markdown, said
-    assert "resume=true" not in markdown  # the command gives the same run, not the rest of one
+    assert (
+        "/ 0.261" in markdown and "resume=true" not in markdown
+    )  # the command gives the same run, not the rest of one
     assert "<svg" in (tmp_path / "pdd_as2.html").read_text(encoding="utf-8")
     assert (tmp_path / "gain_per_client.svg").read_text(encoding="utf-8").startswith("<svg")
 
@@ -150,20 +148,6 @@ def test_under_a_budget_systems_go_on_from_the_ledgers_of_stage_1_and_each_stays
         assert data["epsilon_of_page"][silo] == pytest.approx(everything, rel=1e-9)
         assert data["systems"]["fed_negative"]["epsilon_over_seeds"][silo] == pytest.approx(row, rel=1e-9)
         assert 20.0 < row < everything
-
-
-def test_the_page_counts_the_sentences_that_each_silo_declares_public(silos: dict[str, Path], tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    shutil.copytree(next(iter(silos.values())).parents[1], own)
-    for count, folder in enumerate(sorted((own / "clients").iterdir()), start=1):
-        chosen = list(read_silo(folder, verify=False).sentences)[:count]
-        (folder / "public_sids.txt").write_text("".join(f"{sid}\n" for sid in chosen), encoding="utf-8")
-    made = plan(silos=str(own), model={**MODEL, "planted": TINY}, privacy=EPS, secret_file=str(tmp_path / "secret"))
-    Federated(systems=["bm25"], seeds=[0]).run(parts(tmp_path / "run", made))
-    sizes = {name: len(read_silo(folder, verify=False).sentences) for name, folder in silos.items()}
-    page = (tmp_path / "run" / "pdd_as2.md").read_text(encoding="utf-8")
-    for count, (name, size) in enumerate(sorted(sizes.items()), start=1):
-        assert f"{name} {count} of {size}" in page
 
 
 def charged_once(root: Path, pattern: str) -> float:
@@ -246,12 +230,8 @@ def test_kept_optimizer_state_counts_on_over_rounds_and_stays_with_the_silo(
     assert not list((tmp_path / "reset").glob("optimizer-*"))
     (kept,) = (tmp_path / "keep").glob("optimizer-*")  # the newest alone
     steps = {float(one["step"]) for one in torch.load(kept, weights_only=True)["state"].values()}
-    each = -(-settings_examples(silos["client0"], tmp_path) // ONE["batch_size"])
+    each = -(-client.examples // ONE["batch_size"])
     assert kept.name == "optimizer-001.pt" and steps == {2.0 * each}
-
-
-def settings_examples(folder: Path, tmp_path: Path) -> int:
-    return SiloClient(folder, tmp_path / "count", alone(plan().settings(0)), maker()).examples
 
 
 # -- encoders ----------------------------------------------------------------------------------
@@ -286,12 +266,12 @@ def test_a_distilbert_folder_cut_to_two_layers_trains_under_a_budget(silos: dict
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"systems": ["bm25", "stage3"]}, r"task\.systems=.*'stage3' is none of them"),
-    ({"systems": ["bm25", "bm25"]}, r"task\.systems=.*must be some different ones"),
+    ({"systems": ["bm25", "stage3"]}, r"task\.systems=.*'stage3'"),
+    ({"systems": ["bm25", "bm25"]}, r"task\.systems="),
     ({"systems": []}, r"task\.systems=\[\]"),
-    ({"systems": ["bm25"], "seeds": [1, 1]}, r"task\.seeds=\[1, 1\] must be some different"),
+    ({"systems": ["bm25"], "seeds": [1, 1]}, r"task\.seeds=\[1, 1\]"),
     ({"systems": ["bm25"], "seeds": []}, r"task\.seeds=\[\]"),
-    ({"systems": ["bm25"], "split": "train"}, r"task\.split='train' must be dev or test"),
+    ({"systems": ["bm25"], "split": "train"}, r"task\.split='train'"),
     ({"systems": ["bm25", "central"], "save_encoder": True}, r"task\.save_encoder=true"),
 ])  # fmt: skip
 def test_what_the_task_refuses(settings: dict[str, Any], message: str) -> None:
@@ -300,42 +280,53 @@ def test_what_the_task_refuses(settings: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"secure_sum": True, "roster": True}, r"federated\.roster=true says whose keys .* federated=flower"),
-    ({"transport": "pigeons"}, r"federated\.transport='pigeons' is not one of flower, inprocess, simulation"),
+    ({"secure_sum": True, "roster": True}, r"federated\.roster=true"),
+    ({"transport": "pigeons"}, r"federated\.transport='pigeons' .*flower, inprocess, simulation"),
     ({"stage1": {"eps": 3}}, r"federated\.stage1\.eps"),
     ({"privacy": {"eps": 8.0}, "stage1": {"in_batch": True}}, r"federated\.stage1\.in_batch=true"),
-    ({"privacy": {"eps": 8.0}, "declare_public": False}, r"Set federated\.privacy\.collection_eps"),
+    ({"privacy": {"eps": 8.0}, "declare_public": False}, r"federated\.privacy\.collection_eps"),
     *(({"clients": value}, r"federated\.clients=") for value in ("abc", True, 0, 2.5)),
+    *(({"planted": {knob: value}}, rf"planted\.{knob}={value!r}") for knob, value in (
+        ("clients", "3"), ("entities", "many"), ("questions", 1.5), ("hubs", "0"), ("duplicates", -1), ("seed", True),
+        ("common", "false"), ("shared", "half"), ("skew", "abc"), ("skew", float("nan")),
+    )),
 ])  # fmt: skip
 def test_what_a_federation_refuses_before_any_data_is_read(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan(**changes)
 
 
+def test_a_sample_of_queries_is_refused_where_replacing_a_pair_moves_the_pairs_of_others() -> None:
+    budget = {"eps": 8.0, "neighbours": "replace_one"}
+    given: dict[str, Any] = {
+        "sample": {"max_train_queries": 2}, "privacy": budget | {"unit": "pair"}, "declare_public": True,
+    }  # fmt: skip
+    with pytest.raises(ConfigurationError, match=r"federated\.sample\.max_train_queries=2"):
+        FederationPlan(**given)
+    for sound in ({"unit": "query"}, {"unit": "pair", "neighbours": "zero_out"}):
+        FederationPlan(**given | {"privacy": budget | sound})
+    FederationPlan(**given | {"sample": {}})
+
+
 def test_an_encoder_that_is_missing_is_refused_before_silos_are_built(tmp_path: Path) -> None:
     made = plan(model={"encoder": str(tmp_path / "nowhere")})
-    with pytest.raises(ConfigurationError, match="is not a folder on this machine"):
+    with pytest.raises(ConfigurationError, match="nowhere"):
         Federated(systems=["bm25"], seeds=[0]).run(parts(tmp_path / "run", made))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigurationError, match="Add federated=inprocess"):
+    with pytest.raises(ConfigurationError, match="federated=inprocess"):
         Federated(systems=["bm25"], seeds=[0]).run(parts(tmp_path / "run", None))
 
 
-def broken_silos(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    yield "missing", "does not exist; check federated.silos"
-    (tmp_path / "empty").mkdir()
-    yield "empty", "manifest.json does not exist; check federated.silos"
+def test_silos_that_cannot_be_run_over_are_refused_by_name(tmp_path: Path) -> None:
     found = planted_silos(Planted(**TINY))
+    (tmp_path / "empty").mkdir()
     write_silos(tmp_path / "one", found[:1], facts={})
-    yield "one", "has 1 client with federated.clients=10, and a federation needs at least two"
     for split in ("train", "dev", "test"):
         kept = [query for query in found[1].queries if query.split != split]
         write_silos(tmp_path / split, [found[0], replace(found[1], queries=kept)], facts={})
-        yield split, f"Client 'client1' of .* has no {split} query"
-
-
-def test_silos_that_cannot_be_run_over_are_refused_by_name(tmp_path: Path) -> None:
-    for name, message in broken_silos(tmp_path):
+    refused = {"missing": r"federated\.silos", "empty": r"federated\.silos", "one": r"federated\.clients=10"}
+    refused |= {split: f"'client1' .* no {split}" for split in ("train", "dev", "test")}
+    for name, message in refused.items():
         made = FederationPlan(silos=str(tmp_path / name), model={**MODEL, "planted": None})
         with pytest.raises((DataError, ConfigurationError), match=message):
             made.folders(tmp_path / "built")
@@ -434,13 +425,10 @@ def test_the_config_names_every_setting_and_its_defaults_are_the_papers() -> Non
     assert replace(made.settings(0)).stage1 == Stage1() and made.settings(0).stage2 == Stage2()
 
 
-NOT_DONE = [
-    (["task=plan"], "federated= describes a federation, and this task trains none"),
+@pytest.mark.parametrize(("chosen", "named"), [
+    (["task=plan"], "federated="),
     (["task=federated", "privacy.dataset_ledger=d.jsonl"], r"privacy\.dataset_ledger=d\.jsonl"),
-]
-
-
-@pytest.mark.parametrize(("chosen", "named"), NOT_DONE)
+])  # fmt: skip
 def test_what_no_federation_does_is_refused_in_one_line(chosen: list[str], named: str, tmp_path: Path) -> None:
     with initialize_config_module(version_base="1.3", config_module="lit_dpret.configs"):
         cfg = compose("train", overrides=[*chosen, "federated=inprocess", f"run_dir={tmp_path}"])
@@ -448,20 +436,15 @@ def test_what_no_federation_does_is_refused_in_one_line(chosen: list[str], named
         run(cfg)
 
 
-def test_a_transformer_for_each_side_is_no_start_of_stage_1(tmp_path: Path) -> None:
-    made = AS2Maker(**{**MODEL, "planted": Planted(**TINY)})
-    module = made(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="separate", passage_tower="trained")
-    folder = module.save_model(tmp_path / "two")
-    with pytest.raises(UnsupportedModelError, match="holds a transformer for each side"):
-        AS2Maker(**{**MODEL, "encoder": str(folder)}).check()
-
-
-def test_what_stage_1_saved_is_a_start_of_another_run(tmp_path: Path) -> None:
-    made = AS2Maker(**{**MODEL, "planted": Planted(**TINY)})
-    module = made(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
-    again = replace(made, encoder=str(module.save_model(tmp_path / "one")), planted=None)
+def test_what_stage_1_saved_is_a_start_of_another_run_and_a_transformer_for_each_side_is_none(tmp_path: Path) -> None:
+    made = maker()
+    shared = made(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
+    again = replace(made, encoder=str(shared.save_model(tmp_path / "one")), planted=None)
     for (name, value), (other, same) in zip(start_of(made).items(), start_of(again).items(), strict=True):
         assert name == other and torch.equal(value, same)
+    separate = made(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="separate", passage_tower="trained")
+    with pytest.raises(UnsupportedModelError, match=r"federated\.model\.encoder"):
+        replace(made, encoder=str(separate.save_model(tmp_path / "two"))).check()
 
 
 def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks_and_is_no_public_start_of_a_claim(

@@ -1,31 +1,44 @@
-"""PDD-AS2 with all clients in one process: its arithmetic, its budget, its faults and its resumption."""
+"""PDD-AS2 with all clients in one process: its arithmetic, budget, faults and resumption; and other transports."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import pickle
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation
+from tiny_silos import PRIVATE, SIZE, SMALL, declare_public, encoder, federation, ran
 
 from lit_dpret.datamodules import SiloDataModule
 from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
 from lit_dpret.encoders import TextEncoder
-from lit_dpret.errors import BudgetExceededError, ConfigurationError, DataError, LedgerError, ResumeError
+from lit_dpret.errors import (
+    BudgetExceededError,
+    ConfigurationError,
+    DataError,
+    LedgerError,
+    ResumeError,
+    WorkerError,
+)
+from lit_dpret.federated import transport
 from lit_dpret.federated.aggregation import client_weights, put_weights, take_weights, weighted_mean
 from lit_dpret.federated.data import merged_silo, planted_silos
 from lit_dpret.federated.data.planted import Planted
+from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.fitting import TowardsAnchor, fit_epochs
+from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.negatives import FedNegatives, FedPool
-from lit_dpret.federated.secure_mean import secure_mean
 from lit_dpret.federated.settings import PddAs2, Stage1, Stage2
-from lit_dpret.federated.silo import SiloClient
 from lit_dpret.federated.synthetic import public_sentences
-from lit_dpret.federated.transport import InProcessFederation
+from lit_dpret.federated.transport import FederationRun, InProcessFederation
 from lit_dpret.modules import AS2DualEncoder, OptimizerSpec
 from lit_dpret.privacy.ledger.dataset_file import DatasetFile
 from lit_dpret.privacy.modes import NoPrivacy
@@ -93,64 +106,45 @@ def test_the_term_towards_an_anchor_adds_its_strength_times_the_distance_to_the_
         torch.testing.assert_close(pulled[name], plain[name] + 0.03, rtol=0, atol=1e-5)
 
 
-def test_the_secure_mean_is_the_weighted_mean_and_names_who_is_left_out() -> None:
-    generator = torch.Generator().manual_seed(0)
-    start = {"w": torch.randn(4, 3, generator=generator), "b": torch.zeros(2)}
-    updates = {
-        f"c{i}": {key: value + 0.1 * torch.randn(value.shape, generator=generator) for key, value in start.items()}
-        for i in range(4)
-    }
-    weights = {"c0": 1.0, "c1": 0.25, "c2": 0.5, "c3": 1.0}
-    unbounded = PddAs2(update_norm=None)
-    found = secure_mean(start, updates, weights, unbounded, name="a", faults=[])
-    for key, value in weighted_mean(updates, weights).items():
-        torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
-    updates["c2"]["w"][0, 0] = float("nan")
-    faults: list[str] = []
-    found = secure_mean(start, updates, weights, unbounded, name="b", faults=faults)
-    rest = {name: update for name, update in updates.items() if name != "c2"}
-    torch.testing.assert_close(found["w"], weighted_mean(rest, weights)["w"], rtol=0, atol=1e-6)
-    assert faults == ["b: client 'c2': 'w' contains values that are not finite."]
-
-
 # -- whole runs ------------------------------------------------------------------------------
 
 
 def test_a_state_folder_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     federation(tmp_path, SMALL)
-    with pytest.raises(ResumeError, match=r"begun with stage1\.lr=0\.003, and now it is 0\.5"):
+    with pytest.raises(ResumeError, match=r"stage1\.lr=0\.003.* 0\.5"):
         federation(tmp_path, replace(SMALL, stage1=replace(SMALL.stage1, lr=0.5)))
     run = federation(tmp_path, SMALL)
-    with pytest.raises(ResumeError, match=r"begun with server\.start="):
+    with pytest.raises(ResumeError, match=r"server\.start="):
         InProcessFederation(list(run.clients.values()), SMALL, {k: v + 1 for k, v in run.start.items()}, run.folder)
     federation(tmp_path, replace(SMALL, stage2=replace(SMALL.stage2, negatives="dynamic", n=2)))  # beside it
 
 
-def test_under_masks_the_next_global_model_is_that_of_the_plain_mean(tmp_path: Path) -> None:
-    capped = replace(SMALL, stage1=replace(SMALL.stage1, weighting="capped", n_hat=30))
-    plain = federation(tmp_path, capped, state="plain")
-    masked = federation(tmp_path, replace(capped, secure_sum=True), state="masked")
+@pytest.mark.parametrize("masked", [False, True], ids=["in clear", "masked"])
+def test_a_client_that_sends_nan_or_wrong_shapes_is_named_and_the_mean_is_that_of_the_others(
+    masked: bool, tmp_path: Path
+) -> None:
+    capped = replace(SMALL.stage1, weighting="capped", n_hat=30)
+    settings = replace(SMALL, stage1=capped if masked else SMALL.stage1, update_norm=None, secure_sum=masked)
+    run = federation(tmp_path, settings, size=replace(SIZE, clients=5, skew=3.0))
     generator = torch.Generator().manual_seed(0)
     updates = {
-        name: {key: value + 0.1 * torch.randn(value.shape, generator=generator) for key, value in plain.start.items()}
-        for name in plain.clients
+        name: {key: value + 0.1 * torch.randn(value.shape, generator=generator) for key, value in run.start.items()}
+        for name in run.clients
     }
-    expected = plain.aggregate(plain.start, updates, 0)
-    for key, value in masked.aggregate(masked.start, updates, 0).items():
-        torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-6)
-
-
-def test_a_client_that_sends_nan_or_wrong_shapes_is_named_and_the_round_goes_on(tmp_path: Path) -> None:
-    run = federation(tmp_path, replace(SMALL, update_norm=None))
-    good = {name: {key: value + 1 for key, value in run.start.items()} for name in run.clients}
+    counts = {name: client.examples for name, client in run.clients.items()}
+    shares = client_weights(counts, settings.stage1.weighting, n_hat=settings.stage1.n_hat)
     key = next(iter(run.start))
-    good["client1"][key] = torch.full_like(run.start[key], float("nan"))
-    good["client2"][key] = torch.zeros(3)
-    mean = run.aggregate(run.start, good, 0)
-    assert [fault.split("'")[1] for fault in run.result.faults] == ["client1", "client2"]
-    torch.testing.assert_close(mean[key], run.start[key] + 1)
-    with pytest.raises(DataError, match=r"federated\.min_clients"):
-        run.aggregate(run.start, {"client1": good["client1"]}, 1)
+    for broken in ({}, {"client1": torch.full_like(run.start[key], float("nan")), "client2": torch.zeros(3)}):
+        for name, value in broken.items():
+            updates[name][key] = value
+        mean = run.aggregate(run.start, updates, len(broken))
+        good = {name: update for name, update in updates.items() if name not in broken}
+        for name, value in weighted_mean(good, shares).items():
+            torch.testing.assert_close(mean[name], value, rtol=0, atol=1e-6)
+        assert [fault.split("'")[1] for fault in run.result.faults] == list(broken)
+    if not masked:
+        with pytest.raises(DataError, match=r"federated\.min_clients"):
+            run.aggregate(run.start, {"client1": updates["client1"]}, 1)
 
 
 def test_under_a_budget_rounds_requests_and_stages_are_charged_to_each_silo_and_stay_within(
@@ -175,55 +169,16 @@ def test_under_a_budget_rounds_requests_and_stages_are_charged_to_each_silo_and_
     with pytest.raises(BudgetExceededError, match="total_eps"):
         client.train_shared(again.start, 2)
     assert client.epsilon() == spent["client0"]
+    client.ledger.path.unlink()  # without it the spending of the rounds is unknown
+    with pytest.raises(LedgerError, match=r"silo_ledger\.query\.jsonl"):
+        federation(tmp_path, settings, size=two)
 
 
-def test_rounds_whose_ledger_is_gone_are_not_gone_on_with(tmp_path: Path) -> None:
-    run = federation(tmp_path, PRIVATE)
-    client = run.clients["client0"]
-    client.train_shared(run.start, 0)
-    assert client.ledger is not None
-    client.ledger.path.unlink()
-    with pytest.raises(LedgerError, match=r"does not know of .*stage1-000"):
-        federation(tmp_path, PRIVATE)
-
-
-@pytest.mark.slow
-def test_runs_with_one_folder_of_ledgers_share_a_budget_whatever_their_state_folders_are(tmp_path: Path) -> None:
-    first = federation(tmp_path, PRIVATE).clients["client0"]
-
-    def again(state: str, settings: PddAs2) -> SiloClient:
-        more: Any = {"secret_file": tmp_path / "secret", "ledgers": tmp_path / "ledgers"}
-        return SiloClient(first.folder, tmp_path / state, settings, first._make, **more)
-
-    one = again("one", PRIVATE)
-    one.train_shared(one.model[0], 0)
-    other = again("other", replace(PRIVATE, seed=1))
-    assert other.epsilon() == one.epsilon() != 0
-    assert one.account.noise is not None and other.account.noise is not None
-    assert other.account.noise.training > one.account.noise.training
-
-
-def test_a_delta_that_permits_publishing_a_whole_passage_is_refused(tmp_path: Path) -> None:
+def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_passages(tmp_path: Path) -> None:
     settings = replace(
         PRIVATE,
         stage2=replace(PRIVATE.stage2, request="none", response="dp_centroid"),
-        privacy=replace(PRIVATE.privacy, collection_eps=5.0, collection_delta=0.5),
-    )
-    run = federation(tmp_path, settings)
-    with pytest.raises(ConfigurationError, match=r"collection_delta=0\.5 is not below 1/n"):
-        run.clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
-
-
-@pytest.mark.parametrize("noise", ["gaussian", "discrete"])
-def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_passages(
-    noise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if noise == "discrete":
-        monkeypatch.delattr(KeyedStream, "normal")
-    settings = replace(
-        PRIVATE,
-        stage2=replace(PRIVATE.stage2, request="none", response="dp_centroid"),
-        privacy=replace(PRIVATE.privacy, collection_eps=5.0, collection_delta=1e-3, noise=noise),
+        privacy=replace(PRIVATE.privacy, collection_eps=5.0, collection_delta=1e-3),
     )
     run = federation(tmp_path, settings)
     client = run.clients["client0"]
@@ -232,6 +187,10 @@ def test_centroids_of_a_private_collection_are_released_once_in_a_ledger_of_pass
     again = federation(tmp_path, settings).clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
     assert torch.equal(first.embeddings, again.embeddings) and ledgers == ["silo_ledger.passage.jsonl"]
     assert first.embeddings.isfinite().all() and client.epsilon() == 0.0  # nothing of the queries was read
+    allows_publishing = replace(settings, privacy=replace(settings.privacy, collection_delta=0.5))
+    other = federation(tmp_path, allows_publishing, state="other").clients["client0"]
+    with pytest.raises(ConfigurationError, match=r"federated\.privacy\.collection_delta=0\.5"):
+        other.serve(run.start, torch.empty(0, 16), refresh=0)
 
 
 @pytest.mark.parametrize("response", ["public", "dp_centroid"])
@@ -267,8 +226,9 @@ def test_nothing_that_leaves_under_a_budget_is_made_of_texts_that_were_embedded_
 def test_an_answer_that_rests_on_a_declaration_is_refused_without_it(
     response: Any, message: str, tmp_path: Path
 ) -> None:
+    settings = replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none", response=response))
     with pytest.raises(DataError, match=message):
-        run = federation(tmp_path, replace(PRIVATE, stage2=replace(PRIVATE.stage2, request="none", response=response)))
+        run = federation(tmp_path, settings)
         run.clients["client0"].serve(run.start, torch.empty(0, 16), refresh=0)
 
 
@@ -339,5 +299,133 @@ def test_a_silo_with_fewer_queries_than_a_batch_takes_all_of_them_and_under_a_bu
     assert client.examples < 50
     after = client.train_shared(run.start, 0)
     assert any(not torch.equal(after[name], run.start[name]) for name in after)
-    with pytest.raises(ConfigurationError, match="fewer train queries than a batch of 50"):
+    with pytest.raises(ConfigurationError, match="batch_size"):
         federation(tmp_path, replace(PRIVATE, stage1=replace(PRIVATE.stage1, batch_size=50)), state="private")
+
+
+# -- transports, and the model that every round begins with -------------------------------------
+
+MAKE = AS2Maker(encoder="planted", planted=SIZE, max_query_length=8, max_sentence_length=12)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("planted") / "silos"
+    return silo_folders(write_silos(folder, planted_silos(SIZE), facts={}))
+
+
+@pytest.mark.slow
+def test_both_kinds_of_stage_2_go_on_from_one_stage_1_and_only_what_is_asked_for_is_measured(
+    planted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ran(SMALL, planted, MAKE, tmp_path, measure=["stage1"])
+    assert set(first.systems) == {"stage1"} and set(first.sent) == {"stage 1"}
+    monkeypatch.setattr(
+        "lit_dpret.federated.silo.SiloClient.train_shared", lambda *_, **__: pytest.fail("stage 1 made again")
+    )
+    fed = ran(SMALL, planted, MAKE, tmp_path, measure=["stage2"])
+    own = replace(SMALL, stage2=replace(SMALL.stage2, negatives="dynamic"))
+    dynamic = ran(own, planted, MAKE, tmp_path, measure=["stage2"])
+    assert set(fed.systems) == set(dynamic.systems) == {"stage2"}
+    assert fed.sent["stage 1"] == first.sent["stage 1"] and fed.sent["requests"] > 0
+    again = ran(SMALL, planted, MAKE, tmp_path, measure=["stage2"])
+    assert again.traffic.by_silo() == fed.traffic.by_silo()  # an interruption counts nothing twice and loses nothing
+
+
+def test_another_transport_registers_by_name_and_gets_what_the_default_gets(
+    planted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[FederationRun] = []
+
+    def carry(run: FederationRun) -> FedResult:
+        seen.append(run)
+        return FedResult()
+
+    monkeypatch.setattr(transport, "_TRANSPORTS", {})
+    transport.register("pigeons", carry)
+    ran(SMALL, planted, MAKE, tmp_path, transport="pigeons", split="dev")
+    (run,) = seen
+    assert run.settings == SMALL and run.silos == planted and run.make_module is MAKE
+    assert run.folder == tmp_path and run.split == "dev"
+    with pytest.raises(ConfigurationError, match=r"federated\.transport='boats' .*pigeons"):
+        ran(SMALL, planted, MAKE, tmp_path, transport="boats")
+
+
+def test_a_maker_that_was_sent_elsewhere_builds_the_same_start() -> None:
+    sent = pickle.loads(pickle.dumps(MAKE))
+    here, there = start_of(MAKE), start_of(sent)
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+def test_frozen_embedding_tables_do_not_travel_and_do_not_change() -> None:
+    frozen = replace(MAKE, train_embeddings=False)
+    assert not [name for name in start_of(frozen) if "embeddings" in name]
+    assert [name for name in start_of(MAKE) if "word_embeddings" in name]
+    personal = frozen(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="separate", passage_tower="frozen")
+    weights = {name: value + 1 for name, value in start_of(frozen).items()}
+    personal.put_global(weights)  # both towers, without a row for a word among the weights
+    name = next(iter(weights))
+    for side in ("encoder", "passage_encoder"):
+        torch.testing.assert_close(
+            personal.get_parameter(name.replace("encoder.", f"{side}.", 1)).detach(), weights[name]
+        )
+    with pytest.raises(ConfigurationError, match="model"):
+        personal.put_global({key: value for key, value in weights.items() if key != name})
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"encoder": "/no/such/folder"}, "/no/such/folder"),
+    ({"layers": 9}, "1 to 1 layers"),
+    ({"max_query_length": 0}, r"federated\.model\.max_query_length=0"),
+    ({"planted": None}, r"federated\.model\.encoder=planted"),
+])  # fmt: skip
+def test_an_encoder_that_cannot_be_had_is_refused_at_once(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        replace(MAKE, **change).check()
+
+
+# -- Flower's simulation, on Ray
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray (flwr[simulation])")
+def test_a_simulation_gives_what_one_process_gives(planted: dict[str, Path], tmp_path: Path) -> None:
+    expected = ran(SMALL, planted, MAKE, tmp_path / "here")
+    found = ran(SMALL, planted, MAKE, tmp_path / "there", transport="simulation")
+    assert not found.faults and found.epsilon == dict.fromkeys(planted)
+    for system, clients in expected.systems.items():
+        assert set(found.systems[system]) == set(clients)
+        for client, values in clients.items():
+            for metric, value in values.items():
+                np.testing.assert_allclose(found.systems[system][client][metric], value, atol=1e-6)
+    shared = load_file(tmp_path / "here" / "server" / "global-001.safetensors")
+    for name, value in load_file(tmp_path / "there" / "server" / "global-001.safetensors").items():
+        torch.testing.assert_close(shared[name], value, rtol=0, atol=1e-6)
+    assert expected.sent["stage 1"] < found.sent["stage 1"] < 1.05 * expected.sent["stage 1"]  # arrays have headers
+    again = ran(SMALL, planted, MAKE, tmp_path / "there", transport="simulation", measure=["bm25"])
+    assert set(again.systems) == {"bm25"} and again.sent == found.sent
+
+
+def test_a_server_whose_simulation_has_ended_waits_for_nobody() -> None:
+    pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+    from lit_dpret.federated.flower.simulation import UntilStopped
+
+    class Deaf:
+        def push_messages(self, messages: list[str]) -> list[str]:
+            return messages
+
+        def pull_messages(self, _: object) -> list[str]:
+            stopped.set()
+            return []
+
+    stopped = threading.Event()
+    grid: Any = UntilStopped(Deaf(), stopped)  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match="simulation"):
+        grid.send_and_receive(["a message"])
+
+
+def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigurationError, match=r"flwr\[simulation\].*federated=inprocess"):
+        ran(SMALL, {"a": tmp_path}, MAKE, tmp_path / "state", transport="simulation")

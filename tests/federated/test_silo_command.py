@@ -1,11 +1,19 @@
-"""`lit-dpret silo`: everything is checked before anything is started, and what is wrong is said in one sentence."""
+"""`lit-dpret silo`: everything is checked before anything is started, and Flower is optional, silent and runs our app.
+
+Wrong key, wrong authority and no TLS are told apart, in one line each, before Flower would try for ever.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
+import ssl
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +23,7 @@ from tiny_silos import PRIVATE, SIZE, SMALL, declare_public
 
 pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
-from superlink import make_authority, make_node_key, write_private
+from superlink import SuperLink, free_port, make_authority, make_node_key, write_private
 
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.errors import ConfigurationError, DataError, LedgerError, ResumeError
@@ -112,7 +120,7 @@ def test_a_broken_ledger_or_another_runs_state_is_found_before_the_silo_starts(t
     settings = silo(tmp_path, PRIVATE)
     client = settings.client()
     client.train_shared(start_of(MAKE), 0)
-    with pytest.raises(ResumeError, match=r"was begun with stage1\.seed=0, and now it is 1"):
+    with pytest.raises(ResumeError, match=r"stage1\.seed=0.* 1"):
         check_silo(replace(settings, federated=replace(PRIVATE, seed=1)))
     assert client.ledger is not None
     client.ledger.path.write_bytes(client.ledger.path.read_bytes().replace(b"reserve", b"reverse"))
@@ -121,15 +129,15 @@ def test_a_broken_ledger_or_another_runs_state_is_found_before_the_silo_starts(t
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"--superlink": None}, "needs --superlink HOST:PORT, or --check"),
-    ({"--superlink": "hospital"}, "--superlink='hospital' is no HOST:PORT"),
-    ({"--key": None}, "--key is missing: .* or write --insecure"),
-    ({"--key": "/no/key"}, "--key=/no/key cannot be read: No such file"),
-    ({"--root-certificates": "/no/ca"}, "--root-certificates=/no/ca cannot be read"),
-    ({"--insecure": ""}, "--insecure goes without TLS, and --key needs it"),
-    ({"--settings": "/no/settings"}, "--settings=/no/settings cannot be read"),
-    ({"--settings": None}, "needs --settings FILE"),
-    ({"--port": "many"}, "argument --port: invalid int value"),
+    ({"--superlink": None}, "--superlink HOST:PORT, or --check"),
+    ({"--superlink": "hospital"}, "--superlink='hospital'"),
+    ({"--key": None}, "--key is missing"),
+    ({"--key": "/no/key"}, "--key=/no/key"),
+    ({"--root-certificates": "/no/ca"}, "--root-certificates=/no/ca"),
+    ({"--insecure": ""}, "--insecure .*--key"),
+    ({"--settings": "/no/settings"}, "--settings=/no/settings"),
+    ({"--settings": None}, "--settings FILE"),
+    ({"--port": "many"}, "--port"),
 ])  # fmt: skip
 def test_what_cannot_connect_is_refused_by_the_option(
     ready: dict[str, str], change: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
@@ -147,32 +155,33 @@ def test_keys_and_certificates_that_flower_would_stumble_over_are_named(tmp_path
     certificate = make_authority(tmp_path)["ca"]
     good = Connection(superlink="[::1]:8000", key=key, root_certificates=certificate)
     assert good.check() is good
-    key.chmod(0o644)
-    with pytest.raises(ConfigurationError, match=r"has mode 0644 and can be read by others. Run: chmod 600"):
-        good.check()
     other = ed25519.Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    with pytest.raises(ConfigurationError, match="is not an ECDSA key"):
-        replace(good, key=write_private(tmp_path / "other", other)).check()
-    with pytest.raises(ConfigurationError, match="is not a private key without a passphrase"):
-        replace(good, key=write_private(tmp_path / "words", b"words")).check()
-    with pytest.raises(ConfigurationError, match="holds no certificate"):
-        Connection(superlink="a:1", key=write_private(key, make_node_key(tmp_path, "new").read_bytes()),
-                   root_certificates=tmp_path / "words").check()  # fmt: skip
+    readable = write_private(tmp_path / "readable", key.read_bytes())
+    readable.chmod(0o644)
+    words = write_private(tmp_path / "words", b"words")
     old = make_authority(tmp_path / "old", days=-1)["ca"]
-    with pytest.raises(ConfigurationError, match="no certificate in it is valid after"):
-        replace(good, root_certificates=old).check()
+    for change, message in (
+        ({"key": readable}, "--key=.* 0644"),
+        ({"key": write_private(tmp_path / "other", other)}, "--key=.*ECDSA"),
+        ({"key": words}, "--key=.*passphrase"),
+        ({"root_certificates": words}, "--root-certificates=.*PEM"),
+        ({"root_certificates": old}, "--root-certificates=.*valid after"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            replace(good, **change).check()
+
+
+OURS = "schema: lit-dpret/silo-settings/1\n"
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("- a", "holds no settings. Begin it with 'schema: lit-dpret/silo-settings/1'"),
-    ("schema: [", r"is not YAML \(line"),
+    ("- a", "lit-dpret/silo-settings/1"),
+    ("schema: [", "line"),
     ("schema: lit-dpret/silo-settings/9\n", "silo-settings/9"),
-    ("schema: lit-dpret/silo-settings/1\n", "does not contain data"),
-    ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nshare: true\n", r"\.share is not known; there are data, "),
-    ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nfederated: {stage1: {rounds: many}}\n",
-     r"federated\.stage1\.rounds='many' is no int"),
-    ("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nfederated: {privacy: {eps: 8}}\n",
-     "in_batch=true makes each query's loss depend"),
+    (OURS, "data"),
+    (f"{OURS}data: d\nstate: s\nshare: true\n", r"\.share "),
+    (f"{OURS}data: d\nstate: s\nfederated: {{stage1: {{rounds: many}}}}\n", r"federated\.stage1\.rounds='many'"),
+    (f"{OURS}data: d\nstate: s\nfederated: {{privacy: {{eps: 8}}}}\n", "in_batch=true"),
 ])  # fmt: skip
 def test_a_document_that_says_something_else_is_refused_by_name(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "silo.yaml"
@@ -183,7 +192,7 @@ def test_a_document_that_says_something_else_is_refused_by_name(text: str, messa
 
 def test_a_path_in_a_document_is_relative_to_it_and_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
     path = tmp_path / "silo.yaml"
-    path.write_text("schema: lit-dpret/silo-settings/1\ndata: d\nstate: s\nfederated: {stage1: {lr: 3e-5}}\n")
+    path.write_text(f"{OURS}data: d\nstate: s\nfederated: {{stage1: {{lr: 3e-5}}}}\n")
     found = read_silo_settings(path)
     assert found.data == tmp_path / "d" and found.state == tmp_path / "s" and found.federated.stage1.lr == 3e-5
     assert read_silo_settings(path, data=tmp_path / "e").data == tmp_path / "e"
@@ -195,12 +204,12 @@ def test_a_silo_of_a_roster_needs_its_signing_key_and_the_list_and_makes_the_key
     key, roster = tmp_path / "signing", tmp_path / "roster.json"
     silo_command(["--new-signing-key", str(key)])
     public = capsys.readouterr().out.split()[-1]
-    with pytest.raises(ConfigurationError, match=r"cannot be written to .*signing: File exists"):
+    with pytest.raises(ConfigurationError, match="signing"):
         silo_command(["--new-signing-key", str(key)])
     write_roster(roster, {"client0": public, "client1": "11" * 32, "client2": "22" * 32})
     run = replace(SMALL, secure_sum=True, roster=True, stage1=replace(SMALL.stage1, weighting="uniform"))
     settings = silo(tmp_path, run, signing_key=Path("signing"), share_epsilon=True)
-    with pytest.raises(ConfigurationError, match="roster=true, and this silo's document has no roster_file"):
+    with pytest.raises(ConfigurationError, match="roster_file"):
         check_silo(read_silo_settings(Path(document(tmp_path, settings))))
     whole = read_silo_settings(Path(document(tmp_path, replace(settings, roster_file=Path("roster.json")))))
     assert "what is spent of the budget (share_epsilon: true)" in check_silo(whole)
@@ -217,22 +226,193 @@ def test_a_folder_that_is_no_silo_and_a_flower_that_is_not_there_are_named(
 ) -> None:
     with pytest.raises(DataError, match="nowhere"):
         check_silo(replace(silo(tmp_path), data=tmp_path / "nowhere"))
-    with pytest.raises(ConfigurationError, match="Choose another one"):
+    with pytest.raises(ConfigurationError, match="quotation"):
         node_arguments(tmp_path / 'a"b', Connection(superlink="a:1", insecure=True))
     monkeypatch.setattr("lit_dpret.federated.flower.library.task_commands", lambda: ["flwr-everything"])
-    with pytest.raises(ConfigurationError, match="starts tasks in a way that lit-dpret does not know"):
+    with pytest.raises(ConfigurationError, match=r"flwr>="):
         write_commands(tmp_path / "bin")
 
     def missing(_: str) -> str:
         raise node.PackageNotFoundError("flwr")
 
     monkeypatch.setattr(node, "version", missing)
-    with pytest.raises(ConfigurationError, match=r'pip install "lit-dpret\[federated\]"'):
+    with pytest.raises(ConfigurationError, match=r"lit-dpret\[federated\]"):
         silo_command(["--settings", document(tmp_path, silo(tmp_path)), "--superlink", "a:1", "--insecure"])
 
 
 @pytest.mark.slow
-def test_a_task_runs_the_installed_app_whatever_the_server_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_state_folder_does_not_give_a_silo_its_budget_back(tmp_path: Path) -> None:
+    first = silo(tmp_path, PRIVATE).client()
+    first.train_shared(first.model[0], 0)
+    again = replace(silo(tmp_path, PRIVATE), state=tmp_path / "anew")
+    second = again.client()
+    assert second.epsilon() == first.epsilon() != 0
+    assert first.account.noise is not None and second.account.noise is not None
+    assert second.account.noise.training > first.account.noise.training
+    assert f"epsilon {show_epsilon(first.epsilon())} of 20 is spent" in check_silo(again)
+    shutil.rmtree(again.data / "ledgers")
+    with pytest.raises(LedgerError, match=r"silo_ledger\.query\.jsonl"):
+        check_silo(silo(tmp_path, PRIVATE))
+
+
+# -- the connection -----------------------------------------------------------------------------
+
+
+@contextmanager
+def listening(files: dict[str, Path] | None) -> Iterator[str]:
+    """A server with TLS and these certificates, or one that answers in clear; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        context = None
+        if files is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(files["server"], files["server_key"])
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    with server.accept()[0] as one, suppress(OSError):
+                        if context is None:
+                            one.recv(1000)
+                            one.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                        else:
+                            context.wrap_socket(one, server_side=True).recv(1)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.close()
+
+
+def reach(address: str, ca: Path | None = None, *, insecure: bool = False) -> Connection:
+    return Connection(superlink=address, root_certificates=ca, insecure=insecure)
+
+
+def test_each_way_in_which_tls_can_be_wrong_has_its_own_line(tmp_path: Path) -> None:
+    ours, other = make_authority(tmp_path / "ours"), make_authority(tmp_path / "other")
+    old = make_authority(tmp_path / "old", days=-1)
+    found: dict[str, str] = {}
+
+    def line(name: str, one: Connection) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            one.reach()
+        found[name] = str(caught.value)
+
+    with listening(ours) as address:
+        reach(address, ours["ca"]).reach()
+        line("authority", reach(address, other["ca"]))
+        line("no authority", reach(address))
+        line("TLS", reach(address, insecure=True))
+        elsewhere = address.replace("127.0.0.1", "127.0.0.2")  # the same machine, under an address of no certificate
+        reach(elsewhere, ours["ca"]).reach()  # where nobody listens is Flower's affair
+    with listening(None) as address:
+        reach(address, insecure=True).reach()
+        line("no TLS", reach(address, ours["ca"]))
+    with listening(old) as address:
+        line("expired", reach(address, old["ca"]))
+    assert len(set(found.values())) == len(found) and not any("\n" in one for one in found.values())
+    assert "--root-certificates=" in found["authority"] and "--root-certificates is not given" in found["no authority"]
+    assert "--insecure" in found["TLS"] and "--insecure" in found["no TLS"]
+    reach(f"127.0.0.1:{free_port()}", ours["ca"]).reach()
+    reach("nowhere.invalid:1", ours["ca"]).reach()
+
+
+def test_a_submitted_run_names_its_own_settings(tmp_path: Path) -> None:
+    ours, other = make_authority(tmp_path / "ours"), make_authority(tmp_path / "other")
+    with listening(ours) as address:
+        Connection(superlink=address, root_certificates=ours["ca"], of="run").check().reach()
+        with pytest.raises(ConfigurationError, match=r"federated\.root_certificates"):
+            Connection(superlink=address, root_certificates=other["ca"], of="run").reach()
+        with pytest.raises(ConfigurationError, match=r"federated\.insecure"):
+            Connection(superlink=address, insecure=True, of="run").reach()
+
+
+@pytest.mark.slow
+def test_with_a_true_superlink_key_authority_and_tls_are_told_apart(tmp_path: Path) -> None:
+    with SuperLink(tmp_path) as running:
+        good, bad = running.register("good"), make_node_key(tmp_path / "keys", "bad")
+        other = make_authority(tmp_path / "other")["ca"]
+        own = running.files["ca"]
+        for _ in range(2):  # the second time it has logged out again
+            Connection(superlink=running.address, key=good, root_certificates=own).reach()
+        for connection, option in (
+            (Connection(superlink=running.address, key=bad, root_certificates=own), f"--key={bad}"),
+            (Connection(superlink=running.address, key=good, root_certificates=other), f"--root-certificates={other}"),
+            (Connection(superlink=running.address, insecure=True), "--insecure"),
+        ):
+            with pytest.raises(ConfigurationError, match=option):
+                connection.reach()
+        port = free_port()
+        command = ["flower-superlink", "--host", "127.0.0.1", "--port", port, "--insecure",
+                   "--disable-runtime-dependency-installation"]  # fmt: skip
+        running.start("in clear", command)
+        address = f"127.0.0.1:{port}"
+        running.wait_for("in clear", lambda: not socket.socket().connect_ex(("127.0.0.1", port)), seconds=120)
+        with pytest.raises(ConfigurationError, match="--insecure"):
+            Connection(superlink=address, key=good, root_certificates=own).reach()
+        Connection(superlink=address, insecure=True).reach()
+        Connection(superlink=f"127.0.0.1:{free_port()}", key=good, root_certificates=own).reach()  # nobody there
+
+
+# -- what importing Flower says and does -------------------------------------------------------
+
+REPORTS = ("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED", "FLWR_DISABLE_UPDATE_CHECK")
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A new process whose environment says nothing of reports but what is given."""
+    environment = {name: value for name, value in os.environ.items() if name not in REPORTS} | variables
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_flower_is_imported_with_its_reports_switched_off() -> None:
+    done = python(
+        "import lit_dpret.federated.flower, os; from flwr.supercore import telemetry; "
+        "print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ['RAY_USAGE_STATS_ENABLED']); "
+        "from flwr.supercore import update_check; print(os.environ[update_check.FLWR_DISABLE_UPDATE_CHECK])"
+    )
+    assert done.stdout.split() == ["0", "0", "1"] and "Warning" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(("code", "variables", "warned"), [
+    ("from flwr.supercore import telemetry; ", {}, "flwr was imported before"),
+    ("", {"FLWR_TELEMETRY_ENABLED": "1"}, "FLWR_TELEMETRY_ENABLED=1"),
+], ids=["flwr was imported first", "somebody switched them on"])  # fmt: skip
+def test_reports_that_were_decided_on_by_others_are_warned_of(
+    code: str, variables: dict[str, str], warned: str
+) -> None:
+    assert warned in python(f"{code}import lit_dpret.federated.flower", **variables).stderr
+
+
+IMPORTS_THE_LIBRARY = """
+from lit_dpret.errors import ConfigurationError
+try:
+    import lit_dpret.federated.flower.library
+except ConfigurationError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_without_flower_all_else_imports_and_one_sentence_says_what_to_install() -> None:
+    hidden = """
+import sys, importlib.metadata as m; real = m.version
+def version(name):
+    if name == 'flwr': raise m.PackageNotFoundError(name)
+    return real(name)
+m.version = version; sys.modules['flwr'] = None
+import lit_dpret.federated.transport, lit_dpret.federated.flower
+"""
+    done = python(hidden + IMPORTS_THE_LIBRARY)
+    assert 'pip install "lit-dpret[federated]"' in done.stdout, done.stderr
+
+
+def test_a_flower_that_moved_its_parts_is_named_with_the_versions_that_work() -> None:
+    moved = "import lit_dpret.federated.flower, sys; sys.modules['flwr.supercore.task_identity'] = None"
+    done = python(moved + IMPORTS_THE_LIBRARY)
+    assert "flwr>=1.41,<1.43" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_task_runs_the_installed_app_whatever_the_server_sent() -> None:
     # In a process of its own, since Flower's functions are replaced in it.
     code = (
         "import sys, flwr.supernode.cli, flwr.supernode.runtime.run_clientapp as runtime\n"
@@ -253,19 +433,6 @@ def test_a_task_runs_the_installed_app_whatever_the_server_sent(monkeypatch: pyt
         "except ConfigurationError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python(code)
     lines = done.stdout.splitlines()
-    assert lines[:2] == ["our app", "A silo installs nothing that the server asks for."], done.stderr
-    assert "could run the server's code" in lines[2]
-
-
-@pytest.mark.slow
-def test_another_state_folder_does_not_give_a_silo_its_budget_back(tmp_path: Path) -> None:
-    first = silo(tmp_path, PRIVATE).client()
-    first.train_shared(first.model[0], 0)
-    again = replace(silo(tmp_path, PRIVATE), state=tmp_path / "anew")
-    assert again.client().epsilon() == first.epsilon() != 0
-    assert f"epsilon {show_epsilon(first.epsilon())} of 20 is spent" in check_silo(again)
-    shutil.rmtree(again.data / "ledgers")
-    with pytest.raises(LedgerError, match="does not know of"):
-        check_silo(silo(tmp_path, PRIVATE))
+    assert lines[0] == "our app" and "installs nothing" in lines[1] and "flwr>=" in lines[2], done.stderr

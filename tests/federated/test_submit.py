@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,35 +44,34 @@ SAID: dict[str, Any] = {
     "faults": ["stage 1, round 0: client 'gard' did not answer."],
     "epsilon": {},
 }
-FakeFlower = Callable[..., list[list[str]]]
+
+
+class FakeFlower:
+    """A command ``flwr`` that prints lines and notes what it was called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.program, self._calls = folder / "flwr", folder / "calls"
+
+    def says(self, *lines: str) -> None:
+        said = "".join(f"{line}\n" for line in lines)
+        self.program.write_text(
+            f"#!{sys.executable}\nimport json, os, sys\n"
+            f"home = open(os.environ['FLWR_HOME'] + '/config.toml').read() if 'FLWR_HOME' in os.environ else ''\n"
+            f"open({str(self._calls)!r}, 'a').write(json.dumps([*sys.argv[1:], home]) + '\\n')\nprint({said!r})\n"
+        )
+        self.program.chmod(0o700)
+
+    @property
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line) for line in self._calls.read_text().splitlines()] if self._calls.exists() else []
 
 
 @pytest.fixture
 def flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeFlower:
-    """A command ``flwr`` that prints lines; gives back what it was called with."""
-
-    def make(*lines: str) -> list[list[str]]:
-        calls = tmp_path / "calls"
-        program = tmp_path / "flwr"
-        said = "".join(f"{line}\n" for line in lines)
-        program.write_text(
-            f"#!{sys.executable}\nimport json, os, sys\n"
-            f"home = open(os.environ['FLWR_HOME'] + '/config.toml').read() if 'FLWR_HOME' in os.environ else ''\n"
-            f"open({str(calls)!r}, 'a').write(json.dumps([*sys.argv[1:], home]) + '\\n')\nprint({said!r})\n"
-        )
-        program.chmod(0o700)
-        monkeypatch.setattr(submit, "flower_program", lambda _: program)
-        return Calls(calls)
-
-    return make
-
-
-class Calls(list[Any]):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> list[list[str]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+    found = FakeFlower(tmp_path)
+    found.says(RESULT + json.dumps(SAID))
+    monkeypatch.setattr(submit, "flower_program", lambda _: found.program)
+    return found
 
 
 def run(folder: Path, *, link: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -81,15 +79,15 @@ def run(folder: Path, *, link: dict[str, Any] | None = None, **more: Any) -> Any
     return ran(SMALL, {}, MAKE, folder, transport="flower", link=built(SuperLinkTarget, chosen, "federated"), **more)
 
 
-def test_one_run_is_handed_over_once_whatever_part_of_it_is_asked_for(flower: Any, tmp_path: Path) -> None:
-    calls = flower("\x1b[92mSuccessfully started run 7\x1b[0m", "stage 1, rounds: 50% 1/2", RESULT + json.dumps(SAID))
+def test_one_run_is_handed_over_once_whatever_part_of_it_is_asked_for(flower: FakeFlower, tmp_path: Path) -> None:
+    flower.says("\x1b[92mSuccessfully started run 7\x1b[0m", "stage 1, rounds: 50% 1/2", RESULT + json.dumps(SAID))
     result = run(tmp_path / "run", measure=["stage1"])
     assert set(result.systems) == {"stage1"} and result.faults == SAID["faults"]
     assert result.mean("stage1", "sentence/mrr@10") == 0.25
     assert len(result.systems["stage1"]["cdc"]["sentence/mrr@10"]) == 4
     assert result.traffic.by_silo()["gard"] == {"stage 1": 30}
     assert set(run(tmp_path / "run").systems) == {"bm25", "stage1", "stage2"}
-    ((verb, app, name, option, config, stream, home),) = calls.read()
+    ((verb, app, name, option, config, stream, home),) = flower.calls
     assert (verb, option, stream) == ("run", "--run-config", "--stream")
     assert tomllib.loads(home)["superlink"][name] == {"address": "server:8000", "insecure": True}
     sent = read_run_request(tomllib.loads(Path(config).read_text())["lit-config"])
@@ -98,39 +96,39 @@ def test_one_run_is_handed_over_once_whatever_part_of_it_is_asked_for(flower: An
     assert [path.name for path in Path(app).iterdir()] == ["pyproject.toml"]
 
 
-def test_a_name_is_left_to_the_users_own_flower_configuration(flower: Any, tmp_path: Path) -> None:
-    calls = flower(RESULT + json.dumps(SAID))
+def test_a_name_is_left_to_the_users_own_flower_configuration(flower: FakeFlower, tmp_path: Path) -> None:
     run(tmp_path / "run", link={"superlink": "hospital-net", "insecure": False})
-    assert calls.read()[0][2] == "hospital-net"
+    assert flower.calls[0][2] == "hospital-net"
     certificate = make_authority(tmp_path / "certificates")["ca"]
     run(tmp_path / "other", link={"insecure": False, "root_certificates": str(certificate)})
-    home = tomllib.loads(calls.read()[1][-1])
+    home = tomllib.loads(flower.calls[1][-1])
     assert home["superlink"]["lit-dpret"] == {"address": "server:8000", "root-certificates": str(certificate)}
 
 
 @pytest.mark.parametrize(("line", "kind", "message"), [
-    (REFUSAL + json.dumps("3 are missing."), DataError, r"The server of pdd_as2-\w{8} says: 3 are missing\."),
-    ("Unable to connect", WorkerError, r"did not end with a result\. The last that Flower said is: Unable to connect"),
+    (REFUSAL + json.dumps("3 are missing."), DataError, r"pdd_as2-\w{8} .*3 are missing\."),
+    ("Unable to connect", WorkerError, r"federated\.superlink=.*Unable to connect"),
 ])  # fmt: skip
 def test_what_the_server_says_against_a_run_is_passed_on(
-    flower: Any, tmp_path: Path, line: str, kind: type[Exception], message: str
+    flower: FakeFlower, tmp_path: Path, line: str, kind: type[Exception], message: str
 ) -> None:
-    flower(line)
+    flower.says(line)
     with pytest.raises(kind, match=message):
         run(tmp_path / "run")
 
 
 @pytest.mark.parametrize(("link", "message"), [
-    ({"superlink": "name"}, r"federated\.insecure goes with federated\.superlink=HOST:PORT; 'name' is a name"),
-    ({"root_certificates": "/no/ca"}, "insecure=true goes without TLS, and federated.root_certificates needs it"),
-    ({"insecure": False, "root_certificates": "/no/ca"}, r"federated\.root_certificates=/no/ca cannot be read"),
-    ({"run_name": "a b"}, r"federated\.name='a b-\w+' must be up to 64 letters"),
+    ({"superlink": "name"}, r"federated\.insecure .*'name'"),
+    ({"root_certificates": "/no/ca"}, r"insecure=true .*federated\.root_certificates"),
+    ({"insecure": False, "root_certificates": "/no/ca"}, r"federated\.root_certificates=/no/ca"),
+    ({"run_name": "a b"}, r"federated\.name='a b-\w+'"),
 ])  # fmt: skip
-def test_a_target_that_cannot_be_is_refused(flower: Any, tmp_path: Path, link: dict[str, Any], message: str) -> None:
-    calls = flower()
+def test_a_target_that_cannot_be_is_refused(
+    flower: FakeFlower, tmp_path: Path, link: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         run(tmp_path / "run", link=link)
-    assert not calls.read()
+    assert not flower.calls
 
 
 def test_without_a_superlink_the_document_for_the_silos_is_written_and_they_can_read_it(tmp_path: Path) -> None:
@@ -143,10 +141,10 @@ def test_without_a_superlink_the_document_for_the_silos_is_written_and_they_can_
 def test_a_request_is_read_as_it_was_written() -> None:
     request = RunRequest(name="a", federated=SMALL, model=MAKE, timeout=3.5)
     assert read_run_request(request.to_yaml()) == request
-    for change, message in (({"name": "../up"}, "name='../up' must be"), ({"split": "all"}, "split='all'")):
+    for change, message in (({"name": "../up"}, "name='../up'"), ({"split": "all"}, "split='all'")):
         with pytest.raises(ConfigurationError, match=message):
             replace(request, **change).check()
-    with pytest.raises(ConfigurationError, match="lit-config holds no settings"):
+    with pytest.raises(ConfigurationError, match="lit-config"):
         read_run_request("")
 
 
@@ -170,9 +168,9 @@ def command(folder: Path, *settings: str) -> Any:
 
 
 @pytest.mark.parametrize(("setting", "message"), [
-    ("task.systems=[bm25,single_star]", "single_star, which reads the silos' data here"),
-    ("task.systems=[customised,fed_negative]", "both customised and fed_negative"),
-    ("task.systems=[stage1]", r"task\.seeds=\[0, 1, 2\]: with federated=flower"),
+    ("task.systems=[bm25,single_star]", "single_star"),
+    ("task.systems=[customised,fed_negative]", "customised .*fed_negative"),
+    ("task.systems=[stage1]", r"task\.seeds=\[0, 1, 2\]"),
 ])  # fmt: skip
 def test_systems_that_a_silo_elsewhere_did_not_agree_to_are_refused(setting: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -183,7 +181,7 @@ def test_systems_that_a_silo_elsewhere_did_not_agree_to_are_refused(setting: str
 def test_a_finished_run_of_which_no_silo_shares_measures_ends_well_and_tells_what_was_spent_and_lost(
     flower: FakeFlower, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flower(RESULT + json.dumps({**SAID, "measures": {}, "queries": {}, "epsilon": {"cdc": 7.25}}))
+    flower.says(RESULT + json.dumps({**SAID, "measures": {}, "queries": {}, "epsilon": {"cdc": 7.25}}))
     systems = ["bm25", "stage1", "fed_negative"]
     command(
         tmp_path / "out", f"task.systems=[{','.join(systems)}]", "task.seeds=[0]", "federated.privacy.eps=8",
@@ -202,12 +200,11 @@ def test_a_finished_run_of_which_no_silo_shares_measures_ends_well_and_tells_wha
 def test_the_folder_in_which_the_document_of_the_silos_was_written_takes_the_submission(
     flower: FakeFlower, tmp_path: Path
 ) -> None:
-    calls = flower(RESULT + json.dumps(SAID))
     study = ["task.seeds=[0]", "task.systems=[stage1]"]
     with pytest.raises(ConfigurationError, match=r"federated\.superlink is null"):
         command(tmp_path / "out", *study, "federated.superlink=null", "federated.insecure=false")
     with pytest.raises(ResumeError, match="other settings"):  # which are not those that the silos agreed to
         command(tmp_path / "out", *study, "federated.stage1.rounds=3", "resume=true")
-    assert not calls.read()
+    assert not flower.calls
     command(tmp_path / "out", *study, "resume=true")
-    assert len(calls.read()) == 1 and (tmp_path / "out" / "pdd_as2.json").is_file()
+    assert len(flower.calls) == 1 and (tmp_path / "out" / "pdd_as2.json").is_file()

@@ -1,10 +1,10 @@
-"""What the trust table says of a silo's number of train queries, held against every message that leaves the silo."""
+"""What the trust table says that others see of a silo; its counts are compared with every message that leaves it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,9 +16,9 @@ from messages import Run, WritesDown
 
 from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.federated.flower.library import RecordDict
-from lit_dpret.federated.settings import PddAs2
+from lit_dpret.federated.settings import PddAs2, Stage1
 from lit_dpret.federated.silo import SiloClient
-from lit_dpret.federated.trust import Sight, sights
+from lit_dpret.federated.trust import Sight, sights, trust_table
 
 
 class Learns(SiloClient):
@@ -139,3 +139,34 @@ def test_no_request_is_told_of_where_no_system_makes_one() -> None:
     settings = with_(SMALL, "uniform", "exact")
     assert any("request" in one.what for one in sights(settings))
     assert not any("request" in one.what for one in sights(settings, ["stage1", "customised"]))
+
+
+def test_the_trust_table_says_in_clear_wherever_nothing_protects_and_nowhere_under_budget_and_masks() -> None:
+    assert trust_table(PddAs2()).count("none: in clear") == 4  # update, number of queries, request, answer
+    masked = with_(PRIVATE, "capped", "dp_centroid", secure_sum=True).check()
+    table, signed = trust_table(masked), trust_table(replace(masked, roster=True).check())
+    assert "in clear" not in table and "eps=20" in table and "t=2n/3 + 1" in table
+    assert "taken on trust" in table and "taken on trust" not in signed and "c < 2 t - n" in signed
+    centroids = replace(PRIVATE.stage2, response="dp_centroid", request="none")
+    assert "eps=2 " in trust_table(
+        replace(PRIVATE, stage2=centroids, privacy=replace(PRIVATE.privacy, collection_eps=2.0)).check()
+    )
+    sealed = trust_table(PddAs2(seal=True).check())
+    assert sealed.count("| who asks whom, and sizes |") == sealed.count("against the silos: none: in clear") == 2
+    private = trust_table(replace(PRIVATE, seal=True, roster=True).check())
+    assert "sealed from the server" in private and "in clear" not in private and "taken on trust" not in private
+
+
+def test_the_trust_table_tells_by_which_rule_the_next_model_is_made() -> None:
+    rules = get_args(get_type_hints(Stage1)["aggregation"])
+    told = {rule: sights(replace(SMALL, stage1=replace(SMALL.stage1, aggregation=rule)))[0].silos for rule in rules}
+    assert len(set(told.values())) == len(rules)
+    assert [rule for rule, text in told.items() if text.startswith("the mean,")] == ["mean"]
+
+
+@pytest.mark.parametrize(("run", "knob"), [(SMALL, "share_measures"), (PRIVATE, "share_epsilon")])
+def test_what_a_silo_may_choose_to_tell_is_no_row_of_never(run: PddAs2, knob: str) -> None:
+    lines = trust_table(run).splitlines()
+    never = next(line for line in lines if "never" in line)
+    assert any(f"unless the silo sets {knob}" in line for line in lines)
+    assert ("train queries" in never) == (run.privacy.eps is None and run.stage1.weighting == "uniform")
