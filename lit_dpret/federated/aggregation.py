@@ -36,7 +36,7 @@ def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: in
     """
     empty = next((name for name, count in counts.items() if count < 1), None)
     if empty is not None:
-        raise DataError(f"Client {empty!r} has no train query, so it has nothing to contribute. Leave it out.")
+        raise DataError(f"Client {empty!r} has no train query. Leave it out.")
     if weighting == "uniform":
         return dict.fromkeys(counts, 1.0)
     return {name: float(count) if n_hat is None else min(count / n_hat, 1.0) for name, count in counts.items()}
@@ -92,8 +92,8 @@ def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Ten
     )
     if not change <= most * length:
         raise DataError(
-            f"{whose}: the change of its weights has length {change:.3g} beside weights of length {length:.3g}, and "
-            f"federated.update_norm={most:g} times that is allowed. If it is honest, raise that setting.",
+            f"{whose}: its update of length {change:.3g} exceeds federated.update_norm={most:g} times the length "
+            f"{length:.3g} of the weights. If it is honest, raise that setting.",
             kind="bad update",
         )
 
@@ -127,8 +127,8 @@ def check_enough(stage: Stage1, silos: int, what: str) -> None:
     """Refuse a rule that needs more silos than the setting ``what`` guarantees, before any training."""
     if silos < (needed := updates_needed(stage)):
         raise ConfigurationError(
-            f"federated.stage1.aggregation={stage.aggregation} with federated.stage1.malicious={stage.malicious} needs "
-            f"{needed} updates in every round, and {what}={silos}. Raise it, or choose another rule."
+            f"federated.stage1.aggregation={stage.aggregation} with malicious={stage.malicious} needs {needed} updates "
+            f"in every round, and {what}={silos}. Raise it, or choose another rule."
         )
 
 

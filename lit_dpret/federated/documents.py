@@ -42,8 +42,8 @@ class SiloSettings:
     signing_key: Path | None = None
     roster_file: Path | None = None  # the public halves of everybody's, by the silos' names
     secret_file: Path | None = None  # keys the noise; null for the user's state folder
-    # Folder of what was spent, one for all runs on these data; null for ``ledgers`` in ``data``. Another state folder
-    # does not give a silo its budget back.
+    # One folder of ledgers for all runs on these data, so that a new state folder does not reset the budget; null for
+    # ``ledgers`` in ``data``.
     ledgers: Path | None = None
 
     def client(self) -> SiloClient:
@@ -52,8 +52,8 @@ class SiloSettings:
             if self.signing_key is None or self.roster_file is None:
                 missing = "signing_key" if self.signing_key is None else "roster_file"
                 raise ConfigurationError(
-                    f"federated.roster=true, and this silo's document has no {missing}. Write both into it: the file "
-                    "of lit-dpret silo --new-signing-key, and the list of everybody's public halves."
+                    f"federated.roster=true, and this silo's document has no {missing}: the file of lit-dpret silo "
+                    "--new-signing-key, or the list of everybody's public halves."
                 )
             from lit_dpret.federated.keys import load_credentials
 
@@ -130,8 +130,7 @@ class RunRequest(Patience):
     def check(self) -> RunRequest:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):
             raise ConfigurationError(
-                f"federated.name={self.name!r} must be up to 64 letters, digits, dots, dashes or underscores: the "
-                "server keeps the run under it."
+                f"federated.name={self.name!r} must be up to 64 letters, digits, dots, dashes or underscores."
             )
         require_choice("split", self.split, ("train", "dev", "test"))
         self.check_patience()

@@ -32,16 +32,15 @@ PerClient = dict[str, dict[str, Values]]
 class FedResult:
     """The results of a run; values are per query, and as private as the queries."""
 
-    # The measures of each client, for each phase that was asked for. A server knows only the means of the silos that
-    # share theirs, and gives each query its silo's mean.
+    # By phase and client. A server knows only the means of the silos that share theirs, and gives each query the mean.
     systems: dict[str, PerClient] = field(default_factory=dict)
     # The global weights; empty where they are elsewhere, or nothing was trained.
     weights: Weights = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)  # bytes by phase and silo, without envelopes, both ways
     # Spent of each silo's queries, of those that report it; None where nothing is promised.
     epsilon: dict[str, float | None] = field(default_factory=dict)
-    # Whose updates each round of stage 1 is made of, of the rounds that this process ran without masks, or as the
-    # server of a secure sum, which does not know whose vector holds no update.
+    # The silos in each round of stage 1 that this process ran without masks, or as the server of a secure sum, which
+    # does not know whose vector holds no update.
     rounds: dict[int, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)  # silos that were left out, when, and why
 
@@ -97,8 +96,7 @@ class Federation(ABC):
           with the others.
     """
 
-    # How many steps of progress a round of stage 1 has.
-    steps_of_round = 1
+    steps_of_round = 1  # of the progress line
 
     def __init__(self, settings: PddAs2, start: Mapping[str, Tensor], folder: str | Path, **facts: object) -> None:
         self.settings, self.start, self.folder = settings.check(), dict(start), Path(folder)

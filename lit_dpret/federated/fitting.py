@@ -33,13 +33,13 @@ class RoundAccountant(PrivacyAccountant):
     counted_by_others = True
 
     def _reserve(self) -> None:
-        # The noise of a fit is planned with that of all others: with fresh noise it would take what they need.
+        # The noise of all fits is planned together: fresh noise here would cost what the others need.
         if self.resume and self._run.attempt:
             raise NotRepeatedError(f"The fit in {self.run_dir} cannot be repeated bit by bit on this machine.")
         super()._reserve()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, ResumeError):  # a start that made no step settles nothing: `settle_broken` does
+        if isinstance(exception, ResumeError):  # no step was made; `SiloLedger.settle_broken` settles it
             self._close_account()
             self._account = None
         super().on_exception(trainer, pl_module, exception)
@@ -51,8 +51,8 @@ def fit_epochs(
 ) -> None:  # fmt: skip
     """Train ``module`` on ``data`` for this many epochs, with its ledger in ``folder``; log and checkpoint nothing.
 
-    ``repeat`` goes through a fit again that was broken off: what its ledger announced gets the same noise bit by bit
-    and costs nothing, and the rest is charged as planned (`broken_attempt`).
+    ``repeat`` repeats an interrupted fit (`broken_attempt`): the steps that its ledger announced get the same noise bit
+    by bit and cost nothing, and the rest is charged as planned.
     """
     lines = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")
@@ -112,7 +112,6 @@ def attempt_folder(folder: Path) -> Path:
 
 def broken_attempt(folder: Path) -> tuple[Path, float] | None:
     """Return the newest attempt with a ledger, and its noise multiplier; None without one."""
-    # Asked where the fit has no result, so that it was broken off: killed in a step, or before its result was written.
     attempts = sorted(folder.glob(f"attempt-*/{LEDGER_NAME}"), key=lambda path: int(path.parent.name.split("-")[1]))
     for path in reversed(attempts):
         plan = next((record["plan"] for record in _records(path.parent) if record["kind"] == "plan"), None)

@@ -29,7 +29,7 @@ try:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError as error:  # pragma: no cover
     raise ConfigurationError(
-        'federated.secure_sum and federated.seal need the package cryptography: pip install "lit-dpret[federated]".'
+        'federated.secure_sum and federated.seal need cryptography: pip install "lit-dpret[federated]".'
     ) from error
 
 
@@ -145,7 +145,7 @@ def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
         total += int.from_bytes(share, "big") * above * pow(below, -1, PRIME)
     found = total % PRIME
     if found.bit_length() > 8 * SECRET_BYTES:
-        raise DataError("The shares are not of one secret: one of them was changed, or is of another round.")
+        raise DataError("The shares are not of one secret: one was changed, or is of another round.")
     return found.to_bytes(SECRET_BYTES, "big")
 
 
@@ -163,11 +163,10 @@ class Credentials:
     def __post_init__(self) -> None:
         if self.roster.get(self.name) != identity_of(self.identity):
             raise ConfigurationError(
-                f"The roster holds no silo {self.name!r} with the public half of this signing key: others would take "
-                "nothing from it. Add it to the roster, at every silo."
+                f"The roster holds no silo {self.name!r} with the public half of this key. Add it, at every silo."
             )
         if len(set(self.roster.values())) != len(self.roster):
-            raise ConfigurationError("The roster gives one key to two silos: each of them could speak for the other.")
+            raise ConfigurationError("The roster gives one key to two silos, and each could speak for the other.")
 
     @property
     def number(self) -> int:

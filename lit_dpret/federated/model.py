@@ -29,11 +29,7 @@ PLANTED = "planted"
 
 @dataclass(frozen=True, kw_only=True)
 class AS2Maker:
-    """Build the `AS2DualEncoder` of a round; called by `SiloClient`.
-
-    Guarantees:
-        - Two calls with the same arguments give the same weights, in any process.
-    """
+    """Build the `AS2DualEncoder` of a round: for the same arguments the same weights, in any process."""
 
     encoder: str = "distilbert-base-uncased"
     layers: int | None = None
@@ -75,10 +71,7 @@ class AS2Maker:
 
 
 def start_and_dim(make: Callable[..., AS2DualEncoder]) -> tuple[Weights, int]:
-    """Return the public initial weights of stage 1, and the dimension of an embedding.
-
-    They are the shapes that messages must have.
-    """
+    """Return the public initial weights of stage 1, and the dimension of an embedding: the shapes of messages."""
     module = make(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
     return take_weights(module), module.encoder.dim
 
@@ -95,8 +88,8 @@ def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:
         return
     if next(traces_of_training(place), None) is not None:
         raise ConfigurationError(
-            f"federated.model.encoder={place} was trained on private data, and the epsilon of no silo would count "
-            "that. Start from a public encoder, or set federated.privacy.eps=null and claim nothing.",
+            f"federated.model.encoder={place} was trained on private data, which no silo's epsilon counts. Start from "
+            "a public encoder, or set federated.privacy.eps=null and claim nothing.",
             trap="T30",
         )
 
@@ -115,10 +108,9 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
         towers = cut(load_towers(maker.encoder), **lengths)
         if towers.query_encoder.backbone is not towers.passage_encoder.backbone:
             raise UnsupportedModelError(
-                f"federated.model.encoder={maker.encoder} holds a transformer for each side, and stage 1 trains one "
-                "for both. Name an encoder of one."
+                f"federated.model.encoder={maker.encoder} holds a transformer for each side. Name an encoder of one."
             )
-        found = towers.query_encoder  # what scales its embeddings, and what does not, is a start alike
+        found = towers.query_encoder  # a start, whether it scales its embeddings or not
         encoder = TextEncoder(
             found.backbone, found.tokenizer, replace(found.contract, normalise=True), found.projection
         )  # fmt: skip

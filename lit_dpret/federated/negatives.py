@@ -125,11 +125,9 @@ class FedPool:
 def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, send_as: str = "float16") -> Block:
     """Answer every request row, ``(rows, dim)``, with its ``n`` candidates of highest dot product.
 
-    Guarantees:
-        - Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
-
+    Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
     """
-    sent = as_sent(candidates, send_as)  # rounded first: the asker ranks what it receives
+    sent = as_sent(candidates, send_as)
     top = search(request_rows.float(), sent.float(), min(n, len(sent)))
     return _block(client, sent, [row[row != MISSING] for row in top.indices])
 
@@ -189,7 +187,7 @@ def merged_pool(
 ) -> FedPool:  # fmt: skip
     """Merge the answers to a request of ``rows`` into the asker's pool, with lists if the rows are queries.
 
-    Each answer is read with its size; ``refuse`` is told of those that cannot be read.
+    Each answer is read with its size; ``refuse`` gets those that cannot be read.
     """
     # A request that says nothing is answered as one empty row, by a sample.
     size = {"rows": 1, "limit": stage.n} if stage.request == "none" else {"rows": len(rows), "limit": stage.top_k}
@@ -276,8 +274,8 @@ class FedNegatives(DynamicNegatives):
         own: Any = self.index
         if len(self.pool.embeddings) and self.pool.embeddings.shape[1] != own.shape[1]:
             raise ConfigurationError(
-                f"The pool has {self.pool.embeddings.shape[1]} dimensions and the sentence encoder {own.shape[1]}: it "
-                "was made with another model. Ask for negatives again."
+                f"The pool has {self.pool.embeddings.shape[1]} dimensions and the sentence encoder {own.shape[1]}. Ask "
+                "for negatives again."
             )
         self._own = len(own)
         self._unit = F.normalize(self.pool.embeddings, dim=-1)

@@ -31,9 +31,8 @@ INSURANCEQA, PLANTED = "insuranceqa", "planted"
 class FederationPlan(Safeguards, SuperLinkTarget):
     """A federation as configured on the command line.
 
-    Where a setting is null its value follows from whether there is a budget: without ``privacy.eps`` it is the
-    paper's, with it what the budget allows. A value that is given and that a budget refuses is refused by name.
-    The settings of `SuperLinkTarget` are for ``transport=flower``.
+    A null setting follows from the budget: without ``privacy.eps`` it is the paper's, with it what the budget allows.
+    A value that is given and that a budget refuses is refused by name. `SuperLinkTarget` is for ``transport=flower``.
     """
 
     transport: str = "inprocess"
@@ -56,7 +55,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         check_transport(self.transport)
         require_whole("federated", self, 1, "clients", null=True)
         self._refuse_elsewhere()
-        # The command line gives mappings; from here on they are what they describe.
+        # The command line gives mappings.
         self._set("sample", dict(self.sample or {}))
         for name, kind in (("planted", Planted), ("privacy", FederatedPrivacy), ("model", AS2Maker)):
             given = getattr(self, name)
@@ -66,14 +65,13 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             self._set("model", replace(self.model, planted=self.planted))
         self._refuse_sample()
         safeguards = {one.name: getattr(self, one.name) for one in fields(Safeguards)}
+        stages: dict[str, Any] = {}
         first, second = self._defaults()
-        run = PddAs2(
-            stage1=built(Stage1, _filled(self.stage1, first), "federated.stage1"),
-            stage2=built(Stage2, _filled(self.stage2, second), "federated.stage2"),
-            privacy=self.privacy,
-            **safeguards,
-        )
-        self._set("run", run.check())
+        for name, kind, defaults in (("stage1", Stage1, first), ("stage2", Stage2, second)):
+            given = dict(getattr(self, name) or {})
+            given |= {key: value for key, value in defaults.items() if given.get(key) is None}
+            stages[name] = built(kind, given, f"federated.{name}")
+        self._set("run", PddAs2(**stages, privacy=self.privacy, **safeguards).check())
         link = {one.name: getattr(self, one.name) for one in fields(SuperLinkTarget)}
         self._set("link", built(SuperLinkTarget, link, "federated"))
 
@@ -84,20 +82,15 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         """Refuse settings of silos on other machines for silos that are here, and the reverse."""
         elsewhere = self.transport in ELSEWHERE
         if self.superlink is not None and not elsewhere:
-            raise ConfigurationError(
-                f"federated.superlink={self.superlink} is for federated=flower, and federated.transport is "
-                f"{self.transport}."
-            )
+            raise ConfigurationError(f"federated.superlink={self.superlink} is for federated=flower alone.")
         if self.roster and not elsewhere:
             raise ConfigurationError(
-                f"federated.roster=true says whose keys a server passes on, and under federated.transport="
-                f"{self.transport} no silo has a signing key of its own. Set it with federated=flower, or leave it "
-                "false."
+                f"federated.roster=true needs silos with signing keys, unlike federated.transport={self.transport}. "
+                "Set it with federated=flower."
             )
         if self.state is not None and elsewhere:
             raise ConfigurationError(
-                f"federated.state={self.state}: with federated=flower each silo has its state beside its data "
-                "(lit-dpret silo --state). Leave it out here."
+                f"federated.state={self.state}: with federated=flower each silo names its own (lit-dpret silo --state)."
             )
 
     def _refuse_sample(self) -> None:
@@ -107,10 +100,9 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             return
         if (private.unit, private.neighbours) == ("pair", "replace_one"):
             raise ConfigurationError(
-                f"federated.sample.max_train_queries={kept} cannot go with federated.privacy.unit=pair under "
-                "neighbours=replace_one: a pair in the place of another one may bring a query into the sample, which "
-                "moves all pairs of another query out. Set it to null, or set neighbours=zero_out, under which ids are "
-                "public, or unit=query."
+                f"federated.sample.max_train_queries={kept} with federated.privacy.unit=pair and "
+                "neighbours=replace_one: one pair may bring a query into the sample, which moves all pairs of another "
+                "query out. Set it to null, neighbours=zero_out or unit=query."
             )
 
     def _defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -142,12 +134,11 @@ class FederationPlan(Safeguards, SuperLinkTarget):
 
     def describe(self) -> dict[str, Any]:
         """Return everything that determines the results; not at which address the SuperLink is."""
-        link = {one.name for one in fields(SuperLinkTarget)} | (set() if self.transport in ELSEWHERE else {"link"})
-        names = {one.name for one in fields(self)} - link - set(_HOW)
+        names = {one.name for one in fields(self)} - {one.name for one in fields(SuperLinkTarget)} - set(_HOW)
         found = {name: repr(getattr(self, name)) for name in sorted(names)}
-        if "link" in found:
-            nowhere = replace(self.link, superlink=None, root_certificates=None, insecure=False)
-            found["link"] = repr(nowhere)
+        del found["link"]
+        if self.transport in ELSEWHERE:
+            found["link"] = repr(replace(self.link, superlink=None, root_certificates=None, insecure=False))
         return found
 
     def folders(self, folder: Path) -> dict[str, Path]:
@@ -163,11 +154,13 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             found = silo_folders(folder, knob="hydra.run.dir")
             if self.declare_public:
                 for data in found.values():
-                    _declare(data)
+                    if not (data / PUBLIC).exists():
+                        every = "".join(f"{sid}\n" for sid in read_silo(data, verify=False).sentences)
+                        (data / PUBLIC).write_text(every, encoding="utf-8")
         if min(len(found), self.clients or 2) < 2:
             raise ConfigurationError(
-                f"federated.silos={self.silos} has {len(found)} client with federated.clients={self.clients}, and a "
-                "federation needs at least two. Build more (task=build_silos), or raise federated.clients."
+                f"federated.silos={self.silos} has {len(found)} clients with federated.clients={self.clients}, and at "
+                "least two are needed. Build more (task=build_silos), or raise federated.clients."
             )
         sizes = {name: read_silo(folder).counts() for name, folder in found.items()}
         largest = sorted(sizes, key=lambda name: (-sizes[name]["train"], name))[: self.clients]
@@ -175,8 +168,8 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             counts = sizes[name]
             if empty := next((split for split in ("train", "dev", "test") if not counts[split]), None):
                 raise DataError(
-                    f"Client {name!r} of federated.silos={self.silos} has no {empty} query, and every split is needed. "
-                    "Leave it out, or build the silos again (task=build_silos)."
+                    f"Client {name!r} of federated.silos={self.silos} has no {empty} query. Leave it out, or build the "
+                    "silos again (task=build_silos)."
                 )
         return {name: found[name] for name in largest}
 
@@ -190,15 +183,15 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         if self.state is None:
             raise ConfigurationError(
                 f"federated.train_on={settings.train_on} with federated.stage2.response={settings.stage2.response} "
-                "needs each silo's generator, and this run's ledgers begin empty: they would not count its cost. Set "
-                "the folder of the silos' states: federated.state=RUN/private, RUN of task=federated_generators."
+                "needs each silo's generator, and this run's ledgers begin empty. Set federated.state=RUN/private, RUN "
+                "of task=federated_generators."
             )
         for name, data in silos.items():
             own = self.state / name
             if not own.is_dir():
                 raise ConfigurationError(
-                    f"federated.state={self.state} has no state of client {name!r}. Run task=federated_generators for "
-                    "it, and name that run's folder 'private'."
+                    f"federated.state={self.state} has no state of client {name!r}. Name the folder 'private' of a run "
+                    "of task=federated_generators."
                 )
             if (own / "run.json").exists():
                 raise ConfigurationError(
@@ -224,14 +217,3 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             return silos_by_domain(data.collection, clients=self.clients, **self.sample)
         except TypeError as error:
             raise ConfigurationError(f"federated.sample: {error}.") from error
-
-
-def _filled(given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(given or {})
-    return {**found, **{name: value for name, value in defaults.items() if found.get(name) is None}}
-
-
-def _declare(folder: Path) -> None:
-    path = folder / PUBLIC
-    if not path.exists():
-        path.write_text("\n".join(read_silo(folder, verify=False).sentences) + "\n", encoding="utf-8")

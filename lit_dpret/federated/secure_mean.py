@@ -32,7 +32,7 @@ class FixedPoint:
           against the sum of the values it is off by at most ``error`` in every coordinate.
     """
 
-    limit: float  # the largest absolute value of one coordinate; larger ones are clipped and counted
+    limit: float  # the largest absolute value of one coordinate; larger ones are clipped
     clients: int  # the largest number of summands
 
     @property
@@ -45,14 +45,10 @@ class FixedPoint:
         """The largest rounding error of one coordinate of the sum, for values within the limit."""
         return self.clients * 0.5 / self.scale
 
-    def encode(self, values: Values) -> tuple[Words, int]:
-        """Return the values as integers, and the number of clipped ones; refuse values that are not finite."""
-        values = np.asarray(values, dtype=np.float64)
-        if not np.isfinite(values).all():
-            raise DataError("An update holds values that are not finite; it is not sent.", kind="bad update")
-        cut = int((np.abs(values) > self.limit).sum())
+    def encode(self, values: Values) -> Words:
+        """Return finite values as integers, clipped to the limit."""
         whole = np.rint(np.clip(values, -self.limit, self.limit) * self.scale).astype(np.int64)
-        return (whole & 0xFFFFFFFF).astype(np.uint32), cut
+        return (whole & 0xFFFFFFFF).astype(np.uint32)
 
     def decode(self, words: Words) -> Values:
         return words.astype(np.uint32).view(np.int32).astype(np.float64) / self.scale
@@ -84,8 +80,8 @@ def mean_of(
     weight, error = (float(total[-1]) if len(total) == size + 1 else 0.0), fixed.error
     if not 0 < weight <= clients + error or float(np.abs(total[:-1]).max()) > limit * (weight + error) + error:
         raise DataError(
-            "The sum of the updates cannot be one of silos that keep to federated.update_limit and a weight of at most "
-            "1: one of them sent something else, and under masks it cannot be identified. The round is void.",
+            "The sum of the updates exceeds federated.update_limit: a silo sent something else, and under masks it "
+            "cannot be identified. The round is void.",
             kind="bad sum",
         )
     summed = torch.from_numpy(total)
@@ -137,7 +133,7 @@ def secure_mean(
         except DataError as error:
             faults.append(f"{name}: {error}")
             continue
-        server.masked[number] = client.mask(fixed.encode(vector)[0], routed[number])
+        server.masked[number] = client.mask(fixed.encode(vector), routed[number])
     lists = (server.active, server.dead)
     signatures = {number: clients[number].sign(*lists) for number in server.active}
     answers = [clients[number].unmask(*lists, signatures) for number in server.active]

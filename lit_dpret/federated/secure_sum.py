@@ -34,11 +34,7 @@ from lit_dpret.federated.keys import (
 )
 
 Words = NDArray[np.uint32]
-
-
 _SALT = b"lit-dpret secure sum/2"
-
-
 _PIECE = 2**18  # words of a key stream at a time: a megabyte, however long the vector is
 
 
@@ -60,15 +56,14 @@ class Session:
             raise ConfigurationError("federated.secure_sum needs different positive numbers for its clients.")
         if count < 3:
             raise ConfigurationError(
-                f"federated.secure_sum=true with {count} clients hides nothing: of two, each knows the other's update "
-                "from the sum. Have at least three."
+                f"federated.secure_sum=true with {count} clients hides nothing: it needs at least three."
             )
         if not self.threshold:
             object.__setattr__(self, "threshold", threshold_for(None, count))
         if not count // 2 < self.threshold <= count:
             raise ConfigurationError(
-                f"{count} clients begin a sum with threshold={self.threshold} (federated.sum_threshold). It must be "
-                "more than half of them, or two halves could be asked for different things, and no more than all."
+                f"threshold={self.threshold} (federated.sum_threshold) of a sum of {count} clients must be more than "
+                "half of them, or two halves could be asked for different things, and no more than all."
             )
 
     @property
@@ -102,10 +97,10 @@ class Unmasking:
 
 
 class Client:
-    """One client's side of one sum; used once, act by act.
+    """One client's side of one sum; used once, phase by phase.
 
     Guarantees:
-        - Everything it sends before act 5 is uniformly distributed to anybody with fewer than ``threshold`` views.
+        - Everything it sends before phase 5 is uniformly distributed to anybody with fewer than ``threshold`` views.
         - It reveals, for any other client, a share of the seed or of the key, never of both.
         - With a roster it signs one list, and reveals shares only for a list that ``threshold`` of its clients signed.
         - It reveals shares only for a list of which ``threshold`` clients have an update, itself counted, as they say.
@@ -132,8 +127,7 @@ class Client:
             raise ConfigurationError(f"Client {number} is not a client of the sum {session.name!r}.")
         if roster is not None and set(roster) != set(session.clients):
             raise DataError(
-                "The server's numbers are not those of the roster. A sum is of all who are on it, there or not: of "
-                "fewer, a server could choose those who work with it.",
+                "The server's numbers are not those of the roster: of fewer silos, it could choose those who collude.",
                 kind="bad protocol",
             )
         self.session, self.number = session, number
@@ -164,9 +158,7 @@ class Client:
             raise DataError("The server relayed keys of unknown clients, or two of one client.", kind="bad protocol")
         own = peers.get(self.number)
         if own is None or (own.mask, own.seal) != (public_of(self._mask), public_of(self._seal)):
-            raise DataError(
-                "The server relayed other keys than this client's own under its number.", kind="bad protocol"
-            )
+            raise DataError("The server relayed another key under this client's number.", kind="bad protocol")
         if len({keys.mask for keys in found} | {keys.seal for keys in found}) != 2 * len(found):
             raise DataError("The server relayed one key for two clients.", kind="bad protocol")
         self._need(len(peers), "advertised keys")
@@ -174,7 +166,7 @@ class Client:
             self._verify(keys)
         self._peers = peers
         holders = sorted(peers)
-        # Of both secrets everybody holds a share; `unmask` gives away one of the two for each client, never both.
+        # Everybody holds a share of both secrets; `unmask` reveals one of the two for each client, never both.
         seeds = split(self._seed, threshold=self.session.threshold, holders=holders)
         keys_ = split(self._mask, threshold=self.session.threshold, holders=holders)
         self._held[self.number] = (seeds[self.number], keys_[self.number])
@@ -230,7 +222,7 @@ class Client:
     ) -> Unmasking:
         """Phase 5: reveal a seed share of every client whose vector arrived, and a key share of every other one.
 
-        With a roster the signatures of act 4 are needed, by client.
+        With a roster the signatures of phase 4 are needed, by client.
         """
         if self.done:
             raise DataError("This client has unmasked this sum already, and does so once.", kind="bad protocol")
@@ -241,16 +233,16 @@ class Client:
             good = sum(is_signed(self._roster[one], signature, found) for one, signature in given.items())
             if good < self.session.threshold or self._signed not in (b"", found):
                 raise DataError(
-                    f"{good} clients signed the lists that the server names to this one, and {self.session.threshold} "
-                    "are needed: other clients may have been given other lists, and nothing is unmasked.",
+                    f"{good} clients signed these lists and {self.session.threshold} are needed: others may have been "
+                    "given other lists.",
                     kind="lists not signed",
                 )
-        # After all other checks: a refusal tells the server something of the clients of a list, and of one list alone.
+        # After all other checks: this refusal tells the server something about the clients of a list, and of one only.
         self.done = True
         if len(alive & self._with_update) < self.session.threshold:
             raise DataError(
-                f"{len(alive & self._with_update)} of the clients have an update and {self.session.threshold} are "
-                f"needed: the sum {self.session.name!r} would show too few, and is not unmasked.",
+                f"{len(alive & self._with_update)} clients have an update and {self.session.threshold} are needed: the "
+                f"sum {self.session.name!r} would show too few.",
                 kind="too few updates",
             )
         return Unmasking(
@@ -265,8 +257,7 @@ class Client:
             raise DataError("This client has sent no vector in this sum.", kind="bad protocol")
         if alive & lost:
             raise DataError(
-                f"Clients {sorted(alive & lost)} are called both active and lost: with shares of both their secrets "
-                "the server would read their vectors.",
+                f"Clients {sorted(alive & lost)} are called both active and lost, which would reveal their vectors.",
                 kind="bad protocol",
             )
         if alive | lost != set(self._held) or self.number not in alive:
@@ -297,8 +288,7 @@ class Client:
     def _need(self, count: int, what: str) -> None:
         if count < self.session.threshold:
             raise DataError(
-                f"{count} clients {what} and {self.session.threshold} are needed: the sum {self.session.name!r} is "
-                "given up, and nothing of it can be unmasked.",
+                f"{count} clients {what} and {self.session.threshold} are needed: {self.session.name!r} is given up.",
                 kind="too few clients",
             )
 
@@ -311,7 +301,7 @@ class Client:
         known = self._roster.get(keys.client)
         if known is None or not is_signed(known, keys.signature, self._key_words(keys.client, keys.seal, keys.mask)):
             raise DataError(
-                f"The keys of client {keys.client} are not signed by the key of the roster: somebody else made them.",
+                f"The keys of client {keys.client} are not signed by the key of the roster.",
                 kind=f"bad signature of client {keys.client}",
             )
 
@@ -360,8 +350,7 @@ class Server:
         answers = {one.client: one for one in unmaskings}
         if len(answers) < self.session.threshold:
             raise DataError(
-                f"{len(answers)} clients unmasked and {self.session.threshold} are needed: the sum "
-                f"{self.session.name!r} is given up.",
+                f"{len(answers)} clients unmasked and {self.session.threshold} are needed for {self.session.name!r}.",
                 kind="too few clients",
             )
         total: Words = np.zeros_like(next(iter(self.masked.values())))

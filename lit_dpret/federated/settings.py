@@ -61,18 +61,16 @@ class Stage1:
             raise ConfigurationError("federated.stage1 has no round. Set federated.stage1.rounds to at least 1.")
         if (self.strategy == "fedprox") != (self.strength > 0):
             raise ConfigurationError(
-                f"federated.stage1.strength={self.strength:g} with federated.stage1.strategy={self.strategy}: it is mu "
-                "of fedprox, positive there and 0 elsewhere."
+                f"federated.stage1.strength={self.strength:g} must be positive with strategy=fedprox, and 0 otherwise."
             )
         if (self.weighting == "capped") != (self.n_hat is not None):
             raise ConfigurationError(
-                f"federated.stage1.n_hat={self.n_hat} goes with federated.stage1.weighting=capped and with no other."
+                f"federated.stage1.n_hat={self.n_hat}: it is needed with weighting=capped, and null otherwise."
             )
         if self.aggregation != "mean" and self.weighting != "uniform":
             raise ConfigurationError(
-                f"federated.stage1.weighting={self.weighting} with federated.stage1.aggregation={self.aggregation}: "
-                "this rule must weight all silos equally, or a silo with a false size would decide. Set "
-                "weighting=uniform."
+                f"federated.stage1.weighting={self.weighting} with aggregation={self.aggregation}: a silo with a false "
+                "size would decide. Set federated.stage1.weighting=uniform."
             )
 
 
@@ -111,9 +109,7 @@ class Stage2:
         require_number("federated.stage2", self, "anchor", zero=True)
         _require_choices("federated.stage2", self)
         if self.n > self.top_k:
-            raise ConfigurationError(
-                f"federated.stage2.n={self.n} negatives cannot be drawn from the best top_k={self.top_k}. Raise top_k."
-            )
+            raise ConfigurationError(f"federated.stage2.n={self.n} must be at most top_k={self.top_k}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +132,8 @@ class FederatedPrivacy:
         _require_choices("federated.privacy", self)
         if self.eps is not None and self.neighbours == "add_or_remove":
             raise ConfigurationError(
-                "federated.privacy.neighbours=add_or_remove protects a silo's number of queries, from which the rate "
-                "and the number of its steps are derived. Set it to zero_out or replace_one."
+                "federated.privacy.neighbours=add_or_remove protects a silo's number of queries, on which its steps "
+                "depend. Set it to zero_out or replace_one."
             )
         require_number("federated.privacy", self, "eps", "delta", "collection_eps", null=True)
         require_number("federated.privacy", self, "max_grad_norm", "request_share", "collection_delta",
@@ -200,38 +196,33 @@ class PddAs2(Safeguards):
         require_whole("federated", self, 1, "sum_threshold", null=True)
         if self.secure_sum and self.stage1.aggregation != "mean":
             raise ConfigurationError(
-                f"federated.stage1.aggregation={self.stage1.aggregation} with federated.secure_sum=true: that rule "
-                "compares updates, and under masks the server sees none of them. Set aggregation=mean, or "
-                "secure_sum=false."
+                f"federated.stage1.aggregation={self.stage1.aggregation} compares updates, which federated.secure_sum="
+                "true hides from the server. Set aggregation=mean, or secure_sum=false."
             )
         if self.secure_sum and self.stage1.weighting == "examples":
             raise ConfigurationError(
-                "federated.secure_sum=true with federated.stage1.weighting=examples: under masks a client's weight "
-                "needs a public bound. Set federated.stage1.weighting=capped with n_hat, or uniform."
+                "federated.stage1.weighting=examples with federated.secure_sum=true: a masked weight needs a public "
+                "bound. Set weighting=capped with n_hat, or uniform."
             )
         if self.sum_threshold is not None and not self.secure_sum:
-            raise ConfigurationError(
-                f"federated.sum_threshold={self.sum_threshold} goes with federated.secure_sum=true."
-            )
+            raise ConfigurationError(f"federated.sum_threshold={self.sum_threshold} needs federated.secure_sum=true.")
         if self.sum_threshold is not None and self.sum_threshold < 3:
             raise ConfigurationError(
-                f"federated.sum_threshold={self.sum_threshold} must be at least 3: of a sum of two, each knows the "
-                "other's update."
+                f"federated.sum_threshold={self.sum_threshold} must be at least 3: of two, each knows the other."
             )
         if self.roster and not (self.secure_sum or self.seal):
             raise ConfigurationError(
-                "federated.roster=true signs the keys of the secure sum and of sealing, and there is neither. Set "
-                "federated.secure_sum=true or federated.seal=true, or roster=false."
+                "federated.roster=true signs the keys of federated.secure_sum and federated.seal, and neither is set."
             )
         if self.asks and self.stage2.response == "dp_centroid" and self.privacy.collection_eps is None:
             raise ConfigurationError(
-                "federated.stage2.response=dp_centroid releases centroids of the collection, and nothing says what "
-                "that may cost. Set federated.privacy.collection_eps."
+                "federated.stage2.response=dp_centroid releases centroids of the collection. Set federated.privacy."
+                "collection_eps, their budget."
             )
         if self.train_on == "synthetic" and self.asks and self.stage2.request == "dp_centroid":
             raise ConfigurationError(
-                "federated.stage2.request=dp_centroid with federated.train_on=synthetic would add noise to values "
-                "derived from released queries alone. Set federated.stage2.request=exact, or none."
+                "federated.stage2.request=dp_centroid adds noise in vain with federated.train_on=synthetic, whose "
+                "queries are released already. Set request=exact, or none."
             )
         if self.privacy.eps is not None:
             for applies, refusal in self._uncounted():
@@ -240,41 +231,35 @@ class PddAs2(Safeguards):
         return self
 
     def _uncounted(self) -> list[tuple[bool, str]]:
-        """Return what would leave a silo uncounted by a ledger: whether these settings do it, and the refusal."""
+        """Return each way for something to leave a silo uncounted by a ledger: whether it applies, and the refusal."""
         stage1, stage2 = self.stage1, self.stage2
         raw = (
             self.asks and stage2.response == "raw",
-            "stage2.response=raw sends the embeddings of private sentences, and repeated requests map the "
-            "collection. Set it to public, dp_centroid or synthetic.",
+            "stage2.response=raw sends embeddings of private sentences. Set it to public, dp_centroid or synthetic.",
         )
-        if self.train_on == "synthetic":  # of the queries, everything was counted when the generator was trained
+        if self.train_on == "synthetic":  # whatever depends on queries was counted when the generator was trained
             return [raw]
-        coupled = (
-            "in_batch=true makes each query's loss depend on who else was drawn, and clipping it bounds nothing. Set "
-            "it to false."
-        )
+        coupled = "in_batch=true makes a query's loss depend on the other queries of its batch. Set it to false."
         return [
             (stage1.in_batch, f"stage1.{coupled}"),
             (stage2.in_batch, f"stage2.{coupled}"),
             (
                 stage1.negatives == "static" and stage1.warmup_rounds > 0 and stage1.other_positives > 0,
-                "stage1.other_positives contrasts a query with other people's answers, which couples them. Set it to "
-                "0.",
+                "stage1.other_positives contrasts a query with the answers to other queries. Set it to 0.",
             ),
             (
                 self.asks and stage2.request == "exact",
-                "stage2.request=exact sends the embedding of every query, from which its text can be guessed. Set "
-                "it to dp_centroid or none.",
+                "stage2.request=exact sends the embedding of every query. Set it to dp_centroid or none.",
             ),
             raw,
             (
                 stage1.weighting == "examples",
-                "stage1.weighting=examples tells the server how many queries each silo has, in clear. Set it to "
-                "uniform, or to capped with federated.secure_sum=true.",
+                "stage1.weighting=examples tells the server how many queries each silo has. Set it to uniform, or to "
+                "capped with federated.secure_sum=true.",
             ),
             (
                 stage1.weighting == "capped" and not self.secure_sum,
-                "stage1.weighting=capped tells the server a function of how many queries each silo has. Set "
+                "stage1.weighting=capped tells the server how many queries a small silo has. Set "
                 "federated.secure_sum=true, or weighting=uniform.",
             ),
         ]

@@ -203,7 +203,7 @@ class SiloClient:
         batch_size: int,
         callbacks: list[Callback],
     ) -> AS2DualEncoder:
-        """Train one local epoch and return its model; under a budget one that was broken off is gone through again."""
+        """Train one local epoch and return its model; under a budget an interrupted one is repeated."""
 
         def begun(noise_multiplier: float | None = None) -> AS2DualEncoder:
             module = start(self.account.mode(kind, number, noise_multiplier=noise_multiplier))
@@ -211,9 +211,9 @@ class SiloClient:
             return module
 
         folder, data = self.state / f"{kind}-{number:03}", self._datamodule(self._batch(batch_size))
-        # Its steps get their noise again bit by bit, and are paid for once. Where that is not possible on this machine,
-        # everything that it announced stays charged, and the noise of what is left of the run is raised to pay for it.
-        # Where that leaves nothing, this fit and all later ones leave the weights as they are.
+        # A broken fit gets its noise again bit by bit, and is paid for once. If that is not possible on this machine,
+        # everything that it announced stays charged, and the noise of the remaining run is raised to pay for it. If
+        # that leaves nothing, this fit and all later ones leave the weights as they are.
         broken = None if self.account.noise is None else broken_attempt(folder)
         if self.ledger is not None and broken is not None and self.account.ended is None:
             attempt, noise = broken
@@ -273,7 +273,7 @@ class SiloClient:
         if kept.is_file():
             return load_file(kept)["rows"]
         if stage.request == "exact":
-            # Another silo would tell the server that it cannot search with one of them, also of a sealed request.
+            # Otherwise another silo would tell the server that it cannot search with one of them, even when sealed.
             rows = silenced(module.encode_queries(list(self.queries.values())))
             save_tensors({"rows": rows}, kept)
             return rows
@@ -281,8 +281,7 @@ class SiloClient:
             return torch.zeros(1, module.encoder.dim)
         if self.ledger is None or self.account.noise is None or self.account.noise.request is None:
             raise ConfigurationError(
-                "federated.stage2.request=dp_centroid without federated.privacy.eps would send centroids without "
-                "protection. Set federated.privacy.eps, or request=exact."
+                "federated.stage2.request=dp_centroid needs a budget. Set federated.privacy.eps, or request=exact."
             )
 
         def noise(begun: bool) -> float:

@@ -93,10 +93,9 @@ class SiloAccount:
         Whether that is so follows from what was announced and from where the process was killed.
         """
         why = (
-            f"federated.privacy.eps={self.settings.privacy.eps:g} is spent: what {lost} had released before it was "
-            "interrupted cannot be repeated here, is lost and stays charged. The silo trains and asks no more in this "
-            "run, and goes on with the weights from before; its epsilon counts everything that was announced. To train "
-            "it to the end, start over in a new folder, whose budget comes on top."
+            f"federated.privacy.eps={self.settings.privacy.eps:g} is spent: the interrupted {lost} cannot be repeated "
+            "here, is lost and stays charged. The silo trains and asks no more in this run, and goes on with the "
+            "weights from before. To train it to the end, start over in a new folder, whose budget comes on top."
         )
         save_json(self.state / _ENDED, why)
         rank_zero_warn(f"Silo {self.name}: {why}")
@@ -140,8 +139,8 @@ class SiloAccount:
                 continue
             if batch > units:
                 raise ConfigurationError(
-                    f"Client {self.name!r} has fewer train queries than a batch of {batch}. Lower the batch_size of "
-                    "federated.stage1 and federated.stage2, or leave the client out."
+                    f"Client {self.name!r} has fewer train queries than batch_size={batch} of federated.stage1 or "
+                    "stage2. Lower it, or leave the client out."
                 )
             planned.append((Poisson(sample_rate=batch / units), (times - over) * max(1, round(units / batch))))
         return planned
@@ -198,8 +197,8 @@ def collection_centroids(
     )
     if privacy.neighbours != "add_or_remove" and budget.delta >= 1 / passages:
         raise ConfigurationError(
-            f"federated.privacy.collection_delta={budget.delta:g} is not below 1/n = {1 / passages:.3g} for "
-            f"n={passages} passages: such a guarantee allows publishing one of them outright. Lower it."
+            f"federated.privacy.collection_delta={budget.delta:g} must be below 1/n = {1 / passages:.3g} of the n "
+            "passages, or the guarantee allows publishing one of them."
         )
     # The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts.
     ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)

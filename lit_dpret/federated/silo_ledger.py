@@ -49,9 +49,9 @@ class SiloLedger:
     Guarantees:
         - No noise is drawn before the release is in a ledger on disk, and none that the budget does not cover.
         - Rounds compose: `epsilon` covers all releases together, whichever process made them.
-        - What was killed stays charged with what it had reserved, until it goes on, or is given up and charged with
+        - A killed run stays charged with what it had reserved, until it goes on, or is given up and charged with
           everything that its own ledger announced (`settle_broken`).
-        - Where ``folder`` holds the ledger of a request or answer that this file does not know, the file was lost or
+        - If ``folder`` holds the ledger of a request or answer that this file does not know, the file was lost or
           replaced by an older copy, and nothing more is released (`require_whole`).
 
     Args:
@@ -79,7 +79,7 @@ class SiloLedger:
         if terms is not None and terms["total_eps"] != budget.eps:
             raise ConfigurationError(
                 f"federated.privacy.eps={budget.eps:g}, but {self.path} was begun with {terms['total_eps']:g}: a "
-                "promise about these data is not changed later. Set federated.privacy.eps to that."
+                "promise about these data cannot change. Set federated.privacy.eps to that."
             )
         self._require_known(sorted((self.folder / _RELEASES).glob("*.jsonl")))
 
@@ -99,8 +99,8 @@ class SiloLedger:
                 known = set(self._book.entries)
             if plan.get("run_id") not in known:
                 raise LedgerError(
-                    f"{self.path} does not know of {path}, which made releases: entries were lost, or it is an older "
-                    "copy. Restore the newest one: without it the spending is unknown."
+                    f"{self.path} does not know of {path}: entries were lost, or it is an older copy. Restore the "
+                    "newest one, without which the spending is unknown."
                 )
 
     def training(self, *, noise_multiplier: float, max_grad_norm: float) -> DPSGD:
@@ -156,7 +156,7 @@ class SiloLedger:
             def noised(table: Tensor, sensitivity: float) -> Tensor:
                 nonlocal done
                 if done == count:
-                    raise ConfigurationError(f"{label}: {count} releases were reserved, and all of them are made.")
+                    raise ConfigurationError(f"{label}: all of the {count} reserved releases are made.")
                 # Rounding to a grid moves the table a little further, which the noise covers.
                 sensitivity = with_rounding_paid(sensitivity, self.noise)
                 std = noise_multiplier * sensitivity
@@ -178,7 +178,7 @@ class SiloLedger:
         What had been reserved beyond is given back. A run that still goes on, or a damaged ledger, raises a
         `LedgerError`.
         """
-        # Whoever releases something holds the run's ledger open for writing: that it opens here says that nobody does.
+        # A running release holds its ledger open for writing: if it opens here, nobody does.
         with PrivacyLedger.open(path) as own:
             run_id = next((str(record["run_id"]) for record in own.records if record["kind"] == "plan"), "")
             entry = self._book.entries.get(run_id)
@@ -228,21 +228,20 @@ class SiloLedger:
         entry = self._book.entries.get(str(plan.get("run_id")))
         if entry is None:
             raise PrivateDataError(
-                f"{what} was not charged to {self.path.name}, so no budget covers it together with the rounds: its "
-                "epsilon would be additional. Name the state folder whose ledger contains it (federated.state, or "
-                "--state of lit-dpret silo), or train it under this one (task=federated_generators)."
+                f"{what} was not charged to {self.path.name}: its epsilon would be additional. Name the state folder "
+                "whose ledger contains it (federated.state, or --state of lit-dpret silo), or train it under this one "
+                "(task=federated_generators)."
             )
         if recorded_start(records) is not None:
             raise PrivateDataError(
-                f"{what} started from another private run, whose data are unknown to {self.path.name}. "
-                "Train it from a public model."
+                f"{what} started from another private run, unknown to {self.path.name}. Train it from a public model."
             )
         releases = entry.charge.releases
         own, charged = (sorted(str(one.to_dict()) for one in of) for of in (merge(owed_releases(records)), releases))
         if entry.head not in {record.get("hash") for record in records} or own != charged:
             raise PrivateDataError(
-                f"{what} is charged in {self.path.name} with something else than its own ledger says: one of the two "
-                "was put back or cut. Restore both."
+                f"{what} and {self.path.name} disagree on its releases: one of the two was put back or cut. Restore "
+                "both."
             )
         return releases
 
@@ -292,10 +291,9 @@ def split_budget(
     most = grid.index(1e4)
     found = least(total, budget.eps, start=0, most=most, stride=2 * 10**_DIGITS, place=grid.__getitem__)
     if found is None or not math.isfinite(total(found)):
-        before = f" beside the {len(spent)} releases that are made already" if spent else ""
+        before = f" after {len(spent)} releases" if spent else ""
         raise ConfigurationError(
-            f"federated.privacy.eps={budget.eps:g} cannot be met by any noise for what is planned{before}. Raise it, "
-            "or plan fewer rounds."
+            f"federated.privacy.eps={budget.eps:g} is too small for the plan{before}. Raise it, or plan fewer rounds."
         )
     return NoisePlan(grid[found], request)
 
@@ -339,8 +337,8 @@ def noise_of_rest(
     if found is None:
         raise NothingLeftError(
             f"federated.privacy.eps={budget.eps:g}: what this run released before it was interrupted cannot be "
-            "repeated here, stays charged, and leaves nothing for the rest. Start over in a new folder; what both "
-            "release composes to more than eps."
+            "repeated and leaves nothing for the rest. Start over in a new folder; both together compose to more than "
+            "eps."
         )
     factor = grid[found]
     return NoisePlan(factor * planned.training, None if planned.request is None else factor * planned.request)
@@ -353,8 +351,8 @@ def silo_budget(
     public = None if neighbours == "add_or_remove" else units
     if delta is None and public is None:
         raise ConfigurationError(
-            "federated.privacy.delta=null cannot be derived: under federated.privacy.neighbours=add_or_remove the "
-            "number of units is private. Set it to a constant below 1/n."
+            "federated.privacy.delta=null cannot be derived with federated.privacy.neighbours=add_or_remove, under "
+            "which the number of units is private. Set a constant below 1/n."
         )
     budget = PrivacyBudget(
         eps=eps, delta=1 / (2 * (public or 1)) if delta is None else delta, unit=unit, neighbours=neighbours

@@ -74,7 +74,7 @@ class SiloSum:
         - Secrets are on the disk during the round, readable by the silo's owner only, and are deleted before the
           answer that ends it is given.
         - It signs one list of survivors for each round, and unmasks it once, also after a restart, and only where
-          enough of them have an update. Of that one list alone a server hears that they have not; any other refusal
+          enough of them have an update. A server learns that they have not for that one list alone; any other refusal
           changes nothing.
         - Under ``federated.roster`` it takes part only in sums of the whole roster, under the numbers of the roster,
           whatever the server says, and reveals shares only for a list that enough silos have signed.
@@ -93,9 +93,9 @@ class SiloSum:
     ) -> Keys:  # fmt: skip
         """Phase 1: store the vector of this round, and advertise keys; an earlier sum is abandoned.
 
-        Where training failed (``update`` is None), and of an update that may not be sent, it is a vector of zeros, its
-        weight included: the mean is that of the others, and the server does not hear whose update that was. The other
-        silos do, and no sum is unmasked in which too few have one.
+        Where training failed (``update`` is None), or the update may not be sent, it is a vector of zeros, weight
+        included: the mean is that of the others, and the server does not learn who has no update. The other silos do,
+        and unmask no sum in which too few have one.
         """
         self.forget()
         # Whatever attempt it belonged to: two sums of a round over different silos differ by single updates.
@@ -103,7 +103,7 @@ class SiloSum:
             raise _agreed_already(plan.round)
         vector = self._vector(plan.round, start, update, examples)
         client = self._client(plan, number, has_update=bool(vector[-1]))
-        words, _ = words_for(self.settings.update_limit, len(plan.clients)).encode(vector)
+        words = words_for(self.settings.update_limit, len(plan.clients)).encode(vector)
         save_tensors({"words": torch.from_numpy(words.view(np.int32))}, self._words)
         self._keep(plan, client)
         return client.advertise()
@@ -198,10 +198,7 @@ class SiloSum:
             plan = SumPlan(**{**facts["plan"], "clients": tuple(facts["plan"]["clients"])})
             if plan.attempt == attempt:
                 return plan, self._client(plan, facts["number"]).go_on(facts["client"])
-        raise DataError(
-            "This silo has no secrets of the sum that the server names: it was unmasked or given up.",
-            kind="no such sum",
-        )
+        raise DataError("This silo has no secrets of this sum: it was unmasked or given up.", kind="no such sum")
 
     def _list_of(self, number: int) -> Path:
         """Return the file that records which list of a round the silo has agreed to."""

@@ -68,8 +68,8 @@ def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
         if odd:
             key = min(odd)
             raise ResumeError(
-                f"{path.parent} was begun with {name}.{key}={known[name].get(key)!r}, and now it is {now.get(key)!r}: "
-                "rounds of two different runs would be mixed. Restore the setting, or choose another folder."
+                f"{path.parent} was begun with {name}.{key}={known[name].get(key)!r}, and now it is {now.get(key)!r}. "
+                "Restore the setting, or choose another folder."
             )
         return
     write_whole(path, json.dumps(known | {name: now}, indent=2).encode(), owner_only=True)
@@ -128,7 +128,7 @@ class Served:
     def round(self, number: int, weights: dict[str, Tensor]) -> None:
         """Begin a round of stage 1 from these weights, or repeat the last one."""
         self._once(f"round-{number:03}", fingerprint(weights), f"round {number} with other weights")
-        # Whatever lies there: a failed round left no answer, and a refusal by that would tell that it failed.
+        # By the record and not by the answer, which a failed round did not leave: that would tell that it failed.
         if any(int(path.name.partition("-")[2]) > number for path in self._folder.glob("round-*")):
             raise _served(f"a later round than {number}")
 
@@ -149,7 +149,7 @@ class Served:
 
 def _served(what: str) -> DataError:
     return DataError(
-        f"This silo has served {what} already, and serves each turn of a run once. A run whose server has lost its "
-        "folder must start over with new state folders (state), and with the remaining budget.",
+        f"This silo has served {what} already, and serves each turn of a run once. If the server has lost its folder, "
+        "start over with new state folders (state) and the remaining budget.",
         kind="served already",
     )

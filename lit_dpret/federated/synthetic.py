@@ -56,8 +56,8 @@ def public_sentences(folder: Path) -> dict[str, str]:
     path = folder / PUBLIC
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: it lists the ids of the silo's public sentences, one in a line, and no "
-            "other sentence may be shown. Write it, or choose another federated.stage2.response."
+            f"{path} is missing: it lists the ids of the silo's public sentences, one in a line. Write it, or choose "
+            "another federated.stage2.response."
         )
     ids = {line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()}
     sentences = SiloDataModule(folder=folder).silo.sentences
@@ -155,13 +155,10 @@ def check_generator(silo: str | Path, settings: PddAs2, terms: GeneratorTerms) -
     )  # fmt: skip
     if terms.eps > budget.eps:
         raise ConfigurationError(
-            f"{_WHERE}: eps={terms.eps:g} of the generator must be at most federated.privacy.eps={budget.eps:g}, of "
-            "which it is a part."
+            f"{_WHERE}: eps={terms.eps:g} of the generator must be at most federated.privacy.eps={budget.eps:g}."
         )
     if batch_size > data.n_units:
-        raise ConfigurationError(
-            f"{_WHERE}: batch_size={batch_size} must be at most the number of the silo's train queries."
-        )
+        raise ConfigurationError(f"{_WHERE}: batch_size={batch_size} exceeds the number of the silo's train queries.")
     return data, budget
 
 
@@ -195,21 +192,28 @@ def read_synthetic(silo: str | Path, ledger: SiloLedger | None, *, near: Sequenc
     path = folder / CARD_NAME
     if not path.is_file():
         raise DataError(
-            f"{_WHERE} are looked for in {folder}, and there is no {CARD_NAME}: without one their privacy is unknown. "
-            "Make them with task=federated_generators, or choose another federated.stage2.response."
+            f"{_WHERE}: {folder} has no {CARD_NAME}, so their privacy is unknown. Make them with "
+            "task=federated_generators, or choose another federated.stage2.response."
         )
     found = verify_chain(path, parents=[place for place in near if Path(place).exists()])
     if found.failed:
         first = found.failed[0]
         raise PrivateDataError(
             f"{folder}: its card is not valid ({len(found.failed)} checks failed, the first: {first.artefact}, "
-            f"{first.check}: {first.text}). If its generator's run is elsewhere, name the state folder that contains "
-            "it (federated.state, or --state of lit-dpret silo)."
+            f"{first.check}: {first.text}). If its generator's run is elsewhere, name its state folder "
+            "(federated.state, or --state of lit-dpret silo)."
         )
     card = read_card(path)
     _require_claim(card, None if ledger is None else ledger.budget, folder)
     texts = _texts(Path(silo), folder)
-    releases = [] if ledger is None else _charged(card, path, ledger, near, folder)
+    releases: list[Release] = []
+    if ledger is not None:
+        lineage = Lineage([place for place in near if Path(place).exists()])
+        lineage.look_near(path)
+        own = lineage.ledger(card, path)
+        if own is None:
+            raise PrivateDataError(f"{folder}: the ledger of its generator was not found, so its cost is unknown.")
+        releases = ledger.require_charged(PrivacyLedger.read(own).records, f"The generator of {folder}")
     return SyntheticSet(folder, texts, privacy_line(card), releases)
 
 
@@ -244,8 +248,8 @@ def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder
         raise PrivateDataError(f"{folder}: its card is one of {card['subject']['artifact_type']}, not of a data set.")
     if claim["guarantee"] != "dp" or claim["epsilon"] is None:
         raise PrivateDataError(
-            f"{folder}: its card claims no differential privacy ({claim['guarantee']}), so its texts are as private as "
-            "what their generator was trained on. Train the generator under a budget."
+            f"{folder}: its card claims no differential privacy ({claim['guarantee']}). Train its generator under a "
+            "budget."
         )
     if budget is None:
         return
@@ -254,42 +258,26 @@ def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder
         name = knob.rpartition(".")[2]
         if claim[name] != (wanted := getattr(budget, name)):
             raise PrivateDataError(
-                f"{folder}: its claim has {name}={claim[name]}, and {knob}={wanted}. Epsilons of "
-                "different guarantees do not add up; train the generator with the same."
+                f"{folder}: its claim has {name}={claim[name]}, and {knob}={wanted}, so their epsilons do not add up. "
+                "Train the generator with the same."
             )
     if (card["accounting"] or {}).get("basis") == "no_amplification":
         raise PrivateDataError(
-            f"{folder}: its claim counts every unit in every step, and the silo's ledger counts drawn ones. Train the "
-            "generator with Poisson sampling."
+            f"{folder}: its claim is without amplification by sampling. Train the generator with Poisson sampling."
         )
 
 
 def _texts(silo: Path, folder: Path) -> list[str]:
     """Return the queries; refuse a set that was written for sentences which are not public."""
-    found = folder_parts(str(folder))
-    read = read_parts(**found)
+    read = read_parts(**folder_parts(str(folder)))
     texts = list(dict.fromkeys(text for text in read.queries.values() if text.strip()))
     if not texts:
         raise DataError(f"{folder} holds no query.")
     sentences = SiloDataModule(folder=silo).silo.sentences
-    open_to_all = set(public_sentences(silo).values())
-    private = set(sentences.values()) - open_to_all
-    hidden = sum(text in private for text in read.passages.values())
-    if hidden:
+    private = set(sentences.values()) - set(public_sentences(silo).values())
+    if hidden := sum(text in private for text in read.passages.values()):
         raise PrivateDataError(
-            f"{folder}: {hidden} sentences that queries were written for are not among those that {PUBLIC} declares "
-            "public. A query reveals its sentence, which the generator's claim does not protect. Write the set again."
+            f"{folder}: {hidden} sentences that queries were written for are not in {PUBLIC}. A query reveals its "
+            "sentence, which the generator's claim does not protect. Write the set again."
         )
     return texts
-
-
-def _charged(
-    card: Mapping[str, Any], path: Path, ledger: SiloLedger, near: Sequence[str | Path], folder: Path
-) -> list[Release]:
-    lineage = Lineage([place for place in near if Path(place).exists()])
-    lineage.look_near(path)
-    found = lineage.ledger(card, path)
-    if found is None:
-        raise PrivateDataError(f"{folder}: the ledger of its generator was not found, so its cost is unknown.")
-    records = PrivacyLedger.read(found).records
-    return ledger.require_charged(records, f"The generator of {folder}")

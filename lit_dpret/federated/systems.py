@@ -90,8 +90,7 @@ class SystemRunner:
         found = sorted((self._shared(self.plan.settings(seed)) / "server").glob("global-*.safetensors"))
         if not found:
             raise ConfigurationError(
-                "task.save_encoder=true saves the global model of stage 1, and none was trained here: set it with "
-                "federated=inprocess."
+                "task.save_encoder=true needs a global model that was trained here: set it with federated=inprocess."
             )
         made = self.plan.model(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
         made.put_global(load_file(found[-1]))
@@ -208,8 +207,8 @@ def check_stage2(system: System, run: PddAs2) -> None:
     """Refuse a system trained by stage 2 if stage 2 has no epoch."""
     if system in ("customised", "fed_negative") and not run.stage2.epochs:
         raise ConfigurationError(
-            f"federated.stage2.epochs=0 trains no query encoder, and {system} (task.systems) is measured with one. Set "
-            f"federated.stage2.epochs to at least 1, or leave {system} out."
+            f"federated.stage2.epochs=0 trains no query encoder for {system} (task.systems). Raise it, or leave "
+            f"{system} out."
         )
 
 
@@ -218,18 +217,17 @@ def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
     apart = [system for system in systems if system not in ("bm25", *FEDERATED)]
     if apart:
         raise ConfigurationError(
-            f"task.systems has {', '.join(apart)}, which reads the silos' data here, and with federated=flower "
-            "they are elsewhere. Set task.systems=[bm25,stage1,fed_negative]."
+            f"task.systems has {', '.join(apart)}, which need the silos' data here. With federated=flower set "
+            "task.systems=[bm25,stage1,fed_negative]."
         )
     if {"customised", "fed_negative"} <= set(systems):
         raise ConfigurationError(
-            "task.systems has both customised and fed_negative: those are two runs, and with federated=flower a silo's "
-            "state and budget are of the one that its owner agreed to. Leave one of them out."
+            "task.systems has both customised and fed_negative: with federated=flower a silo's state and budget belong "
+            "to one run. Leave one of them out."
         )
     if len(seeds) > 1:
         raise ConfigurationError(
-            f"task.seeds={list(seeds)}: with federated=flower a silo's state and budget belong to one run. Set one "
-            "seed."
+            f"task.seeds={list(seeds)}: with federated=flower a silo's state and budget belong to one run, so set one."
         )
 
 

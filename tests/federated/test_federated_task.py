@@ -14,14 +14,14 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from tiny_silos import ran, tokenizer
+from tiny_silos import ran
 from tiny_tasks import no_parts
 
 from lit_dpret.cli import run
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
-from lit_dpret.federated.data import planted_silos, planted_words
+from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker, start_of
 from lit_dpret.federated.plan import FederationPlan
@@ -234,34 +234,6 @@ def test_kept_optimizer_state_counts_on_over_rounds_and_stays_with_the_silo(
     assert kept.name == "optimizer-001.pt" and steps == {2.0 * each}
 
 
-# -- encoders ----------------------------------------------------------------------------------
-
-
-def test_a_distilbert_folder_cut_to_two_layers_trains_under_a_budget(silos: dict[str, Path], tmp_path: Path) -> None:
-    from transformers import DistilBertConfig, DistilBertModel
-
-    words = tokenizer(planted_words(Planted(**TINY)))
-    torch.manual_seed(0)
-    shape = DistilBertConfig(
-        vocab_size=len(words), dim=16, n_layers=3, n_heads=2, hidden_dim=32, max_position_embeddings=24,
-        dropout=0.0, attention_dropout=0.0, initializer_range=0.3,
-    )  # fmt: skip
-    DistilBertModel(shape).save_pretrained(tmp_path / "distilbert")
-    words.save_pretrained(tmp_path / "distilbert")
-    made = plan(
-        model={**MODEL, "encoder": str(tmp_path / "distilbert"), "layers": 2, "train_embeddings": False},
-        stage1={**ONE, "warmup_rounds": 0}, privacy=EPS,
-    )  # fmt: skip
-    state, secret = tmp_path / "state", tmp_path / "secret"
-    client = SiloClient(silos["client0"], state, made.settings(0), made.model, secret_file=secret)
-    start = start_of(made.model)
-    layers = {name.split("layer.")[1][0] for name in start if "layer." in name}
-    assert layers == {"0", "1"} and not any("position_embeddings" in name for name in start)
-    update = client.train_shared(start, 0)
-    assert set(update) == set(start) and all(not torch.equal(update[name], start[name]) for name in start)
-    assert 0 < (client.epsilon() or 0) < 20
-
-
 # -- refusals ----------------------------------------------------------------------------------
 
 
@@ -464,20 +436,12 @@ def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks_and_is_no_public
     # Rounds without noise, and then a budget: each silo would say what the second federation alone had cost.
     encoder = tmp_path / "run" / "private" / "encoder"
     changes: dict[str, Any] = {"model": {**MODEL, "encoder": str(encoder)}, "planted": None}
+    silos = str(tmp_path / "run" / "silos")
     with pytest.raises(ConfigurationError, match=r"federated\.model\.encoder") as refused:
-        silos = str(tmp_path / "run" / "silos")
         again = plan(secret_file=str(tmp_path / "secret"), silos=silos, privacy=EPS, **changes)
         Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "second", again))
     assert refused.value.trap == "T30"
     assert {run.privacy for run in noted_in(encoder)} == {"federated"}, "what refuses it in every other run"
-
-
-def test_what_a_federation_protects_is_not_public_where_the_encoder_that_it_saved_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    Federated(systems=["stage1"], seeds=[0], save_encoder=True).run(parts(tmp_path / "run", plan(privacy=EPS)))
-    silo, encoder = tmp_path / "run" / "silos" / "clients" / "client0", tmp_path / "run" / "private" / "encoder"
-    measured = HardNegatives(silo=silo, encoder=encoder, whose="public", questions=1)
+    measured = HardNegatives(silo=Path(silos) / "clients" / "client0", encoder=encoder, whose="public", questions=1)
     with pytest.raises(ConfigurationError, match=r"task\.whose=public"):
         measured.run(parts(tmp_path / "out", None))

@@ -21,7 +21,7 @@ from lit_dpret.federated.documents import Patience
 from lit_dpret.federated.federation import FedResult
 from lit_dpret.federated.flower import payloads
 from lit_dpret.federated.flower.connected import ConnectedSilos
-from lit_dpret.federated.flower.library import Array, ArrayRecord, ClientApp, ConfigRecord, Context, Message, RecordDict
+from lit_dpret.federated.flower.library import Array, ArrayRecord, ClientApp, Context, Message, RecordDict
 from lit_dpret.federated.flower.payloads import envelope, tensors_record
 from lit_dpret.federated.flower.server_app import FlowerFederation
 from lit_dpret.federated.negatives import Block
@@ -198,20 +198,7 @@ def test_a_server_gets_no_round_and_no_request_that_the_silos_settings_do_not_pl
     assert not list((tmp_path / "flower" / "client0").glob("stage1-*"))
 
 
-def test_a_server_that_asks_for_rounds_again_gets_one_update_of_each(tmp_path: Path) -> None:
-    """It asks rounds 0, 1, 0, 2, 1, 0 with new weights each time; a silo that remembers nothing gives six updates."""
-    asking, found = Asking(tmp_path, only_stage1(rounds=3)), []
-    for last in range(3):
-        for number in range(last, -1, -1):
-            reply = asking.train(number, moved(asking.start, 0.001 * len(found) + 0.01 * last))
-            if reply.has_error():
-                assert reply.error.reason == "DataError (served already)"
-            else:
-                found.append(content_of(reply))
-    assert len(found) == 3
-
-
-def test_the_same_question_has_the_same_answer_in_every_bit_also_from_another_run_of_flower(tmp_path: Path) -> None:
+def test_a_round_has_one_answer_the_same_in_every_bit_also_for_another_run_of_flower(tmp_path: Path) -> None:
     first = Asking(tmp_path, only_stage1())
     one = first.train(0, first.start)
     again = Asking(tmp_path, only_stage1(), run_id=77)
@@ -354,15 +341,6 @@ def test_nobody_takes_the_name_of_a_silo_that_is_there_and_a_new_node_may_of_one
     assert present(silos) == ["a", "b"]
 
 
-def test_a_silo_that_failed_is_sent_again_what_it_was_sent_before() -> None:
-    _, silos = connected("a", "b")
-    present(silos)
-    assert silos.lacks("a", "weights") and not silos.lacks("a", "weights") and silos.lacks("a", "others")
-    with acting_as():
-        silos.exchange("query.unheard_of", {"a": envelope()}, "now")
-    assert "client 'a' failed" in silos.faults[0] and silos.lacks("a", "others")
-
-
 @pytest.mark.parametrize(("name", "examples"), [("", 5), (7, 5), ("a", 0), ("a", "many")])
 def test_a_silo_without_name_or_query_is_left_out(name: Any, examples: Any) -> None:
     _, silos = connected(name, examples=examples)
@@ -395,14 +373,6 @@ def test_weights_that_are_not_of_the_model_are_refused_by_name_and_never_unpickl
     content["weights"] = ArrayRecord({**arrays, **changes})
     with pytest.raises(DataError, match=f"client 'a': {named}"):
         payloads.weights_of(content, "client 'a'", like=MODEL)
-
-
-def test_a_message_of_a_newer_format_or_of_none_is_refused() -> None:
-    assert payloads.head_of(envelope(round=3), "the server")["round"] == 3
-    newer = RecordDict({"head": ConfigRecord({"schema": payloads.SCHEMA.replace("/1", "/2")})})
-    for content, named in ((newer, "federated-message/2"), (RecordDict(), "None")):
-        with pytest.raises(DataError, match=f"client 'a' .*{named}"):
-            payloads.head_of(content, "client 'a'")
 
 
 @pytest.mark.parametrize("block", [

@@ -259,18 +259,14 @@ class Meddling:
         return bytes_of(reply.content, "signatures", "a silo", size=SIGNATURE_BYTES)
 
 
-def test_a_silo_signs_one_list_of_a_round_also_in_another_process_and_another_attempt(tmp_path: Path) -> None:
+def test_a_silo_signs_one_list_of_a_round_which_is_on_its_disk_before_the_signature_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = Meddling(tmp_path)
     assert server.signature(1, {1, 2, 3, 4}, {5}) == server.signature(1, {1, 2, 3, 4}, {5})
     for act in ("sign", "unmask"):
         assert server.lists(1, act, EVERYBODY).has_error()
     assert server.setup(1, attempt="b").error.reason == "DataError (agreed already)"
-
-
-def test_what_a_silo_has_signed_is_on_its_disk_before_the_signature_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = Meddling(tmp_path)
 
     def dies(*_: Any) -> bytes:
         raise KeyboardInterrupt
@@ -278,9 +274,9 @@ def test_what_a_silo_has_signed_is_on_its_disk_before_the_signature_is_made(
     with monkeypatch.context() as patch:
         patch.setattr(Client, "sign", dies)
         with pytest.raises(KeyboardInterrupt):
-            server.lists(1, "sign", {1, 2, 3, 4}, dead={5})
-    assert server.lists(1, "sign", EVERYBODY).error.reason == "DataError (agreed already)"
-    assert not server.lists(1, "sign", {1, 2, 3, 4}, dead={5}).has_error()
+            server.lists(2, "sign", {1, 2, 3, 4}, dead={5})
+    assert server.lists(2, "sign", EVERYBODY).error.reason == "DataError (agreed already)"
+    assert not server.lists(2, "sign", {1, 2, 3, 4}, dead={5}).has_error()
 
 
 def test_enough_signatures_over_one_list_unmask_though_one_is_false(tmp_path: Path) -> None:
@@ -381,21 +377,22 @@ def test_a_silo_whose_key_is_not_on_the_others_roster_is_taken_for_somebody_in_t
         run.launch()
 
 
-def test_numbers_of_the_server_that_are_not_the_rosters_are_refused(tmp_path: Path) -> None:
-    run = Masked(tmp_path, SIGNED, keys=credentials())
-    content = {"weights": tensors_record(START)}
+def test_a_message_without_its_parts_or_with_other_numbers_than_the_rosters_is_answered_by_an_error(
+    tmp_path: Path,
+) -> None:
+    server = Meddling(tmp_path)
     for number, clients in ((2, EVERYBODY), (1, [1, 2, 3, 4, 9]), (1, [1, 2, 3]), (1, [*EVERYBODY, 6])):
-        reply = run.ask(10, "train.secagg_setup", content, round=0, attempt="a", number=number, clients=clients)
+        reply = server.run.ask(
+            10, "train.secagg_setup", {"weights": tensors_record(START)}, round=0, attempt="b", number=number,
+            clients=clients,
+        )  # fmt: skip
         assert reply.error.reason == "DataError (bad protocol)"
-
-
-def test_a_message_without_its_parts_is_answered_by_an_error(tmp_path: Path) -> None:
-    server = Meddling(tmp_path, MASKED)
     asked: list[tuple[str, dict[str, Any]]] = [
         ("setup", {"clients": [1, 2, 3], "number": 1, "round": 3}), ("share", {}), ("masked", {}),
-        ("unmask", {"active": "all"}), ("setup", {"clients": "all"}), ("sign", {"active": EVERYBODY}),
-        ("unmask", {"attempt": ""}),
+        ("unmask", {"active": "all"}), ("setup", {"clients": "all"}), ("unmask", {"attempt": ""}),
     ]  # fmt: skip
     for act, facts in asked:
         reply = server.ask(1, act, {}, **{"attempt": "x", **facts})
         assert reply.has_error() and reply.error.reason.startswith("DataError ("), act
+    masked = Masked(tmp_path / "no roster").ask(10, "train.secagg_sign", attempt="a", active=EVERYBODY)
+    assert masked.error.reason == "DataError (other settings)"

@@ -124,7 +124,8 @@ def test_a_client_that_sends_nan_or_wrong_shapes_is_named_and_the_mean_is_that_o
     masked: bool, tmp_path: Path
 ) -> None:
     capped = replace(SMALL.stage1, weighting="capped", n_hat=30)
-    settings = replace(SMALL, stage1=capped if masked else SMALL.stage1, update_norm=None, secure_sum=masked)
+    hidden = {"stage1": capped, "secure_sum": True, "sum_threshold": 3} if masked else {}
+    settings = replace(SMALL, update_norm=None, **hidden)
     run = federation(tmp_path, settings, size=replace(SIZE, clients=5, skew=3.0))
     generator = torch.Generator().manual_seed(0)
     updates = {

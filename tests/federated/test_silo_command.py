@@ -119,7 +119,7 @@ def test_a_check_prints_who_sees_what_and_what_is_spent_and_leaves_no_trace(
 def test_a_broken_ledger_or_another_runs_state_is_found_before_the_silo_starts(tmp_path: Path) -> None:
     settings = silo(tmp_path, PRIVATE)
     client = settings.client()
-    client.train_shared(start_of(MAKE), 0)
+    client.request(start_of(MAKE), 0)
     with pytest.raises(ResumeError, match=r"stage1\.seed=0.* 1"):
         check_silo(replace(settings, federated=replace(PRIVATE, seed=1)))
     assert client.ledger is not None
@@ -315,41 +315,16 @@ def test_each_way_in_which_tls_can_be_wrong_has_its_own_line(tmp_path: Path) -> 
     reach("nowhere.invalid:1", ours["ca"]).reach()
 
 
-def test_a_submitted_run_names_its_own_settings(tmp_path: Path) -> None:
-    ours, other = make_authority(tmp_path / "ours"), make_authority(tmp_path / "other")
-    with listening(ours) as address:
-        Connection(superlink=address, root_certificates=ours["ca"], of="run").check().reach()
-        with pytest.raises(ConfigurationError, match=r"federated\.root_certificates"):
-            Connection(superlink=address, root_certificates=other["ca"], of="run").reach()
-        with pytest.raises(ConfigurationError, match=r"federated\.insecure"):
-            Connection(superlink=address, insecure=True, of="run").reach()
-
-
 @pytest.mark.slow
-def test_with_a_true_superlink_key_authority_and_tls_are_told_apart(tmp_path: Path) -> None:
+def test_a_true_superlink_tells_a_key_that_it_knows_from_one_that_it_does_not(tmp_path: Path) -> None:
+    """What TLS can have wrong with it is tested without a SuperLink above."""
     with SuperLink(tmp_path) as running:
         good, bad = running.register("good"), make_node_key(tmp_path / "keys", "bad")
-        other = make_authority(tmp_path / "other")["ca"]
-        own = running.files["ca"]
+        known = Connection(superlink=running.address, key=good, root_certificates=running.files["ca"])
         for _ in range(2):  # the second time it has logged out again
-            Connection(superlink=running.address, key=good, root_certificates=own).reach()
-        for connection, option in (
-            (Connection(superlink=running.address, key=bad, root_certificates=own), f"--key={bad}"),
-            (Connection(superlink=running.address, key=good, root_certificates=other), f"--root-certificates={other}"),
-            (Connection(superlink=running.address, insecure=True), "--insecure"),
-        ):
-            with pytest.raises(ConfigurationError, match=option):
-                connection.reach()
-        port = free_port()
-        command = ["flower-superlink", "--host", "127.0.0.1", "--port", port, "--insecure",
-                   "--disable-runtime-dependency-installation"]  # fmt: skip
-        running.start("in clear", command)
-        address = f"127.0.0.1:{port}"
-        running.wait_for("in clear", lambda: not socket.socket().connect_ex(("127.0.0.1", port)), seconds=120)
-        with pytest.raises(ConfigurationError, match="--insecure"):
-            Connection(superlink=address, key=good, root_certificates=own).reach()
-        Connection(superlink=address, insecure=True).reach()
-        Connection(superlink=f"127.0.0.1:{free_port()}", key=good, root_certificates=own).reach()  # nobody there
+            known.reach()
+        with pytest.raises(ConfigurationError, match=f"--key={bad}"):
+            replace(known, key=bad).reach()
 
 
 # -- what importing Flower says and does -------------------------------------------------------

@@ -47,11 +47,8 @@ def folder(tmp_path: Path) -> Path:
     return write_silos(tmp_path / "silos", planted_silos(SIZE), facts={"source": "planted"})
 
 
-def test_what_is_written_reads_back_as_the_same_silos(folder: Path) -> None:
+def test_what_is_written_reads_back_for_its_owner_alone_and_its_repr_shows_no_text(folder: Path) -> None:
     assert [read_silo(path) for path in silo_folders(folder).values()] == planted_silos(SIZE)
-
-
-def test_only_the_owner_can_look_into_a_folder_of_silos_and_its_repr_shows_no_text(folder: Path) -> None:
     for path in (folder, *silo_folders(folder).values()):
         assert path.stat().st_mode & 0o077 == 0
     shown = repr(read_silo(silo_folders(folder)["client0"]))
@@ -59,39 +56,30 @@ def test_only_the_owner_can_look_into_a_folder_of_silos_and_its_repr_shows_no_te
 
 
 def test_nothing_is_overwritten_and_a_refused_silo_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"task\.out=.* exists"):
+    with pytest.raises(ConfigurationError, match=r"task\.out="):
         write_silos(folder, planted_silos(SIZE), facts={})
     broken = Silo("x", {"p": ""}, {"p-s0": "a"}, {"p-s0": "p"}, [SiloQuery("q", "t", ("gone",), "train")])
-    with pytest.raises(DataError, match="'q' is answered by sentence 'gone'"):
+    with pytest.raises(DataError, match=r"'q' .*'gone'"):
         write_silos(tmp_path / "other", [broken], facts={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["silos"]
 
 
-def test_a_changed_file_is_refused_by_its_hash_and_a_missing_one_by_its_name(folder: Path) -> None:
+def test_a_silo_that_is_not_as_it_was_written_is_refused_by_file_and_line_and_never_by_its_text(folder: Path) -> None:
     path = silo_folders(folder)["client1"]
-    with open(path / "queries.jsonl", "a", encoding="utf-8") as file:
-        file.write("\n")
-    with pytest.raises(DataError, match=r"queries\.jsonl .* manifest"):
-        read_silo(path)
+    queries, manifest = path / "queries.jsonl", path / "manifest.json"
+    lines = queries.read_text().splitlines()
+    queries.write_text("\n".join([*lines, ""]))
     assert read_silo(path, verify=False).name == "client1"
-    (path / "sentences.jsonl").unlink()
-    with pytest.raises(DataError, match=r"sentences\.jsonl does not exist"):
+    queries.write_text("\n".join([*lines, json.dumps({"qid": "new", "words": "secret"})]))
+    with pytest.raises(DataError, match=r"queries\.jsonl .*manifest"):
         read_silo(path)
-
-
-def test_a_bad_record_is_named_by_file_and_line_and_never_by_its_text(folder: Path) -> None:
-    path = silo_folders(folder)["client0"]
-    lines = (path / "queries.jsonl").read_text().splitlines()
-    (path / "queries.jsonl").write_text("\n".join([*lines, json.dumps({"qid": "new", "words": "secret"})]))
-    with pytest.raises(DataError, match=rf"queries\.jsonl line {len(lines) + 1}: no key 'text'") as refusal:
+    with pytest.raises(DataError, match=rf"queries\.jsonl line {len(lines) + 1}: .*'text'") as refusal:
         read_silo(path, verify=False)
     assert "secret" not in str(refusal.value)
-
-
-def test_a_silo_of_a_newer_version_is_refused(folder: Path) -> None:
-    path = silo_folders(folder)["client0"]
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"schema": "lit-dpret/silos/2"}))
+    (path / "sentences.jsonl").unlink()
+    with pytest.raises(DataError, match=r"sentences\.jsonl"):
+        read_silo(path)
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema": "lit-dpret/silos/2"}))
     with pytest.raises(DataError, match="silos/2"):
         read_silo(path)
 
@@ -118,18 +106,15 @@ def test_sentences_hold_every_character_that_is_no_white_space_once_and_in_order
     assert {i for i, c in enumerate(text) if not c.isspace()} <= set(covered)
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("It fell 3.5 percent. Then it rose.", 2),
-        ("Gen. J. Smith met Mr. Brown in the U.S. Capitol.", 1),
-        ('He said "Stop!" and left. She stayed.', 2),
-        ("(CNN) -- No stop here\n\nA new paragraph", 2),
-        ("no capital. after this dot", 1),
-        ("", 0),
-        ("x" * 4100, 3),
-    ],
-)
+@pytest.mark.parametrize(("text", "count"), [
+    ("It fell 3.5 percent. Then it rose.", 2),
+    ("Gen. J. Smith met Mr. Brown in the U.S. Capitol.", 1),
+    ('He said "Stop!" and left. She stayed.', 2),
+    ("(CNN) -- No stop here\n\nA new paragraph", 2),
+    ("no capital. after this dot", 1),
+    ("", 0),
+    ("x" * 4100, 3),
+])  # fmt: skip
 def test_a_text_falls_into_so_many_sentences(text: str, count: int) -> None:
     assert len(sentence_spans(text)) == count
 
@@ -160,16 +145,8 @@ def test_a_domain_becomes_a_client_whose_queries_are_answered_by_every_sentence_
 
 def test_a_sample_is_drawn_by_a_public_seed_and_each_split_has_a_limit_of_its_own() -> None:
     def drawn(seed: int | None) -> list[str]:
-        big, _ = silos_by_domain(
-            collection(),
-            clients=2,
-            min_train=2,
-            min_test=1,
-            max_train_queries=3,
-            max_test_queries=1,
-            max_passages=1,
-            seed=seed,
-        )
+        limits = {"max_train_queries": 3, "max_test_queries": 1, "max_passages": 1}
+        big, _ = silos_by_domain(collection(), clients=2, min_train=2, min_test=1, seed=seed, **limits)
         counts = big.counts()
         assert (counts["train"], counts["test"], counts["passages"]) == (3, 1, 4)  # those that answer, and no others
         return [query.qid for query in big.queries]
@@ -213,18 +190,15 @@ def test_an_answer_that_stands_in_two_sentences_is_counted_as_ambiguous_unless_i
     assert counts["ambiguous"] == 0 and silo.sentences[silo.queries[0].positives[0]] == "Paris is old."
 
 
-@pytest.mark.parametrize(
-    ("url", "genre"),
-    [
-        ("http://web.archive.org/web/20080101id_/http://www.cnn.com:80/2007/US/12/31/a.b/index.html", "us"),
-        ("http://www.cnn.com/2009/SHOWBIZ/Movies/01/01/x/index.html", "entertainment"),
-        ("http://edition.cnn.com/2014/05/06/opinions/x/", "opinion"),
-        ("http://www.cnn.com/2013/08/09/world/europe/x/index.html", "world"),
-        ("http://cnn.com/2010/12/25/x.html", None),
-        ("http://money.cnn.com/2010/TECH/01/01/x", None),
-        ("http://www.cnn.com/video/x", None),
-    ],
-)
+@pytest.mark.parametrize(("url", "genre"), [
+    ("http://web.archive.org/web/20080101id_/http://www.cnn.com:80/2007/US/12/31/a.b/index.html", "us"),
+    ("http://www.cnn.com/2009/SHOWBIZ/Movies/01/01/x/index.html", "entertainment"),
+    ("http://edition.cnn.com/2014/05/06/opinions/x/", "opinion"),
+    ("http://www.cnn.com/2013/08/09/world/europe/x/index.html", "world"),
+    ("http://cnn.com/2010/12/25/x.html", None),
+    ("http://money.cnn.com/2010/TECH/01/01/x", None),
+    ("http://www.cnn.com/video/x", None),
+])  # fmt: skip
 def test_the_genre_is_the_section_in_the_address(url: str, genre: str | None) -> None:
     assert section_of(url) == genre
 
@@ -267,14 +241,11 @@ def test_planted_silos_are_the_same_every_time_and_their_vocabulary_is_complete(
         assert {word for query in silo.queries for word in query.text.split()} <= words
 
 
-def test_no_two_clients_mean_the_same_by_a_dialect_word_unless_it_is_shared() -> None:
+def test_dialect_words_differ_unless_they_are_shared_and_a_skewed_federation_has_clients_of_falling_size() -> None:
     size = Planted(clients=3, attributes=6)
     assert all(len({meaning(size, client)[word] for client in range(3)}) == 3 for word in range(6))
     shared = Planted(clients=3, attributes=6, shared=0.5)
     assert [meaning(shared, client)[:3] for client in range(3)] == [[0, 1, 2]] * 3
-
-
-def test_a_skewed_federation_has_clients_of_falling_size() -> None:
     sizes = [silo.counts()["train"] for silo in planted_silos(Planted(clients=4, entities=40, skew=8))]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 6 * sizes[-1]
 
@@ -289,7 +260,7 @@ def test_common_entities_are_told_of_everywhere_and_no_two_clients_tell_the_same
         assert held_out and not held_out & {query.text.split()[-1] for query in silo.queries if query.split == "train"}
         assert {len(query.positives) for query in silo.queries if query.split == "train"} == {1}
         assert {len(query.positives) for query in silo.queries if query.split == "test"} == {2}
-    with pytest.raises(ConfigurationError, match="divides attributes=6"):
+    with pytest.raises(ConfigurationError, match="attributes=6"):
         Planted(clients=3, attributes=6, told=3, common=True)
 
 
@@ -302,35 +273,30 @@ def build(run: Path, **settings: Any) -> Path:
     return run / "silos"
 
 
-def test_planted_silos_are_written_and_their_sizes_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = build(tmp_path, source="planted", planted={"clients": 2, "entities": 5})
-    assert list(silo_folders(out)) == ["client0", "client1"] and "| client0 |        5 |" in capsys.readouterr().out
-    with pytest.raises(ConfigurationError, match="nothing is overwritten"):
-        build(tmp_path, source="planted")
-
-
-def test_silos_that_are_there_are_not_built_again_on_resume_and_another_source_is_refused(tmp_path: Path) -> None:
+def test_planted_silos_are_built_once_and_nothing_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     nothing: Any = None
     out = build(tmp_path, source="planted", planted={"clients": 2, "entities": 5})
+    assert list(silo_folders(out)) == ["client0", "client1"] and "| client0 |        5 |" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="silos"):
+        build(tmp_path, source="planted")
     made = (out / "manifest.json").stat().st_mtime_ns
     again = Parts(tmp_path, nothing, nothing, nothing, nothing, resume=True)
     assert BuildSilos(source="planted").run(again) == {"clients": 2.0}
     assert (out / "manifest.json").stat().st_mtime_ns == made
-    with pytest.raises(ResumeError, match="was built of planted, not insuranceqa"):
+    with pytest.raises(ResumeError, match=r"planted.* insuranceqa"):
         BuildSilos(source="insuranceqa").run(again)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"source": "yahoo"}, "task.source='yahoo' is not one of"),
-        ({"source": "newsqa"}, "needs task.newsqa"),
-        ({"source": "newsqa", "newsqa": "x.json"}, "needs task.cnn_urls"),
-        ({"source": "medquad"}, "needs task.folder"),
-        ({"source": "planted", "planted": {"clints": 3}}, "clints"),
-        ({"source": "planted", "planted": {"told": 2, "questions": 3}}, "questions=3, told=2"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"source": "yahoo"}, r"task\.source='yahoo'"),
+    ({"source": "newsqa"}, r"task\.newsqa"),
+    ({"source": "newsqa", "newsqa": "x.json"}, r"task\.cnn_urls"),
+    ({"source": "medquad"}, r"task\.folder"),
+    ({"source": "planted", "planted": {"clints": 3}}, "clints"),
+    ({"source": "planted", "planted": {"told": 2, "questions": 3}}, "questions=3, told=2"),
+])  # fmt: skip
 def test_a_source_that_cannot_be_built_is_refused_before_anything_is_read(settings: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         BuildSilos(**settings)
@@ -358,28 +324,17 @@ def with_other_questions(silo: Silo) -> Silo:
     return replace(silo, queries=[*others, *(query for query in silo.queries if query.split != "train")])
 
 
-@pytest.fixture
-def silo() -> Silo:
-    return planted_silos(SIZE)[0]
-
-
-def test_every_passage_is_asked_for_in_the_words_of_the_sentence_that_answers(silo: Silo) -> None:
-    made = [query for query in pseudo_silo(silo).queries if query.split == "train"]
-    assert len(made) == len({silo.passage_of[query.positives[0]] for query in made}) == len(silo.passages)
-    for query in made:
-        (answer,) = query.positives
-        assert set(query.text.split()) <= set(silo.sentences[answer].lower().split())
-
-
-def test_no_train_question_has_a_say_and_the_others_stay_to_measure_with(silo: Silo) -> None:
+def test_every_passage_is_asked_for_in_the_words_of_its_answer_and_no_train_question_has_a_say() -> None:
+    silo = planted_silos(SIZE)[0]
     made = pseudo_silo(silo)
     assert made == pseudo_silo(with_other_questions(silo))
-    assert [query for query in made.queries if query.split != "train"] == [
-        query for query in silo.queries if query.split != "train"
-    ]
-    assert not {query.text for query in made.queries if query.split == "train"} & {
-        query.text for query in silo.queries if query.split == "train"
-    }
+    train, others = ([query for query in made.queries if (query.split == "train") == own] for own in (True, False))
+    assert len(train) == len({silo.passage_of[query.positives[0]] for query in train}) == len(silo.passages)
+    for query in train:
+        (answer,) = query.positives
+        assert set(query.text.split()) <= set(silo.sentences[answer].lower().split())
+    assert others == [query for query in silo.queries if query.split != "train"]
+    assert not {query.text for query in train} & {query.text for query in silo.queries if query.split == "train"}
     assert (made.sentences, made.passages) == (silo.sentences, silo.passages)
 
 

@@ -14,7 +14,6 @@ pytest.importorskip("flwr", reason="needs the extra federated (flwr)")
 
 from messages import Run, WritesDown
 
-from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.federated.flower.library import RecordDict
 from lit_dpret.federated.settings import PddAs2, Stage1
 from lit_dpret.federated.silo import SiloClient
@@ -117,14 +116,6 @@ def test_under_a_budget_nothing_is_counted_by_a_message_and_epsilon_tells_the_nu
     assert (row is None) == (weighting == "uniform") and (row is None or "in clear" not in row.protection)
     assert any("spent" in one and "the number of its train queries" in one for one in rest)
     assert "train queries" not in rest[-1]
-
-
-def test_the_rows_of_an_exact_request_are_the_train_queries(tmp_path: Path) -> None:
-    run = Overheard(tmp_path, with_(SMALL, "uniform", "exact"), silo=Learns)
-    run.launch()
-    for node, folder in enumerate(run.folders.values(), start=10):
-        (array,) = run.grid.of("query.fedneg_request")[node].array_records["rows"].values()
-        assert array.shape[0] == len(SiloDataModule(folder=folder).evaluation_set("train")[0])
 
 
 def test_queries_that_a_generator_wrote_are_counted_and_not_called_train_queries() -> None:

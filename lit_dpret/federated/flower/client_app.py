@@ -63,12 +63,11 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
           knows is gone or does not begin as it did.
         - No round, refresh or epoch is served that the silo's own settings do not plan, however often a server asks,
           and each once, from one set of weights: asked the same again, the silo repeats its answer.
-        - No word of an error but its kind leaves the silo, and where something is promised of single queries
-          (`PddAs2.hides`), no error that one of them has a say in, whatever finite weights and pools it is sent: what
-          can be refused is refused by the message, the collection and the silo's files before a query is looked at, a
-          query that fails counts for nothing, and of what is not answered with, no failure is told (`unheard`).
-          Under masks one thing is told, of all silos of a sum together and by all of them alike: that too few have an
-          update. Other silos are told which have none.
+        - Of an error only its kind leaves the silo. If something is promised of single queries (`PddAs2.hides`), no
+          error depends on one of them, whatever finite weights and pools are sent: refusals depend on the message, the
+          collection and the silo's files before a query is looked at, a query that fails counts for nothing, and work
+          without an answer fails silently (`unheard`). Under masks all silos of a sum report one thing alike: that too
+          few have an update. Other silos learn which have none.
         - With ``secure_sum`` updates leave the silo only under masks and in sums of enough of them, and the next
           message of another kind deletes the secrets of a round.
         - With ``seal`` request rows and answers leave the silo only in letters to other silos.
@@ -91,10 +90,8 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
                 check_planned(client.settings, head)
                 check_ledgers(client, context)
                 if action in SUM_ACTS and not client.settings.secure_sum:
-                    raise DataError(
-                        "The server begins a secure sum, and the settings have none.", kind="other settings"
-                    )
-                # A server that goes on to something else has given up its sum or its refresh: keys do not outlive them.
+                    raise DataError("The settings have no secure sum.", kind="other settings")
+                # A server that goes on to something else has given up its sum or refresh, whose keys are deleted.
                 if client.settings.secure_sum and action not in SUM_ACTS:
                     _sum(client).forget()
                 if client.settings.seal and action not in REFRESH:
@@ -103,7 +100,7 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
                     reply = handler(client, message.content, head)
                 finally:  # a handler that fails may have spent something before
                     remember_ledgers(client, context)
-            except Exception as error:  # whatever it is, the round goes on without this silo
+            except Exception as error:  # the round goes on without this silo
                 _note(message.metadata.message_type, error)
                 reason = type(error).__name__ + (f" ({error.kind})" if isinstance(error, DataError) else "")
                 return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
@@ -123,15 +120,15 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
 
 
 def _note(what: str, error: Exception) -> None:
-    """Tell the silo's terminal of a failure, which may be of its queries; with a traceback unless it is a refusal."""
+    """Report a failure, which may show queries, on the silo's terminal; with a traceback unless it is a refusal."""
     trace = "" if isinstance(error, LitDpretError) else "".join(format_exception(error))
     tell_here(f"Kept on this machine: {what}: {type(error).__name__}: {error}\n{trace}".rstrip("\n"))
 
 
 def unheard(work: Callable[[], T]) -> T | None:
-    """Run work that depends on private queries and sends no result; return None on failure, told by the terminal alone.
+    """Run work that depends on private queries and sends no result; on failure return None, shown on the terminal only.
 
-    Everything that may be refused is refused before it.
+    Refuse before it whatever may be refused.
     """
     try:
         return work()
@@ -141,7 +138,7 @@ def unheard(work: Callable[[], T]) -> T | None:
 
 
 def check_planned(run: PddAs2, head: Head) -> None:
-    """Refuse a turn outside the settings' plan: it would reveal more of the queries, or cost budget."""
+    """Refuse a turn that the settings do not plan: it would reveal more of the queries, or cost budget."""
     turns = {
         "round": range(run.stage1.warmup_rounds + run.stage1.rounds),
         "refresh": [epoch for epoch in range(run.stage2.epochs) if run.stage2.asks(epoch)],
@@ -169,8 +166,7 @@ def check_ledgers(client: SiloClient, context: Context) -> None:
         known = path.read_bytes()[: int(size)] if path.is_file() else b""
         if hashlib.sha256(known).hexdigest() != digest:
             raise LedgerError(
-                f"{path} is not this node's ledger of an earlier round, or has lost entries. Restore it "
-                "from a copy: without it the spending is unknown."
+                f"{path} is not this node's ledger of an earlier round, or has lost entries. Restore it from a copy."
             )
 
 
@@ -209,16 +205,14 @@ def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordD
     plan.session(client.settings.sum_threshold)  # refused before anything is learned
     client.accept_round(weights, plan.round)
     update = unheard(lambda: client.train_shared(weights, plan.round))
-    return payloads.answer(
-        keys=payloads.keys_record([_sum(client).begin(plan, number, weights, update, examples=client.examples)])
-    )
+    keys = _sum(client).begin(plan, number, weights, update, examples=client.examples)
+    return payloads.answer(keys=payloads.keys_record([keys]))
 
 
 def secagg_share(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Receive all keys, return sealed shares."""
-    return payloads.answer(
-        shares=payloads.bytes_record(_sum(client).share(_attempt(head), payloads.keys_of(content, _SERVER)))
-    )
+    shares = _sum(client).share(_attempt(head), payloads.keys_of(content, _SERVER))
+    return payloads.answer(shares=payloads.bytes_record(shares))
 
 
 def secagg_masked(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
@@ -296,9 +290,8 @@ def fedneg_request(client: SiloClient, content: RecordDict, head: Head) -> Recor
     refresh, sealer = _refresh(client, head), _sealer(client)
     keys, refused = sealer.usable(refresh, payloads.bytes_of(content, "keys", _SERVER))
     letter = sealer.seal(refresh, "request", save({"rows": rows.float().contiguous()}), keys)
-    return _refusals(
-        payloads.answer(request=payloads.body_record(letter.body), boxes=payloads.bytes_record(letter.boxes)), refused
-    )
+    reply = payloads.answer(request=payloads.body_record(letter.body), boxes=payloads.bytes_record(letter.boxes))
+    return _refusals(reply, refused)
 
 
 def fedneg_serve(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
@@ -360,9 +353,7 @@ def _sealed_answers(client: SiloClient, content: RecordDict, head: Head, weights
         try:
             rows = payloads.checked_rows(_unpacked(opened, asker).get("rows"), f"client {asker}", dim=client.model[1])
             if says_nothing and len(rows):
-                raise DataError(
-                    f"Client {asker} asks with rows, under request=none.", kind="has rows, under request=none"
-                )
+                raise DataError(f"Client {asker} sent rows.", kind="has rows, under request=none")
             asked[asker] = rows
         except DataError as error:
             refused[asker] = error.kind

@@ -32,10 +32,9 @@ class ConnectedSilos:
     """The silos of a run by name, with their nodes and all messages to them.
 
     Guarantees:
-        - A silo is identified by the message that it replies to, never by what its reply says: it can neither answer
-          for another silo nor take the name of one that is connected.
-        - A silo that does not answer well is named in the faults and left out of this exchange, and is asked again in
-          the next.
+        - A silo is identified by the message that it replies to, never by its reply: it can neither answer for another
+          silo nor take the name of one that is connected.
+        - A silo that does not answer well is named in the faults and left out of this exchange, but not of the next.
     """
 
     def __init__(self, settings: PddAs2, result: FedResult, patience: Patience) -> None:
@@ -55,8 +54,8 @@ class ConnectedSilos:
         while (there := len(list(grid.get_node_ids()))) < count:
             if time.monotonic() > until:
                 raise DataError(
-                    f"{there} silos are there after {self.wait:g} seconds, and federated.min_clients={count}. Start "
-                    "the others, or wait longer (federated.wait)."
+                    f"{there} silos after {self.wait:g} seconds, and federated.min_clients={count}. Start the others, "
+                    "or wait longer (federated.wait)."
                 )
             time.sleep(0.5)
 

@@ -33,8 +33,8 @@ class Connection:
     root_certificates: Path | None = None
     insecure: bool = False  # no TLS: everything that is sent can be read and changed on the way
     port: int | None = None  # of a silo's own interface on the loopback address; null for a free one
-    # A ``silo``, which needs a key and has options (``--key``); or a ``run`` that is handed over, which needs none and
-    # has settings (``federated.insecure``). Refusals name the one or the other.
+    # A ``silo`` needs a key, and refusals name its options (``--key``); a submitted ``run`` needs none, and refusals
+    # name its settings (``federated.insecure``).
     of: Literal["silo", "run"] = "silo"
 
     def check(self) -> Connection:
@@ -46,16 +46,14 @@ class Connection:
         if self.insecure:
             clash = next((name for name in ("key", "root_certificates") if getattr(self, name) is not None), None)
             if clash is not None:
-                raise ConfigurationError(
-                    f"{self._insecure} goes without TLS, and {self._option(clash)} needs it. Leave one of them out."
-                )
+                raise ConfigurationError(f"{self._insecure} goes without TLS, and {self._option(clash)} needs it.")
             return self
         if self.key is not None:
             _check_key(self.key)
         elif self.of == "silo":
             raise ConfigurationError(
-                f"--key is missing: the server knows a silo by its key. Make one ({_NEW_KEY}) and have FILE.pub "
-                "registered, or write --insecure to go without TLS and key."
+                f"--key is missing. Make one ({_NEW_KEY}) and have FILE.pub registered, or write --insecure to go "
+                "without TLS and key."
             )
         if self.root_certificates is not None:
             _check_certificates(self.root_certificates, self._option("root_certificates"))
@@ -76,25 +74,24 @@ class Connection:
             except ssl.SSLError as error:
                 if not self.insecure and error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
                     raise ConfigurationError(
-                        f"The server at {self.superlink} does not use TLS: messages can be read and changed in "
-                        f"transit. Start it with a certificate, or set {self._insecure}."
+                        f"The server at {self.superlink} does not use TLS. Start it with a certificate, or set "
+                        f"{self._insecure}."
                     ) from error
                 return
             except OSError:
                 return
         if self.insecure:
             raise ConfigurationError(
-                f"{self._insecure} goes without TLS, and the server at {self.superlink} wants it. Leave it out, and "
-                f"name {self._option('root_certificates')}."
+                f"{self._insecure}: the server at {self.superlink} uses TLS. Leave it out, and name "
+                f"{self._option('root_certificates')}."
             )
         if self.key is not None:
             from lit_dpret.federated.flower.library import is_registered
 
             if is_registered(self.superlink, self.key, self.root_certificates) is False:
                 raise ConfigurationError(
-                    f"--key={self.key}: the server at {self.superlink} knows no silo with this key, or takes one for "
-                    "alive still (a minute after a crash). Have it registered: flwr supernode register "
-                    f"{self.key}.pub NAME-OF-THE-SUPERLINK."
+                    f"--key={self.key} is unknown to the server at {self.superlink}, or in use (for a minute after a "
+                    f"crash). Have it registered: flwr supernode register {self.key}.pub NAME-OF-THE-SUPERLINK."
                 )
 
     def _option(self, name: str) -> str:
@@ -118,16 +115,16 @@ class Connection:
     def _certificate_line(self, code: int) -> str:
         if code in _OTHER_NAME:
             return (
-                f"The certificate of the server at {self.superlink} is of another host name or address. Reach it by a "
-                "name that is in the certificate, or have its operator make one for this."
+                f"The certificate of the server at {self.superlink} is for another host name or address. Use a name "
+                "that is in the certificate, or have its operator make one for this."
             )
         if code == _EXPIRED:
             return f"The certificate of the server at {self.superlink} has expired. Ask its operator for a new one."
         given = self.root_certificates
         return (
-            f"{self._option('root_certificates')}{f'={given}' if given else ' is not given'}: the certificate of the "
-            f"server at {self.superlink} was signed by another authority, or somebody is in the middle. Ask the "
-            "server's operator for the certificate of who signed it."
+            f"{self._option('root_certificates')}{f'={given}' if given else ' is not given'}: another authority signed "
+            f"the certificate of the server at {self.superlink}, or somebody is in the middle. Ask its operator for "
+            "the authority's certificate."
         )
 
 
@@ -162,8 +159,8 @@ def _check_certificates(path: Path, option: str) -> None:
     newest = max(one.not_valid_after_utc for one in found)
     if newest < datetime.now(UTC):
         raise ConfigurationError(
-            f"{option}={path}: no certificate in it is valid after {newest:%Y-%m-%d}. Ask the server's "
-            "operator for the new one."
+            f"{option}={path} has no certificate valid after {newest:%Y-%m-%d}. Ask the server's operator for a new "
+            "one."
         )
 
 

@@ -60,7 +60,7 @@ class MaskedRound:
         if marker.is_file():
             return self._lost("The server was ended while this round was unmasked.")
         self.gather()
-        # From here on silos sign: a server that starts again must not ask them for another list of this round.
+        # From here on silos sign: a restarted server must not ask them for another list of this round.
         save_json(marker, {"attempt": self._plan.attempt})
         try:
             return self.unmask()
@@ -69,8 +69,8 @@ class MaskedRound:
 
     def _lost(self, why: str) -> tuple[Weights, list[str]]:
         self.silos.faults.append(
-            f"{self.where}: {why} Silos agree to one list of a round, so it is lost and its updates stay unknown; the "
-            "next one begins with the weights that this one began with."
+            f"{self.where}: {why} Silos agree to one list of a round, so it is lost; the next one begins with the "
+            "weights that this one began with."
         )
         return self.weights, []
 
@@ -96,11 +96,11 @@ class MaskedRound:
             name: self._message({"shares": payloads.bytes_record(routed[self.numbers[name]])}) for name in shares
         }
         size = 1 + sum(value.numel() for value in self.weights.values())
-        masked = self._ask(
-            "train.secagg_masked",
-            contents,
-            lambda name, content: payloads.words_of(content, f"client {name!r}", size=size),
-        )
+
+        def words(name: str, content: RecordDict) -> Any:
+            return payloads.words_of(content, f"client {name!r}", size=size)
+
+        masked = self._ask("train.secagg_masked", contents, words)
         self._server.masked = {self.numbers[name]: words for name, words in masked.items()}
         self._need(len(masked), "sent a vector", least=self.least)
 
@@ -155,8 +155,7 @@ class MaskedRound:
         least = max(least, self._server.session.threshold)
         if count < least:
             raise DataError(
-                f"{count} silos {what} and {least} are needed (federated.sum_threshold, min_clients): the round is "
-                "given up, and nothing of it can be unmasked.",
+                f"{count} silos {what} and {least} are needed (federated.sum_threshold, min_clients).",
                 kind="too few clients",
             )
 

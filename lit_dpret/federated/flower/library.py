@@ -20,8 +20,7 @@ try:
     FLWR_VERSION = version("flwr")
 except PackageNotFoundError as error:
     raise ConfigurationError(
-        'A federation by messages runs on Flower, which is not installed. Run: pip install "lit-dpret[federated]". '
-        "federated=inprocess needs none."
+        'A federation by messages needs Flower. Run: pip install "lit-dpret[federated]", or take federated=inprocess.'
     ) from error
 
 try:
@@ -110,12 +109,9 @@ def robust_rules() -> dict[str, Callable[..., Any]]:
 def run_one_task(load: Callable[[], ClientApp]) -> None:
     """Run Flower's ``flwr-clientapp`` for one message, with our app instead of the one from the server.
 
-    A SuperNode takes the app from the server with the message, unpacks it and imports what it names: any code. Here
-    nothing of it is unpacked or imported.
-
-    Args:
-        load: Returns the app. It is called after Flower has begun to report that the task is alive, which it must do
-            within 30 seconds of its start: slow imports belong in here.
+    A SuperNode unpacks the app that comes with the message and imports what it names, any code; here nothing of it is
+    unpacked or imported. ``load`` returns our app. Slow imports belong in it: Flower must report within 30 seconds of
+    the task's start that it is alive.
     """
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
     from flwr.supernode.runtime import run_clientapp as runtime
@@ -123,8 +119,8 @@ def run_one_task(load: Callable[[], ClientApp]) -> None:
     loads = ("install_from_fab", "get_load_client_app_fn", "install_app_dependencies")
     if not all(callable(getattr(runtime, name, None)) for name in loads):
         raise ConfigurationError(
-            f"flwr {FLWR_VERSION} loads client apps in a way that lit-dpret does not know, and could run the server's "
-            f"code. Run: pip install 'flwr{KNOWN}'."
+            f"flwr {FLWR_VERSION} loads apps in an unknown way, and could run the server's code. Run: pip install "
+            f"'flwr{KNOWN}'."
         )
 
     def refuse(*_: object, **__: object) -> None:

@@ -105,8 +105,8 @@ def write_commands(folder: Path) -> Path:
     names = task_commands()
     if ANSWERS not in names:
         raise ConfigurationError(
-            f"flwr {flower_version()} starts tasks in a way that lit-dpret does not know, and could run the server's "
-            "code. Run: pip install 'flwr>=1.41,<1.43'."
+            f"flwr {flower_version()} starts tasks in an unknown way, and could run the server's code. Run: pip "
+            "install 'flwr>=1.41,<1.43'."
         )
     for name in names:
         line = f'exec {shlex.quote(sys.executable)} -m lit_dpret.federated.flower.node_task "$@"'
@@ -123,9 +123,7 @@ def flower_version() -> str:
     try:
         return version("flwr")
     except PackageNotFoundError as error:
-        raise ConfigurationError(
-            'A silo runs on Flower, which is not installed. Run: pip install "lit-dpret[federated]".'
-        ) from error
+        raise ConfigurationError('A silo needs Flower. Run: pip install "lit-dpret[federated]".') from error
 
 
 def flower_program(name: str) -> Path:

@@ -37,8 +37,8 @@ def simulation(run: FederationRun) -> FedResult:
         importlib.import_module("ray")
     except ImportError as error:
         raise ConfigurationError(
-            f"federated=simulation runs on Ray, which cannot be imported ({error}). Run: pip install "
-            "'flwr[simulation]>=1.41,<1.43', or take federated=inprocess, which gives the same numbers."
+            f"federated=simulation needs Ray ({error}). Run: pip install 'flwr[simulation]>=1.41,<1.43', or take "
+            "federated=inprocess, which gives the same numbers."
         ) from error
     names = list(run.silos)
 
@@ -46,7 +46,7 @@ def simulation(run: FederationRun) -> FedResult:
         return run.client(names[int(context.node_config["partition-id"])])
 
     for name in names:
-        run.client(name)  # what a round would refuse is refused here, and not in a worker process
+        run.client(name)  # refuse here what a round would refuse in a worker process
         for phase in run.measure:
             measures_file(run.state(name), phase, run.split).unlink(missing_ok=True)
     start, dim = start_and_dim(run.make_module)
@@ -69,13 +69,13 @@ def simulation(run: FederationRun) -> FedResult:
         raise
     except (RuntimeError, SystemExit) as error:
         raise WorkerError(
-            f"Flower's simulation broke ({str(error)[:200]}). Finished work is kept; start "
-            "again, or take federated=inprocess, which gives the same numbers."
+            f"Flower's simulation broke ({str(error)[:200]}). Finished work is kept; start again, or take "
+            "federated=inprocess, which gives the same numbers."
         ) from error
     finally:
         stopped.set()
         quiet.setLevel(level)
-    # The server knows no measures. The silos are on this machine, and one person owns them all.
+    # The server knows no measures, but all silos are on this machine and of one owner.
     found = federation.result
     for phase in run.measure:
         found.systems[phase] = {

@@ -63,8 +63,8 @@ def connection_of(link: SuperLinkTarget) -> Connection | None:
     odd = next((name for name in ("root_certificates", "insecure") if getattr(link, name)), None)
     if odd is not None:
         raise ConfigurationError(
-            f"federated.{odd} goes with federated.superlink=HOST:PORT; {link.superlink!r} is a name, and the "
-            "Flower configuration says how it is reached."
+            f"federated.{odd} goes with federated.superlink=HOST:PORT; the Flower configuration says how the name "
+            f"{link.superlink!r} is reached."
         )
     return None
 
@@ -86,8 +86,8 @@ def flower(run: FederationRun) -> FedResult:
     if link.superlink is None:
         document.write_text(silo_document(settings, model), encoding="utf-8")
         raise ConfigurationError(
-            f"federated.superlink is null, and a run needs one. The silos' owners must agree to {document}: send it to "
-            "them, and set federated.superlink=HOST:PORT."
+            f"federated.superlink is null. Send {document} to the silos' owners, who must agree to it, and set "
+            "federated.superlink=HOST:PORT."
         )
     connection = connection_of(link)
     # Whichever part is asked for, one run has all phases: its silos and their budgets are of that run.
@@ -160,6 +160,6 @@ def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, 
             raise DataError(f"The server of {request.name} says: {json.loads(line.partition(REFUSAL)[2])}")
     last = next((line for line in reversed(lines) if line.strip()), "nothing")
     raise WorkerError(
-        f"federated.superlink={link.superlink}: the run {request.name} did not end with a result. The last that Flower "
-        f"said is: {last.strip()[:200]} ({folder / 'flower.log'} has all of it)."
+        f"federated.superlink={link.superlink}: the run {request.name} did not end with a result. Flower's last line: "
+        f"{last.strip()[:200]} ({folder / 'flower.log'} has all of it)."
     )
