@@ -18,7 +18,7 @@ from tiny_silos import ran
 from tiny_tasks import no_parts
 
 from lit_dpret.cli import run
-from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
+from lit_dpret.datamodules.silo_folder import read_silo, silo_folders, write_silos
 from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, ResumeError, UnsupportedModelError
 from lit_dpret.federated.data import planted_silos
@@ -442,6 +442,23 @@ def test_the_global_encoder_of_stage_1_is_saved_for_other_tasks_and_is_no_public
         Federated(systems=["stage1"], seeds=[0]).run(parts(tmp_path / "second", again))
     assert refused.value.trap == "T30"
     assert {run.privacy for run in noted_in(encoder)} == {"federated"}, "what refuses it in every other run"
-    measured = HardNegatives(silo=Path(silos) / "clients" / "client0", encoder=encoder, whose="public", questions=1)
+
+
+def test_under_a_budget_the_page_counts_public_sentences_and_the_saved_encoder_does_not_measure_its_silos_as_public(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folders = silo_folders(write_silos(tmp_path / "silos", planted_silos(Planted(**TINY)), facts={}))
+    for count, folder in enumerate(folders.values(), start=1):
+        chosen = list(read_silo(folder, verify=False).sentences)[:count]
+        (folder / "public_sids.txt").write_text("".join(f"{sid}\n" for sid in chosen), encoding="utf-8")
+    one_round = {**ONE, "warmup_rounds": 0}
+    model = {**MODEL, "planted": TINY}
+    made = plan(silos=str(tmp_path / "silos"), model=model, privacy=EPS, stage1=one_round, declare_public=True)
+    Federated(systems=["bm25", "stage1"], seeds=[0], save_encoder=True).run(parts(tmp_path / "run", made))
+    page = (tmp_path / "run" / "pdd_as2.md").read_text(encoding="utf-8")
+    assert "client0 1 of " in page and "client1 2 of " in page
+    encoder = tmp_path / "run" / "private" / "encoder"
+    measured = HardNegatives(silo=folders["client0"], encoder=encoder, whose="public", questions=1)
     with pytest.raises(ConfigurationError, match=r"task\.whose=public"):
         measured.run(parts(tmp_path / "out", None))
