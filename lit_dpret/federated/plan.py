@@ -67,10 +67,10 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         safeguards = {one.name: getattr(self, one.name) for one in fields(Safeguards)}
         stages: dict[str, Any] = {}
         first, second = self._defaults()
-        for name, kind, defaults in (("stage1", Stage1, first), ("stage2", Stage2, second)):
-            given = dict(getattr(self, name) or {})
-            given |= {key: value for key, value in defaults.items() if given.get(key) is None}
-            stages[name] = built(kind, given, f"federated.{name}")
+        for name, stage, defaults in (("stage1", Stage1, first), ("stage2", Stage2, second)):
+            chosen = dict(getattr(self, name) or {})
+            chosen |= {key: value for key, value in defaults.items() if chosen.get(key) is None}
+            stages[name] = built(stage, chosen, f"federated.{name}")
         self._set("run", PddAs2(**stages, privacy=self.privacy, **safeguards).check())
         link = {one.name: getattr(self, one.name) for one in fields(SuperLinkTarget)}
         self._set("link", built(SuperLinkTarget, link, "federated"))
