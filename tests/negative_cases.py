@@ -84,6 +84,13 @@ def dual(privacy: PrivacyMode | None = None, **settings: Any) -> DualEncoder:
     return DualEncoder(privacy=privacy or NoPrivacy(), **{**known, **settings})
 
 
+def loss_by_hand(module: Any, row: Line, others: Sequence[str]) -> Tensor:
+    """The cross entropy of a row's passage among ``others``, by their ids, at the temperature of `dual`."""
+    passages = module.encode_passages([PASSAGES[name] for name in (row.passage_id, *others)])
+    logits = passages @ module.encode_queries([row.query])[0] / 0.5
+    return torch.nn.functional.cross_entropy(logits.unsqueeze(0), torch.tensor([0]))
+
+
 def in_double(privacy: PrivacyMode | None = None, **settings: Any) -> DualEncoder:
     """A dual encoder in float64 whose sources have looked through `texts`."""
     module = dual(privacy, **settings).double()

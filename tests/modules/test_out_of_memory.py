@@ -79,18 +79,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor,
     return folder, module.layer.weight.detach().clone(), module.calls
 
 
+def once_more(undisturbed: tuple[Path, Tensor, int], folder: Path, *, units: int = 8, **settings: Any) -> WholeNumbers:
+    """Make the same run, with the same noise, in ``folder/run``; its weights are those of the undisturbed one."""
+    whole, weight, _ = undisturbed
+    if not (folder / "run").exists():
+        same_streams(whole / "run", folder / "run")
+    module = WholeNumbers(privacy=private(whole), **settings)
+    fit(folder / "run", module, Numbers(physical_batch_size=units), steps=STEPS, resume=True)
+    assert torch.equal(module.layer.weight, weight) and bool(weight.abs().sum() > 0)
+    return module
+
+
 @pytest.mark.parametrize("moment", ["first", "middle", "last", "three times in a row"])
 def test_a_step_that_runs_out_of_memory_begins_again_and_is_charged_once(
     moment: str, undisturbed: tuple[Path, Tensor, int], tmp_path: Path
 ) -> None:
-    whole, weight, calls = undisturbed
+    whole, _, calls = undisturbed
     assert calls > 2 * STEPS, "a step has several physical batches"
     at = {"first": (1,), "middle": (calls // 2,), "last": (calls,), "three times in a row": (3, 4, 5)}[moment]
-    same_streams(whole / "run", tmp_path / "run")
-    module = WholeNumbers(privacy=private(whole), fail_at=at)
-    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
+    module = once_more(undisturbed, tmp_path, fail_at=at)
     assert module.calls > calls and max(module.sizes) == 8
-    assert torch.equal(module.layer.weight, weight) and bool(weight.abs().sum() > 0)
     assert kinds(tmp_path / "run") == kinds(whole / "run")
     assert len(noise_keys(records(tmp_path / "run"))) == STEPS
     tags = [[r["sum_tag"] for r in records(each / "run") if r["kind"] == "intent"] for each in (whole, tmp_path)]
@@ -102,11 +110,8 @@ def test_a_step_that_runs_out_of_memory_begins_again_and_is_charged_once(
 def test_the_size_that_fits_is_found_once_and_kept(
     largest: int, undisturbed: tuple[Path, Tensor, int], tmp_path: Path
 ) -> None:
-    whole, weight, _ = undisturbed
-    same_streams(whole / "run", tmp_path / "run")
-    module = WholeNumbers(privacy=private(whole), largest=largest)
-    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
-    assert torch.equal(module.layer.weight, weight) and kinds(tmp_path / "run") == kinds(whole / "run")
+    module = once_more(undisturbed, tmp_path, largest=largest)
+    assert kinds(tmp_path / "run") == kinds(undisturbed[0] / "run")
     assert len([size for size in module.sizes if size > largest]) == {1: 3, 3: 2, 5: 1}[largest]
 
 
@@ -201,7 +206,7 @@ class _FailsFrom(WholeNumbers):
 def test_memory_that_runs_out_after_the_permit_is_charged_once_and_the_step_is_repeated(
     where: str, undisturbed: tuple[Path, Tensor, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, weight, _ = undisturbed
+    whole = undisturbed[0]
     same_streams(whole / "run", tmp_path / "run")
     owner: Any = DPSGD if where == "privatize" else torch.optim.SGD
     name, real, count = ("privatize" if where == "privatize" else "step"), None, {"calls": 0}
@@ -220,9 +225,7 @@ def test_memory_that_runs_out_after_the_permit_is_charged_once_and_the_step_is_r
             fit(tmp_path / "run", WholeNumbers(privacy=private(whole)), Numbers(physical_batch_size=8), steps=STEPS,
                 resume=True)  # fmt: skip
     assert [step for kind, step in kinds(tmp_path / "run") if kind == "intent"] == [0, 1, 2]
-    module = WholeNumbers(privacy=private(whole))
-    fit(tmp_path / "run", module, Numbers(physical_batch_size=8), steps=STEPS, resume=True)
-    assert torch.equal(module.layer.weight, weight)
+    once_more(undisturbed, tmp_path)
     assert sorted(noise_keys(records(tmp_path / "run"))) == [(0, step) for step in range(STEPS)], "charged once"
     assert ("replay", 2) in kinds(tmp_path / "run")
     check_no_key_reuse(records(tmp_path / "run"))
@@ -370,11 +373,7 @@ def test_the_size_that_fits_memory_stays_also_where_units_fail() -> None:
 def test_a_run_goes_on_with_another_physical_batch_size_under_one_claim(
     undisturbed: tuple[Path, Tensor, int], tmp_path: Path
 ) -> None:
-    whole, weight, _ = undisturbed
-    same_streams(whole / "run", tmp_path / "run")
-    module = WholeNumbers(privacy=private(whole))
-    fit(tmp_path / "run", module, Numbers(physical_batch_size=3), steps=STEPS, resume=True)
-    assert torch.equal(module.layer.weight, weight), "the draws are the same, and so are the sums"
+    module = once_more(undisturbed, tmp_path, units=3)
     assert max(module.sizes) == 3 and sorted(noise_keys(records(tmp_path / "run"))) == [(0, i) for i in range(STEPS)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,33 +112,24 @@ def test_whatever_the_ranking_depends_on_makes_another_entry(change: dict[str, A
     assert len(stores(tmp_path)) == 2
 
 
-def test_a_torn_shard_is_mined_again(tmp_path: Path) -> None:
-    whole = mined(BM25Negatives(cache_dir=tmp_path, shard_size=3))
-    second = next(tmp_path.rglob("000000003-*.npz"))
+def test_a_torn_shard_and_one_of_another_version_are_mined_again_and_overlaps_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer version has other entries; one that came under our name is not trusted."""
+    again = partial(BM25Negatives, cache_dir=tmp_path, shard_size=4)
+    whole = mined(again())
+    second = next(tmp_path.rglob("000000004-*.npz"))
     for content in (second.read_bytes()[:200], b""):
         second.write_bytes(content)
-        assert same(whole, mined(BM25Negatives(cache_dir=tmp_path, shard_size=3)))
-
-
-def test_a_shard_of_another_version_is_mined_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newer version has other entries; one that came under our name is not trusted."""
-    whole = mined(BM25Negatives(cache_dir=tmp_path, shard_size=4))
-    with monkeypatch.context() as patch:
-        patch.setattr("lit_dpret.negatives.rankings.SCHEMA", "lit-dpret/mined-negatives/2")
-        (folder,) = stores(tmp_path)
-        store = MinedShards(tmp_path, name="bm25", key=folder.name.rpartition("-")[2], count=8, private=True)
-        wrong = Mined(whole.places[:4] * 0, whole.scores[:4], *_answers(whole, 0, 4))
-        store.write(range(4), wrong)
-    assert same(whole, mined(BM25Negatives(cache_dir=tmp_path, shard_size=4)))
-
-
-def test_overlapping_shards_are_not_counted_twice(tmp_path: Path) -> None:
-    whole = mined(BM25Negatives(cache_dir=tmp_path, shard_size=4))
+        assert same(whole, mined(again()))
     (folder,) = stores(tmp_path)
     store = MinedShards(tmp_path, name="bm25", key=folder.name.rpartition("-")[2], count=8, private=True)
-    wide = Mined(whole.places[2:6], whole.scores[2:6], *_answers(whole, 2, 6))
-    store.write(range(2, 6), wide)
-    assert same(whole, mined(BM25Negatives(cache_dir=tmp_path, shard_size=4)))
+    with monkeypatch.context() as patch:
+        patch.setattr("lit_dpret.negatives.rankings.SCHEMA", "lit-dpret/mined-negatives/2")
+        store.write(range(4), Mined(whole.places[:4] * 0, whole.scores[:4], *_answers(whole, 0, 4)))
+    assert same(whole, mined(again()))
+    store.write(range(2, 6), Mined(whole.places[2:6], whole.scores[2:6], *_answers(whole, 2, 6)))
+    assert same(whole, mined(again()))
 
 
 def _answers(whole: Mined, start: int, stop: int) -> tuple[Any, Any, Any]:
