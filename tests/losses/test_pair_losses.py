@@ -211,7 +211,7 @@ PAPER = replace(SOFTMAX, g1=lambda n, low, high: 2 * (1 - largest(n, low, high))
 
 
 def quick(loss: PairwiseLoss, **settings: object) -> dict[tuple[str, int], float]:
-    return check_declared_bounds(loss, **{"sizes": (2, 3), "restarts": 4, "steps": 25} | settings)  # type: ignore[arg-type]
+    return check_declared_bounds(loss, **{"sizes": (2, 3), "restarts": 2, "steps": 20} | settings)  # type: ignore[arg-type]
 
 
 def test_softmax_declared_by_theorem_4_2_has_the_sensitivity_of_softmax() -> None:
