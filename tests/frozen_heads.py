@@ -47,8 +47,3 @@ def rows(queries: dict[str, str] = QUERIES) -> list[Line]:
 
 def losses(module: FrozenDualEncoder, lines: list[Line]) -> Tensor:
     return module.per_row_loss(module.collate_rows(lines))
-
-
-def gradients(module: FrozenDualEncoder, lines: list[Line]) -> list[Tensor]:
-    found = losses(module, lines)
-    return [torch.autograd.grad(loss, module.query_head.weight, retain_graph=True)[0] for loss in found]

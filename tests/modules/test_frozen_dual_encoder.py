@@ -12,11 +12,11 @@ import torch
 from frozen_heads import PASSAGES, QUERIES, frozen, losses, rows, tower
 from pair_stand_ins import clipped_sum, data_module, plan_of
 from stand_ins import Line, dp, fit
-from tiny_models import WORDS, tiny_bert, tiny_tokenizer
+from tiny_models import WORDS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from lit_dpret.encoders import Contract, TextEncoder, load_towers
+from lit_dpret.encoders import load_towers
 from lit_dpret.errors import ConfigurationError, DataError, UnsupportedModelError
 from lit_dpret.losses import SigmoidPairLoss
 from lit_dpret.modules.frozen_dual_encoder import FrozenDualEncoder, principal_directions
@@ -288,8 +288,7 @@ SAMPLING: dict[str, Any] = {
 def of_mode(
     privacy: PrivacyMode, *, kind: type[FrozenDualEncoder] = FrozenDualEncoder, **settings: Any
 ) -> FrozenDualEncoder:
-    tower = TextEncoder(tiny_bert(), tiny_tokenizer(), Contract(query_max_length=8, passage_max_length=10))
-    known = {"optimizer": OptimizerSpec(name="sgd", lr=0.1), "encoder": tower, "temperature": 1.0}
+    known = {"optimizer": OptimizerSpec(name="sgd", lr=0.1), "encoder": tower(), "temperature": 1.0}
     return kind(privacy=privacy, **{**known, **settings})
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from negative_cases import NOISE, tower
 from pair_stand_ins import data_module
 from stand_ins import Numbers, Regression, dp, fit
-from tiny_models import tiny_bert, tiny_tokenizer
 from torch import Tensor
 
 from lit_dpret.callbacks import PrivacyAccountant
-from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, UnsupportedModelError
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
 from lit_dpret.negatives import BM25Negatives
@@ -26,7 +25,6 @@ from lit_dpret.privacy.modes import DPSGD, BatchClip, LogitDP, NoPrivacy, PerExa
 SAMPLING = {"sampling": "truncated_poisson", "cap": 6, "expected_batch_size": 4, "physical_batch_size": 6}
 
 
-NOISE: dict[str, Any] = {"eps": 3.0, "delta": 1e-3, "noise_multiplier": 20.0}
 MODES: dict[str, Any] = {
     "none": NoPrivacy(),
     "batch_clip": BatchClip(max_grad_norm=0.1, **NOISE),
@@ -37,10 +35,7 @@ MODES: dict[str, Any] = {
 
 
 def settings(privacy: Any) -> dict[str, Any]:
-    words = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 1}
-    contract = Contract(query_max_length=6, passage_max_length=8)
-    encoder = TextEncoder(tiny_bert(**words), tiny_tokenizer(), contract)
-    return {"privacy": privacy, "optimizer": OptimizerSpec(lr=0.01), "encoder": encoder}
+    return {"privacy": privacy, "optimizer": OptimizerSpec(lr=0.01), "encoder": tower()}
 
 
 class Stopped(L.Callback):
