@@ -225,17 +225,11 @@ def embed_apart(embed: Callable[[dict[str, Tensor]], Tensor], features: Mapping[
             some, seen = ids[:, :end], mask[:, :end]
             for number in range(max(map(len, lanes[end]))):
                 batch = {"input_ids": some.new_full((LANES + 1, some.shape[1]), filler)}
-                batch["attention_mask"] = _one_token(seen)
+                batch["attention_mask"] = seen.new_zeros(LANES + 1, some.shape[1])
+                batch["attention_mask"][:, 0] = 1  # one token in every row
                 filled = {lane: rows[number] for lane, rows in enumerate(lanes[end]) if number < len(rows)}
                 for lane, row in filled.items():
                     batch["input_ids"][lane], batch["attention_mask"][lane] = some[row], seen[row]
                 found = embed(batch)
                 made |= {row: found[lane] for lane, row in filled.items()}
     return torch.stack([made[first[key]] for key in keys])
-
-
-def _one_token(mask: Tensor) -> Tensor:
-    """Return a mask of rows with one token each."""
-    found = mask.new_zeros(LANES + 1, mask.shape[1])
-    found[:, 0] = 1
-    return found

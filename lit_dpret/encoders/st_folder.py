@@ -57,16 +57,6 @@ class ModelFolder:
     query_prefix: str = ""
     passage_prefix: str = ""
 
-    @property
-    def shared_backbone(self) -> bool:
-        """Whether both routes share one transformer."""
-        return self.query.transformer == self.passage.transformer
-
-    @property
-    def one_encoder(self) -> bool:
-        """Whether the routes differ only in lengths and prefixes."""
-        return replace(self.query, max_length=self.passage.max_length) == self.passage
-
 
 def read_folder(folder: Path) -> ModelFolder:
     """Read the description in a transformers or sentence-transformers folder."""
@@ -323,11 +313,12 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
             "are meaningless. Name the model of a dual encoder."
         )
     found = read_folder(folder)
+    one_backbone = found.query.transformer == found.passage.transformer
     backbone, tokenizer = load_transformer(found.query.transformer, _DTYPES[dtype])
     pooler = take_pooler(backbone)
 
     def tower(said: Tower) -> TextEncoder:
-        sides = (found.query, found.passage) if found.shared_backbone else (said, said)
+        sides = (found.query, found.passage) if one_backbone else (said, said)
         query_length, passage_length = (_length(side, backbone, tokenizer) for side in sides)
         contract = Contract(
             pooling=said.pooling,
@@ -344,9 +335,9 @@ def load_towers(encoder: str | Path, *, dtype: str = "float32", revision: str | 
         return loaded
 
     query_encoder = tower(found.query)
-    if found.one_encoder:
+    if replace(found.query, max_length=found.passage.max_length) == found.passage:  # but for lengths and prefixes
         return Towers(query_encoder, query_encoder)
-    if not found.shared_backbone:
+    if not one_backbone:
         backbone, tokenizer = load_transformer(found.passage.transformer, _DTYPES[dtype])
         pooler = take_pooler(backbone)
     return Towers(query_encoder, tower(found.passage))

@@ -424,19 +424,16 @@ class Passes:
     def _gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
         """Of the kept rows' losses, with alternating signs and powers of two so that no two rows weigh the same."""
         with _one_thread(len(losses)):
-            return self._weighted_gradient(losses, kept)
-
-    def _weighted_gradient(self, losses: Tensor, kept: Tensor) -> dict[str, Tensor]:
-        count = int(kept.sum())
-        weights = torch.tensor([(-1.0) ** i * 2.0 ** (i % 5 // 2) for i in range(count)], device=losses.device)
-        loss = (losses[kept] * weights.to(losses.dtype)).sum()
-        if not loss.requires_grad:
-            return {}
-        if self.module.in_blocks:
-            return self._shortened_gradient(loss)
-        found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
-        dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
-        return {name: g for name, g in zip(self._parameters, dense, strict=True) if g is not None}
+            count = int(kept.sum())
+            weights = torch.tensor([(-1.0) ** i * 2.0 ** (i % 5 // 2) for i in range(count)], device=losses.device)
+            loss = (losses[kept] * weights.to(losses.dtype)).sum()
+            if not loss.requires_grad:
+                return {}
+            if self.module.in_blocks:
+                return self._shortened_gradient(loss)
+            found = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+            dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
+            return {name: g for name, g in zip(self._parameters, dense, strict=True) if g is not None}
 
     def _shortened_gradient(self, loss: Tensor) -> dict[str, Tensor]:
         """The same, each parameter's `shortened` as soon as it is there: no process may hold all of them."""

@@ -170,14 +170,25 @@ class DualEncoder(PairModule):
             )
         self._passage_cache_dir = None if passage_cache_dir is None else Path(passage_cache_dir)
         self._negatives = self._make_negatives(negatives)
-        self._grad_cache_rows = _checked_grad_cache(grad_cache_rows, privacy)
+        require_whole("model", {"grad_cache_rows": grad_cache_rows}, 1, null=True)
+        if grad_cache_rows is not None and privacy.guarantee == "dp" and not privacy.clips_whole_batch:
+            raise ConfigurationError(
+                f"model.grad_cache_rows={grad_cache_rows} cannot go with privacy={privacy.name}, whose clipping "
+                "records one pass over all rows. Set it to null, and lower datamodule.physical_batch_size or raise "
+                "privacy.sub_batches."
+            )
+        self._grad_cache_rows = grad_cache_rows
 
     def _make_negatives(self, sources: Sources | None) -> StepNegatives | None:
         """Return sources that ask for more than the privacy mode does by itself; None where there are none."""
         if isinstance(self.loss, MarginMSELoss):
             listed = sources.values() if isinstance(sources, Mapping) else sources or ()
             if [source.name for source in listed] != ["labelled"]:
-                raise _needs_labels(",".join(source.name for source in listed) or "null")
+                names = ",".join(source.name for source in listed) or "null"
+                raise ConfigurationError(
+                    f"model.negatives={names} cannot go with model.loss=MarginMSELoss, which learns the labels of one "
+                    "source. Set negatives=labelled and model.negatives.labelled.file, and no other source."
+                )
         if sources is None:
             return None
         made = StepNegatives(
@@ -378,23 +389,6 @@ class DualEncoder(PairModule):
         save_sentence_transformer(folder, *towers)
         note_folder(self, folder)
         return Path(folder)
-
-
-def _needs_labels(found: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"model.negatives={found} cannot go with model.loss=MarginMSELoss, which learns the labels of one source. Set "
-        "negatives=labelled and model.negatives.labelled.file, and no other source."
-    )
-
-
-def _checked_grad_cache(rows: int | None, privacy: PrivacyMode) -> int | None:
-    require_whole("model", {"grad_cache_rows": rows}, 1, null=True)
-    if rows is not None and privacy.guarantee == "dp" and not privacy.clips_whole_batch:
-        raise ConfigurationError(
-            f"model.grad_cache_rows={rows} cannot go with privacy={privacy.name}, whose clipping records one pass over "
-            "all rows. Set it to null, and lower datamodule.physical_batch_size or raise privacy.sub_batches."
-        )
-    return rows
 
 
 def embed_in_chunks(embed: Callable[[Any], Tensor], features: Any, *, count: int, rows_at_once: int) -> Tensor:

@@ -138,7 +138,11 @@ class FrozenDualEncoder(PairModule):
                     "and model.negatives.labelled.file."
                 )
         if privacy.candidates == "pool":
-            _refuse_passage_gradient(privacy)
+            if privacy.passage_gradient != "none":
+                raise ConfigurationError(
+                    f"privacy.passage_gradient={privacy.passage_gradient}: the passages of model=frozen_dual_encoder "
+                    "keep their embeddings, and have no gradient. Set it to none."
+                )
             pool_size, pool_seed = privacy.pool_size, privacy.pool_seed
         self.coupled_loss = isinstance(negatives, str) and not _takes_pool(negatives, head, privacy)
         if self._labels is not None and (head != "query" or pool_size is not None):
@@ -381,14 +385,6 @@ def _takes_pool(negatives: Negatives, head: Head, privacy: PrivacyMode) -> bool:
     if negatives != "auto":
         return negatives == "pool"
     return head == "query" and (privacy.candidates == "rows" or privacy.guarantee != "dp")
-
-
-def _refuse_passage_gradient(privacy: PrivacyMode) -> None:
-    if privacy.passage_gradient != "none":
-        raise ConfigurationError(
-            f"privacy.passage_gradient={privacy.passage_gradient}: the passages of model=frozen_dual_encoder keep "
-            "their embeddings, and have no gradient. Set it to none."
-        )
 
 
 def principal_directions(embeddings: Tensor, count: int) -> Tensor:

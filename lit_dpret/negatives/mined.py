@@ -27,7 +27,6 @@ from lit_dpret.negatives.rankings import (
     MinedShards,
     Ranker,
     bm25_ranker,
-    check_private_place,
     dense_ranker,
     mine,
 )
@@ -109,11 +108,6 @@ class MinedSource(PassageSource, MarginFilter):
         MarginFilter.__post_init__(self)
         require_whole(f"model.negatives.{self.name}", self, 1, "depth", "shard_size")
         self._mined: Mined | None = None
-
-    def check_place(self) -> None:
-        """Refuse a cache for rankings of private queries outside a private folder."""
-        if self.cache_dir is not None:
-            check_private_place(Path(self.cache_dir), f"model.negatives.{self.name}.cache_dir")
 
     def choose(self, seat: Seat, *, step: int, epoch: int) -> list[int]:
         mined = self.mined

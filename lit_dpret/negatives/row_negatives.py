@@ -28,6 +28,7 @@ from lit_dpret.negatives.base import (
 )
 from lit_dpret.negatives.drawn import LabelledNegatives
 from lit_dpret.negatives.mined import DynamicNegatives, MinedSource, StaticNegatives
+from lit_dpret.negatives.rankings import check_private_place
 from lit_dpret.privacy.ledger.trained import objects_in
 from lit_dpret.privacy.modes import PrivacyMode
 from lit_dpret.privacy.user_generators import kept_generators, seed_generators
@@ -60,8 +61,8 @@ class RowNegatives:
         self._mode, self._guarantee = privacy.name, privacy.guarantee
         if privacy.guarantee == "dp":
             for source in listed:
-                if isinstance(source, MinedSource):
-                    source.check_place()
+                if isinstance(source, MinedSource) and source.cache_dir is not None:
+                    check_private_place(Path(source.cache_dir), f"model.negatives.{source.name}.cache_dir")
         self.in_batch = next((s for s in listed if isinstance(s, InBatchNegatives)), None)
         self.pre_batch = next((s for s in listed if isinstance(s, PreBatchNegatives)), None)
         self.dynamic = next((s for s in listed if isinstance(s, DynamicNegatives)), None)
