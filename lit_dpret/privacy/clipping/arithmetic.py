@@ -32,7 +32,7 @@ def gamma(terms: int, roundoff: float) -> float:
 
 @dataclass(frozen=True)
 class Format:
-    """What inputs of products are rounded to, and how exactly they are added up.
+    """The rounding of the inputs of products, and how exactly they are added up.
 
     Attributes:
         inputs: The type of inputs.

@@ -369,7 +369,7 @@ def _step(positions: int, device: torch.device) -> int:
 def _units_at_once(
     outers: Sequence[Sequence[Product]], lookups: Sequence[Lookup], shape: torch.Size, batch: UnitRows
 ) -> int:
-    """How many units fit into temporaries of bounded size (small on a CPU, where memory is the bound)."""
+    """Return how many units fit into temporaries of bounded size (small on a CPU, where memory is the bound)."""
     each = max(group.rows.shape[1] for group in batch.groups)
     outer = each * sum(use.g.shape[1] for use in outers[0])
     lookup = each * sum(use.g.shape[1] for use in lookups)

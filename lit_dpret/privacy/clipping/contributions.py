@@ -293,7 +293,7 @@ def _matrix(shape: torch.Size, groups: int) -> tuple[int, int]:
 
 
 def _block(positions: int) -> int:
-    """How many positions to take at a time in a Gram matrix, of which only one triangle is computed."""
+    """Return how many positions to take at a time in a Gram matrix, of which only one triangle is computed."""
     # Quarters: the triangle costs 5/8 of the square, in few calls.
     return min(positions, max(64, -(-positions // 4)))
 

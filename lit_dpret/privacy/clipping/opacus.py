@@ -90,7 +90,7 @@ class OpacusClipping(ClippedSum):
                 )
 
     def _cannot_repeat(self, layer: nn.Module) -> str | None:
-        """Why opacus cannot run a layer without a rule of its own again, row by row, with its first input alone."""
+        """Return why opacus cannot run a layer that has no rule row by row, with its first input alone; or None."""
         if type(layer) in self._opacus.GRAD_SAMPLERS:
             return None
         if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)):

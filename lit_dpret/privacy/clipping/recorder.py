@@ -1,7 +1,7 @@
 """Record in one forward pass what per-row gradients of each covered module need; then restore the module.
 
 Each covered module runs its own forward with fresh leaf aliases in place of its parameters, so the real ones are in the
-graph only where somebody uses them behind the module's back. Three things without a batch axis get one: position ids
+graph only where the loss uses them outside the module. Three things without a batch axis get one: position ids
 (expanded to the batch of their block), virtual tokens of a tuned prompt, and T5's relative position bias.
 """
 
@@ -280,7 +280,7 @@ def refuse_other_weights(site: Site, now: Mapping[str, Tensor | None], own: Mapp
 
 
 def _edge_below(output: Tensor) -> GradientEdge:
-    """Where the gradient of ``output`` arrives, also after somebody writes into it.
+    """Return where the gradient of ``output`` arrives, also after a write into it.
 
     Writing into a tensor that is a view (a linear layer's output often is one) replaces the view's
     node in the graph; its base's node stays.

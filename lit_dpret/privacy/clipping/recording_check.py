@@ -48,7 +48,7 @@ def row_pattern(loss: Tensor, rows: int) -> int | None:
     """Return a hash of the form of the graph of ``loss`` and of how it selects rows; equal for batches treated alike.
 
     Operations that select on another axis than the batch's are left out. None where rows are written into places that
-    no one can read (``out[i] = row``), which is equal to no other batch.
+    the graph does not show (``out[i] = row``): such a batch equals no other.
     """
     found: list[object] = []
     names: list[str] = []
@@ -393,7 +393,7 @@ def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], l
 
 
 class _Attribution:
-    """Which layouts explain how the gradient at each use follows the units' weights."""
+    """Find the layouts that explain how the gradient at each use follows the units' weights."""
 
     def __init__(self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows) -> None:
         self.uses, self.grads, self.batch = uses, grads, batch

@@ -192,7 +192,7 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
             own = {local: names[id(p)] for local, p in whole if id(p) in names}
         sites.append(Site(name=name or "the module", module=layer, kind=kind, parameters=own))  # type: ignore[arg-type]
     covered = {full for site in sites for full in site.parameters.values()}
-    # Every parameter must be somebody's, for one that nobody covers would train without clipping.
+    # Refuse a parameter that no module covers: it would train without clipping.
     for full in trainable:
         if full not in covered:
             engine, (reason, owner) = "vmap" if fallback else "ghost", reasons[full]

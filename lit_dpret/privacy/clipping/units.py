@@ -125,7 +125,7 @@ class UnitRows:
         return int(self.real.numel())
 
     def row_is_real(self) -> Tensor:
-        """Which rows belong to a real unit, ``(rows,)``."""
+        """Return which rows belong to a real unit, ``(rows,)``."""
         return self.real[self.unit_of_row]
 
     def only(self, units: Tensor) -> UnitRows:

@@ -146,7 +146,7 @@ class CoupledMode(GaussianMode):
 
     @abstractmethod
     def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
-        """How far one unit moves the sum of a sub-batch (L2), where what is clipped is bounded by 1."""
+        """Return how far one unit moves the sum of a sub-batch (L2), with gradients clipped to 1."""
 
     def _bounds(self, unit_sensitivity: float) -> tuple[float, float]:
         if self.max_grad_norm is not None:

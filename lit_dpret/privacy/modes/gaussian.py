@@ -320,5 +320,5 @@ class GaussianMode(PrivacyMode):
 
 
 def _coordinates(module: nn.Module) -> int:
-    """How many coordinates an update has, over all ranks, whatever this process holds of them."""
+    """Return how many coordinates an update has over all ranks, whatever part this process holds."""
     return sum(max(p.numel(), int(getattr(p, "ds_numel", 0))) for p in trainable(module).values())

@@ -21,7 +21,6 @@ from lit_dpret.privacy.accounting.coupled_sensitivity import Bounded, LossClaim,
 from lit_dpret.privacy.clipping.base import room_for_rounding, trainable
 from lit_dpret.privacy.clipping.pairs import (
     NormsName,
-    PairNorms,
     clipped_pair_factors,
     embed_all,
     make_pair_norms,
@@ -144,13 +143,11 @@ class LogitDP(CoupledMode):
                 "sensitivity is another one. Set model.loss before the plan is made."
             )
         _refuse_learned_loss(contrasted)
-        self._norms = self._strategy(contrasted, coupling.n_max)
-        self._sums = GradientSums(module)
-
-    def _strategy(self, module: Any, n_max: int) -> PairNorms:
         settings: Any = {"pairs_at_once": self.pairs_at_once} if self.norms == "pair_ghost" else {}
-        with evaluation_mode(module):
-            return make_pair_norms(self.norms, module, n_max=n_max, **module.pair_shape(), **settings)
+        with evaluation_mode(contrasted):
+            shape = contrasted.pair_shape()
+            self._norms = make_pair_norms(self.norms, contrasted, n_max=coupling.n_max, **shape, **settings)
+        self._sums = GradientSums(module)
 
     def contribute(self, module: Any, batch: Any) -> None:
         self._refuse_large(int(batch.mask.sum()))
@@ -198,8 +195,8 @@ def _refuse_other_coefficients(loss: Any, scores: Tensor, answers: Tensor | None
     if float(gap) > TOLERANCE * float(largest) + TINY:
         raise UnsupportedModelError(
             f"privacy=logit_dp cannot train with {type(loss).__name__}: its coefficients are not the derivative of its "
-            "row losses, or hang on earlier batches, so that its bounds are those of another function. Make them the "
-            "derivative, of these scores alone; DeclaredPairLoss derives them from row_loss.",
+            "row losses, or depend on earlier batches, so that its bounds are those of another function. Make them "
+            "the derivative, of these scores alone; DeclaredPairLoss derives them from row_loss.",
             trap="T11",
         )
 

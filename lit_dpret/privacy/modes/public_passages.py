@@ -58,7 +58,7 @@ class PublicPassages(DPSGD):
         require_whole("privacy", self, 1, "units_at_once")
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
-        # A capability and not a class, so that a module of one's own may have it.
+        # A capability and not a class, so that a user's own module may have it.
         if not getattr(module, "takes_public_passages", False):
             raise UnsupportedModelError(
                 f"privacy=public_passages trains a query against public passages; {type(module).__name__} has none. "
