@@ -11,7 +11,6 @@ from clipping_cases import ENGINES, Case, add, check_dropped, difference, lowere
 from torch import Tensor, nn
 
 from lit_dpret.privacy.clipping import contributions, make_engine
-from lit_dpret.privacy.clipping.base import clip_factors
 
 
 def moved(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -90,14 +89,13 @@ def test_terms_that_cancel_in_fp32_are_computed_again_in_float64(clip_groups: st
 
     case = Case(model, losses, {"x": x})
     clipping = make_engine("ghost", model, max_grad_norm=1e-3, clip_groups=clip_groups)
+    exact = (1e3 * (x * sign).sum(1)).double().norm(dim=1) * 64**0.5
     for unit in range(2):
         stats = case.run(clipping, mask=torch.arange(2) == unit)
         for total in clipping.take().values():
             share = float(total.double().norm()) * math.sqrt(len(model)) / 1e-3
             assert 0.99 <= share <= 1 + 1e-6  # what rounding may add to the sum is taken off the bound
-        if clip_groups == "flat":
-            exact = (1e3 * (x * sign).sum(1)).double().norm(dim=1) * 64**0.5
-            assert math.isclose(stats.norms[unit], exact[unit], rel_tol=1e-4)
+        assert clip_groups == "per_layer" or math.isclose(stats.norms[unit], exact[unit], rel_tol=1e-4)
 
 
 Break = Callable[[nn.ModuleList, Tensor, Tensor], Tensor]
@@ -186,16 +184,6 @@ def test_a_finite_gradient_too_large_for_fp32_squares_is_clipped_not_dropped(wid
     stats = case.run(clipping)
     assert stats.non_finite == 0 and stats.clipped == 2
     assert math.isclose(float(norm_of(clipping.take())), lowered(2.0), rel_tol=1e-5)
-
-
-@pytest.mark.parametrize("clip", ["abadi", "automatic"])
-def test_a_factor_times_its_norm_is_at_most_the_bound(clip: str) -> None:
-    norms = torch.tensor([0.0, 1e-30, 0.3, 1.0, 7.0, 1e30, float("inf"), float("nan")], dtype=torch.float64)
-    factors = clip_factors(norms, max_grad_norm=1.0, clip=clip, gamma=0.01)  # type: ignore[arg-type]
-    assert (factors[:6] * norms[:6] <= 1.0 + 1e-12).all()
-    assert factors[6:].tolist() == [0.0, 0.0] and factors.isfinite().all()
-    if clip == "abadi":
-        assert factors[:4].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("fixed_shapes", [False, True])

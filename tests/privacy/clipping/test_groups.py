@@ -12,7 +12,6 @@ from clipping_cases import CASES, Case, case_of, check_exact, norm_of, small, t5
 from torch import Tensor, nn
 
 from lit_dpret.privacy.clipping import make_engine
-from lit_dpret.privacy.clipping.base import group_parameters
 from lit_dpret.privacy.modes import DPSGD
 from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.plan import PlainSamplingRequest
@@ -68,15 +67,6 @@ def test_the_sum_equals_one_unit_at_a_time(engine: str, name: str, clip: str) ->
     unit_ids = torch.tensor([1, 0, 1, 2, 3]) if case.count == 5 else torch.tensor([2, 0, 2, 1, 2, 0])[: case.count]
     check(case, engine, clip)
     check(case, engine, clip, unit_ids)
-
-
-def test_each_module_is_one_group_and_each_parameter_in_one() -> None:
-    clipping = make_engine("vmap", NAMED["bare parameters"]().module, max_grad_norm=1.0, clip_groups="per_layer")
-    assert clipping.groups == (("0.scale",), ("0.first.weight", "0.first.bias"), ("0.norm.weight", "0.norm.bias"),
-                               ("1.weight", "1.bias"))  # fmt: skip
-    assert group_parameters(["a.weight", "b.weight", "a.bias", "c"], "per_layer") == (
-        ("a.weight", "a.bias"), ("b.weight",), ("c",)
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("clip", ["abadi", "automatic"])

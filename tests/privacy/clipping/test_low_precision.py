@@ -28,11 +28,7 @@ from clipping_cases import (
 from clipping_cases import Positions as Places
 from torch import Tensor, nn
 
-from lit_dpret.errors import ConfigurationError
 from lit_dpret.privacy.clipping import contributions, make_engine
-from lit_dpret.privacy.modes import DPSGD
-from lit_dpret.privacy.noise import KeyedStream
-from lit_dpret.privacy.plan import PlainSamplingRequest
 
 Patch = pytest.MonkeyPatch
 ENGINES = ["ghost_tf32", "ghost_bf16"]
@@ -128,16 +124,6 @@ def test_every_unit_of_a_language_model_alone_is_within_the_bound(model: Any, en
     monkeypatch.setattr(contributions, "ROOM", 0)  # nothing is written out for the sum
     for autocast in (False, True):
         check_low_precision(model(), engine=engine, autocast=autocast, least=0.9)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_batches_of_fixed_shape_are_refused(engine: Any) -> None:
-    mode = DPSGD(eps=3.0, delta=1e-5, noise_multiplier=30.0, engine=engine)
-    assert mode.strategies["xla"] is not None and engine not in mode.strategies["xla"]
-    request = PlainSamplingRequest(sampling="poisson", sample_rate=0.1, expected_batch_size=20)
-    mode.fixed_shapes = True
-    with pytest.raises(ConfigurationError, match=r"privacy\.engine"):
-        mode.attach(nn.Linear(2, 2), mode.plan(request, units=200, steps=1), KeyedStream(bytes(32), "run"))
 
 
 @pytest.mark.parametrize(

@@ -224,11 +224,6 @@ def test_a_result_in_which_gradients_cannot_be_followed_is_refused(kind: str, wo
     check_refused(case, words, engine="vmap")
 
 
-def test_a_recurrent_layer_is_refused_before_training() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"weight_ih_l0 is not covered by privacy\.engine=vmap"):
-        make_engine("vmap", nn.LSTM(2, 2), max_grad_norm=1.0)
-
-
 @pytest.mark.parametrize("rows", [3, 5])
 def test_a_batch_axis_that_is_not_the_first_is_refused(rows: int) -> None:
     case = case_of(model := nn.MultiheadAttention(WIDTH, 2), rows, 5, WIDTH)
@@ -252,12 +247,6 @@ def test_a_shared_input_as_long_as_the_batch_is_refused_in_any_batch() -> None:
     clipping = check_exact(case, engine="vmap")
     with pytest.raises(UnsupportedModelError, match=r"cannot be run|another gradient than autograd"):
         case.run(clipping, rows=case.take(torch.arange(5)))
-
-
-def test_a_parameter_used_outside_its_module_is_refused() -> None:
-    case = case_of(model := Scaled(), 4, 5, WIDTH)
-    case.losses = lambda b: (model(b["x"]) * model.temperature).sum((1, 2))
-    check_refused(case, "temperature is also used outside", engine="vmap")
 
 
 def test_a_later_row_whose_gradient_consists_of_rounding_ends_no_run_and_is_clipped() -> None:
