@@ -23,7 +23,6 @@ from lit_dpret.errors import ConfigurationError
 from lit_dpret.settings import require_whole
 
 _WHOLE = ("one_device", "ddp")
-_ADVICE = "callbacks=with_averaging (Lightning's EMAWeightAveraging)"
 
 
 def exponential_average(
@@ -101,8 +100,8 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
         _refuse_steps(f"callbacks: {name}", every=every, first=first, epoch=epoch)
         if (strategy := strategy_name(trainer)) not in _WHOLE:
             raise ConfigurationError(
-                f"callbacks: {name} copies the weights of one process, and under trainer.strategy={strategy} a process "
-                "may not have all of them. Choose trainer=cpu, gpu or ddp, or leave it out."
+                f"callbacks: {name} under trainer.strategy={strategy} would average the weights of one process, which "
+                "may not have all. Choose trainer=cpu, gpu or ddp."
             )
         if str(trainer.precision) == "bf16-true":
             raise ConfigurationError(
@@ -110,7 +109,12 @@ def refuse_averages(trainer: L.Trainer, module: Any, callbacks: list[Any]) -> No
                 "where most updates are lost by rounding. Set trainer.precision=bf16-mixed."
             )
         if isinstance(callback, StochasticWeightAveraging):
-            _refuse_swa(trainer, module)
+            if any(isinstance(part, _BatchNorm) for part in module.modules()):
+                raise ConfigurationError(
+                    "callbacks: StochasticWeightAveraging passes over the private rows again to update BatchNorm's "
+                    "statistics. Replace BatchNorm by GroupNorm, or take callbacks=with_averaging.",
+                    trap="T11",
+                )
         elif (first or 0) >= trainer.max_steps > 0:
             raise ConfigurationError(
                 f"callbacks: {name}.update_starting_at_step={first} is never reached in trainer.max_steps="
@@ -148,17 +152,8 @@ def _refuse_steps(where: str, *, every: object, first: object, epoch: object = N
 def _refuse_decay(knob: str, decay: Any) -> None:
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
         raise ConfigurationError(
-            f"{knob}={decay!r} is not a number in [0, 1). It is the share of the average that each update keeps, so at "
-            "1 the average never changes. Set 0.9 to average about the last ten updates."
-        )
-
-
-def _refuse_swa(trainer: L.Trainer, module: nn.Module) -> None:
-    if any(isinstance(part, _BatchNorm) for part in module.modules()):
-        raise ConfigurationError(
-            "callbacks: StochasticWeightAveraging passes over the private rows again to update BatchNorm's "
-            f"statistics, which no noise covers. Replace BatchNorm by GroupNorm, or take {_ADVICE}.",
-            trap="T11",
+            f"{knob}={decay!r} is not a number in [0, 1), the share of the average that an update keeps: 0.9 averages "
+            "about the last ten."
         )
 
 

@@ -1,9 +1,8 @@
 """Checkpoints of a private run: taken between two logical steps, without values that no noise covers.
 
-In the middle of a logical step only Lightning's counters have moved. So a checkpoint that is asked for there becomes
-the one from before the step, and a run that goes on counts by steps, whatever its physical batches are. Noise covers
-the trained parameters, and what optimizers, schedules, loops and averages make of them. Everything else passes as it
-was before the first private batch.
+Within a logical step only Lightning's counters have moved, so a checkpoint that is requested there becomes the one
+from before the step. Noise covers the trained parameters, and what optimizers, schedules, loops and averages make of
+them. Everything else passes only as it was before the first private batch.
 """
 
 from __future__ import annotations
@@ -38,15 +37,13 @@ class BetweenSteps:
     """Restrict the checkpoints of one fit to moments between logical steps.
 
     Guarantees:
-        - A checkpoint that is asked for in the middle of a logical step goes on with the whole of that step.
-        - None is written while an update is made, when weights, optimizer and step count are of different moments:
-          who asks then is refused, and after an error the checkpoint is left out with a warning.
-        - A checkpoint of the module is handed to ``complete`` when every callback and the module added their part, also
-          after the fit. One that it refuses is not written; after an error it is left out with a warning.
-        - SLURM's request to requeue the job is met after the step that it came in, by all ranks at once.
+        - A checkpoint that is requested within a logical step resumes with the whole of that step.
+        - None is written while an update is made: a request is refused, and after an error skipped with a warning.
+        - A checkpoint is handed to ``complete`` when every callback and the module added their part, also after the
+          fit. One that it refuses is not written; after an error it is skipped with a warning.
+        - SLURM's request to requeue the job is met after its step, by all ranks at once.
 
-    The Trainer's ``save_checkpoint`` is replaced until `release`, and what puts a checkpoint together until its next
-    fit.
+    The Trainer's ``save_checkpoint`` is replaced until `release`, and ``dump_checkpoint`` until its next fit.
     """
 
     def __init__(self, trainer: L.Trainer, module: Any, complete: Callable[[dict[str, Any]], None]) -> None:
@@ -207,15 +204,12 @@ class CheckpointGate:
     """Allow a checkpoint with the run's releases, unchanged initial values, and values declared public.
 
     Guarantees:
-        - A buffer, hyper-parameter, state of a user's callback, module, metric, loader or DataModule, and whatever
-          their ``on_save_checkpoint`` adds, is refused by name when it is not as it was before the first private batch,
-          unless a part of its name is listed in ``public_metrics`` of one of them. With ``declare`` it passes, and
-          ``declare`` was called with its name before.
-        - What code of the user's puts beside the weights from the start, as by ``state_dict``, is no data: it has few
-          values, no tensor, and no query of the run.
-        - So is what hangs on a state dict or a tensor and is pickled with it, such as ``_metadata``.
-        - The states of this package's and Lightning's own callbacks pass as these callbacks give them.
-        - What is taken out of a checkpoint is never missed.
+        - Buffers, hyper-parameters, states of callbacks, modules, metrics, loaders and DataModules, attributes of a
+          state dict or tensor that are pickled with it, and whatever ``on_save_checkpoint`` adds are refused by name
+          when they changed since the first private batch, unless a part of the name is listed in ``public_metrics``.
+          With ``declare``, which is called with the name, they pass.
+        - What user code puts beside the weights from the start is no data: few values, no tensor, no query of the run.
+        - States of this package's and Lightning's own callbacks pass as these callbacks give them.
     """
 
     def __init__(
@@ -243,11 +237,10 @@ class CheckpointGate:
                 continue
             if self._declare is None:
                 raise ConfigurationError(
-                    f"A checkpoint of a run with privacy={self._module.privacy.name} would hold {name}, which changed "
-                    "since the training began: a number computed on private rows is an uncounted release. Remove it. "
-                    "If it depends on no private row, list its name, or that of what holds it, in public_metrics of "
-                    "the module, callback or DataModule; or set model.log_private_loss=true, and the card will name "
-                    "it and state no epsilon.",
+                    f"A checkpoint under privacy={self._module.privacy.name} would hold {name}, which changed since "
+                    "the training began: a number of private rows is an uncounted release. Remove it; or list its name "
+                    "in public_metrics of what holds it if it depends on no private row; or set "
+                    "model.log_private_loss=true, and the card will name it and state no epsilon.",
                     trap="T25",
                 )
             self._declare(f"{name} in a checkpoint")
@@ -274,9 +267,8 @@ class CheckpointGate:
             if self._declare is None:
                 raise ConfigurationError(
                     f"Checkpoints of privacy={self._module.privacy.name} would hold {'.'.join(path)}, which is data "
-                    "instead of a setting, and no noise covers it. Make it anew in setup, and leave it out of the "
-                    "state of the callback, module or DataModule. If no private row is behind it, list its name in "
-                    "public_metrics of one of them.",
+                    "and no setting. Make it in setup instead of keeping it in a state; or list its name in "
+                    "public_metrics if no private row is behind it.",
                     trap="T25",
                 )
             self._declare(f"{'.'.join(path)} in a checkpoint")

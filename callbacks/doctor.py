@@ -24,12 +24,12 @@ from lit_dpret.callbacks.own_code import (
     refuse_remembering_collation,
     refuse_replaced_sampler,
 )
-from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run
-from lit_dpret.callbacks.readable_rows import refuse_unread_rows
+from lit_dpret.callbacks.planning import PlannedRun, accountant_of, plan_run, refuse_unread_rows
 from lit_dpret.callbacks.refusals import complaints, refuse_endless_losses, refuse_protected_queries
 from lit_dpret.callbacks.traps import SEVERITIES, TRAPS, Severity, Stage, Trap
 from lit_dpret.cards.forecast import cautions
 from lit_dpret.errors import LitDpretError
+from lit_dpret.privacy.accounting.coupled_sensitivity import Coupling
 from lit_dpret.privacy.batches import PADDING, UnitBatch
 from lit_dpret.privacy.budget import LARGE_DELTA, large_delta, show_delta
 from lit_dpret.privacy.noise import KeyedStream, load_secret
@@ -83,8 +83,7 @@ class Examination:
         }
 
     def format(self) -> str:
-        width = max(len(finding.status) for finding in self.findings)
-        lines = []
+        width, lines = max(len(finding.status) for finding in self.findings), []
         for finding in self.findings:
             status = finding.status.upper() if finding.status == "refused" else finding.status
             cost = "" if finding.severity is None else f" ({SEVERITIES[finding.severity][0]})"
@@ -126,19 +125,18 @@ def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
     found += [
         Finding("other", "Refused for another reason", "refused", str(e)) for e in look.refusals if e.trap not in listed
     ]
-    if planned is not None and planned.plan is not None and planned.plan.coupling is not None:
-        found = [_bounded(f, planned.plan) if f.trap == "T11" and f.status == "passed" else f for f in found]
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    if planned is not None and planned.plan is not None and planned.plan.budget.delta > LARGE_DELTA:
-        large = f"Delta is below 1/n, or declared, but {large_delta(planned.plan.budget.delta, None)}"
-        found = [
-            replace(f, status="yours", text=large) if f.trap == "T29" and f.status == "passed" else f for f in found
-        ]
-    declared = _declared(module, callbacks) if guarantee == "dp" else {}
-    found = [
-        replace(f, status="declared", text=declared[f.trap]) if f.status == "passed" and f.trap in declared else f
-        for f in found
-    ]
+    plan = None if planned is None else planned.plan
+    instead: dict[str, tuple[Status, str]] = {}
+    if plan is not None and plan.coupling is not None:
+        instead["T11"] = _bounded(plan, plan.coupling)
+    if plan is not None and plan.budget.delta > LARGE_DELTA:
+        instead["T29"] = "yours", f"Delta is below 1/n, or declared, but {large_delta(plan.budget.delta, None)}"
+    if guarantee == "dp":
+        instead |= {trap: ("declared", text) for trap, text in _declared(module, trainer.callbacks).items()}  # type: ignore[attr-defined]
+    for at, finding in enumerate(found):
+        if finding.status == "passed" and finding.trap in instead:
+            status, text = instead[finding.trap]
+            found[at] = replace(finding, status=status, text=text)
     return Examination(name, found, planned)
 
 
@@ -247,18 +245,15 @@ def _some_batches(loader: Any, sampler: PrivateBatchSampler) -> list[UnitBatch]:
     ]
 
 
-def _bounded(finding: Finding, plan: PrivacyPlan) -> Finding:
+def _bounded(plan: PrivacyPlan, coupling: Coupling) -> tuple[Status, str]:
     """State the bound in place of "no row changed the loss of another one" where a mode proves one."""
-    coupling = plan.coupling
-    if coupling is None:
-        return finding
     text = (
         f"The loss couples units, and that is counted: {coupling.describe(plan.max_grad_norm)}; one unit moves the sum "
         f"by at most {plan.sensitivity:g}. No layer keeps statistics of a batch."
     )
     if coupling.claim == "refuted":
         text += " That number is refuted: a fit would run, and its card would state no epsilon."
-    return replace(finding, status="passed" if coupling.claim == "proved" else "declared", text=text)
+    return "passed" if coupling.claim == "proved" else "declared", text
 
 
 def _declared(module: Any, callbacks: list[Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Refuse data and collations of which whoever comes first decides what all others are made of.
+"""Refuse data and collations whose first rows decide how later ones are read.
 
 A vocabulary that grows, or a scale that is set at the first call, is made of private rows: one unit changes all others.
 """
@@ -36,12 +36,10 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 def refuse_first_come(module: Any, data: Any) -> None:
     """Refuse rows and a ``collate_rows`` that depend on the order of requests, such as a growing vocabulary.
 
-    Containers, attributes, closures and globals that the user's code reaches are put back between two rounds in which
-    the first rows come in opposite orders, unless an iterator or a file is among them, which nothing puts back. This
-    runs before anything else reads the rows; what was set earlier is not seen.
-
-    Numbers that change as rows are read, such as a count of tokens, tell of the rows: a warning names them. They are
-    not put back while the run trains: the place in a file may be one, and belongs to what was read there.
+    The first rows are read twice, in opposite orders. In between, all containers, attributes, closures and globals
+    that user code reaches are restored, unless there is an iterator or a file among them, which cannot be restored.
+    This runs before anything else reads the rows; what was set earlier is not seen. A warning names numbers that
+    change as rows are read, such as a count of tokens. They keep their values: one may be the offset in a file.
     """
     dataset = getattr(data, "dataset", None)
     if dataset is None or not hasattr(data, "train_units"):
@@ -55,39 +53,37 @@ def refuse_first_come(module: Any, data: Any) -> None:
     pairs = [found[at : at + 2] for at in range(0, len(found), 2)]  # a scale of a single row may be no number
     if depends_on_the_first([module], [partial(module.collate_rows, pair) for pair in pairs], numbers):
         raise UnsupportedModelError(
-            f"privacy={module.privacy.name} cannot train {type(module).__name__}: the output of collate_rows for a "
-            "row depends on the rows of earlier calls, as by a vocabulary or a running mean, so one unit affects all "
-            "later ones. Build lookup tables and scales from public texts beforehand.",
+            f"privacy={module.privacy.name} cannot train {type(module).__name__}: what collate_rows makes of a row "
+            "depends on earlier rows, as by a vocabulary or a running mean. Build such tables from public texts.",
             trap="T11",
         )
     public = getattr(module, "public_metrics", ())
     if names := ", ".join(sorted(name for name in numbers if name.rpartition(".")[2] not in public)):
         rank_zero_warn(
-            f"Reading rows changes {names}, which tells of private rows. The card trusts that no schedule, optimizer "
-            "or callback reads it. To count, use trainer.global_step. If no private row is behind it, list its name in "
-            "public_metrics of the module."
+            f"Reading rows changes {names}, and the card trusts that no schedule, optimizer or callback reads it. "
+            "Count by trainer.global_step, or list its name in public_metrics if no private row is behind it."
         )
 
 
 def depends_on_the_first(
     roots: Sequence[Any], calls: Sequence[Callable[[], Any]], numbers: set[str] | None = None
 ) -> bool:
-    """Return whether the results of ``calls`` depend on their order, by what ``roots`` reach and they change.
-
-    To ``numbers`` are added the names of those that they change.
-    """
+    """Return whether the results of ``calls`` depend on their order; add to ``numbers`` the names of those changed."""
     found = list(_holders(roots))
     held = [(each, _read(each)) for each in found if not isinstance(each, _Stream)]
     moves_on = len(held) < len(found)
     with kept_generators():
         forward = [_answer(number, call) for number, call in enumerate(calls)]
         if numbers is not None:
-            numbers |= {name for holder, before in held for name in _changed_numbers(holder, before)}
+            for holder, before in held:
+                now = holder.read().items() if isinstance(holder, Space) else ()
+                changed = (n for n, each in now if isinstance(each, _NUMBERS) and before.get(n, before) is not each)
+                numbers |= {f"{holder.name}.{name}" for name in changed}
         if not moves_on and not _put_back(held):
             return False
         backward = [_answer(number, call) for number, call in reversed(list(enumerate(calls)))]
         if forward == backward[::-1]:
-            return False  # what this round leaves stays: whatever else belongs to it, the user's code left both
+            return False  # user code left both what this round changed and whatever belongs to it
         if not moves_on:
             _put_back(held)
     return True
@@ -109,15 +105,8 @@ def _read(holder: Any) -> Any:
     return holder.copy() if isinstance(holder, np.ndarray) or len(holder) <= _COPIED else len(holder)
 
 
-def _changed_numbers(holder: Any, before: Any) -> Iterator[str]:
-    if isinstance(holder, Space):
-        for name, value in holder.read().items():
-            if isinstance(value, _NUMBERS) and before.get(name, before) is not value:
-                yield f"{holder.name}.{name}"
-
-
 def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
-    """Let holders hold what they held; return whether one of them held something else."""
+    """Restore what holders held; return whether one of them held something else."""
     changed = False
     for holder, before in held:
         now = _read(holder)
@@ -162,10 +151,10 @@ def _cut_back(holder: Any, size: int) -> None:
 
 
 def _holders(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yield what ``roots`` and the user's functions reach that may come to hold something else.
+    """Yield all that ``roots`` and user functions reach and that can change.
 
-    Dicts, lists, cached functions, and the `Space` of each object, class and function that is not a library's; a
-    `_Stream` for each iterator and file.
+    These are dicts, lists, cached functions, and the `Space` of each object, class and function from outside
+    libraries; a `_Stream` stands for each iterator and file.
     """
     waiting, seen = deque(roots), set[int]()
     while waiting and len(seen) < _REACHED:  # the nearest first
@@ -202,7 +191,7 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 class _Stream:
-    """Stands for an iterator or a file, whose place nothing can put back."""
+    """Stands for an iterator or a file, whose offset cannot be restored."""
 
 
 def _is_small(value: Any) -> bool:
@@ -217,10 +206,9 @@ def _is_small(value: Any) -> bool:
 
 
 def refuse_other_rows() -> NoReturn:
-    """Refuse a data set whose rows of a unit follow from which unit was asked for before it."""
+    """Refuse a data set whose rows of a unit depend on the unit that was requested before it."""
     raise DataError(
-        "The training data set gives other rows for a unit when another one was requested before it, so one unit "
-        "affects the training rows of others, which no clipping bounds. Its rows must depend only on the requested "
-        "number: build a vocabulary, for example, from public texts beforehand (datamodule.train_dataloader).",
+        "The training data set gives other rows for a unit when another one was requested before it, which no "
+        "clipping bounds. Let its rows depend only on the requested number (datamodule.train_dataloader).",
         trap="T38",
     )

@@ -112,14 +112,13 @@ def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
         return
     if getattr(module, "fixed_shapes", False) is False:
         raise ConfigurationError(
-            f"{type(module).__name__} has batches of varying shapes (model.fixed_shapes=false, or it cannot pad them), "
-            "and XLA would recompile for each shape, for minutes. Train model=generator with model.fixed_shapes=null, "
-            "or choose another trainer."
+            f"{type(module).__name__} has batches of varying shapes (model.fixed_shapes=false), and XLA would "
+            "recompile for each. Train model=generator with model.fixed_shapes=null, or choose another trainer."
         )
     if str(trainer.precision) != "32-true":
         raise ConfigurationError(
-            f"trainer.precision={trainer.precision} on XLA lowers the precision of every float32 tensor, including "
-            "the clipped norms, their sum and the noise. Set trainer.precision=32-true.",
+            f"trainer.precision={trainer.precision} on XLA lowers the precision of norms, sums and noise as well. Set "
+            "trainer.precision=32-true.",
             trap="T8",
         )
 

@@ -1,7 +1,7 @@
 """The gate between a private run and all displays of numbers: loggers, ``callback_metrics``, the progress bar.
 
-Two things leak through a logger: what is logged, since a loss on private rows is a release that nobody counts; and
-when, since a step takes as long as its private texts are, and most loggers stamp each number with the time.
+A logger leaks what is logged, since a loss on private rows is an uncounted release; and when, since the duration of a
+step depends on its private texts, and most loggers stamp each number with the time.
 """
 
 from __future__ import annotations
@@ -38,34 +38,31 @@ class LogGate:
 
     Guarantees:
         - A number whose name is not declared public reaches no logger, no ``callback_metrics`` and no progress bar,
-          by ``log``, ``log_dict``, a logger's method or its ``experiment``. With ``declare``, which notes it on the
-          ledger, it does.
-        - A logger that stamps what it is given with the time is given it when the fit ends, also by an exception. A
-          run that is killed leaves nothing in it; ``metrics.jsonl`` has no times and is written at once.
-        - A name is logged at most once for each logical step, so that nobody learns how many physical batches it had.
+          unless ``declare`` has noted it on the ledger.
+        - A logger that stamps times gets its numbers when the fit ends, also by an exception; after a kill it has none.
+          ``metrics.jsonl`` has no times and is written at once.
+        - A name is logged at most once for each logical step, whatever its number of physical batches.
     """
 
     def __init__(
         self, trainer: Any, module: Any, *, step: Callable[[], int], declare: Callable[[str], None] | None = None
     ) -> None:
-        self._trainer = trainer
+        self.trainer, self.every = trainer, trainer.log_every_n_steps
         self._module, self._step, self._declare = module, step, declare
-        self.open = False
+        self.open = self.training = False
         self._last: dict[tuple[int, str], int] = {}
-        self._every = self._trainer.log_every_n_steps
-        self.training = False
         for logger in trainer.loggers:
             _watch(logger, self)
 
     def watch_results(self) -> None:
         """Watch the Trainer's result dicts, once Lightning has created those of this fit."""
-        connector = self._trainer._logger_connector
+        connector = self.trainer._logger_connector
         for name in _SHOWN:
             setattr(connector, name, _Watched(getattr(connector, name), self))
 
     def log_every_batch(self) -> None:
         """Make Lightning log after each physical batch: the index of a batch may be private, the step is not."""
-        self._trainer.log_every_n_steps = 1
+        self.trainer.log_every_n_steps = 1
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -78,10 +75,13 @@ class LogGate:
     def check(self, metrics: Mapping[str, Any]) -> None:
         if self.open:
             return
-        callbacks = list(self._trainer.callbacks)
-        known = public_names([self._module, *callbacks]) | _learning_rates(callbacks)
+        callbacks = list(self.trainer.callbacks)
+        known = set(public_names([self._module, *callbacks]))
+        for monitor in callbacks:
+            if isinstance(monitor, LearningRateMonitor):  # which logs what the schedule, not the data, decides
+                known |= {*monitor.lrs, *monitor.last_momentum_values, *monitor.last_weight_decay_values}
         for name, value in metrics.items():
-            if name not in known and not tells_progress(name, value, self._trainer):
+            if name not in known and not tells_progress(name, value, self.trainer):
                 self.private(repr(name))
 
     def private(self, what: str) -> None:
@@ -98,9 +98,6 @@ class LogGate:
         found = {key: value for key, value in numbers.items() if self._last.get((id(logger), key)) != step}
         self._last |= {(id(logger), key): step for key in found}
         return found, step
-
-    def let_go(self) -> None:
-        self._trainer.log_every_n_steps = self._every
 
 
 @contextmanager
@@ -252,7 +249,7 @@ def _watch(logger: Any, gate: LogGate) -> None:
 
 def _let_go(logger: Any) -> list[Callable[[], Any]]:
     """Restore the logger's class; return the calls it was held back from."""
-    logger._gate.let_go()
+    logger._gate.trainer.log_every_n_steps = logger._gate.every
     logger.__class__ = type(logger).__mro__[2]
     if isinstance(writer := getattr(logger, "_experiment", None), _GatedWriter):
         writer.__class__ = type(writer).__mro__[2]
@@ -260,11 +257,3 @@ def _let_go(logger: Any) -> list[Callable[[], Any]]:
     held = list(logger._held.values())
     del logger._gate, logger._held
     return held
-
-
-def _learning_rates(callbacks: list[Any]) -> set[str]:
-    """The names under which Lightning's monitor logs what the schedule, not the data, decides."""
-    monitors = [callback for callback in callbacks if isinstance(callback, LearningRateMonitor)]
-    return {
-        name for m in monitors for kept in (m.lrs, m.last_momentum_values, m.last_weight_decay_values) for name in kept
-    }

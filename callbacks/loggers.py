@@ -1,8 +1,7 @@
 """Loggers for a private run: ``metrics.jsonl``, and external services, which receive only public values.
 
-W&B, MLflow and TensorBoard by themselves collect the command line, arguments with paths of private files, the console
-and the code of the working tree. All of that is off here, and so is measuring the machine. No text is logged: nobody
-can tell a private query from a public one by looking at it.
+W&B, MLflow and TensorBoard collect the command line, paths of private files, the console, the code and measurements of
+the machine. All of that is off here. No text is logged, since a private query looks like a public one.
 """
 
 from __future__ import annotations
@@ -77,13 +76,13 @@ _CLAIM = ("guarantee", "epsilon", "delta", "unit", "neighbours")
 
 
 class _PublicLogger(Logger):
-    """What the loggers of services have in common here; it stands before the class of Lightning.
+    """The common part of the loggers of services; it stands before the class of Lightning.
 
     Guarantees:
-        - The service gets curves, numbers and the card: no text, path, command line, code or console output.
-        - The service begins its run with the first number that it is told. Under a guarantee that is when training is
-          over (`LogGate`), so that no time that it keeps depends on a private step.
-        - What a module keeps of its arguments, and a graph of it, go nowhere: they may name paths, or hold rows.
+        - The service gets curves, numbers and the card: no text, path, command line, code or console output, and
+          neither arguments nor a graph of the module.
+        - The service begins its run with the first number that it gets. Under a guarantee that is when training is
+          over (`LogGate`), so that none of its times depends on a private step.
         - When the run ends, the service gets the settings that are numbers, switches and names of classes, and the
           claim of the card.
     """

@@ -212,13 +212,12 @@ class OneRunAudit(Callback):
         callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         if any(isinstance(other, PrivacyCard) for other in callbacks[callbacks.index(self) :]):
             raise ConfigurationError(
-                "OneRunAudit comes before PrivacyCard in the Trainer's callbacks, so there would be no card to amend. "
-                "Put it after PrivacyCard."
+                "OneRunAudit comes before PrivacyCard in the Trainer's callbacks. Put it after: it amends the card."
             )
         if module.privacy.guarantee == "inherited":
             raise ConfigurationError(
-                f"callbacks.audit with privacy={module.privacy.name}: this run trains on released data, where a canary "
-                "would not be a private unit. Audit the run that trains on the private data."
+                f"callbacks.audit with privacy={module.privacy.name}: this run trains on released data. Audit the run "
+                "that trains on the private data."
             )
         if trainer.world_size > 1:
             raise ConfigurationError(
@@ -227,25 +226,22 @@ class OneRunAudit(Callback):
             )
         if not hasattr(data, "plant"):
             raise ConfigurationError(
-                f"callbacks.audit: {type(data).__name__} has no plant(planted), so canaries cannot be added to its "
-                "units. Set callbacks.audit to null."
+                f"callbacks.audit: {type(data).__name__} has no plant(planted). Set callbacks.audit to null."
             )
         if getattr(data, "planted_facts", None) is not None:
             raise ConfigurationError(
-                "callbacks.audit: other canaries are already planted in these data (canaries=...), and the audit "
-                "would include copies without coins. Set one of the two to null."
+                "callbacks.audit: other canaries are planted in these data (canaries=...). Set one of the two to null."
             )
         if not hasattr(module, "canary_scores"):
             raise ConfigurationError(
-                f"callbacks.audit: {type(module).__name__} has no canary_scores(rows), so nothing could be guessed "
-                "from it. Set callbacks.audit to null."
+                f"callbacks.audit: {type(module).__name__} has no canary_scores(rows). Set callbacks.audit to null."
             )
 
     def _count(self, units: int, neighbours: str) -> int:
         if self.canaries is None and neighbours == "add_or_remove":
             raise ConfigurationError(
-                "callbacks.audit.canaries=null cannot be derived: under privacy.neighbours=add_or_remove the number of "
-                "units is private, and 1 percent of it would reveal it. Set callbacks.audit.canaries."
+                "callbacks.audit.canaries=null cannot be derived from a number of units that is private under "
+                "privacy.neighbours=add_or_remove. Set callbacks.audit.canaries."
             )
         allowed = int(self.max_share * units)
         count = min(MOST, allowed) if self.canaries is None else self.canaries
@@ -265,8 +261,7 @@ class OneRunAudit(Callback):
         """Register the audit in the ledger, and score the canaries with the initial model."""
         if self._coins is None:
             raise ConfigurationError(
-                "callbacks.audit: nothing was planted, because no PrivacyAccountant planned this run. Put it among the "
-                "Trainer's callbacks."
+                "callbacks.audit: nothing was planted. Put a PrivacyAccountant among the Trainer's callbacks."
             )
         ledger = ledger_of(trainer)
         self._register(ledger)

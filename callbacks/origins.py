@@ -90,8 +90,8 @@ def refuse_other_weights(module: Any, accountant: Any, data: Any, *, part: nn.Mo
     if run.folder and (Path(run.folder) / CARD_NAME).is_file():
         way += f", or start from what that run wrote: init_from={run.folder}"
     raise ConfigurationError(
-        f"{type(part).__name__} holds weights that a run under privacy={run.privacy} trained{place}, and this run's "
-        f"card would omit that cost. {way}. To continue that run itself, use resume=true in its folder.",
+        f"{type(part).__name__} holds weights that a run under privacy={run.privacy} trained{place}, and this card "
+        f"would omit that cost. {way}; or continue that run itself by resume=true in its folder.",
         trap="T30",
     )
 
@@ -99,11 +99,9 @@ def refuse_other_weights(module: Any, accountant: Any, data: Any, *, part: nn.Mo
 def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -> RemovableHandle:
     """Refuse calls of modules whose weights no claim counts, until the handle is removed or the fit fails.
 
-    They are those that `refuse_other_weights` refuses, and those that an optimizer of this process had changed before
-    the fit, unless they are declared public.
-
-    Every module of this process and of its forked workers is checked at its first call, however the loss reaches it: a
-    closure, a list, ``collate_fn`` or a data set. Weights read without a call, and results computed earlier, go unseen.
+    That holds for weights that `refuse_other_weights` refuses, and for those that an optimizer of this process changed
+    before the fit, unless declared public. Every module is checked at its first call, also in forked workers, however
+    the loss reaches it. Weights read without a call, and results computed earlier, are not seen.
     """
     met, changed = WeakSet(module.modules()), changed_before(module)  # asked about before training begins
 
@@ -142,9 +140,8 @@ def _refuse_unknown(
         "it was trained on with public data since, save it and start in a new process: the card lists that as assumed."
     )
     raise ConfigurationError(
-        f"{_listed(names)} of {type(part).__name__} was set after the module was built, or trained before it, and "
-        "not by a run that this one counts, so the private data behind it are unknown. Set weights and buffers in the "
-        f"constructor, {way}",
+        f"{_listed(names)} of {type(part).__name__} was set after the module was built, or trained before it, and not "
+        f"by a run that this one counts. Set weights and buffers in the constructor, {way}",
         trap="T30",
     )
 
@@ -169,9 +166,9 @@ def assumed_weights(module: Any, accountant: Any) -> list[str]:
     if not asked or (file := _other_weights_in(start, module)) is None:
         return []
     rank_zero_warn(told(
-        f"{start.knob}={start.folder}: none of the parameters of {type(module).__name__} is equal to one in the files "
-        f"of that run (as {file.relative_to(start.folder)}). If another private run trained them, its cost is missing "
-        "on the card: name that run. The card lists this as not verified."
+        f"{start.knob}={start.folder}: no parameter of {type(module).__name__} is equal to one in the files of that "
+        f"run (as {file.relative_to(start.folder)}). If another private run trained them, name that one: the card "
+        "lists this as not verified."
     ))  # fmt: skip
     return [
         f"No private data but those behind {start.facts['name']} went into the weights that {type(module).__name__} "
@@ -230,7 +227,8 @@ def _origins(module: Any, start: Start | None) -> list[Path]:
     own = None if start is None else model_folder(start.folder).resolve()
     parts = [part for part in modules_and_tensors_in(module) if isinstance(part, nn.Module)]
     remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
-    adapted = (base for part in parts for base in _base_models(getattr(part, "peft_config", None)))
+    configs = (settings for part in parts if isinstance(settings := getattr(part, "peft_config", None), Mapping))
+    adapted = (getattr(each, "base_model_name_or_path", None) for settings in configs for each in settings.values())
     places = _folders([*(getattr(part, "pretrained", None) for part in parts), *remembered, *adapted])
     places = list(dict.fromkeys([*places, *_folders(base for place in places for base in _base_model_in(place))]))
     return [place for place in places if not (own and place.resolve().is_relative_to(own))]
@@ -239,11 +237,6 @@ def _origins(module: Any, start: Start | None) -> list[Path]:
 def _folders(named: Iterable[Any]) -> list[Path]:
     found = dict.fromkeys(str(name) for name in named if isinstance(name, (str, Path)) and name != "")
     return [place for name in found if (place := Path(name).expanduser()).is_dir()]
-
-
-def _base_models(settings: Any) -> list[Any]:
-    found = settings.values() if isinstance(settings, Mapping) else ()
-    return [getattr(each, "base_model_name_or_path", None) for each in found]
 
 
 def _base_model_in(folder: Path) -> list[Any]:
@@ -283,7 +276,7 @@ def refuse_cards_behind(module: Any, start: Start | None) -> None:
         card = place / CARD_NAME if (place / CARD_NAME).is_file() else card_above(place)
         if card is not None:
             raise ConfigurationError(
-                f"{place} carries a privacy card ({card}): its weights were trained on private data, and this run's "
-                "card would omit that cost. Name its run as init_from, or start from a public model.",
+                f"{place} carries a privacy card ({card}), and this card would omit the cost of its weights. Name its "
+                "run as init_from, or start from a public model.",
                 trap="T30",
             )

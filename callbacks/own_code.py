@@ -47,9 +47,8 @@ def refuse_random_layers(module: Any) -> None:
             rate = layer.dropout if isinstance(layer, nn.MultiheadAttention) else rate
             if layer.training and rate > 0:
                 raise UnsupportedModelError(
-                    f"privacy.engine=vmap runs the rows of {site.name} ({type(site.module).__name__}) alone, where "
-                    f"they may not draw random numbers, and it has dropout={rate:g}. Set that to 0, or choose "
-                    "privacy.engine=loop, which takes it and is slow."
+                    f"privacy.engine=vmap cannot draw the dropout={rate:g} of {site.name} "
+                    f"({type(site.module).__name__}). Set it to 0, or choose privacy.engine=loop, which is slow."
                 )
 
 
@@ -59,8 +58,8 @@ def refuse_changed_batches(module: Any, data: Any) -> None:
         for hook in _HOOKS:
             if getattr(type(owner), hook, None) not in (getattr(DataHooks, hook), None):
                 raise ConfigurationError(
-                    f"{type(owner).__name__}.{hook} changes batches after collation, where mixing of rows cannot be "
-                    "detected. Do it in collate_rows, or in per_row_loss for what runs on the device.",
+                    f"{type(owner).__name__}.{hook} changes batches where mixing of rows cannot be detected. Do it in "
+                    "collate_rows or per_row_loss.",
                     trap="T11",
                 )
 
@@ -70,8 +69,8 @@ def refuse_replaced_weighting(module: Any) -> None:
     owner = next((kind for kind in type(module).__mro__ if "unit_loss" in vars(kind)), None)
     if owner is not None and not owner.__module__.startswith("lit_dpret."):
         raise ConfigurationError(
-            f"{owner.__name__}.unit_loss replaces the weighting of rows within a unit, where a coupling of units "
-            "cannot be detected. Remove it, and weight rows in per_row_loss.",
+            f"{owner.__name__}.unit_loss replaces the weighting of rows, where a coupling of units cannot be detected. "
+            "Weight rows in per_row_loss.",
             trap="T11",
         )
 
@@ -130,10 +129,9 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
 
 
 def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
-    """Yield the names of classes and functions from outside this package and the libraries that it stands on.
+    """Yield the names of classes and functions from outside this package and known libraries, except ``apart``.
 
-    Objects of those libraries are looked into, as a module that was given a loss; what is the user's own is named,
-    except ``apart``, and not looked into.
+    Objects of libraries are searched further, such as a module that was given a loss; user objects are only named.
     """
     waiting, seen = list(reversed(roots)), set[int]()
     while waiting and len(seen) < _OBJECTS:
@@ -183,7 +181,7 @@ def holds_data(value: Any, *, small: int = 0) -> bool:
 
     A tensor with up to ``small`` elements is so many values.
     """
-    found = list(islice(_leaves(value), _SETTINGS + 1))
+    found = [each for _, each in islice(settings_in(value), _SETTINGS + 1)]
     few = [each for each in found if isinstance(each, Tensor) and 0 < each.numel() <= small]
     found += [each for tensor in few for each in tensor.reshape(-1).tolist()]
     found = [each for each in found if not any(each is tensor for tensor in few)]
@@ -203,10 +201,6 @@ def _saved(module: Any, data: Any) -> Iterator[tuple[str, str, Any]]:
             yield from ((kind.__name__, str(name), value) for name, value in getattr(owner, "hparams", {}).items())
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    return (each for _, each in settings_in(value))
-
-
 def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int = 8) -> Iterator[tuple[str, Any]]:
     """Yield the values that containers and objects of the user's hold, by place; ``keys`` of mappings as well."""
     held: Iterable[tuple[Any, Any]]
@@ -220,7 +214,12 @@ def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int =
         held = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     elif isinstance(value, MethodType):
         held = [("__self__", value.__self__)]
-    elif isinstance(value, NAMESPACES) or (_is_foreign(value) and not _is_collection(value)):
+    elif isinstance(value, NAMESPACES) or not (
+        isinstance(value, (*HOLD_NO_CODE, type, FunctionType, ModuleType, nn.Module, Enum))
+        or dict_of(value) is None
+        or is_library(type(value).__module__)
+        or _is_collection(value)
+    ):
         held = (dict_of(value) or {}).items()
     else:
         yield where, value
@@ -228,11 +227,6 @@ def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int =
     for name, inner in held if depth else ():
         place = f"{where}[{name}]" if isinstance(name, int) else f"{where}.{name}".lstrip(".")
         yield from settings_in(inner, place, keys=keys, depth=depth - 1)
-
-
-def _is_foreign(value: Any) -> bool:
-    plain = isinstance(value, (*HOLD_NO_CODE, type, FunctionType, ModuleType, nn.Module, Enum))
-    return not plain and dict_of(value) is not None and not is_library(type(value).__module__)
 
 
 def _is_collection(value: Any) -> bool:
@@ -258,8 +252,8 @@ def refuse_replaced_sampler(loader: Any, sampler: PrivateBatchSampler) -> None:
 def _refuse_fetching_together(dataset: Any) -> None:
     if callable(getattr(dataset, "__getitems__", None)):
         raise ConfigurationError(
-            f"{type(dataset).__name__} has __getitems__, by which a DataLoader fetches the rows of all units at once: "
-            "one unit's rows could depend on the others. Remove it, so that each unit is fetched by dataset[draw].",
+            f"{type(dataset).__name__} has __getitems__, which fetches several units at once: rows of one could depend "
+            "on the others. Remove it, so that each unit is fetched by dataset[draw].",
             trap="T38",
         )
 
@@ -291,8 +285,8 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     dataset = loader.dataset
     if hasattr(dataset, "__len__") and len(dataset) != sampler.units:
         raise DataError(
-            "The training data set does not have as many units as datamodule.n_units said when the run was planned, so "
-            "epsilon would be false: len(dataset) must be datamodule.n_units (datamodule.train_dataloader).",
+            "The training data set does not have as many units as datamodule.n_units said when the run was planned: "
+            "both must be one number (datamodule.train_dataloader).",
             trap="T38",
         )
     if _is_ours(dataset):
@@ -313,8 +307,8 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
             draw, rows = answer_of(dataset[Draw(unit, 0, 0, False)])
             if draw.unit != unit:
                 raise DataError(
-                    f"The training data set answers for unit {draw.unit} where unit {unit} was drawn, so epsilon would "
-                    "be false: dataset[draw] must return the draw itself (datamodule.train_dataloader).",
+                    f"The training data set answers for unit {draw.unit} where unit {unit} was drawn. dataset[draw] "
+                    "must return the draw itself (datamodule.train_dataloader).",
                     trap="T38",
                 )
             keys = row_keys(rows, sampler.unit, or_row=True)
@@ -343,10 +337,9 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
         # The first answer may have filled a cache, and be another object than the next ones.
         if found[1] != found[2] or own[1] != own[2]:
             raise DataError(
-                "The training data set gives a unit other rows each time, from a generator of its own, which units "
-                "share, so one unit changes what others get, and anyone who knows the seed can detect it. Let "
-                "dataset[draw] draw from the global generators of torch, random or numpy: they are seeded from the "
-                "run's secret for every unit and step (datamodule.train_dataloader).",
+                "The training data set draws rows from a generator of its own, which units share, so one unit changes "
+                "what others get. Let dataset[draw] draw from the global generators of torch, random or numpy, which "
+                "are seeded from the run's secret for every unit and step (datamodule.train_dataloader).",
                 trap="T38",
             )
         if found[2] != found[3]:
@@ -362,16 +355,15 @@ def refuse_shared_draws(loader: Any, units: int) -> None:
 
 
 def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> None:
-    """Refuse data that are others, or stand in another order, than when the run was planned.
+    """Refuse data that changed, in content or order, since their fingerprint ``begun`` was written into the ledger.
 
-    ``begun`` is their fingerprint in the ledger, by a key that all ranks have. What one unit is was settled then: rows
-    that a callback shuffles since give one person's rows to several units, and other ones on each rank.
+    Rows that a callback shuffles later would give one person's rows to several units, and differ between ranks.
     """
     if begun not in (None, data.data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))):
         raise DataError(
-            "The training data are others, or in another order, than when the run was planned: something, such as a "
-            "callback or a train_dataloader of one's own, changed them since, so a unit would hold rows of somebody "
-            "else. Leave the data as they are from setup on, and augment rows in dataset[draw] or collate_rows.",
+            "The training data are others, or in another order, than when the run was planned, so a unit would hold "
+            "rows of somebody else. Leave them as they are from setup on (callbacks, train_dataloader), and augment "
+            "rows in dataset[draw] or collate_rows.",
             trap="T38",
         )
 
@@ -379,9 +371,8 @@ def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> N
 class UnchangedUnits:
     """Compare some units of the training data set with what they were when the run began.
 
-    A callback may change a data set while the run goes on, as one that repeats the rows with the largest losses: then
-    what one unit holds follows from others, and one row may stand in many units. Worker processes have copies, of which
-    some draws are compared.
+    A callback may change a data set during the run, as by repeating the rows with the largest losses: a unit then
+    depends on others. Worker processes have copies, of which some draws are compared.
     """
 
     def __init__(self, dataset: Any, sampler: PrivateBatchSampler) -> None:
@@ -396,8 +387,7 @@ class UnchangedUnits:
             if None not in (rows, content) and readable_content(rows) != content:
                 raise DataError(
                     f"The training data set writes into the rows of unit {unit} when it reads other units, as where "
-                    "all rows are views of one buffer: a batch would hold one unit's rows in the places of others. Let "
-                    "dataset[draw] return copies (array.copy(), tensor.clone()).",
+                    "all rows are views of one buffer. Let dataset[draw] return copies (array.copy(), tensor.clone()).",
                     trap="T38",
                 )
 
@@ -407,10 +397,8 @@ class UnchangedUnits:
         for unit, before, after in zip(self._units, self._begun, now, strict=True):
             if None not in (before, after) and before != after:
                 raise DataError(
-                    f"The training data set gives unit {unit} other rows than when the run began: something changed it "
-                    "meanwhile, such as a callback, by what other units hold as far as anybody knows, and no clipping "
-                    "bounds that. Leave the data set as it is during a run, and augment rows in dataset[draw] or "
-                    "collate_rows.",
+                    f"The training data set gives unit {unit} other rows than when the run began, which no clipping "
+                    "bounds. Leave it as it is during a run, and augment rows in dataset[draw] or collate_rows.",
                     trap="T38",
                 )
 
@@ -420,8 +408,7 @@ class UnchangedUnits:
             if self._of_draw(draw) not in (None, found):
                 raise DataError(
                     f"The training data set gives unit {draw.unit} other rows in a worker process of the loader than "
-                    "in the main process, so one person's rows could be in several units. Let dataset[draw] depend on "
-                    "the draw alone, or set datamodule.num_workers=0.",
+                    "in this one. Let dataset[draw] depend on the draw alone, or set datamodule.num_workers=0.",
                     trap="T38",
                 )
 
@@ -466,8 +453,7 @@ def refuse_false_bound(mode: Any, data: Any) -> None:
     if units.duplicates == "merge":
         raise ConfigurationError(
             f"privacy.max_units_per_user={bound} cannot go with datamodule.duplicates=merge: a merged unit may belong "
-            "to several people, and taking one of them out changes it instead of blanking it. Set "
-            "datamodule.duplicates=keep, or leave the bound null."
+            "to several people. Set datamodule.duplicates=keep, or leave the bound null."
         )
     most = units.most_units_of_a_user()
     if most is not None and most > bound:

@@ -53,21 +53,19 @@ def fit_physical_batch(trainer: L.Trainer, module: Any, data: Any, planned: Plan
 def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> int:
     if not module.may_split:
         raise ConfigurationError(
-            f"datamodule.physical_batch_size=auto cannot go with {type(module).__name__} under privacy="
-            f"{module.privacy.name}: units of a physical batch are compared with each other, so its size is not only a "
-            "matter of memory. Set a number."
+            f"datamodule.physical_batch_size=auto: under privacy={module.privacy.name} units of a physical batch are "
+            f"compared with each other by {type(module).__name__}, so its size is part of the loss. Set a number."
         )
     if not hasattr(module, "longest_rows"):
         raise ConfigurationError(
-            f"datamodule.physical_batch_size=auto tries batches of the longest rows, and {type(module).__name__} does "
-            "not say what these are: implement longest_rows(count), or give a number."
+            f"datamodule.physical_batch_size=auto tries batches of the longest rows: implement longest_rows(count) of "
+            f"{type(module).__name__}, or give a number."
         )
     strategy, device = strategy_name(trainer), trainer.strategy.root_device
     if strategy not in ("one_device", "ddp", "fsdp"):
         raise ConfigurationError(
             f"datamodule.physical_batch_size=auto cannot try batches under trainer.strategy={strategy}, which "
-            "allocates weights and states later: a trial would use less memory than a step. Set a number (task=plan "
-            "estimates one)."
+            "allocates weights and states later. Set a number (task=plan estimates one)."
         )
     if strategy == "fsdp":
         module.configure_model()  # cuts the parameters up, as it would a moment later
@@ -123,9 +121,8 @@ def largest_that_fits(
         size = min(2 * size, most)
     if best == 0:
         raise DeviceMemoryError(
-            "datamodule.physical_batch_size=auto: one unit of the longest rows does not fit beside the weights, the "
-            "sum and the optimizer's states; nothing was released. Train adapters (model.lora), set "
-            "model.gradient_checkpointing=true, shorten the texts, or choose a strategy that shards."
+            "datamodule.physical_batch_size=auto: one unit of the longest rows does not fit; nothing was released. "
+            "Train adapters (model.lora), set model.gradient_checkpointing=true, shorten the texts, or shard."
         )
     return best
 
@@ -150,13 +147,11 @@ def _batch(rows: Any, size: int, device: torch.device) -> UnitBatch:
 
 def _room() -> tuple[int, int] | None:
     """The peak of this process and the free memory of the machine, in bytes; None where the system does not say."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        machine = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return _kilobytes(status, "VmHWM"), _kilobytes(machine, "MemAvailable")
-
-
-def _kilobytes(lines: list[str], field: str) -> int:
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+    found = []
+    for file, field in (("/proc/self/status", "VmHWM:"), ("/proc/meminfo", "MemAvailable:")):
+        try:
+            lines = Path(file).read_text(encoding="ascii").splitlines()
+        except OSError:
+            return None
+        found.append(next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0))
+    return found[0], found[1]

@@ -23,7 +23,7 @@ import lit_dpret
 from lit_dpret.callbacks.own_code import refuse_false_bound
 from lit_dpret.cards.start import Start
 from lit_dpret.distributed.ranks import Ranks
-from lit_dpret.errors import ConfigurationError, DataError, told
+from lit_dpret.errors import ConfigurationError, DataError, first_line, told
 from lit_dpret.files import json_sha256
 from lit_dpret.privacy.accounting.releases import Poisson, SamplingLaw, Shuffle
 from lit_dpret.privacy.budget import EACH_ROW, LARGE_DELTA, LARGE_EPSILON, large_delta, large_epsilon, show_delta
@@ -121,9 +121,8 @@ def plan_run(
     data.use_unit(mode.unit, mode.neighbours)
     if mode.unit == "user" and mode.guarantee == "dp" and getattr(data, "unit_by", None) == EACH_ROW:
         raise ConfigurationError(
-            f"privacy.unit=user, but each row of {type(data).__name__} is a unit of its own (unit_by), so a user with "
-            "several rows is several units. Group the rows by user, as UnitDataModule does by unit_of, or claim a "
-            "guarantee about rows (privacy.unit=record)."
+            f"privacy.unit=user, but each row of {type(data).__name__} is a unit of its own (unit_by). Group the rows "
+            "by user, as UnitDataModule does by unit_of, or claim a guarantee about rows (privacy.unit=record)."
         )
     refuse_false_bound(mode, data)
     units = data.n_units
@@ -138,8 +137,8 @@ def plan_run(
             knob = "duplicates" if budget.duplicates != plan.budget.duplicates else "unit_by"
             raise ConfigurationError(
                 f"privacy={mode.name} plans for datamodule.{knob}={getattr(plan.budget, knob)}, and the data have "
-                f"{getattr(budget, knob)}: the claim would be about other units. Make the plan of the mode by "
-                "PrivacyPlan.build, which takes that from the data."
+                f"{getattr(budget, knob)}. Make the plan of the mode by PrivacyPlan.build, which takes it from the "
+                "data."
             )
         if start is not None:
             start.check_plan(plan)
@@ -158,8 +157,7 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
     by_steps = trainer.max_steps if trainer.max_steps > 0 else None
     if epochs == 0 or trainer.max_steps == 0:
         raise ConfigurationError(
-            f"trainer.max_epochs={epochs} with trainer.max_steps={trainer.max_steps} trains nothing. Set one of them "
-            "above 0."
+            f"trainer.max_epochs={epochs} with trainer.max_steps={trainer.max_steps} trains nothing. Set one above 0."
         )
     known = [value for value in (by_epochs, by_steps) if value is not None]
     if not known:
@@ -257,3 +255,34 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return dict(value) if isinstance(value, Mapping) else _described(value)
+
+
+def refuse_unread_rows(module: Any, data: Any) -> None:
+    """Refuse texts for a module of images, images for one of texts, and images of a size that its net does not take.
+
+    ``data`` must be set up. Modules and data of your own that do not say what they read and give are not looked at.
+    """
+    reads, name = getattr(module, "reads", None), type(module).__name__
+    shape = getattr(data, "image_shape", None)
+    if reads == "texts" and shape is not None:
+        raise ConfigurationError(
+            f"{type(data).__name__} gives images, and {name} reads texts. Choose model=embedding_trainer with a "
+            "model.net for images, or a datamodule of texts."
+        )
+    if reads == "images" and shape is None and hasattr(type(data), "collection"):
+        raise ConfigurationError(
+            f"{type(data).__name__} gives texts, and model.net={type(module.net).__name__} with these model.views "
+            "reads images. Set model.net=null, model.views=null and model.encoder, or choose a datamodule of images."
+        )
+    blank = getattr(data, "blank_row", None)
+    if blank is None or not hasattr(module, "try_rows") or any(weight.is_meta for weight in module.parameters()):
+        return
+    channels, height, width = data.image_shape
+    try:
+        module.try_rows([blank(), blank()])
+    except (RuntimeError, ValueError, DataError) as error:
+        raise ConfigurationError(
+            f"model.net={type(module.net).__name__} cannot read images of {channels} x {height} x {width} (channels, "
+            f"height, width): {first_line(error)}. Let a vision_folder resize them by datamodule.image_size=PIXELS, or "
+            f"build the net for them (EmbeddingNet: +model.net.image_size={height} +model.net.in_channels={channels})."
+        ) from error

@@ -18,6 +18,14 @@ import lightning as L
 from torch.utils.hooks import RemovableHandle
 
 from lit_dpret.callbacks.averages import averaging, go_on_averaging
+from lit_dpret.callbacks.checkpoint_files import (
+    optimizer_settings,
+    refuse_checkpoint_of_other_run,
+    refuse_other_positions,
+    refuse_short_schedules,
+    tell_repeated,
+    tell_restored_settings,
+)
 from lit_dpret.callbacks.checkpoints import BetweenSteps, CheckpointGate, count_by_steps, hide_batches
 from lit_dpret.callbacks.endings import ends_by_rows, fails_in_update, hear_no_worker
 from lit_dpret.callbacks.fixed_shapes import attach_batches, place_early, tie_again
@@ -35,17 +43,7 @@ from lit_dpret.callbacks.own_code import (
 from lit_dpret.callbacks.physical_batch import fit_physical_batch
 from lit_dpret.callbacks.planning import require_agreement, tell_plan
 from lit_dpret.callbacks.progress import count_steps
-from lit_dpret.callbacks.refusals import (
-    takes_whole_epochs,
-)
-from lit_dpret.callbacks.resuming import (
-    optimizer_settings,
-    refuse_checkpoint_of_other_run,
-    refuse_other_positions,
-    refuse_short_schedules,
-    tell_repeated,
-    tell_restored_settings,
-)
+from lit_dpret.callbacks.refusals import takes_whole_epochs
 from lit_dpret.callbacks.run_ledgers import RunLedgers
 from lit_dpret.callbacks.strategies import keep_the_sampler, note_sigterm_quietly, refuse_own_optimizers, strategy_name
 from lit_dpret.callbacks.unseen_writes import UnseenWrites, UpdateCounter
@@ -270,8 +268,8 @@ class PrivacyAccountant(RunLedgers):
         module: Any = pl_module
         if module.privacy is not self._mode:
             raise ConfigurationError(
-                f"privacy of {type(module).__name__} was replaced after the run was planned: the plan and "
-                "its epsilon are of the mode before. Give the mode to the module's constructor, and leave it."
+                f"privacy of {type(module).__name__} was replaced after the run was planned. Give the mode to the "
+                "module's constructor, and leave it."
             )
         if self.plan is not None:
             self._ranks.together(lambda: self._examine_data(trainer, pl_module))
@@ -415,9 +413,8 @@ class PrivacyAccountant(RunLedgers):
             return
         self._gate.forfeit()
         raise ConfigurationError(
-            f"An optimizer makes update {updates}, and {self._gate.granted} steps were granted: nothing "
-            f"shows that its gradient was noised. Give {type(self._module).__name__} a per_row_loss, and leave "
-            "training_step and automatic_optimization as PrivateModule has them.",
+            f"An optimizer makes update {updates}, and {self._gate.granted} steps were granted. Give "
+            f"{type(self._module).__name__} a per_row_loss, and leave training_step as PrivateModule has it.",
             trap="T7",
         )
 

@@ -134,9 +134,8 @@ class PrivacyCard(Callback):
         trained = text_hashes(train_queries(data))
         if len(self._overlapping & set(trained)) > SHARED_BY_CHANCE * len(self._overlapping):
             raise ConfigurationError(
-                "callbacks.card.pretraining_overlap was counted on queries declared public, and over a tenth of them "
-                "are train queries of this run, which it protects: the count is a release without noise. Count on "
-                "other queries, or leave it null.",
+                "callbacks.card.pretraining_overlap was counted on queries of which over a tenth are train queries of "
+                "this run: a release without noise. Count on other queries, or leave it null.",
                 trap="T25",
             )
 
@@ -146,8 +145,8 @@ class PrivacyCard(Callback):
         callbacks: list[Any] = [each for each in trainer.callbacks if each in counting]  # type: ignore[attr-defined]
         if len(callbacks) == 2 and callbacks[0] is self:
             raise ConfigurationError(
-                "callbacks: PrivacyCard stands before PrivacyAccountant, whose last record would come after the card. "
-                "Put PrivacyAccountant first."
+                "callbacks: the last record of PrivacyAccountant comes after PrivacyCard has written. Put "
+                "PrivacyAccountant first."
             )
 
     def _refuse_other_files(self, trainer: L.Trainer, module: Any) -> None:
@@ -159,14 +158,14 @@ class PrivacyCard(Callback):
         if (other := next((path for path in sorted(model.rglob("*")) if path.is_file()), None)) is not None:
             raise ConfigurationError(
                 f"{model}, where the weights and their card go, holds other files ({other.name}). Set "
-                "callbacks.card.run_dir, or the Trainer's default_root_dir, to a separate folder for this run."
+                "callbacks.card.run_dir, or the Trainer's default_root_dir, to a folder of this run alone."
             )
 
     def _register(self, trainer: L.Trainer, module: Any) -> None:
         if module.privacy.guarantee == "inherited":
             raise ConfigurationError(
                 f"callbacks.card.audit_protocols with privacy={module.privacy.name}: this run makes no release of its "
-                "own, before which a protocol could be registered. Give it to the run that trains on the private data."
+                "own. Give it to the run that trains on the private data."
             )
         if (ledger := ledger_of(trainer)) is None:
             raise ConfigurationError(_NEEDS)

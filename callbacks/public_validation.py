@@ -8,27 +8,30 @@ of private rows, as in a metric that both steps update, is put back before (`Cou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch import nn
-from torch.utils.data import Subset
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 from torchmetrics import Metric
 
 from lit_dpret.callbacks.averages import averaged
 from lit_dpret.callbacks.log_gate import tell
 from lit_dpret.callbacks.planning import accountant_of, ledger_of
-from lit_dpret.callbacks.same_rows import count_equal_rows
 from lit_dpret.callbacks.shared_files import refuse_shared_files
 from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.content import digest_of_row, is_number, rows_of_batch
 from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT
-from lit_dpret.privacy.user_generators import kept_generators
+from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import require_whole
 
 #: What Lightning calls around the steps of a validation.
@@ -75,16 +78,17 @@ class PublicValidation(Callback):
 
     def refuse_undeclared(self, module: Any, data: Any) -> None:
         inner = getattr(module, "module", None)
-        if not isinstance(inner, L.LightningModule) or not _has_step(inner):
+        own = inspect.getattr_static(type(inner), "validation_step", None)
+        if not isinstance(inner, L.LightningModule) or own is L.LightningModule.validation_step:
             raise ConfigurationError(
-                "PublicValidation runs the validation_step of the LightningModule that make_private wraps, and "
+                f"PublicValidation runs the validation_step of a LightningModule in make_private, and "
                 f"{type(module if inner is None else inner).__name__} has none."
             )
         trained = getattr(data, "dataset", None)
         if trained is not None and _whole(getattr(self.dataloader, "dataset", None)) is _whole(trained):
             raise ConfigurationError(
-                "PublicValidation reads the data set of the training: its rows are private, also those that are held "
-                "out, and a metric of them is an uncounted release. Give it public rows, or validate after the run.",
+                "PublicValidation reads the data set of the training, whose rows are private, also held-out ones. Give "
+                "it public rows, or validate after the run.",
                 trap="T25",
             )
 
@@ -100,10 +104,9 @@ class PublicValidation(Callback):
                 )  # fmt: skip
         if found > self.equal_rows:
             raise ConfigurationError(
-                f"PublicValidation reads {found} rows that hold what rows of the training data set hold: these are "
-                "private, also those that are held out, and a metric of them is an uncounted release. Give it public "
-                "rows, or validate after the run. If they are public and equal by coincidence, as short texts can "
-                f"be, declare it: PublicValidation(..., equal_rows={found}), which the card states.",
+                f"PublicValidation reads {found} rows that hold what rows of the training data set hold, which are "
+                "private, also held-out ones. Give it public rows, or validate after the run; if they are equal by "
+                f"coincidence, declare it: PublicValidation(..., equal_rows={found}), which the card states.",
                 trap="T25",
             )
 
@@ -141,10 +144,13 @@ class PublicValidation(Callback):
         synced = [each.sync_on_compute for each in metrics]
         plugin = trainer.precision_plugin
         with ExitStack() as undo:
-            undo.callback(_restore, training, metrics, synced)
+            for each, before in training.items():
+                undo.callback(setattr, each, "training", before)
+            for metric, whole in zip(metrics, synced, strict=True):
+                undo.callback(setattr, metric, "sync_on_compute", whole)
             undo.callback(inner.__dict__.pop, "log", None)
-            whole = (private.validating(on_trial=on_trial), averaged(trainer, pl_module), private.whole())
-            for context in (*whole, kept_generators(), torch.no_grad()):
+            placed = (private.validating(on_trial=on_trial), averaged(trainer, pl_module), private.whole())
+            for context in (*placed, kept_generators(), torch.no_grad()):
                 undo.enter_context(context)
             undo.enter_context(plugin.val_step_context())
             inner.eval()
@@ -163,8 +169,8 @@ class PublicValidation(Callback):
             found = logged.means()
         if other := sorted({*found} ^ {*self.public_metrics}):
             raise ConfigurationError(
-                f"PublicValidation(metrics={list(self.public_metrics)}) and {type(inner).__name__}.validation_step, "
-                f"which logs {sorted(found)}, differ in {other[0]!r}. Name what it logs, all of it.",
+                f"PublicValidation(metrics={list(self.public_metrics)}) and validation_step, which logs "
+                f"{sorted(found)}, differ in {other[0]!r}. Name all that it logs.",
                 trap="T25",
             )
         return found
@@ -235,19 +241,126 @@ def ask_stoppers(trainer: L.Trainer, module: L.LightningModule, names: Collectio
         each.on_validation_end(trainer, module)
 
 
-def _has_step(module: L.LightningModule) -> bool:
-    own = inspect.getattr_static(type(module), "validation_step", None)
-    return own is not inspect.getattr_static(L.LightningModule, "validation_step", None)
-
-
 def _whole(dataset: Any) -> Any:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
 
 
-def _restore(training: dict[nn.Module, bool], metrics: Sequence[Metric], synced: Sequence[bool]) -> None:
-    for module, before in training.items():
-        module.training = before
-    for metric, before in zip(metrics, synced, strict=True):
-        metric.sync_on_compute = before
+_NOT_SETS = (str, bytes, list, tuple, Mapping, set, range, Tensor, np.ndarray, nn.Module, IterableDataset)
+
+
+def count_equal_rows(loader: Any, data: Any) -> tuple[int, bool]:
+    """Count the rows of ``loader`` that are rows of the training data set, its held-out ones included.
+
+    A row is compared as the loader's data set gives it, and as each one behind that does (`Subset`, `ConcatDataset`,
+    and attributes that hold a data set of the same length), which finds it before a transform; and as it lies in
+    attributes that hold a value for each row, such as ``data`` of torchvision's. Data sets of Hugging Face that are
+    parts of one Arrow table are parts of one set. Of a loader without a data set, the rows of its batches are compared.
+    Single numbers, such as labels, are left out.
+
+    Returns:
+        How many there are, and whether every row could be compared.
+
+    Guarantees:
+        - The global generators are as before.
+    """
+    with kept_generators():
+        seed_everywhere(0)
+        trained = [*_sets_behind(getattr(data, "dataset", None))]
+        found = [*_forms_of(loader, {id(each) for each in trained}.union(*map(_buffers, trained)))]
+        wanted = {form for forms in found for form in forms or ()}
+        met = wanted.intersection(_forms_trained_on(trained, data)) if wanted else set()
+    equal = sum(forms is None or not met.isdisjoint(forms) for forms in found)
+    return equal, bool(found) and all(forms is None or forms for forms in found)
+
+
+def _forms_of(loader: Any, own: set[int]) -> Iterator[set[bytes] | None]:
+    """Yield the digests of each row in all its forms, none where they are unknown; None if one of ``own`` gives it."""
+    dataset = getattr(loader, "dataset", None)
+    if dataset is not None and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+        part = cache(lambda number: not own.isdisjoint(_buffers(known[number])))
+        known: dict[int, Any] = {}
+        for index in range(len(dataset)):
+            places = [*_places(dataset, index)]
+            known |= {id(each): each for each, _ in places}
+            same = any(id(each) in own or part(id(each)) for each, _ in places)
+            yield None if same else {form for each, at in places for form in _forms(each, at)}
+        return
+    for given in loader if dataset is None else dataset:
+        rows = rows_of_batch(given) if dataset is None else [given]
+        yield from [set()] if rows is None else ({form for form in [digest_of_row(row)] if form} for row in rows)
+
+
+def _forms_trained_on(trained: list[Any], data: Any) -> Iterator[bytes]:
+    for each in trained:
+        if not isinstance(each, (Subset, ConcatDataset)):  # which give the rows of others
+            for index in range(len(each)):
+                yield from _forms(each, index)
+    if not trained:
+        units = data.train_units()
+        for unit in range(len(units)):
+            yield from (form for form in map(digest_of_row, units.rows(unit)) if form)
+
+
+def _forms(dataset: Any, index: int) -> Iterator[bytes]:
+    """Yield the digests of a row as the data set gives it, and as it lies in columns; of what can be read."""
+    row = ()
+    with suppress(Exception):  # a row that nobody asks for may be a broken one
+        row = dataset[index]
+    columns = [value for value in _attributes(dataset) if isinstance(value, (list, tuple, Tensor, np.ndarray))]
+    raw = [value[index] for value in columns if getattr(value, "ndim", 1) and len(value) == len(dataset)]
+    for form in (row, [value for value in raw if not is_number(value)]):
+        if (digest := digest_of_row(form)) is not None:
+            yield digest
+
+
+def _places(dataset: Any, index: int, seen: tuple[int, ...] = ()) -> Iterator[tuple[Any, int]]:
+    """Yield each data set that a row comes through, and its number there, as far as that is known."""
+    yield dataset, index
+    if isinstance(dataset, Subset):
+        yield from _places(dataset.dataset, int(dataset.indices[index]), seen)
+    elif isinstance(dataset, ConcatDataset):
+        part = bisect_right(dataset.cumulative_sizes, index)
+        before = dataset.cumulative_sizes[part - 1] if part else 0
+        yield from _places(dataset.datasets[part], index - before, seen)
+    else:
+        for inner in _inner(dataset):
+            if id(inner) not in seen and len(inner) == len(dataset):
+                yield from _places(inner, index, (*seen, id(dataset)))
+
+
+def _buffers(dataset: Any) -> set[int]:
+    """Return where the Arrow table of a data set of Hugging Face lies in memory, which its parts share."""
+    table: Any = getattr(getattr(dataset, "data", None), "table", None)
+    chunks = () if not hasattr(table, "itercolumns") else (c for column in table.itercolumns() for c in column.chunks)
+    return {each.address for chunk in chunks for each in chunk.buffers() if each is not None and each.size}
+
+
+def _sets_behind(dataset: Any) -> Iterator[Any]:
+    """Yield a data set and all those that it holds, at any depth."""
+    seen: set[int] = set()
+    left = [] if dataset is None else [dataset]
+    while left:
+        each = left.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            left.extend(_inner(each))
+
+
+def _inner(dataset: Any) -> list[Any]:
+    held: list[Any] = []
+    for value in _attributes(dataset):
+        several = isinstance(value, (list, tuple)) and 0 < len(value) <= 100
+        held.extend(each for each in (value if several else [value]) if isinstance(each, Dataset) or not several)
+    return [each for each in held if _is_set(each)]
+
+
+def _attributes(dataset: Any) -> list[Any]:
+    return [*getattr(dataset, "__dict__", {}).values()]
+
+
+def _is_set(value: Any) -> bool:
+    rows = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
+    return rows and not isinstance(value, (type, *_NOT_SETS))

@@ -156,8 +156,8 @@ def _is_built(run: Candidate) -> None:
     for name, parameter in run.module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigurationError(
-                f"{name} of {type(run.module).__name__} has no shape before the first batch (a lazy layer), and the "
-                "run is planned before it. Send a public batch through the layer before trainer.fit, or give its sizes."
+                f"{name} of {type(run.module).__name__} has no shape yet (a lazy layer), and the run is planned now. "
+                "Send a public batch through the layer before trainer.fit, or give its sizes."
             )
 
 
@@ -166,9 +166,8 @@ def _starts_from_numbers(run: Candidate) -> None:
     for name, parameter in run.module.named_parameters():
         if not parameter.is_meta and not bool(parameter.detach().isfinite().all()):
             raise ConfigurationError(
-                f"{name} of {type(run.module).__name__} holds NaN or infinity before the first step: no loss would be "
-                "finite, so no unit would contribute, and the budget would be spent on noise alone. Load "
-                "other weights (model.pretrained, model.encoder or init_from)."
+                f"{name} of {type(run.module).__name__} holds NaN or infinity before the first step, and the budget "
+                "would be spent on noise alone. Load other weights (model.pretrained, model.encoder or init_from)."
             )
 
 
@@ -185,16 +184,16 @@ def refuse_endless_losses(module: Any) -> None:
     if losses is not None and not bool(losses.isfinite().any()):
         raise ConfigurationError(
             f"The loss of {type(module).__name__} is {losses.flatten()[0].item()} on rows that are no data (random "
-            "tokens or words, or public_rows). A unit without a finite loss adds nothing: the budget would be spent on "
-            "noise alone. Mend per_row_loss, the loss or its temperature."
+            "words, or public_rows), and the budget would be spent on noise alone. Mend per_row_loss or its "
+            "temperature."
         )
 
 
 def _is_not_compiled(run: Candidate) -> None:
     if getattr(run.module, "_compiler_ctx", None) is not None:  # what Lightning leaves of torch.compile(module)
         raise ConfigurationError(
-            f"{type(run.module).__name__} was given to trainer.fit inside torch.compile, which cannot follow the sum "
-            "of clipped gradients that a step makes. Build the module anew and give trainer.fit the module itself."
+            f"{type(run.module).__name__} was given to trainer.fit inside torch.compile, which cannot follow a step. "
+            "Build the module again and give trainer.fit the module itself."
         )
 
 
@@ -203,9 +202,8 @@ def _states_a_law(run: Candidate) -> None:
     if run.data is None or missing:
         what = "there is none" if run.data is None else f"{type(run.data).__name__} lacks {', '.join(missing)}"
         raise ConfigurationError(
-            f"The accountant reads from the DataModule how batches are drawn and who is in them, and {what}. Pass "
-            "datamodule= to trainer.fit: a UnitDataModule around a data set, a PairsDataModule, or a class with all "
-            "that lit_dpret.privacy.sampling.TrainingData lists.",
+            f"The accountant reads the law of the batches from the DataModule, and {what}. Pass datamodule= to "
+            "trainer.fit: a UnitDataModule, a PairsDataModule, or a lit_dpret.privacy.sampling.TrainingData.",
             trap="T1",
         )
 
@@ -227,8 +225,8 @@ def _supported_strategy(run: Candidate) -> None:
 def _carries_a_card(run: Candidate) -> None:
     if not hasattr(run.data, "privacy_card_path"):
         raise ConfigurationError(
-            f"privacy=synthetic trains on data that carries a privacy card, and {type(run.data).__name__} reads "
-            "data that has none. Choose datamodule=synthetic, or another privacy mode.",
+            f"privacy=synthetic trains on data with a privacy card, and that of {type(run.data).__name__} has none. "
+            "Choose datamodule=synthetic, or another privacy mode.",
             trap="T27",
         )
     check_dataset_card(run.data.privacy_card_path)
@@ -249,9 +247,8 @@ def _reads_what_its_claim_covers(run: Candidate) -> None:
             names |= {str(parent["sha256"]) for parent in card["parents"][:1]}
         if claim is None or not names & names_behind(claim, read_card(claim)):
             raise ConfigurationError(
-                f"{knob}={file} carries a privacy card ({path}) that the claim of the data does not cover: it was "
-                "derived from other private data or by another run, whose cost the card of this run would not count. "
-                "Use a file derived from exactly the training queries, or from public ones.",
+                f"{knob}={file} carries a privacy card ({path}) that the claim of the data does not cover. Use a file "
+                "derived from exactly the training queries, or from public ones.",
                 trap="T27",
             )
 
@@ -275,8 +272,8 @@ def _shows_nothing_beside_a_total(run: Candidate) -> None:
         shown.append("model.log_private_loss=true")
     if shown:
         raise ConfigurationError(
-            f"{shown[0]} shows uncounted numbers of the private rows, and privacy.dataset_ledger={ledger} adds up the "
-            "cost of all runs on these data: no total would hold any more. Remove one of the two."
+            f"{shown[0]} shows uncounted numbers of private rows, and no total of privacy.dataset_ledger={ledger} "
+            "would hold any more. Remove one of the two."
         )
 
 
@@ -287,10 +284,9 @@ def _chooses_by_public_metrics(run: Candidate) -> None:
     for callback in run.choosing:
         if callback.monitor not in known:
             raise ConfigurationError(
-                f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by private data: that is a release "
-                "nobody counts. Fix trainer.max_steps beforehand and keep the last checkpoint, or monitor a metric "
-                "that a callback computes on public data and lists in its public_metrics, as PublicValidation and "
-                f"RetrievalEvaluation do, or what is known beforehand: {', '.join(sorted(_DECIDED_BEFORE))}.",
+                f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by private data: an uncounted "
+                "release. Keep the last checkpoint of a fixed trainer.max_steps, or monitor the public_metrics of a "
+                f"callback (PublicValidation, RetrievalEvaluation), or one of {', '.join(sorted(_DECIDED_BEFORE))}.",
                 trap="T25",
             )
 
@@ -300,9 +296,8 @@ def _chooses_by_no_other_claim(run: Candidate) -> None:
     for callback in run.choosing:
         if callback.monitor in spending:
             raise ConfigurationError(
-                f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by synthetic queries, which have "
-                "their own epsilon: the chosen model has spent both, and its card would state only one. Keep the "
-                "last checkpoint, or monitor a metric of public queries (callbacks.evaluation.data=public).",
+                f"{type(callback).__name__}(monitor={callback.monitor!r}) chooses by synthetic queries, whose own "
+                "epsilon no card would state. Keep the last checkpoint, or monitor callbacks.evaluation.data=public.",
                 trap="T25",
             )
 
@@ -310,10 +305,9 @@ def _chooses_by_no_other_claim(run: Candidate) -> None:
 def _validates_nothing(run: Candidate) -> None:
     if type(run.module).validation_step is not L.LightningModule.validation_step:
         raise ConfigurationError(
-            f"{type(run.module).__name__}.validation_step computes metrics inside a private run: on private rows each "
-            "of them is a release nobody counts. On public rows, compute them in a callback that lists their names in "
-            "its public_metrics, or by make_private and PublicValidation (docs/howto/lightning.md, public validation "
-            "data); or evaluate after the run.",
+            f"{type(run.module).__name__}.validation_step computes metrics inside a private run: uncounted releases. "
+            "On public rows, compute them in a callback with public_metrics, or by make_private and PublicValidation "
+            "(docs/howto/lightning.md, public validation data); or evaluate after the run.",
             trap="T25",
         )
 
@@ -395,8 +389,7 @@ def takes_whole_epochs(trainer: L.Trainer) -> bool:
 def _whole_batches(run: Candidate) -> None:
     if not takes_whole_epochs(run.trainer):
         raise ConfigurationError(
-            "trainer.limit_train_batches and trainer.overfit_batches cut a logical batch short and change "
-            "the sampling law. Use trainer.max_steps.",
+            "trainer.limit_train_batches and trainer.overfit_batches change the sampling law. Use trainer.max_steps.",
             trap="T2",
         )
 
@@ -405,16 +398,15 @@ def _takes_its_steps(run: Candidate) -> None:
     """Refuse what keeps a logical batch from ever being finished, under any mode."""
     if batches := getattr(run.trainer, "fast_dev_run", False):
         raise ConfigurationError(
-            f"trainer.fast_dev_run={batches} ends after so many physical batches, in the middle of a logical one, and "
-            "skips what a run writes. Use trainer.max_steps; or try it without a run: task=doctor, and for a module of "
-            "your own lit_dpret.assert_private.",
+            f"trainer.fast_dev_run={batches} ends in the middle of a logical batch. Use trainer.max_steps, or try it "
+            "without a run: task=doctor, lit_dpret.assert_private.",
             trap="T2",
         )
     every = getattr(run.trainer, "reload_dataloaders_every_n_epochs", 0)
     if every:
         raise ConfigurationError(
-            f"trainer.reload_dataloaders_every_n_epochs={every} would discard prefetched batches, and the next logical "
-            "batch would never arrive. Set it to 0: the sampler draws anew each step."
+            f"trainer.reload_dataloaders_every_n_epochs={every} would discard prefetched parts of a logical batch. Set "
+            "it to 0: the sampler draws anew each step."
         )
 
 
@@ -422,8 +414,8 @@ def _has_not_trained(run: Candidate) -> None:
     """Refuse a Trainer that goes on counting the steps of an earlier fit, and might make none."""
     if run.trainer.global_step and not run.resumes:
         raise ConfigurationError(
-            f"This Trainer has made {run.trainer.global_step} steps in an earlier fit, and Lightning goes on counting "
-            "from there, so this run would make fewer than were planned. Give each run a Trainer of its own."
+            f"This Trainer has made {run.trainer.global_step} steps in an earlier fit, and would make fewer than are "
+            "planned. Give each run a Trainer of its own."
         )
 
 
@@ -441,8 +433,8 @@ def _has_fresh_callbacks(run: Candidate) -> None:
             kept = callback._latest_update_step
         if kept:
             raise ConfigurationError(
-                f"{type(callback).__name__} keeps what it measured or averaged in an earlier fit, and would stop this "
-                "run or choose its model by that, which no claim of it covers. Give each run callbacks of its own."
+                f"{type(callback).__name__} keeps what it measured or averaged in an earlier fit, which no claim of "
+                "this run covers. Give each run callbacks of its own."
             )
 
 
@@ -465,16 +457,15 @@ def _tells_no_times(run: Candidate) -> None:
     found = type(run.trainer.profiler)  # type: ignore[attr-defined]
     if found is not PassThroughProfiler:
         raise ConfigurationError(
-            f"trainer.profiler={found.__name__} writes down how long each step took, which tells how long the texts in "
-            "it were: that is an uncounted release. Profile under privacy=none; callbacks=with_throughput shows the "
-            "speed on the terminal only.",
+            f"trainer.profiler={found.__name__} writes down how long each step took, which depends on its texts. "
+            "Profile under privacy=none; callbacks=with_throughput shows the speed on the terminal only.",
             trap="T35",
         )
     for callback in run.callbacks:
         if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
             raise ConfigurationError(
-                f"{type(callback).__name__}(train_time_interval=...) saves by the clock, and the choice of saved steps "
-                "reveals the duration of private steps. Set every_n_train_steps.",
+                f"{type(callback).__name__}(train_time_interval=...) saves by the clock, which reveals the duration of "
+                "private steps. Set every_n_train_steps.",
                 trap="T35",
             )
     for logger in run.trainer.loggers:
@@ -484,9 +475,8 @@ def _tells_no_times(run: Candidate) -> None:
         kept = settings if isinstance(settings, dict) else vars(settings)
         if kept.get("console") != "off" or kept.get("x_disable_stats") is not True:
             raise ConfigurationError(
-                "W&B would record terminal output and system metrics with times, which reveal the duration of private "
-                "steps. Use logger=wandb, or give the "
-                'WandbLogger settings=wandb.Settings(console="off", x_disable_stats=True).',
+                "W&B would record terminal output and system metrics with times. Use logger=wandb, or WandbLogger("
+                'settings=wandb.Settings(console="off", x_disable_stats=True)).',
                 trap="T35",
             )
 
@@ -496,8 +486,8 @@ def _no_accumulation(run: Candidate) -> None:
     for callback in run.callbacks:
         if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
             raise ConfigurationError(
-                f"trainer.accumulate_grad_batches={callback.scheduling} divides by a number of batches and would noise "
-                "each of them. A logical batch is cut to fit by datamodule.physical_batch_size instead.",
+                f"trainer.accumulate_grad_batches={callback.scheduling} would noise each of several batches. Set "
+                "datamodule.physical_batch_size instead.",
                 trap="T12",
             )
 
@@ -509,8 +499,8 @@ def _ends_for_no_private_row(run: Candidate) -> None:
     """Refuse torch's search for NaN gradients, which ends the run at a row that would contribute zero."""
     if getattr(run.trainer, "_detect_anomaly", False):
         raise ConfigurationError(
-            "trainer.detect_anomaly=true ends the run with an error at the first private row whose gradient is not a "
-            "number, so the end of a run reveals that row. Without it such a row counts as zero. Set it to false.",
+            "trainer.detect_anomaly=true ends the run at the first private row whose gradient is not a number, which "
+            "reveals that row. Set it to false: such a row counts as zero.",
             trap="T25",
         )
 

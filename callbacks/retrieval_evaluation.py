@@ -124,29 +124,29 @@ class RetrievalEvaluation(Callback):
             return
         if self.data is None:
             raise ConfigurationError(
-                f"RetrievalEvaluation computes metrics of the {self.split} queries during a private run, and does not "
-                "declare their kind. Set callbacks.evaluation.data to public or synthetic; or to private, with "
-                "card_entry=true, and the card will state no epsilon.",
+                f"RetrievalEvaluation computes metrics of the {self.split} queries and does not declare their kind. "
+                "Set callbacks.evaluation.data to public or synthetic; or to private, with card_entry=true, and the "
+                "card will state no epsilon.",
                 trap="T25",
             )
         if self.data == "private" and not self.card_entry:
             raise ConfigurationError(
-                f"RetrievalEvaluation(data=private) would log metrics of private {self.split} queries: each is an "
-                "uncounted release. Evaluate on public or synthetic queries, or afterwards (task=evaluate); or set "
+                f"RetrievalEvaluation(data=private): each metric of the {self.split} queries is an uncounted release. "
+                "Evaluate on other queries, or afterwards (task=evaluate); or set "
                 "callbacks.evaluation.card_entry=true, and the card will say so and state no epsilon.",
                 trap="T25",
             )
         if self.data == "public" and self.datamodule is None and self.split == "train":
             raise ConfigurationError(
-                "callbacks.evaluation.data=public, but callbacks.evaluation.split=train of the run's own DataModule "
-                "holds the queries that the run protects. Choose another split or callbacks.evaluation.datamodule.",
+                "callbacks.evaluation.data=public, but callbacks.evaluation.split=train holds the queries that the run "
+                "protects. Choose another split or callbacks.evaluation.datamodule.",
                 trap="T25",
             )
         source = self.datamodule if self.datamodule is not None else data
         if self.data == "public" and (card := card_of_data(source, self.split)) is not None:
             raise ConfigurationError(
-                f"callbacks.evaluation.data=public, but a privacy card lies with the {self.split} queries ({card}): "
-                "they were made from private ones. Set callbacks.evaluation.data=synthetic, or evaluate on others.",
+                f"callbacks.evaluation.data=public, but a privacy card lies with the {self.split} queries ({card}). "
+                "Set callbacks.evaluation.data=synthetic, or evaluate on others.",
                 trap="T25",
             )
         if self.data == "synthetic":
@@ -160,10 +160,9 @@ class RetrievalEvaluation(Callback):
         queries, _, _ = self._load(source)
         if trains_on(data, queries, users_of=source if module.privacy.unit == "user" else None):
             raise ConfigurationError(
-                f"callbacks.evaluation.data=public, but callbacks.evaluation.split={self.split} holds train queries of "
-                "the run's own DataModule, or queries of its users, over a tenth of it, and the run protects those. "
-                "Evaluate on others, leave them out of the training (datamodule.drop_overlap=true, for a split of the "
-                "same data), or split the log by users (lit-dpret check_data task.split_by=user).",
+                f"callbacks.evaluation.data=public, but over a tenth of callbacks.evaluation.split={self.split} are "
+                "train queries of the run, or of its users. Evaluate on others, leave them out of the training "
+                "(datamodule.drop_overlap=true), or split by users (lit-dpret check_data task.split_by=user).",
                 trap="T25",
             )
 
@@ -177,10 +176,9 @@ class RetrievalEvaluation(Callback):
             name, unit = next(filter(None, (training_behind(folder, log) for folder in folders)), (None, ""))
             if name is not None and trains_on(log, queries, users_of=source if unit == "user" else None):
                 raise ConfigurationError(
-                    f"callbacks.evaluation.data=public, but callbacks.evaluation.split={self.split} holds train "
-                    f"queries of the log that {name} was trained on privately, according to its ledger, or queries of "
-                    "the users that it protects, over a tenth of it, and the claim of this run is about them. Evaluate "
-                    "on others, or after the run.",
+                    f"callbacks.evaluation.data=public, but over a tenth of callbacks.evaluation.split={self.split} "
+                    f"are train queries of the log that {name} was trained on privately, or of its users. Evaluate on "
+                    "others, or after the run.",
                     trap="T25",
                 )
 
@@ -188,14 +186,13 @@ class RetrievalEvaluation(Callback):
         if not hasattr(source, "privacy_card_path"):
             raise ConfigurationError(
                 f"callbacks.evaluation.data=synthetic, but {type(source).__name__} reads data without a privacy card. "
-                "Give callbacks.evaluation.datamodule a SyntheticDataModule, or declare what the queries are.",
+                "Set callbacks.evaluation.datamodule to a SyntheticDataModule, or another kind.",
                 trap="T25",
             )
         if self.split != "train" and getattr(source, "evaluation", None) is not None:
             raise ConfigurationError(
-                f"callbacks.evaluation.data=synthetic, but the {self.split} queries of {type(source).__name__} come "
-                "from its evaluation, which holds real ones. Set callbacks.evaluation.split=train, or say "
-                "what they are.",
+                f"callbacks.evaluation.data=synthetic, but the {self.split} queries come from the evaluation of "
+                f"{type(source).__name__}, which holds real ones. Set callbacks.evaluation.split=train.",
                 trap="T25",
             )
         check_dataset_card(source.privacy_card_path)
@@ -210,7 +207,7 @@ class RetrievalEvaluation(Callback):
         if not all(hasattr(pl_module, name) for name in ("encode_queries", "encode_passages")):
             raise UnsupportedModelError(
                 f"RetrievalEvaluation ranks by encode_queries and encode_passages, and {type(pl_module).__name__} has "
-                "none: it is for models that retrieve. Take it out of the callbacks."
+                "none. Take it out of the callbacks."
             )
         source = self.datamodule if self.datamodule is not None else data
         Ranks.here().share(lambda: setattr(self, "_loaded", self._load(source)))

@@ -16,8 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lit_dpret.callbacks.fixed_shapes import precision_assumptions
 from lit_dpret.callbacks.origins import assumed_weights, claim_of
 from lit_dpret.callbacks.own_code import trusted_code
-from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run
-from lit_dpret.callbacks.readable_rows import refuse_unread_rows
+from lit_dpret.callbacks.planning import PlannedRun, fingerprint_of_files, plan_run, refuse_unread_rows
 from lit_dpret.callbacks.refusals import refuse_broken_claims, refuse_endless_losses, refuse_protected_queries
 from lit_dpret.cards.start import Start, note_start, read_start
 from lit_dpret.distributed.ranks import Ranks

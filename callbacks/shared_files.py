@@ -33,9 +33,9 @@ _LONGEST = 60
 def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, whose: str, knob: str) -> None:
     """Refuse forked workers of ``loader`` that share a file with this process.
 
-    ``read`` asks for one of ``rows``. A file is shared whose place it moves in a process that is forked for this alone,
-    where every file was put to another place before, so that one is seen that is put back after each row. One that
-    each process opens for itself is not shared.
+    ``read`` reads one of ``rows`` in a process that is forked for this alone, where every file was put to another
+    offset before. A file whose offset moves there is shared, also if it is restored after each row; one that each
+    process opens for itself is not.
     """
     context: Any = getattr(loader, "multiprocessing_context", None) or multiprocessing
     if not getattr(loader, "num_workers", 0) or context.get_start_method() != "fork":
@@ -45,9 +45,8 @@ def refuse_shared_files(loader: Any, read: Callable[[int], Any], rows: int, *, w
     moved = partial(_moved_by_a_worker, loader, read, sorted({0, rows // 2, rows - 1}))
     if holds is not None or (moved() and moved()):  # once, another thread of this process may have read a file
         raise DataError(
-            f"{whose} holds an open {holds or 'file'}, since its rows were read in this process before: the "
-            f"{loader.num_workers} worker processes of the loader would share its place, and get other rows. Set "
-            f"num_workers=0 ({knob}), or let each process open it for itself, as in a dict with os.getpid() as key.",
+            f"{whose} holds an open {holds or 'file'}, whose place the {loader.num_workers} worker processes of the "
+            f"loader would share. Set num_workers=0 ({knob}), or let each process open it for itself (os.getpid()).",
             trap="T38",
         )
 

@@ -75,8 +75,8 @@ def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
     reason = row.reason_against(mode, engine)
     if row.name.startswith("xla") and getattr(mode, "noise", "gaussian") == "discrete":
         raise ConfigurationError(
-            f"privacy.noise=discrete rounds sums in float64 and int64, which nobody has tried under trainer.strategy="
-            f"{row.name}. Set privacy.noise=gaussian, or train on a CPU or a GPU.",
+            f"privacy.noise=discrete was never tried under trainer.strategy={row.name}. Set privacy.noise=gaussian, or "
+            "train on a CPU or a GPU.",
             trap="T23",
         )
     if reason is None:
@@ -98,14 +98,13 @@ def _refuse_other_cuts(strategy: Any) -> None:
     tensor = devices if tensor == "auto" else tensor
     if tensor != 1:
         raise ConfigurationError(
-            f"trainer.strategy.tensor_parallel_size={tensor} would split a layer over ranks, and no rank could compute "
-            f"a unit's norm. Set it to 1 and data_parallel_size={devices * nodes}, or choose trainer=fsdp, where it is "
-            "so."
+            f"trainer.strategy.tensor_parallel_size={tensor}: no rank could compute a unit's norm. Set it to 1 and "
+            f"data_parallel_size={devices * nodes}, or choose trainer=fsdp."
         )
     if getattr(strategy, "_save_distributed_checkpoint", False):
         raise ConfigurationError(
-            "trainer.strategy.save_distributed_checkpoint=true writes a folder file by file, and after a kill an "
-            "incomplete folder could not be detected. Set it to false, or choose trainer=fsdp, which does."
+            "trainer.strategy.save_distributed_checkpoint=true writes a folder file by file, which a kill leaves "
+            "incomplete unseen. Set it to false, or choose trainer=fsdp."
         )
 
 
@@ -118,10 +117,9 @@ def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
     if trainer.world_size > 1 and getattr(module, "adds_up_over_ranks", False) is not True:
         raise ConfigurationError(
             f"{type(module).__name__} has a custom training step and does not set adds_up_over_ranks = True, so each "
-            f"of the {trainer.world_size} processes would noise its own sum, and all with the same noise: their "
-            "updates would differ by gradients that no noise covers. Reduce the clipped sums and the counts before "
-            "calling the guard (lit_dpret.distributed.ranks.Ranks.sum_) and say so, derive from PrivateModule, or "
-            "set trainer.devices=1.",
+            f"of the {trainer.world_size} processes would add the same noise to its own sum. Reduce sums and counts "
+            "before calling the guard (lit_dpret.distributed.ranks.Ranks.sum_) and say so, derive from PrivateModule, "
+            "or set trainer.devices=1.",
             trap="T3",
         )
 
@@ -131,9 +129,8 @@ def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
     spec = getattr(module, "optimizer_spec", None)  # a module that is not a PrivateModule has none
     if strategy_name(trainer) in ("fsdp", "deepspeed") and getattr(spec, "name", None) == "adafactor":
         raise ConfigurationError(
-            "model.optimizer.name=adafactor averages over whole rows and columns of a parameter and scales by its root "
-            f"mean square, and under trainer={strategy_name(trainer)} a rank holds a part of it. Choose adam, adamw, "
-            "adam_bc or sgd: their state is sharded too, so adafactor would save little."
+            "model.optimizer.name=adafactor averages over whole rows and columns of a parameter, and under "
+            f"trainer={strategy_name(trainer)} a rank holds a part of it. Choose adam, adamw, adam_bc or sgd."
         )
 
 
@@ -145,18 +142,15 @@ def refuse_own_optimizers(trainer: L.Trainer, module: Any) -> None:
         raise ConfigurationError(f"{who} returned {count} optimizers: a noised step is made by one, so return one.")
     if isinstance(found[0], torch.optim.LBFGS):
         raise ConfigurationError(
-            f"{who} returned LBFGS, which asks for the loss several times in a step; a noised sum comes once. Return "
-            "an optimizer that takes one gradient, such as Adam or SGD."
+            f"{who} returned LBFGS, which asks for the loss several times in a step. Return one that takes one "
+            "gradient."
         )
     if isinstance(found[0], torch.optim.SparseAdam):
-        raise ConfigurationError(
-            f"{who} returned SparseAdam, which takes sparse gradients alone; a noised gradient is dense. Return Adam."
-        )
+        raise ConfigurationError(f"{who} returned SparseAdam, and a noised gradient is dense. Return Adam.")
     if any(isinstance(config.scheduler, ReduceLROnPlateau) for config in trainer.lr_scheduler_configs):
         raise ConfigurationError(
-            f"{who} returned ReduceLROnPlateau, which sets the learning rate by a metric: of private rows, that is a "
-            "release nobody counts, and Lightning passes no metric on to a step of this kind. Return a schedule that "
-            "goes by steps.",
+            f"{who} returned ReduceLROnPlateau, which sets the learning rate by a metric: an uncounted release of "
+            "private rows. Return a schedule that goes by steps.",
             trap="T25",
         )
 
@@ -167,9 +161,8 @@ def refuse_second_masters(trainer: L.Trainer) -> None:
     if name in ("fsdp", "deepspeed") and str(trainer.precision) == "bf16-true":
         copies = "its shards are float32" if name == "fsdp" else "ZeRO divides them"
         raise ConfigurationError(
-            "trainer.precision=bf16-true keeps float32 copies of bfloat16 weights in the optimizer, and "
-            f"trainer={name} keeps such copies itself ({copies}): it would find neither its parameters nor whole "
-            "states there. Set trainer.precision=bf16-mixed, under which it computes in bfloat16 as well."
+            f"trainer.precision=bf16-true keeps float32 copies of weights in the optimizer, and trainer={name} keeps "
+            f"such copies itself ({copies}). Set trainer.precision=bf16-mixed."
         )
 
 
@@ -205,13 +198,13 @@ def refuse_zero_settings(strategy: Any) -> None:
     stage = (config.get("zero_optimization") or {}).get("stage")
     if stage not in (1, 2, 3):
         raise ConfigurationError(
-            f"DeepSpeed with zero_optimization.stage={stage} divides nothing over the ranks. Choose trainer=ddp, which "
-            "does the same, or trainer.strategy.stage=1, 2 or 3."
+            f"DeepSpeed with zero_optimization.stage={stage} divides nothing over the ranks. Choose trainer=ddp, or "
+            "trainer.strategy.stage=1, 2 or 3."
         )
-    for key, why in _WHY_NOT.items():
-        value = _at(config, key)
-        if value is not None and not _is_off(value):
-            raise ConfigurationError(f"DeepSpeed's {key}={_short(value)}: {why}", trap=_TRAPS.get(key))
+    for why, keys in _REASONS:
+        for key, trap in keys.items():
+            if (value := _at(config, key)) is not None and not _is_off(value):
+                raise ConfigurationError(f"DeepSpeed's {key}={_short(value)}: {why}. Leave it out.", trap=trap)
     _refuse_unknown(config, "", _ALLOWED)
     _refuse_unknown(config.get("zero_optimization") or {}, "zero_optimization.", _ALLOWED_ZERO)
     for part in ("offload_optimizer", "offload_param"):
@@ -223,59 +216,50 @@ def refuse_zero_settings(strategy: Any) -> None:
         _refuse_unknown(_at(config, f"zero_optimization.{part}") or {}, f"zero_optimization.{part}.", _ALLOWED_OFFLOAD)
 
 
-_CLIPS = (
-    "it scales down the sum over the batch, which bounds nothing that one unit does. Set privacy.max_grad_norm, and "
-    "leave it out."
-)
-_SKIPS = "loss scaling skips steps that were paid for. Leave it out, and set trainer.precision=bf16-mixed or 32-true."
-_BUILDS = (
-    "the optimizer and its schedule are the module's (model.optimizer), which knows the noise and stands in the card. "
-    "Leave it out."
-)
-_ROUNDS = "it rounds what is sent to fewer bits, and the update of one process would not be made. Leave it out."
-_SUMS = (
-    "clipped sums are added up in float32 or wider before DeepSpeed sees a gradient, and the optimizers that it picks "
-    "by this are not shown. Leave it out."
-)
-_MOVES = "master weights are looked for by DeepSpeed's plain layout. Leave it out."
-
-_WHY_NOT: dict[str, str] = {
-    "gradient_clipping": _CLIPS,
-    "fp16.enabled": _SKIPS,
-    "amp.enabled": _SKIPS,
-    "gradient_accumulation_steps": (
-        "it divides by a number of batches and would step in the middle of a logical one. A logical batch is cut to "
-        "fit by datamodule.physical_batch_size. Leave it out."
+#: Why settings are refused, and by setting the trap.
+_REASONS: tuple[tuple[str, dict[str, str | None]], ...] = (
+    ("it scales down the sum, which bounds no unit; set privacy.max_grad_norm", {"gradient_clipping": "T16"}),
+    (
+        "loss scaling skips steps that were paid for; set trainer.precision=bf16-mixed or 32-true",
+        {"fp16.enabled": "T7", "amp.enabled": "T7"},
     ),
-    "optimizer": _BUILDS,
-    "scheduler": _BUILDS,
-    "sparse_gradients": "noise is dense: it covers every coordinate, touched or not. Leave it out.",
-    "data_types.grad_accum_dtype": _SUMS,
-    "bf16.bf16_master_weights_and_grads": "master weights and finished gradients are kept in float32. Leave it out.",
-    "bf16.immediate_grad_update": _SUMS,
-    "zero_optimization.zero_quantized_gradients": _ROUNDS,
-    "zero_optimization.zero_quantized_weights": _ROUNDS,
-    "zero_optimization.zero_quantized_nontrainable_weights": _ROUNDS,
-    "zero_optimization.round_robin_gradients": _MOVES,
-}
-_TRAPS = {
-    "gradient_clipping": "T16", "fp16.enabled": "T7", "amp.enabled": "T7", "gradient_accumulation_steps": "T12",
-    "sparse_gradients": "T24", "data_types.grad_accum_dtype": "T8",
-}  # fmt: skip
+    (
+        "it would step in the middle of a logical batch; set datamodule.physical_batch_size",
+        {"gradient_accumulation_steps": "T12"},
+    ),
+    ("the optimizer and its schedule are the module's (model.optimizer)", {"optimizer": None, "scheduler": None}),
+    ("noise is dense: it covers every coordinate, touched or not", {"sparse_gradients": "T24"}),
+    (
+        "sums and master weights are kept in float32, and the optimizers that this picks are not shown",
+        {
+            "data_types.grad_accum_dtype": "T8",
+            "bf16.bf16_master_weights_and_grads": None,
+            "bf16.immediate_grad_update": None,
+        },
+    ),
+    (
+        "it rounds what is sent to fewer bits, and the update of one process would not be made",
+        {
+            "zero_optimization.zero_quantized_gradients": None,
+            "zero_optimization.zero_quantized_weights": None,
+            "zero_optimization.zero_quantized_nontrainable_weights": None,
+        },
+    ),
+    ("master weights are found by DeepSpeed's plain layout", {"zero_optimization.round_robin_gradients": None}),
+)
 
-# Keys whose value makes no difference to an update, and those with a reason above, where they are off.
+# Keys whose value makes no difference to an update, and sections of keys that are named above.
 _ALLOWED = {
     "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "zero_optimization", "bf16", "activation_checkpointing", "aio", "steps_per_print",
-    "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "communication_data_type",
-    "gradient_clipping", "fp16", "amp", "optimizer", "scheduler", "sparse_gradients", "data_types", "checkpoint",
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "communication_data_type", "fp16", "amp",
+    "data_types", "checkpoint",
 }  # fmt: skip
 _ALLOWED_ZERO = {
     "stage", "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
     "allgather_bucket_size", "offload_optimizer", "offload_param", "sub_group_size", "load_from_fp32_weights",
     "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "round_robin_gradients",
-    "zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+    "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
 }  # fmt: skip
 _ALLOWED_OFFLOAD = {
     "device", "pin_memory", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "fast_init",

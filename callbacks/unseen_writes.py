@@ -1,7 +1,7 @@
-"""Writes without noise: by hooks before the first batch or after the last, beside the saved weights, by an optimizer.
+"""Refuse writes without noise: by hooks outside the steps, beside the saved weights, or by an additional update.
 
-A ``training_step`` of one's own may step an optimizer as often as it likes. The accountant compares each count with
-the steps that were granted: an update more carries no noise and stands in no ledger.
+A custom ``training_step`` may step an optimizer as often as it likes. The accountant compares each count with the
+steps that were granted: an additional update carries no noise and stands in no ledger.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ _CASTS = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 class UnseenWrites:
     """Refuse writes by a hook of the module or a callback outside a step, while private rows are accessible.
 
-    Between two steps the module looks by itself (`HookWatch`). ``whole`` says that this process holds whole weights
-    under a guarantee. Where ranks hold parts of them, what is written early is not seen, and what is saved is compared
-    as rank 0 puts it together.
+    Between two steps, `HookWatch` of the module checks. ``whole`` says that this process holds whole weights under a
+    guarantee. Where ranks hold shards, early writes are not seen, and what is saved is compared as rank 0 gathers it.
     """
 
     def __init__(self, trainer: L.Trainer, module: Any, ranks: Ranks, *, whole: bool) -> None:
@@ -45,10 +44,7 @@ class UnseenWrites:
             self._before |= self._held(checkpoint.get("current_model_state", checkpoint.get("state_dict", {})))
 
     def refuse_before_first_batch(self) -> None:
-        """Refuse, once, writes since `setup`, or since the run's own checkpoint was read.
-
-        Tensors in attributes are compared from the first batch on.
-        """
+        """Refuse, once, writes since `setup` or since the own checkpoint was read; attributes are compared later."""
         if not self._looked_at_start:
             self._looked_at_start = True
             self._ranks.together(self._refuse_early)
@@ -84,10 +80,9 @@ class UnseenWrites:
         for name, found in self._held().items():
             if self._before.get(name) != found and public.isdisjoint({name, *name.split(".")}):
                 raise UnsupportedModelError(
-                    f"{name} of {type(self._module).__name__} was written before the first batch, by a hook of the "
-                    "module or of a callback, such as setup. Private rows are at hand there, and no noise covers it. "
-                    "Set it in the constructor from public data, or list its name in public_metrics of the module if "
-                    "no private row is behind it.",
+                    f"{name} of {type(self._module).__name__} was written before the first batch, by a hook such as "
+                    "setup, where private rows are at hand. Set it in the constructor from public data, or list its "
+                    "name in public_metrics of the module if no private row is behind it.",
                     trap="T11",
                 )
 
@@ -108,10 +103,10 @@ _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def _is_step_of_a_base(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the hook that asks runs in a base class's ``step``, which the optimizer's own ``step`` called.
+    """Return whether the hook runs in a base class's ``step``, called by the optimizer's own: one update in all.
 
-    That is a part of an update that was counted. Read off the stack, since a count of steps that are under way would
-    stay wrong after one that raised. The same ``step`` within itself, as a closure may call it, is an update more.
+    It reads the stack, since a counter would stay wrong after a step that raised. The same ``step`` within itself, as
+    a closure may call it, is an additional update.
     """
     running: list[object] = []
     frame = inspect.currentframe()

@@ -9,7 +9,7 @@ from typing import ClassVar
 import lightning as L
 
 from lit_dpret.callbacks.doctor import examine
-from lit_dpret.callbacks.readable_rows import refuse_unread_rows
+from lit_dpret.callbacks.planning import refuse_unread_rows
 from lit_dpret.datamodules.identity import data_facts
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.federated.trust import trust_table

@@ -23,8 +23,7 @@ from lit_dpret.audit.canaries import CanarySuite
 from lit_dpret.audit.canaries.suite import plant_blanks, plant_in_run
 from lit_dpret.callbacks import MetricsFile, PrivacyAccountant
 from lit_dpret.callbacks.checkpoint_files import WholeCheckpoints, newest_checkpoint, remove_drafts
-from lit_dpret.callbacks.planning import plan_run
-from lit_dpret.callbacks.readable_rows import refuse_unread_rows
+from lit_dpret.callbacks.planning import plan_run, refuse_unread_rows
 from lit_dpret.callbacks.refusals import refuse_broken_claims
 from lit_dpret.cards.card import CARD_NAME, read_card
 from lit_dpret.cards.file import MODEL_FOLDER, check_artefact

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from lit_dpret.callbacks import PrivacyAccountant, PrivacyCard
 from lit_dpret.callbacks.doctor import examine
-from lit_dpret.callbacks.planning import plan_run
-from lit_dpret.callbacks.readable_rows import refuse_unread_rows
+from lit_dpret.callbacks.planning import plan_run, refuse_unread_rows
 from lit_dpret.cards.card import read_card
 from lit_dpret.cli import build_parts
 from lit_dpret.datamodules import ImagesDataModule, PairsDataModule
