@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ import pytest
 from hydra.types import RunMode
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from stand_ins import dp, records
+from stand_ins import Numbers, Regression, dp, records
 from test_cli import ROOT, call
 from test_cli_ranks import TWO, settings, wait_until
 from tiny_generator import generator
@@ -32,6 +31,7 @@ from lit_dpret.cards.card import read_card
 from lit_dpret.datamodules import PairsDataModule
 from lit_dpret.distributed import rank_watch
 from lit_dpret.errors import DataError, ResumeError, WorkerError
+from lit_dpret.privacy.modes import DPSGD, NoPrivacy
 from lit_dpret.tasks.fit import Training, train
 
 # Keeps the program at a place until somebody ends it: a file appears, and then nothing happens for a minute.
@@ -201,18 +201,14 @@ def test_an_interrupted_multirun_goes_on_and_begins_what_it_had_not_come_to(tmp_
 
 
 PROGRAMS = {"train.py": ["train.py"], "-m": ["-m", "lit_dpret"], "-c": ["-c", SCRIPT]}
-MODULES = ["torch", "transformers", "lit_dpret.tasks.plan"]
+
+
 # How a program begins matters for the first of these imports, all of which one function makes.
-FAST = [*(("train.py", module) for module in MODULES), ("-m", "torch"), ("-c", "torch")]
-
-
 @pytest.mark.parametrize(
     ("program", "module"),
-    [
-        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
-        for case in itertools.product(PROGRAMS, MODULES)
-    ],
-)
+    [*(("train.py", name) for name in ("torch", "transformers", "lit_dpret.tasks.plan")), ("-m", "torch"),
+     ("-c", "torch")],
+)  # fmt: skip
 def test_an_interruption_while_the_program_is_loaded_is_told_as_any_other(
     program: str, module: str, tmp_path: Path
 ) -> None:
@@ -271,34 +267,31 @@ def test_an_interruption_is_130_whoever_catches_it(
 ) -> None:
     status, said = ended(monkeypatch, capsys, end)
     assert status == 130 and said.startswith("error: interrupted. ")
-
-
-@pytest.mark.usefixtures("python_interrupts")
-def test_a_further_rank_leaves_the_word_to_the_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr(rank_watch, "is_started_by_launcher", lambda: True)
     monkeypatch.setattr(rank_watch, "begin", lambda: None)
-    assert ended(monkeypatch, capsys, as_lightning_does) == (0, "")
+    if end is as_lightning_does:  # a further rank leaves the message to the first
+        assert ended(monkeypatch, capsys, end) == (0, "")
+
+
+def refused() -> None:
+    with suppress(KeyboardInterrupt):
+        interrupt()
+    raise DataError("something else was wrong.")
+
+
+def terminated() -> None:
+    raise SIGTERMException
 
 
 @pytest.mark.usefixtures("python_interrupts")
-def test_other_ends_keep_their_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(monkeypatch, capsys, lambda: sys.exit(7))[0] == 7
-
-    def refused() -> None:
-        with suppress(KeyboardInterrupt):
-            interrupt()
-        raise DataError("something else was wrong.")
-
-    assert ended(monkeypatch, capsys, refused) == (2, "error: something else was wrong.\n")
-
-    def terminated() -> None:
-        raise SIGTERMException
-
-    assert ended(monkeypatch, capsys, terminated)[0] == 143
+@pytest.mark.parametrize(("end", "status"), [(lambda: sys.exit(7), 7), (refused, 2), (terminated, 143)])
+def test_other_ends_keep_their_status(
+    end: Callable[[], None], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(monkeypatch, capsys, end)[0] == status
     monkeypatch.setattr(cli, "_note_interrupt", lambda: lambda: False)
-    assert ended(monkeypatch, capsys, lambda: (_ for _ in ()).throw(WorkerError("a rank died")))[0] == 2
+    if end is refused:
+        assert ended(monkeypatch, capsys, lambda: (_ for _ in ()).throw(WorkerError("a rank died")))[0] == 2
 
 
 def test_the_way_on_names_the_folder_of_what_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,29 +307,15 @@ def test_the_way_on_names_the_folder_of_what_was_begun(tmp_path: Path, monkeypat
     assert "no checkpoint" not in cli._way_on()
 
 
-def test_resume_without_a_run_is_refused_before_data_are_read(tmp_path: Path) -> None:
-    from stand_ins import Numbers, Regression
-
-    from lit_dpret.callbacks import PrivacyAccountant
-    from lit_dpret.privacy.modes import DPSGD, NoPrivacy
-    from lit_dpret.tasks.fit import Training, train
-
+@pytest.mark.parametrize("mode", [NoPrivacy, DPSGD])
+def test_resume_without_a_run_is_refused_before_data_are_read(mode: Any, tmp_path: Path) -> None:
     class Unread(Numbers):
         def prepare_data(self) -> None:
             raise AssertionError("data were read")
 
-    import lightning as L
-
-    for mode in (NoPrivacy(), DPSGD(eps=3, noise_multiplier=2.0, secret_file=tmp_path / "secret")):
-        with pytest.raises(ResumeError, match=r"hydra\.run\.dir"):
-            train(
-                Regression(privacy=mode),
-                Unread(),
-                Training(
-                    run_dir=tmp_path / "run",
-                    make_trainer=lambda **given: L.Trainer(max_steps=1, accelerator="cpu", devices=1, **given),
-                    callbacks=[PrivacyAccountant(run_dir=tmp_path / "run", resume=True)],
-                    resume=True,
-                ),
-            )
-    assert not (tmp_path / "run" / "privacy_ledger.jsonl").exists()
+    run, privacy = tmp_path / "run", NoPrivacy() if mode is NoPrivacy else dp(tmp_path)
+    callbacks = [PrivacyAccountant(run_dir=run, resume=True)]
+    how = Training(run_dir=run, make_trainer=partial(trainer, max_steps=1), callbacks=callbacks, resume=True)
+    with pytest.raises(ResumeError, match=r"hydra\.run\.dir"):
+        train(Regression(privacy=privacy), Unread(), how)
+    assert not (run / "privacy_ledger.jsonl").exists()

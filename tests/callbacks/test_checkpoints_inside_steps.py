@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import own_modules
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors import signal_connector
 from rank_runs import REFUSED, Server, told, weights
-from stand_ins import Numbers, Regression, dp, fit, granted, records
+from stand_ins import Numbers, Regression, StopAfter, Stopped, dp, fit, granted, records
 
+from lit_dpret import PrivacyAccountant
 from lit_dpret.callbacks.checkpoint_files import newest_checkpoint
-from lit_dpret.errors import ResumeError
+from lit_dpret.errors import ConfigurationError, ResumeError
 
 STEPS = 6
 # Three physical batches a step for one rank, and as many for each of two.
@@ -261,3 +263,66 @@ def test_slurms_requeue_is_met_after_the_step(tmp_path: Path, monkeypatch: pytes
     for path in (folder / "checkpoints").iterdir():
         path.unlink()
     assert newest_checkpoint(folder / "checkpoints") == folder / "hpc_ckpt_1.ckpt"
+
+
+# -- refusals and errors after steps were paid for -----------------------------------------------------
+
+
+class History(Callback):
+    """Keeps a number of each step, as progress callbacks do, and puts it into checkpoints."""
+
+    def __init__(self, when: str) -> None:
+        self.history: list[int] = []
+        setattr(self, when, self._note)
+
+    def _note(self, trainer: Any, *_: Any) -> None:
+        self.history.append(trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": list(self.history)}
+
+
+def test_what_no_checkpoint_may_hold_is_refused_after_one_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"History\.history") as refused:
+        own_modules.fit(tmp_path, own_modules.made(), callbacks=[History("on_train_batch_end")])
+    assert refused.value.trap == "T25" and len(granted(tmp_path)) == 1
+
+
+class FailsIn(Callback):
+    """Raises in one of its hooks once all steps are made."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._fail)
+
+    def _fail(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            raise ValueError("The picture could not be drawn.")
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        History("on_train_epoch_end"),
+        *(FailsIn(hook) for hook in ("on_save_checkpoint", "on_train_batch_end")),
+    ],
+    ids=["refused", "save", "batch"],
+)
+def test_a_run_whose_last_hook_fails_keeps_its_steps_and_can_be_finished(callback: Any, tmp_path: Path) -> None:
+    given = {"expected_batch_size": None, "sample_rate": 1 / 6}
+    with pytest.raises((ConfigurationError, ValueError)):
+        own_modules.fit(tmp_path, own_modules.made(), own_modules.data(**given), callbacks=[callback])
+    (last,) = tmp_path.rglob("last.ckpt")
+    assert not any("History" in key for key in torch.load(last, weights_only=False)["callbacks"])
+    resumed = [PrivacyAccountant(resume=True)]
+    own_modules.fit(tmp_path, own_modules.made(), own_modules.data(**given), ckpt_path=last, callbacks=resumed)
+    assert len(granted(tmp_path)) == 6 and own_modules.card_in(tmp_path)["claim"]["guarantee"] == "dp"
+    assert (tmp_path / "model" / "weights.pt").is_file()
+
+
+def test_a_resume_without_its_checkpoint_names_it_wherever_it_lies_in_the_run_folder(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2)
+    with pytest.raises(Stopped):
+        own_modules.fit(tmp_path, own_modules.made(), callbacks=[kept, StopAfter(3)])
+    with pytest.raises(ResumeError, match=r"kept.*ckpt"):
+        own_modules.fit(tmp_path, own_modules.made(), callbacks=[PrivacyAccountant(resume=True)])
+    assert len(granted(tmp_path)) == 3

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from bad_runs import BAD, Case, bare, case_of
@@ -40,17 +39,6 @@ def test_every_trap_that_is_looked_for_has_a_bad_run_here() -> None:
     assert {trap.name for trap in TRAPS if trap.stage not in ("construction", "elsewhere")} == {t for t, _, _ in BAD}
     numbers = [int(trap.name.removeprefix("T")) for trap in TRAPS]
     assert numbers == sorted(set(numbers))
-
-
-def test_a_refusal_of_a_trap_that_is_not_listed_is_told_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def complaints(*run: Any) -> list[LitDpretError]:
-        return [ConfigurationError("no such thing", trap="T99")]
-
-    monkeypatch.setattr("lit_dpret.callbacks.doctor.complaints", complaints)
-    found = examine(L.Trainer(logger=False, accelerator="cpu"), Regression(privacy=dp(tmp_path)), None)
-    assert [(finding.trap, finding.text) for finding in found.refused] == [("other", "no such thing")]
 
 
 def test_an_honest_run_passes_and_is_left_as_it_was(tmp_path: Path) -> None:

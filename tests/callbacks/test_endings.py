@@ -30,7 +30,6 @@ from lit_dpret.cards.verification import verify_chain
 from lit_dpret.encoders import Contract, TextEncoder
 from lit_dpret.errors import ConfigurationError, DataError, DivergenceError, ResumeError
 from lit_dpret.modules import DualEncoder, FrozenDualEncoder, OptimizerSpec
-from lit_dpret.modules.private_step import refuse_infinite
 from lit_dpret.privacy.accounting.releases import NonPrivateRelease
 from lit_dpret.privacy.ledger.judgement import owed_releases
 from lit_dpret.privacy.modes import DPSGD, LogitDP, NoPrivacy, PublicPassages
@@ -164,11 +163,9 @@ class Panic(BaseException):
 
 BY_A_ROW = [
     ("loss", Panic("row 7")),
-    ("loss", RuntimeError("row 7")),
     ("loss", MemoryError()),
     ("collate", DataError("row 7 has no text")),
     ("dataset", OSError(errno.ENOENT, "7.png")),
-    ("dataset", OSError("cannot identify image file 7.png")),
 ]
 
 
@@ -186,6 +183,8 @@ def test_an_end_that_a_private_row_may_have_caused_is_one_word_and_claims_nothin
     assert found["claim"]["guarantee"] == "not_proved" and found["claim"]["epsilon"] is None
     assert "may depend on what it had released" not in found["claim"]["statement"]
     assert not verify_chain(folder).failed
+    owed = owed_releases(records(folder))
+    assert owed and not any(isinstance(one, NonPrivateRelease) for one in owed), "counted as any others"
 
     fit(folder, Fragile(privacy=dp(tmp_path)), Numbers(), steps=STEPS, resume=True, extra=[PrivacyCard()])
     found = card(folder)
@@ -258,8 +257,8 @@ def test_a_schedule_that_fails_keeps_the_claim_and_a_corrected_one_goes_on(tmp_p
     assert card(run)["claim"]["epsilon"] <= 3 and granted(run)[-1][1] == STEPS - 1
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_an_error_of_a_callback_that_is_given_a_batch_may_be_that_of_a_private_row(hook: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step"])
+def test_an_error_of_a_callback_beside_a_batch_may_be_that_of_a_private_row(hook: str, tmp_path: Path) -> None:
     def fails(trainer: Any, *_: Any) -> None:
         if trainer.global_step == 2:
             raise ValueError
@@ -270,16 +269,6 @@ def test_an_error_of_a_callback_that_is_given_a_batch_may_be_that_of_a_private_r
     with pytest.raises(ValueError):
         fit(run, Regression(privacy=dp(tmp_path)), steps=STEPS, callbacks=around)
     assert records(run)[-1]["reason"] == "failed" and card(run)["claim"]["guarantee"] == "not_proved"
-
-
-def test_an_error_of_a_callback_in_the_optimizers_step_may_be_that_of_a_private_row(tmp_path: Path) -> None:
-    def fails(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    run, failing = tmp_path / "run", LambdaCallback(on_before_optimizer_step=fails)
-    with pytest.raises(ZeroDivisionError):
-        fit(run, Regression(privacy=dp(tmp_path)), steps=STEPS, extra=[PrivacyCard(), failing])
-    assert card(run)["claim"]["guarantee"] == "not_proved"
 
 
 class Inner(Regression):
@@ -324,12 +313,6 @@ def test_a_resume_with_another_optimizer_of_ones_own_is_refused_before_a_step(tm
     assert card(run)["claim"]["guarantee"] == "dp"
 
 
-def test_the_releases_of_such_a_run_are_counted_as_any_others(tmp_path: Path) -> None:
-    ended(tmp_path / "run", "loss", RuntimeError("row 7"))
-    owed = owed_releases(records(tmp_path / "run"))
-    assert owed and not any(isinstance(one, NonPrivateRelease) for one in owed)
-
-
 # -- a private run whose weights are NaN or infinite ends: they were released, and further steps wou--
 
 
@@ -366,11 +349,7 @@ def test_a_run_ends_where_its_weights_do_and_claims_what_was_planned(tmp_path: P
         saved = torch.load(tmp_path / "run" / "checkpoints" / name, weights_only=True)["state_dict"]
         assert all(bool(value.isfinite().all()) for value in saved.values()), name
 
-
-def test_the_last_finite_checkpoint_is_had_by_a_resume_that_ends_there(tmp_path: Path) -> None:
-    with pytest.raises(DivergenceError):
-        diverging(tmp_path)
-    module = diverging(tmp_path, steps=3, resume=True)
+    module = diverging(tmp_path, steps=3, resume=True)  # a resume that ends there has the last finite checkpoint
     assert bool(weights(module).isfinite().all()) and (tmp_path / "run" / "model" / "weights.pt").is_file()
     card = json.loads((tmp_path / "run" / "privacy_card.json").read_text(encoding="utf-8"))
     assert card["claim"]["guarantee"] == "dp" and verify_card(card, tmp_path / "run" / "privacy_ledger.jsonl") == []
@@ -381,18 +360,6 @@ def test_a_run_without_a_promise_goes_on_as_lightning_has_it(tmp_path: Path) -> 
     module = Regression(privacy=NoPrivacy(), optimizer=OptimizerSpec(name="sgd", lr=0.01))
     fit(tmp_path / "run", module, Numbers(), steps=6, extra=[Rises(3)])
     assert not bool(weights(module).isfinite().all())
-
-
-def test_every_trained_weight_is_looked_at_and_no_frozen_one() -> None:
-    layer = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 0), torch.nn.Linear(2, 1)).half()
-    refuse_infinite(layer, 0)
-    for value in (math.nan, math.inf, -math.inf):
-        with torch.no_grad():
-            layer[2].bias[0] = value
-        with pytest.raises(DivergenceError, match=r"2\.bias"):
-            refuse_infinite(layer, 0)
-    layer[2].bias.requires_grad = False
-    refuse_infinite(layer, 0)
 
 
 # -- a run whose every loss would be NaN is refused before its ledger opens, by rows that are no dat--
@@ -429,7 +396,7 @@ def test_a_loss_without_a_value_is_refused_before_the_ledger_and_no_row_of_the_d
     assert any("per_row_loss" in one.text for one in found.findings if one.status == "refused"), "by the doctor too"
 
 
-def test_a_finite_loss_trains_as_if_nobody_had_asked(tmp_path: Path) -> None:
+def test_a_finite_loss_trains_as_without_the_probe(tmp_path: Path) -> None:
     weights = []
     for kind in (Probed, Regression):
         torch.manual_seed(3)

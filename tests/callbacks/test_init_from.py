@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,20 @@ def train(
     return read_card(folder)
 
 
+def rows(*, duplicates: str = "keep", unit_by: str | None = None, size: int = 200) -> Numbers:
+    """Data whose equal texts may be one unit, and whose rows may be units because nothing names those of one query."""
+    data = Numbers(size, sampling="poisson", expected_batch_size=20 if size == 200 else 2)
+    data.duplicates, data.unit_by = duplicates, unit_by
+    return data
+
+
+few = partial(rows, size=8)  # its own delta, 1/16, would allow publishing twelve of the 200 units of another
+merged = partial(rows, duplicates="merge")
+without_ids = partial(rows, unit_by=EACH_ROW)
+unsaid = partial(rows, unit_by=UNSAID)
+partly_named = partial(rows, unit_by=PARTLY_NAMED)  # one record without an id does not make all others rows
+
+
 def own_cost(folder: Path) -> float:
     return epsilon(charged_releases(records(folder)), delta=1 / 400, neighbours="zero_out")
 
@@ -85,11 +100,6 @@ def test_a_run_from_a_private_run_claims_both_and_budgets_its_own(tmp_path: Path
     assert read_start(parent / "model", public=False).facts == read_start(parent, public=False).facts
     again = train(child, parent, resume=True)
     assert again["claim"]["epsilon"] == card["claim"]["epsilon"]
-
-
-def few() -> Numbers:
-    """A data set so small that its own delta, 1/16, would allow publishing twelve of the 200 units of another."""
-    return Numbers(8, sampling="poisson", expected_batch_size=2)
 
 
 @pytest.mark.slow
@@ -112,7 +122,7 @@ def test_a_small_second_run_states_its_claim_at_the_delta_of_the_many_behind_its
     assert train(third, second, delta=1e-4)["claim"]["delta"] == 1e-4, "a smaller one is taken as it is"
 
 
-def test_the_doctor_plans_at_the_delta_of_the_start(tmp_path: Path) -> None:
+def test_the_doctor_plans_at_the_delta_of_the_start_and_a_mode_that_does_not_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "first")
     module = Saved(privacy=dp(tmp_path, noise_multiplier=4.0), pretrained=tmp_path / "first" / "model")
     accountant = PrivacyAccountant(run_dir=tmp_path / "second", init_from=tmp_path / "first")
@@ -120,13 +130,9 @@ def test_the_doctor_plans_at_the_delta_of_the_start(tmp_path: Path) -> None:
     planned = examine(trainer, module, few()).planned
     assert planned is not None and planned.plan is not None
     assert planned.plan.budget.delta == 1 / 400
-
-
-def merged() -> Numbers:
-    """The same data, of which equal texts are one unit."""
-    data = Numbers(sampling="poisson")
-    data.duplicates = "merge"
-    return data
+    mode = OwnDelta(eps=3.0, noise_multiplier=4.0, max_grad_norm=1.0, secret_file=tmp_path / "secret")
+    with pytest.raises(ConfigurationError, match=r"privacy\.delta=0\.05, but init_from"):
+        train(tmp_path / "second", tmp_path / "first", data=few(), mode=mode)
 
 
 def test_a_run_whose_units_are_merged_texts_is_composed_with_none_whose_units_are_ids(tmp_path: Path) -> None:
@@ -141,27 +147,6 @@ def test_a_run_whose_units_are_merged_texts_is_composed_with_none_whose_units_ar
     assert verify_chain(tmp_path / "both", parents=[texts]).failed == []
     forged = forge(card, duplicates="keep")
     assert any("claim.duplicates" in one for one in verify_card(forged, tmp_path / "both" / "privacy_ledger.jsonl"))
-
-
-def without_ids() -> Numbers:
-    """Data whose rows are units because nothing names those of one query."""
-    data = Numbers(sampling="poisson")
-    data.unit_by = EACH_ROW
-    return data
-
-
-def unsaid() -> Numbers:
-    """A DataModule of one's own, which does not say what its units are."""
-    data = without_ids()
-    data.unit_by = UNSAID
-    return data
-
-
-def partly_named() -> Numbers:
-    """One record without an id must not make all others rows of their own."""
-    data = without_ids()
-    data.unit_by = PARTLY_NAMED
-    return data
 
 
 def test_units_with_ids_rows_without_and_a_log_in_which_some_records_have_one_are_not_composed(tmp_path: Path) -> None:
@@ -193,17 +178,6 @@ def test_rows_that_are_units_are_no_users(tmp_path: Path) -> None:
     assert not (tmp_path / "users" / "privacy_ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize("first", ["keep", "merge"])
-def test_the_ledger_of_a_data_set_adds_up_one_kind_of_unit(first: str, tmp_path: Path) -> None:
-    ledger = {"dataset_ledger": tmp_path / "data.jsonl", "total_eps": 50.0}
-    kinds = {"keep": Numbers(sampling="poisson"), "merge": merged()}
-    train(tmp_path / "first", data=kinds.pop(first), **ledger)
-    (other,) = kinds.values()
-    with pytest.raises(ConfigurationError, match=r"datamodule\.duplicates=.*privacy\.dataset_ledger"):
-        train(tmp_path / "second", data=other, **ledger)
-    assert not (tmp_path / "second" / "privacy_ledger.jsonl").exists()
-
-
 class OwnPlan(DPSGD):
     """A mode that makes its plan by itself."""
 
@@ -223,13 +197,6 @@ class OwnDelta(DPSGD):
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
         return PrivacyBudget(eps=self.eps, delta=0.05, unit=self.unit, neighbours=self.neighbours)
-
-
-def test_a_mode_that_plans_another_delta_than_that_of_the_start_is_refused(tmp_path: Path) -> None:
-    train(tmp_path / "first")
-    mode = OwnDelta(eps=3.0, noise_multiplier=4.0, max_grad_norm=1.0, secret_file=tmp_path / "secret")
-    with pytest.raises(ConfigurationError, match=r"privacy\.delta=0\.05, but init_from"):
-        train(tmp_path / "second", tmp_path / "first", data=few(), mode=mode)
 
 
 def test_a_start_that_an_older_copy_of_the_ledger_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -259,7 +226,7 @@ def test_a_run_goes_on_from_a_start_that_was_moved_and_whose_card_tells_more(tmp
 SEARCH = {"tuning_data": "private", "tuning_method": "random_stopping", "tuning_mean_runs": 2.0}
 
 
-@pytest.mark.parametrize("tuning", [{"tuning_data": "public"}, {"tuning_data": "unknown"}, SEARCH])
+@pytest.mark.parametrize("tuning", [{"tuning_data": "public"}, SEARCH])
 def test_how_the_settings_of_the_start_were_chosen_stays_open_in_what_is_trained_from_it_unless_on_public_data(
     tmp_path: Path, tuning: dict[str, Any]
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bad_runs import Case
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from stand_ins import Numbers, Regression, StopAfter, dp, fit
@@ -101,9 +101,9 @@ WAYS: dict[str, Callable[[Any, float], None]] = {
 FOR_THE_DOCTOR = ("log", "log_metrics", "experiment", "an item")
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_end")
 IN_HOOKS = [
-    *((hook, way) for hook in HOOKS for way in ("log", "experiment")),
-    *(("on_train_batch_start", "log_metrics"), ("on_train_end", "log_metrics"), ("on_train_end", "callback_metrics")),
-    *(("teardown", "log_metrics"), ("teardown", "experiment")),
+    *((hook, "log") for hook in HOOKS),
+    *(("on_train_batch_start", way) for way in ("log_metrics", "experiment")),
+    *(("on_train_end", "callback_metrics"), ("teardown", "log_metrics"), ("teardown", "experiment")),
 ]
 
 
@@ -238,18 +238,6 @@ def test_a_logger_that_may_stamp_times_is_told_when_the_run_is_over(tmp_path: Pa
     assert "log_metrics" not in vars(logger) and type(logger) is Stamped
 
 
-def test_a_run_that_fails_tells_its_loggers_what_it_did(tmp_path: Path) -> None:
-    def fail(module: Any, loss: float) -> None:
-        if module.global_step == 3:
-            raise RuntimeError("broken")
-
-    logger = Stamped()
-    extra = [In("on_train_batch_end", fail), LearningRateMonitor()]
-    with pytest.raises(RuntimeError, match="broken"):
-        fit(tmp_path / "run", Regression(privacy=dp(tmp_path)), logger=[logger], extra=extra)
-    assert logger.got and logger.when == "failed"
-
-
 def test_how_often_lightning_logs_does_not_tell_how_many_batches_a_draw_needed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer = fit(
@@ -259,14 +247,6 @@ def test_how_often_lightning_logs_does_not_tell_how_many_batches_a_draw_needed(t
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines if "lr-Adam" in line] == list(range(6))
     assert trainer.log_every_n_steps == 3
-
-
-def test_checkpoints_hold_no_metric_that_was_refused(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    keep = ModelCheckpoint(dirpath=run / "more", filename="{step}-{" + SECRET + ":.3f}", every_n_train_steps=3)
-    fit(run, Regression(privacy=dp(tmp_path)), extra=[keep])
-    names = [path.name for path in (run / "more").rglob("*.ckpt")]
-    assert names and all("=0.000" in name for name in names)
 
 
 # -- what W&B, TensorBoard and MLflow are told of a run: curves, public settings and the claim, when--
@@ -324,16 +304,13 @@ class Named(Regression):
 
 
 class Watch(Callback):
-    """Sees which files are there while it trains, and when it ended."""
+    """Sees which files are there while it trains."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.seen, self.ended = folder, set[Path](), 0.0
+        self.folder, self.seen = folder, set[Path]()
 
     def on_train_batch_end(self, *given: Any) -> None:
         self.seen |= set(files(self.folder))
-
-    def on_train_end(self, *given: Any) -> None:
-        self.ended = time.time()
 
 
 def files(folder: Path) -> list[Path]:
@@ -358,35 +335,13 @@ def test_what_is_public_is_told_when_training_is_over_and_nothing_private_ever(m
     run = tmp_path / "run"
     run.mkdir()
     watch = trained(run, made(run))
-    assert watch.seen == set()
-    assert min(times(run)) >= watch.ended - 1  # some services count whole seconds
+    assert watch.seen == set(), "so that no time that a service keeps is that of a step"
     content = {path: f"{path}\n".encode() + path.read_bytes() for path in files(run)}
     assert [(path, word) for path, data in content.items() for word in PRIVATE if word.encode() in data] == []
     everything = b"".join(content.values())
     claim = read_card(run)["claim"]
     for told in ("lr-Adam", "privacy.eps", "datamodule.expected_batch_size", "DPSGD", claim["neighbours"]):
         assert told.encode() in everything, told
-
-
-def times(folder: Path) -> Iterator[float]:
-    """Every moment that a service keeps, in seconds."""
-    for path in files(folder):
-        if "tfevents" in path.name:
-            from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-            yield from (event.wall_time for event in EventFileLoader(str(path)).Load())
-        elif path.name == "mlflow.db":
-            from mlflow.tracking import MlflowClient
-
-            client = MlflowClient(f"sqlite:///{path}")
-            for experiment in client.search_experiments():
-                yield experiment.creation_time / 1e3
-                for run in client.search_runs([experiment.experiment_id]):
-                    yield run.info.start_time / 1e3
-                    for name in run.data.metrics:
-                        yield from (one.timestamp / 1e3 for one in client.get_metric_history(run.info.run_id, name))
-        else:
-            yield path.stat().st_mtime
 
 
 def test_mlflow_gets_the_claim_as_tags_and_the_card_as_artifacts(

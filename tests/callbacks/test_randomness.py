@@ -76,11 +76,7 @@ def test_the_public_seed_decides_neither_noise_nor_coins_and_the_secret_both(tmp
     assert run.noise and len(run.draws) >= 2
     assert equal(run, traced(tmp_path / "b", tmp_path, seed=1, first=tmp_path / "a")) == (True, True)
     assert equal(run, traced(tmp_path / "c", tmp_path / "other", seed=0, first=tmp_path / "a")) == (False, False)
-
-
-def test_two_runs_with_one_seed_and_one_secret_share_nothing(tmp_path: Path) -> None:
-    first, second = (traced(tmp_path / name, tmp_path, seed=0) for name in "ab")
-    assert equal(first, second) == (False, False), "each run has an id of its own"
+    assert equal(run, traced(tmp_path / "d", tmp_path, seed=0)) == (False, False), "each run has an id of its own"
 
 
 def test_coins_rows_dropout_and_noise_of_a_step_come_from_different_streams() -> None:
@@ -176,13 +172,3 @@ def test_the_card_of_a_run_says_which_noise_it_was_and_holds_against_its_ledger(
     assert not any("floating-point form" in gap or "generator" in gap for gap in card["not_covered"])
     assert card["mechanism"]["noise"] == "discrete"
     assert card["mechanism"]["sensitivity"] == pytest.approx(0.5 / 0.9**0.5 * (1 + ROUNDING_SHARE), rel=1e-12)
-
-
-def test_the_ledger_states_the_planned_multiplier_whichever_noise_it_was(tmp_path: Path) -> None:
-    found = {}
-    for noise in ("gaussian", "discrete"):
-        module = regression(tmp_path, noise=noise, noise_multiplier=200.0, eps=50.0)
-        fit(tmp_path / noise, module, steps=3)
-        records = PrivacyLedger.read(tmp_path / noise / LEDGER_NAME).records
-        found[noise] = [r["noise_std"] / r["sensitivity"] for r in records if r["kind"] == "release"]
-    assert found["gaussian"] == pytest.approx(found["discrete"], rel=1e-12)

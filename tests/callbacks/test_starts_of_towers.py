@@ -85,9 +85,9 @@ def around_its_transformer(folder: Path, module: DualEncoder) -> Any:
 
 
 WAYS = [the_object, of_a_checkpoint, loaded_from_its_folder, of_a_folder_without_card, around_its_transformer]
-IN_ANOTHER_PROCESS = [of_a_checkpoint, loaded_from_its_folder]
 
 
+@pytest.mark.slow
 def test_a_private_run_of_separate_towers_is_continued_under_one_claim(tmp_path: Path) -> None:
     def separate(encoder: Any) -> DualEncoder:
         mode = PublicPassages(eps=8.0, noise_multiplier=2.0, secret_file=tmp_path / "secret", passage_gradient="own")
@@ -101,19 +101,17 @@ def test_a_private_run_of_separate_towers_is_continued_under_one_claim(tmp_path:
     assert two["guarantee"] == "dp" and two["epsilon"] > one["epsilon"]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    ("way", "elsewhere"),
+    [*((way, False) for way in WAYS), (of_a_checkpoint, True), (loaded_from_its_folder, True)],
+    ids=lambda value: "in another process" if value is True else getattr(value, "__name__", "here"),
+)
 def test_a_frozen_encoder_that_was_trained_on_private_data_is_refused(
-    way: Callable[[Path, DualEncoder], Any], run: tuple[Path, DualEncoder], tmp_path: Path
-) -> None:
-    refused(tmp_path, private(tmp_path, way(*run)))
-
-
-@pytest.mark.parametrize("way", IN_ANOTHER_PROCESS, ids=lambda way: way.__name__)
-def test_files_tell_another_process_of_a_frozen_encoder(
-    way: Callable[[Path, DualEncoder], Any], run: tuple[Path, DualEncoder], tmp_path: Path,
+    way: Callable[[Path, DualEncoder], Any], elsewhere: bool, run: tuple[Path, DualEncoder], tmp_path: Path,
     another_process: Callable[[], None],
 ) -> None:  # fmt: skip
-    another_process()
+    if elsewhere:
+        another_process()
     refused(tmp_path, private(tmp_path, way(*run)))
 
 
@@ -273,7 +271,9 @@ def test_a_folder_that_is_declared_public_is_believed_whichever_run_wrote_it(
     train(tmp_path / "second", private(tmp_path, written), accountant=counting)
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["init_from", "model.encoder"])
+@pytest.mark.parametrize(
+    "named", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["init_from", "model.encoder"]
+)
 def test_the_folder_of_a_run_without_privacy_names_the_private_run_that_it_began_with(
     named: bool, tmp_path: Path, another_process: Callable[[], None]
 ) -> None:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import json
-import math
 import shutil
-import struct
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +15,6 @@ from bad_runs import Case
 from hydra import compose, initialize_config_module
 from lightning.pytorch.callbacks import LearningRateMonitor, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from scipy.stats import rankdata
 from stand_ins import KillAt, Killed, Numbers, Regression, dp, fit
 from torch import Tensor
 
@@ -31,35 +22,24 @@ from lit_dpret.callbacks import MetricsFile, PrivacyCard, PublicWandbLogger
 from lit_dpret.callbacks.progress import Throughput
 from lit_dpret.config import CONFIG_MODULE
 from lit_dpret.errors import ConfigurationError
-from lit_dpret.privacy.batches import UnitBatch
 
-Sleep = Callable[[float], None]
-STEPS, LONG, SHORT = 60, 120, 6
+STEPS, LONG, SHORT = 12, 120, 6
 SECONDS_PER_TOKEN = 1e-3
 
 
 class Timed(Regression):
     """A batch takes as long as its longest text; one unit of all has a long one."""
 
-    public_metrics = ("drew_it",)  # declared, so that the attack can know it
-
-    def __init__(
-        self, *, seconds_per_token: float = SECONDS_PER_TOKEN, sleep: Sleep = time.sleep, **settings: Any
-    ) -> None:
+    def __init__(self, *, seconds_per_token: float, **settings: Any) -> None:
         super().__init__(**settings)
-        self.seconds_per_token, self.sleep = seconds_per_token, sleep
-        self.drew_it: set[int] = set()
+        self.seconds_per_token = seconds_per_token
 
     def collate_rows(self, rows: list[Any]) -> dict[str, Tensor]:
         tokens = torch.tensor([float(LONG if row.query == "7" else SHORT) for row in rows])
         return {**super().collate_rows(rows), "tokens": tokens}
 
-    def before_batch(self, batch: UnitBatch) -> None:
-        if int(batch.rows["tokens"].max()) == LONG:
-            self.drew_it.add(batch.step)
-
     def per_row_loss(self, rows: dict[str, Tensor]) -> Tensor:
-        self.sleep(self.seconds_per_token * float(rows["tokens"].max()))
+        time.sleep(self.seconds_per_token * float(rows["tokens"].max()))
         return super().per_row_loss(rows)
 
 
@@ -70,147 +50,29 @@ def offline(folder: Path) -> Any:
     return PublicWandbLogger(save_dir=folder, offline=True)
 
 
-def finish_wandb() -> None:
-    import wandb
-
-    wandb.finish()  # otherwise the next run goes on with its file
-    wandb.teardown()  # otherwise the process that writes the file may not have written all of it
-
-
-def trained(folder: Path, loggers: list[Any], *, extra: list[Any] | None = None, **settings: Any) -> Timed:
-    mode = {"noise_multiplier": 8.0, "noise_seed": settings.pop("noise_seed", None)}
+def files(folder: Path, seconds_per_token: float) -> dict[str, bytes]:
+    """The content of all files of a run whose long text takes so long."""
     torch.manual_seed(0)
-    module = Timed(privacy=dp(folder.parent, **mode), dropout=0.0, **settings)
+    mode = dp(folder.parent, noise_multiplier=8.0, noise_seed=1)
+    module = Timed(privacy=mode, dropout=0.0, seconds_per_token=seconds_per_token)
     data = Numbers(40, expected_batch_size=10, physical_batch_size=64)
-    seen = [PrivacyCard(run_dir=folder), LearningRateMonitor(), *(extra or [])]
-    fit(folder, module, data, steps=STEPS, logger=[MetricsFile(folder), *loggers], extra=seen, save_every=20)
-    return module
+    loggers = [MetricsFile(folder), CSVLogger(folder, name="csv")]
+    extra = [PrivacyCard(run_dir=folder), LearningRateMonitor()]
+    fit(folder, module, data, steps=STEPS, logger=loggers, extra=extra, save_every=5)
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-# -- the attack ----------------------------------------------------------------------------------------
-
-
-def number(value: Any) -> float | None:
-    """A value as a number; a text that tells a moment, in seconds."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        pass
-    try:
-        moment = datetime.fromisoformat(str(value))
-    except ValueError:
-        return None
-    return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
-
-
-def wandb_history(path: Path) -> Iterator[dict[str, Any]]:
-    """The numbers in W&B's own file of an offline run, with the times that it put beside them."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, part = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        part += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(part)
-            part = b""
-            if record.HasField("history"):
-                found = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-                yield {**found, "step": found.get("trainer/global_step")}
-
-
-def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".jsonl":
-        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    elif path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as file:
-            yield from csv.DictReader(file)
-    elif path.suffix == ".wandb":
-        yield from wandb_history(path)
-
-
-def area(scores: dict[int, float], drew_it: set[int]) -> tuple[float, float]:
-    """How well the scores tell the steps that drew the long text from the others, and its deviation at chance."""
-    steps = sorted(scores)
-    ranks = rankdata([scores[step] for step in steps])
-    yes = [rank for step, rank in zip(steps, ranks, strict=True) if step in drew_it]
-    n, m = len(yes), len(steps) - len(yes)
-    assert n > 3 and m > 3
-    return (sum(yes) - n * (n + 1) / 2) / (n * m), math.sqrt((n + m + 1) / (12 * n * m))
-
-
-def attack(folder: Path, drew_it: set[int]) -> dict[str, tuple[float, float]]:
-    """For every series of numbers by step in every file: how well it, or its increments, tell who was drawn."""
-    series: dict[str, dict[int, float]] = defaultdict(dict)
-    for path in folder.rglob("*"):
-        for line in lines_of(path) if path.is_file() else ():
-            step, kind = number(line.get("step")), line.get("kind", "")
-            for key, value in line.items():
-                if step is not None and (found := number(value)) is not None:
-                    series[f"{path.name} {kind} {key}"][int(step)] = found
-    areas = {}
-    for name, values in series.items():
-        gaps = {step: values[step] - values[step - 1] for step in values if step - 1 in values}
-        # A number is written before its step or after it, and counted from 0 or from 1.
-        for shift in (-1, 0, 1):
-            for what, scores in (("", values), (" increments", gaps)):
-                moved = {step + shift: score for step, score in scores.items() if 0 <= step + shift < STEPS}
-                if len(moved) >= STEPS // 2:
-                    areas[f"{name}{what} {shift:+d}"] = area(moved, drew_it)
-    return areas
-
-
-def told(folder: Path, drew_it: set[int]) -> dict[str, float]:
-    """The series that are not at chance, at a level of 1e-3 for all of them together."""
-    areas = attack(folder, drew_it)
-    assert len(areas) > 20, "there are series to look at"
-    most = NormalDist().inv_cdf(1 - 1e-3 / (2 * len(areas)))
-    return {name: found for name, (found, deviation) in areas.items() if abs(found - 0.5) > most * deviation}
-
-
-def test_no_file_of_a_run_tells_which_steps_drew_the_long_text(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    module = trained(run, [offline(run), CSVLogger(run, name="csv")])
-    finish_wandb()
-    assert told(run, module.drew_it) == {}
-    names = {name.split()[0] for name in attack(run, module.drew_it)}
-    assert {"privacy_ledger.jsonl", "metrics.jsonl", "metrics.csv"} < names and len(names) == 4, names
-
-
-# -- every byte of every file --------------------------------------------------------------------------
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def slow_and_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[dict[str, bytes]]:
-    """The files of two runs in one place that differ in nothing but how long a long text takes."""
-    monkeypatch.setattr(
-        "lit_dpret.privacy.ledger.private_run.random_secrets", SimpleNamespace(token_hex=lambda size: "ab" * size)
-    )
-    found = []
-    for seconds in (SECONDS_PER_TOKEN, 0.0):
-        run = tmp_path / "run"
-        trained(run, [CSVLogger(run, name="csv")], noise_seed=1, seconds_per_token=seconds, **settings)
-        settings.get("sleep", time.sleep)(1e-3)  # the second run begins later
-        found.append(files(run))
-        shutil.rmtree(run)
-    return found
-
-
-@pytest.mark.slow
 def test_runs_that_differ_in_the_time_of_their_steps_alone_leave_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, fast = slow_and_fast(tmp_path, monkeypatch)
+    """To the last byte, though one is slower and begins later; so no file tells which steps drew the long text."""
+    monkeypatch.setattr(
+        "lit_dpret.privacy.ledger.private_run.random_secrets", SimpleNamespace(token_hex=lambda size: "ab" * size)
+    )
+    slow = files(tmp_path / "run", SECONDS_PER_TOKEN)
+    shutil.rmtree(tmp_path / "run")  # the second run lies in the same place
+    fast = files(tmp_path / "run", 0.0)
     endings = {Path(name).suffix for name in slow}
     assert {".jsonl", ".json", ".csv", ".ckpt", ".md", ".html"} <= endings, endings
     assert slow.keys() == fast.keys()

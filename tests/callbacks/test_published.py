@@ -1,9 +1,10 @@
-"""Private rows stand in no hyper-parameter and in no state that a checkpoint keeps."""
+"""Private rows stand in no hyper-parameter, no state of a checkpoint, and no text that is published with a run."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -17,15 +18,20 @@ import numpy as np
 import own_modules
 import pandas as pd
 import pytest
+import stand_ins
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from omegaconf import OmegaConf
+from stand_ins import Numbers, Regression, dp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from lit_dpret import PairsDataModule, UnitDataModule
+from lit_dpret.callbacks import PrivacyCard
 from lit_dpret.callbacks.own_code import holds_data
 from lit_dpret.errors import ConfigurationError
+from lit_dpret.privacy.modes import NoPrivacy
 
 TEXTS = [f"my basement number {i} was flooded again" for i in range(60)]
 
@@ -187,3 +193,88 @@ def test_a_datamodule_stores_what_its_constructor_was_given_and_no_data(tmp_path
     with pytest.raises(ConfigurationError, match="dataset") as refused:
         run(tmp_path / "given", Given(Tickets()), "none")
     assert refused.value.trap == "T25"
+
+
+# -- queries in texts that are published with a run -------------------------------------------------
+
+QUERY = "Does Medicare pay for my new teeth?"
+
+
+class Log(Numbers):
+    """Numbers beside the queries of a log."""
+
+    def __init__(self, query: str = QUERY) -> None:
+        super().__init__()
+        self.collection = SimpleNamespace(queries={"q1": "flood insurance", "q2": query}, qrels={})
+
+
+class Spoken(Regression):
+    def __init__(self, kept: dict[str, Any], told: str = "", **settings: Any) -> None:
+        super().__init__(**settings)
+        self.told = told
+        self.save_hyperparameters({"about": kept})
+
+    def assumptions(self) -> list[str]:
+        return [self.told] if self.told else []
+
+
+def noted(folder: Path, text: str, data: Any) -> None:
+    begin(folder, data, extra=[PrivacyCard(tuning_note=text)])
+
+
+def in_folder(folder: Path, text: str, data: Any) -> None:
+    begin(folder.parent / text.replace(" ", "-"), data)
+
+
+def logged(folder: Path, text: str, data: Any) -> None:
+    begin(folder, data, logger=[CSVLogger(folder, name=text.replace(" ", "_"))])
+
+
+def kept(folder: Path, text: str, data: Any) -> None:
+    begin(folder, data, module=Spoken({"example": [text]}, privacy=dp(folder.parent)))
+
+
+def assumed(folder: Path, text: str, data: Any) -> None:
+    begin(folder, data, module=Spoken({}, text, privacy=dp(folder.parent)))
+
+
+def begin(folder: Path, data: Any, *, module: Any = None, extra: Any = (), **settings: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    stand_ins.fit(folder, module or Regression(privacy=dp(folder.parent)), data, steps=1, extra=[*extra], **settings)
+
+
+WAYS: dict[str, tuple[Callable[[Path, str, Any], None], str]] = {
+    "tuning_note": (noted, "tuning_note"),
+    "folder": (in_folder, "folder"),
+    "logger": (logged, "logger"),
+    "hyper-parameter": (kept, "about"),
+    "assumption": (assumed, "assumptions"),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("tuning_note", "does medicare pay for my new teeth"), ("tuning_note", "Flood insurance!"),
+        *((way, "chosen on Does Medicare pay, for my new TEETH") for way in WAYS),
+    ],
+)  # fmt: skip
+def test_a_query_of_the_run_in_a_published_text_is_refused_before_the_run(way: str, words: str, tmp_path: Path) -> None:
+    act, knob = WAYS[way]
+    with pytest.raises(ConfigurationError, match=knob) as refused:
+        act(tmp_path / "here", words, Log())
+    assert refused.value.trap == "T25"
+    assert not list(tmp_path.rglob("privacy_ledger.jsonl")) and QUERY not in str(refused.value)
+
+
+@pytest.mark.parametrize(("way", "words"), [*((way, "a study of flood insurance") for way in WAYS),
+                                            ("folder", "flood insurance")])  # fmt: skip
+def test_other_texts_and_words_that_a_short_query_shares_with_a_name_are_published(
+    way: str, words: str, tmp_path: Path
+) -> None:
+    WAYS[way][0](tmp_path / "here", words, Log())
+    assert list(tmp_path.rglob("privacy_ledger.jsonl"))
+
+
+def test_without_a_guarantee_nothing_is_looked_for(tmp_path: Path) -> None:
+    begin(tmp_path / "here", Log(), module=Regression(privacy=NoPrivacy()), extra=[PrivacyCard(tuning_note=QUERY)])
