@@ -233,6 +233,7 @@ def before_another_step(each: Classifier) -> Classifier:
             for place in ("closure", "list", "transform", "collate_fn", "data set", "callback")
         ),
         ("list", copy.deepcopy),
+        ("callback", copy.deepcopy),
         ("list", before_another_step),
     ],
 )

@@ -207,6 +207,16 @@ def test_an_unknown_schema_is_refused_by_name(tmp_path: Path) -> None:
             use(ledger(tmp_path))
 
 
+def test_a_reservation_that_a_crash_tore_was_never_made(tmp_path: Path) -> None:
+    reserve(ledger(tmp_path), "a", trained(count=1))
+    whole = (tmp_path / "data.jsonl").read_bytes()
+    reserve(ledger(tmp_path), "b", trained(count=5))
+    torn = (tmp_path / "data.jsonl").read_bytes()[:-40]
+    (tmp_path / "data.jsonl").write_bytes(torn)
+    assert reserve(ledger(tmp_path), "c", trained(count=1)).runs == 2
+    assert (tmp_path / "data.jsonl").read_bytes().startswith(whole)
+
+
 # -- composition across accountants ------------------------------------------------------------
 
 
