@@ -124,6 +124,10 @@ def test_the_claim_of_an_encoder_travels_to_the_embeddings_and_on_to_the_index(t
         card_sha256(encoder),
     ]
     assert made.manifest.card == card_sha256(tmp_path / "index")
+    (encoder / "adapter_config.json").write_text("{}")
+    with pytest.raises(DataError, match="adapter_config"):
+        encode_folder(encoder, PASSAGES, tmp_path / "again")
+    (encoder / "adapter_config.json").unlink()
     (encoder / "config.json").write_text((encoder / "config.json").read_text() + " ")
     with pytest.raises(DataError, match=r"config\.json"):
         encode_folder(encoder, PASSAGES, tmp_path / "again")

@@ -26,7 +26,7 @@ from lit_dpret.cards.tuning import tuning_facts
 from lit_dpret.datamodules import PairsDataModule, SyntheticDataModule
 from lit_dpret.datamodules.silo import SiloDataModule
 from lit_dpret.datamodules.silo_folder import silo_folders, write_silos
-from lit_dpret.errors import ConfigurationError, DataError, PrivateDataError, ResumeError
+from lit_dpret.errors import ConfigurationError, PrivateDataError, ResumeError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.modules import FrozenDualEncoder
 from lit_dpret.privacy.modes import DPSGD, SyntheticData
@@ -267,13 +267,6 @@ def test_an_encoder_that_lost_its_card_is_no_public_one(chain: Chain, tmp_path: 
         path.unlink()
     with pytest.raises(PrivateDataError, match="lost its privacy card"):
         encode(chain, made, tmp_path / "run")
-
-
-def test_an_encoder_whose_folder_holds_more_than_its_card_lists_is_refused(chain: Chain, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(chain.encoder / "model", tmp_path / "encoder"))
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(DataError, match="adapter_config"):
-        encode(chain, folder, tmp_path / "run")
 
 
 def test_an_encoder_with_another_claim_is_refused(chain: Chain, tmp_path: Path) -> None:
