@@ -236,16 +236,6 @@ def test_a_run_from_another_runs_model_claims_the_cost_of_both(tmp_path: Path) -
     assert "init_from_is_public=true" in refused(call(*settings, start, folder=tmp_path / "third"))
 
 
-def test_an_error_deep_in_a_chain_is_explained_by_its_own_line() -> None:
-    try:
-        try:
-            raise ConfigurationError("the knob")
-        except ConfigurationError as inner:
-            raise RuntimeError("wrapped by Hydra") from inner
-    except RuntimeError as outer:
-        assert explain(outer) == "the knob"
-
-
 def test_a_refusal_in_what_hydra_builds_reaches_the_task_as_itself(tmp_path: Path) -> None:
     cfg = composed(f"run_dir={tmp_path}", "model.pretrained=/nowhere")
     with pytest.raises(LitDpretError, match=r"model\.pretrained=/nowhere is not a folder"):

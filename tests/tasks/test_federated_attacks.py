@@ -13,14 +13,14 @@ import torch
 from tiny_silos import encoder
 from tiny_tasks import parts
 
-from lit_dpret.datamodules.silo_folder import Silo, silo_folders, write_silos
+from lit_dpret.datamodules.silo_folder import Silo, write_silos
 from lit_dpret.encoders.st_folder import save_sentence_transformer
 from lit_dpret.errors import ConfigurationError, ResumeError
 from lit_dpret.federated.data import planted_silos
 from lit_dpret.federated.data.planted import Planted
 from lit_dpret.federated.model import AS2Maker
 from lit_dpret.tasks import FederatedAttacks
-from lit_dpret.tasks.federated_attacks import start_weights, word_table
+from lit_dpret.tasks.federated_attacks import start_weights
 from lit_dpret.tasks.parts import Parts
 
 SIZE = Planted(clients=3, entities=10, attributes=6, told=4, questions=4, phrasings=3, hubs=2)
@@ -172,13 +172,3 @@ def test_a_cut_encoder_computes_with_its_first_layers_alone(world: Path) -> None
     states = whole.backbone(**features, output_hidden_states=True).hidden_states
     torch.testing.assert_close(cut.backbone(**features).last_hidden_state, states[1])
     assert len(states) == 3
-
-
-def test_the_word_table_is_found_where_it_is_trained(world: Path) -> None:
-    make = AS2Maker(encoder=str(world / "encoder"), layers=1, **LENGTHS)
-    module, start = start_weights(make)
-    name = word_table(module)
-    assert name is not None and torch.equal(start[name], module.encoder.backbone.get_input_embeddings().weight)
-    frozen, sent = start_weights(replace(make, train_embeddings=False))
-    assert word_table(frozen) is None and not [name for name in sent if "embeddings" in name]
-    assert len(silo_folders(world / "silos")) == 3

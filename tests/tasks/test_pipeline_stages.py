@@ -186,12 +186,6 @@ def test_a_pipeline_does_not_go_on_with_other_data_of_the_same_size(tmp_path: Pa
 SOURCES = {f"q{n}": f"p{n % 7}" for n in range(21)}
 
 
-def test_only_the_first_k_count_and_a_query_without_a_ranking_is_a_miss() -> None:
-    ranked = {"a": ["x", "y", "s"], "b": ["t"]}
-    assert hits({"a": "s", "b": "t", "c": "s"}, ranked, 2) == {"a": False, "b": True, "c": False}
-    assert hits({"a": "s", "b": "t"}, ranked, 3) == {"a": True, "b": True}
-
-
 def test_no_query_keeps_its_passage_and_passages_move_together() -> None:
     for seed in range(20):
         wrong = wrong_sources(SOURCES, seed)
