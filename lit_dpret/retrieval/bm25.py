@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_dpret.errors import ConfigurationError, DataError, first_line
-from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, top_k_of
+from lit_dpret.retrieval.search import MISSING, TopK, lexicographic_rank, require_positive, top_k_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,7 @@ class BM25:
         """Return `search`, and for each query the scores of the passages ``wanted``, 0 without a shared word, in one
         pass.
         """
-        if k < 1:
-            raise ConfigurationError(f"k={k} must be at least 1.")
+        require_positive(k=k)
         scores = torch.full((len(queries), k), float("-inf"))
         indices = torch.full((len(queries), k), MISSING, dtype=torch.long)
         scored = [torch.zeros(len(places)) for places in wanted]

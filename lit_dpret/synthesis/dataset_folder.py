@@ -38,9 +38,6 @@ class SyntheticQuery:
     log_prob: float | None = None
     finished: bool = True  # whether the end mark was drawn within the allowed length
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
 class Counts:

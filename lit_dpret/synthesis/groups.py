@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def group_drawer(generator: GeneratorModel, how: Generation) -> Callable[[Mappin
     """Return what draws the queries of a group, as stored in a shard, by a generator that is moved and cast."""
     generator.model.to(device=torch.device(how.device), dtype=PRECISIONS[how.precision])
     settings = how.queries_per_passage, how.seed, how.decoding()
-    return lambda group: [query.to_dict() for query in draw_group(generator, group, *settings)]
+    return lambda group: [asdict(query) for query in draw_group(generator, group, *settings)]
 
 
 @contextmanager

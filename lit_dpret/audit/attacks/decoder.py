@@ -145,18 +145,9 @@ class PrefixDecoder(nn.Module):
 def new_language_model(vocabulary: int, *, max_tokens: int, places: int, seed: int, **shape: Any) -> GPT2LMHeadModel:
     """Build a small GPT-2 with random weights, without dropout; ``shape`` overrides fields of its config."""
     torch.manual_seed(seed)
-    settings = {**SMALL, "n_positions": max_tokens + places + 1, **shape}
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocabulary,
-            bos_token_id=None,
-            eos_token_id=None,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            **settings,
-        )
-    )
+    still = {"bos_token_id": None, "eos_token_id": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    settings = {"vocab_size": vocabulary, "n_positions": max_tokens + places + 1, **still, **SMALL, **shape}
+    return GPT2LMHeadModel(GPT2Config(**settings))
 
 
 def load_language_model(folder: str | Path) -> tuple[Any, Any]:

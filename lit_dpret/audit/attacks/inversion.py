@@ -19,6 +19,8 @@ from lit_dpret.synthesis.textsim.words import words
 
 Floats = NDArray[np.float64]
 
+_RIDGE = 1e-2  # weight of the penalty, relative to the mean square of the known embeddings
+
 
 def identify(
     embeddings: Floats, guesses: Floats, *, candidates: int = 100, confidence: float = 0.95, seed: int = 0
@@ -34,10 +36,6 @@ def identify(
         candidates: The text itself and so many less one others, drawn for each without replacement.
         confidence: Confidence level of the interval, which assumes independent texts.
         seed: The seed of the draw.
-
-    Raises:
-        DataError: The two are of different texts or spaces.
-        ConfigurationError: Fewer than two candidates, or more than there are texts.
     """
     if embeddings.shape != guesses.shape or embeddings.ndim != 2:
         raise DataError(
@@ -55,7 +53,7 @@ def identify(
     return rate(hits, len(own), chance=1 / candidates, confidence=confidence)
 
 
-def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
+def align(known: Floats, guesses: Floats) -> Floats:
     """Return the linear map from embeddings of known texts to the attacker's own embeddings of these texts.
 
     For an attacker whose encoder has another space, by training or by a secret rotation, and who knows some
@@ -64,21 +62,14 @@ def align(known: Floats, guesses: Floats, *, ridge: float = 1e-2) -> Floats:
     Args:
         known: Embeddings of the attacked space, shape ``(texts, dim)``.
         guesses: Embeddings of the attacker's space, shape ``(texts, own dim)``.
-        ridge: Weight of the penalty, relative to the mean square of ``known``.
 
     Returns:
         Shape ``(dim, own dim)``; ``embeddings @ align(...)`` lies in the attacker's space.
-
-    Raises:
-        DataError: The two are not of the same texts.
-        ConfigurationError: ``ridge`` is not above 0.
     """
     if known.ndim != 2 or guesses.ndim != 2 or len(known) != len(guesses) or not known.size:
         raise DataError(f"{known.shape} and {guesses.shape} are not embeddings of the same texts.")
-    if not ridge > 0:
-        raise ConfigurationError(f"ridge={ridge} must be above 0.")
     square = known.T @ known
-    penalty = ridge * float(np.trace(square)) / len(square)
+    penalty = _RIDGE * float(np.trace(square)) / len(square)
     return np.asarray(np.linalg.solve(square + penalty * np.eye(len(square)), known.T @ guesses))
 
 

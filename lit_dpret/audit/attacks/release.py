@@ -95,9 +95,6 @@ def repeated(queries: Sequence[str], release: Sequence[str], *, overlap: float =
         release: The synthetic queries.
         overlap: 1 asks for all words of the query, in order and with nothing else, case and punctuation aside.
             Below, this share of the query's distinct trigrams must stand in one synthetic query.
-
-    Raises:
-        ConfigurationError: ``overlap`` is not a share above 0.
     """
     if not 0 < overlap <= 1:
         raise ConfigurationError(f"overlap={overlap} must be above 0 and at most 1.")
@@ -159,9 +156,6 @@ def disclosures(*, queries: int, repeated: int, trained: int, delta: float, conf
     >>> found = disclosures(queries=20_000, repeated=763, trained=492, delta=1e-6)
     >>> found.phantoms, found.excess, round(found.precision, 4), round(found.evidence.eps_lower, 3)
     (271, 221, 0.6448, 0.462)
-
-    Raises:
-        ConfigurationError: Not ``0 <= trained <= repeated <= queries``, or a number is out of its range.
     """
     evidence = one_run_counts(
         canaries=queries, guesses=repeated, correct=trained, delta=delta, confidence=confidence, planned=False

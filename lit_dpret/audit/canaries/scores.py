@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from lit_dpret.synthesis.prefill import prefill
 from lit_dpret.synthesis.sampler import Decoding, decode, target_scores, uniforms
 
 Span = Literal["secret", "query"]
+Progress = Callable[[int, int], None]
+Result = TypeVar("Result")
 
 TEMPERATURE = 0.05
 """Of the softmax, where embeddings have length 1; dot products of any length are taken as they are."""
@@ -81,7 +83,7 @@ def score_canaries(
     *,
     decoding: Decoding,
     span: Span = "secret",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[SecretScore]:
     """Score every canary under a generator, included or excluded by its coin.
 
@@ -92,11 +94,15 @@ def score_canaries(
         raise ConfigurationError(f"task.span={span!r} is not one of {', '.join(get_args(Span))}.")
     listed = list(canaries)
     check_all_fit(generator.codec, listed)
+    return _each(listed, lambda canary: _score_text(generator, canary, decoding, span), progress)
+
+
+def _each(canaries: Sequence[Canary], work: Callable[[Canary], Result], progress: Progress | None) -> list[Result]:
     found = []
-    for done, canary in enumerate(listed, start=1):
-        found.append(_score_text(generator, canary, decoding, span))
+    for done, canary in enumerate(canaries, start=1):
+        found.append(work(canary))
         if progress is not None:
-            progress(done, len(listed))
+            progress(done, len(canaries))
     return found
 
 
@@ -160,7 +166,7 @@ def draw_leaks(
     decoding: Decoding,
     draws: int,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Leak]:
     """Draw queries for each canary's passage and search them for its secret.
 
@@ -178,17 +184,15 @@ def draw_leaks(
         # With special tokens, which `TextCodec.text` leaves out: new-token canaries consist of them.
         return [str(generator.tokenizer.decode(each.tokens, skip_special_tokens=False)) for each in sampled]
 
-    found = []
-    for done, canary in enumerate(canaries, start=1):
+    def leak(canary: Canary) -> Leak:
         texts = drawn(canary, prompt_without_secret(canary))
         hits = [text for text in texts if holds(text, canary.secret)]
         copied = None
         if canary.side != "query":
             copied = sum(holds(text, canary.secret) for text in drawn(canary, canary.passage_with(canary.secret)))
-        found.append(Leak(canary.name, draws, len(hits), copied, tuple(dict.fromkeys([texts[0], *hits[:1]]))))
-        if progress is not None:
-            progress(done, len(canaries))
-    return found
+        return Leak(canary.name, draws, len(hits), copied, tuple(dict.fromkeys([texts[0], *hits[:1]])))
+
+    return _each(canaries, leak, progress)
 
 
 def holds(text: str, secret: str) -> bool:
@@ -205,25 +209,21 @@ def holds(text: str, secret: str) -> bool:
     return normalised(secret) in normalised(text)
 
 
-def score_pairs(
-    towers: Towers, canaries: Sequence[Canary], *, progress: Callable[[int, int], None] | None = None
-) -> list[SecretScore]:
+def score_pairs(towers: Towers, canaries: Sequence[Canary], *, progress: Progress | None = None) -> list[SecretScore]:
     """Score every canary under a dual encoder, included or excluded by its coin."""
     check_all_fit(_BothSides(towers), canaries)
     texts = list(dict.fromkeys(canary.passage for canary in canaries))
     pool = towers.passage_encoder.encode(texts, "passage").double()
-    found = []
-    for done, canary in enumerate(canaries, start=1):
-        others = pool[[text != canary.passage for text in texts]]
-        if not len(others):
-            raise ConfigurationError(
-                "All canaries have the same passage, and a dual encoder must distinguish a query's passage from "
-                "others. Plant canaries of kind random_passage or own_passage, several of them."
-            )
-        found.append(SecretScore.of(canary, _bits(towers, canary, others)))
-        if progress is not None:
-            progress(done, len(canaries))
-    return found
+    if len(texts) == 1:
+        raise ConfigurationError(
+            "All canaries have the same passage, and a dual encoder must distinguish a query's passage from others. "
+            "Plant canaries of kind random_passage or own_passage, several of them."
+        )
+
+    def score(canary: Canary) -> SecretScore:
+        return SecretScore.of(canary, _bits(towers, canary, pool[[text != canary.passage for text in texts]]))
+
+    return _each(canaries, score, progress)
 
 
 def _bits(towers: Towers, canary: Canary, others: torch.Tensor) -> list[float]:

@@ -125,9 +125,6 @@ class CanarySuite:
     query-level privacy protects, ``passage`` the papers' letter, where the passage of ``digits`` is the secret alone.
     ``echo`` follows Meeus et al. 2025 ("The Canary's Echo", arXiv 2502.14921), ``new_token`` Panda et al. 2025
     ("Privacy auditing of large language models"); both have their secret in the query only.
-
-    Raises:
-        ConfigurationError: A setting is out of range.
     """
 
     kinds: Sequence[Kind] = ("digits", "own_passage", "random_passage")  # which of them
@@ -377,19 +374,14 @@ def plant(data: Any, canaries: CanarySet) -> None:
           and clipped like every unit, so the claim of the run holds for everybody else's units as it does for these.
         - The keyed fingerprint of the data covers them: a resume with others is refused.
         - No evaluation split and no list of passages holds them.
-
-    Raises:
-        ConfigurationError: The DataModule cannot take them; the message says why.
     """
-    if not hasattr(data, "plant") or not hasattr(data, "public_passages"):
-        raise _no_pairs(data)
+    _require_pairs(data)
     data.plant(Planted(canaries.units(), planted_facts(canaries)))
 
 
 def plant_blanks(data: Any, units: int) -> None:
     """Plant units without rows, to plan a run before its canaries are made."""
-    if not hasattr(data, "plant"):
-        raise _no_pairs(data)
+    _require_pairs(data, "plant")
     data.plant(Planted([()] * units, {"units": units}))
 
 
@@ -416,8 +408,7 @@ def plant_in_run(
     ``reader`` is the module that will be trained on them; it must read every secret to its end. ``released`` and
     ``knobs`` are those of `CanarySuite.make`.
     """
-    if not hasattr(data, "plant") or not hasattr(data, "public_passages"):
-        raise _no_pairs(data)
+    _require_pairs(data)
     path = run_dir / CANARIES
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         _wait_for(path)  # which the first process makes: without a seed each would draw secrets of its own
@@ -441,10 +432,11 @@ def plant_in_run(
     return canaries
 
 
-def _no_pairs(data: object) -> ConfigurationError:
-    return ConfigurationError(
-        f"{type(data).__name__} has no pairs of texts to which canaries could be added. Set canaries to null."
-    )
+def _require_pairs(data: object, *methods: str) -> None:
+    if not all(hasattr(data, method) for method in methods or ("plant", "public_passages")):
+        raise ConfigurationError(
+            f"{type(data).__name__} has no pairs of texts to which canaries could be added. Set canaries to null."
+        )
 
 
 def _wait_for(path: Path) -> None:

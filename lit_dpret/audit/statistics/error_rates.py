@@ -73,9 +73,6 @@ def rate(hits: int, trials: int, *, chance: float | None = None, confidence: flo
     >>> found = rate(9, 10, chance=0.1)
     >>> found.value, round(found.low, 3), round(found.high, 3)
     (0.9, 0.555, 0.997)
-
-    Raises:
-        ConfigurationError: There is no trial, more hits than trials, or the confidence is not a share.
     """
     tail = check_confidence(confidence) / 2
     check_hits(hits, trials)
@@ -112,9 +109,6 @@ def clopper_pearson_audit(
         - ``Bonferroni(over="all")`` covers every threshold, also one that the scores suggested: beyond the k-th
           highest score of n lies a share of the distribution that is Beta(k, n - k + 1), which has the very
           quantiles of Clopper and Pearson, and there are at most n such shares to be wrong about.
-
-    Raises:
-        ConfigurationError: A number is out of its range.
     """
     strategy = strategy or Bonferroni()
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
@@ -128,9 +122,6 @@ def clopper_pearson_counts(
 
     >>> clopper_pearson_counts(Counts(tp=95, fn=5, fp=5, tn=95)).eps_lower.__round__(4)
     2.0621
-
-    Raises:
-        ConfigurationError: A number is out of its range.
     """
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
     return terms.evidence(METHOD, _any_mechanism(counts, terms.error, 0.0, terms), ASSUMPTION)

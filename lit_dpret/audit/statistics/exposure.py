@@ -25,9 +25,6 @@ def rank(secret: float, references: ArrayLike) -> int:
 
     ``secret`` is a perplexity, ``references`` those of secrets that could have been planted as well,
     ``(references,)``.
-
-    Raises:
-        DataError: There is no reference, or a value is not a number.
     """
     values = _references(references)
     return 1 + int((values <= _number(secret)).sum())

@@ -60,9 +60,6 @@ def one_run_audit(
         - Where the strategy fixes a threshold and so leaves the number of guesses to the scores (``Explicit``,
           ``Split``), that number is paid for (`unplanned_p_value`), which only a delta makes dear.
         - Ties count for nothing: they are guessed as wrong as they can be, or canaries of equal score alike.
-
-    Raises:
-        ConfigurationError: A number is out of its range.
     """
     strategy = strategy or Bonferroni(over="doubling")
     planned = not isinstance(strategy, Explicit | Split)
@@ -88,9 +85,6 @@ def one_run_counts(
 
     >>> one_run_counts(canaries=1000, guesses=100, correct=90, delta=1e-5).eps_lower.__round__(4)
     1.6261
-
-    Raises:
-        ConfigurationError: Not ``0 <= correct <= guesses <= canaries``, or a number is out of its range.
     """
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
     check_hits(guesses, canaries, names=("guesses", "canaries"))
@@ -196,9 +190,6 @@ def both_ends_audit(scores: CanaryScores, *, delta: float, confidence: float = 0
     Guarantees:
         - For a mechanism that is (eps, delta)-DP and fair independent coins, ``eps_lower > eps`` has probability at
           most ``1 - confidence`` (Theorem 5.2, and a union over `SHARES`, which are fixed beforehand).
-
-    Raises:
-        ConfigurationError: A number is out of its range.
     """
     counts = both_ends(scores)
     error = check_confidence(confidence) / len(counts)
@@ -208,10 +199,8 @@ def both_ends_audit(scores: CanaryScores, *, delta: float, confidence: float = 0
         ).eps_lower
         for guesses, right in counts
     ]
-    return Evidence(
-        method=METHOD, eps_lower=max(found), delta=delta, confidence=confidence, assumption=ASSUMPTION,
-        tests=len(counts),
-    )  # fmt: skip
+    terms = Terms(delta=delta, confidence=confidence, copies=1)
+    return terms.evidence(METHOD, max(found), ASSUMPTION, tests=len(counts))
 
 
 def refute(scores: CanaryScores, curve: Curve) -> Refutation:
@@ -223,9 +212,6 @@ def refute(scores: CanaryScores, curve: Curve) -> Refutation:
 
     Guarantees:
         - For such a mechanism and fair independent coins, ``p_value <= p`` has probability at most p, for every p.
-
-    Raises:
-        ConfigurationError: The curve is empty or a pair of it is out of range.
     """
     if not curve:
         raise ConfigurationError("There is no claim to test: its curve has no pair (epsilon, delta).")

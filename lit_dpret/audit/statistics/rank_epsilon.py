@@ -49,9 +49,6 @@ def mean_rank_point(
 
     ``chance`` is the expected rank of a secret that was not planted, (R + 1) / 2 unless something else is said; the
     papers' 0.015 has R / 2.
-
-    Raises:
-        ConfigurationError: ``mean`` is not from 1 to R, or another number is out of its range.
     """
     check_count("candidates", candidates, least=2)
     terms = Terms(delta=delta, confidence=0.5, copies=copies)  # a point value: its confidence is not used
@@ -81,10 +78,6 @@ def mean_rank_bound(
     Under (eps, delta)-DP a rank is at least, in distribution, one with P[rank <= r] = min(1, e^(k eps) r / R +
     delta_k). The p-value is the probability that so many of those have a sum as low, by exact convolution;
     it rises with epsilon, since each such rank falls, so that the bisection finds the largest refuted epsilon.
-
-    Raises:
-        DataError: There is no rank, or one is out of its range.
-        ConfigurationError: A number is out of its range.
     """
     check_count("candidates", candidates, least=2)
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
@@ -115,9 +108,6 @@ def top_rank_bound(
 
     >>> round(top_rank_bound(67, 100, candidates=100, copies=10).eps_lower, 4)
     0.4068
-
-    Raises:
-        ConfigurationError: More hits than trials, ``top`` not from 1 to R - 1, or a number out of its range.
     """
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
     check_hits(hits, trials)
@@ -158,9 +148,6 @@ def top_rank_one_training(
 
     >>> round(top_rank_one_training(67, 100, candidates=100, copies=10).eps_lower, 4)
     0.2468
-
-    Raises:
-        ConfigurationError: More hits than canaries, ``top`` not from 1 to R - 1, or a number out of its range.
     """
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
     check_hits(hits, canaries, names=("hits", "canaries"))

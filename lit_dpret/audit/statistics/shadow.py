@@ -54,9 +54,6 @@ def lira_online(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, sp
 
     Returns:
         Scores of shape ``(examples,)``; higher means member.
-
-    Raises:
-        DataError: Shapes differ, a value is not a number, an example lacks models on one side, or has no spread.
     """
     values, matrix, members = _read(target, shadow, included, sides=2)
 
@@ -72,9 +69,6 @@ def lira_offline(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, s
 
     The offline variant of the same paper, for which no shadow model needs to have seen the example. The paper takes
     Phi of it, which ranks alike but rounds to 1 some eight deviations up.
-
-    Raises:
-        DataError: As `lira_online`, but only models without the example are needed.
     """
     values, matrix, members = _read(target, shadow, included, sides=1)
     middle = np.nanmean(np.where(members, np.nan, matrix), axis=0)
@@ -101,10 +95,6 @@ def rmia(
 
     Returns:
         Scores from 0 to 1, shape ``(examples,)``.
-
-    Raises:
-        DataError: Shapes differ, or a value is not a probability above 0.
-        ConfigurationError: ``gamma`` is not above 0, or ``offline_slope`` not from 0 to 1.
     """
     if not gamma > 0 or not 0 <= offline_slope <= 1:
         raise ConfigurationError(f"gamma={gamma} must be above 0 and offline_slope={offline_slope} from 0 to 1.")

@@ -24,7 +24,7 @@ from lit_dpret.privacy.accounting.releases import merge, release_from_dict
 from lit_dpret.privacy.histogram import ReleasedHistogram
 from lit_dpret.privacy.ledger.judgement import Assumption, every_unit_in_every_step
 from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME, PrivacyLedger, recorded_start
-from lit_dpret.synthesis.filters.bins import bins_from_spec
+from lit_dpret.synthesis.filters.bins import Bins, bins_from_spec
 from lit_dpret.synthesis.filters.by_score import Progress, QueryFilter
 from lit_dpret.synthesis.filters.released import ReleasedQueries
 
@@ -60,8 +60,7 @@ class HistogramMatch(QueryFilter):
 
     def check(self, released: ReleasedQueries) -> list[Assumption]:
         require_composed(self.folder, released)
-        histogram = ReleasedHistogram.read(self.folder)
-        bins = bins_from_spec(histogram.bins, **self._encoder())
+        histogram, bins = self._read()
         if len(bins.names) != len(histogram.target):
             raise DataError(f"{self.folder}: the histogram has another number of counts than of bins.")
         return list(bins.trusts)
@@ -71,9 +70,8 @@ class HistogramMatch(QueryFilter):
 
     def score(self, released: ReleasedQueries, progress: Progress | None = None) -> np.ndarray:
         """Return how many places before the end of its bin's quota a query is; those above zero are kept."""
-        histogram = ReleasedHistogram.read(self.folder)
+        histogram, bins = self._read()
         target = histogram.target
-        bins = bins_from_spec(histogram.bins, **self._encoder())
         found = bins.assign([q.text for q in released], [q.passage_id for q in released])
         there = np.bincount(found, minlength=len(target))
         quota = quotas(target, there, max(1, round(self.keep_share * len(released))))
@@ -102,8 +100,10 @@ class HistogramMatch(QueryFilter):
             "distance_after": after,
         }
 
-    def _encoder(self) -> dict[str, Any]:
-        return {"encoder": self.encoder, "encoder_is_public": self.encoder_is_public}
+    def _read(self) -> tuple[ReleasedHistogram, Bins]:
+        histogram = ReleasedHistogram.read(self.folder)
+        bins = bins_from_spec(histogram.bins, encoder=self.encoder, encoder_is_public=self.encoder_is_public)
+        return histogram, bins
 
     def _draw(self, query_id: str) -> bytes:
         return sha256(f"{self.name}\x1f{self.seed}\x1f{query_id}".encode("utf-8", "surrogatepass")).digest()
