@@ -73,17 +73,13 @@ class BM25:
         self._tie_rank = torch.arange(len(passages)) if passage_ids is None else lexicographic_rank(passage_ids)
 
     def search(self, queries: Sequence[str], k: int) -> TopK:
-        """Return the ``k`` passages with the highest score for every query; `MISSING` where no more share a word with
-        it.
-        """
+        """Return the ``k`` best passages of every query; `MISSING` where no more share a word with it."""
         return self.search_and_score(queries, k, [()] * len(queries))[0]
 
     def search_and_score(
         self, queries: Sequence[str], k: int, wanted: Sequence[Sequence[int]]
     ) -> tuple[TopK, list[Tensor]]:
-        """Return `search`, and for each query the scores of the passages ``wanted``, 0 without a shared word, in one
-        pass.
-        """
+        """Return `search`, and each query's scores of its passages ``wanted``, 0 without a shared word."""
         require_positive(k=k)
         scores = torch.full((len(queries), k), float("-inf"))
         indices = torch.full((len(queries), k), MISSING, dtype=torch.long)

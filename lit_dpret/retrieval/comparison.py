@@ -81,20 +81,14 @@ def compare_values(
         for metric, first in values.items():
             second = b[data][metric]
             test = paired_randomisation_test(first, second, resamples=resamples, seed=seed)
+            interval = bootstrap_interval(first - second, level=level, seed=seed)
             cells.append(
                 Difference(
-                    data=data,
-                    metric=metric,
-                    a=float(first.mean()),
-                    b=float(second.mean()),
-                    difference=bootstrap_interval(first - second, level=level, seed=seed),
-                    p_value=test.p_value,
-                    p_holm=test.p_value,
-                    queries=len(first),
-                    better=int((first > second).sum()),
-                    worse=int((first < second).sum()),
+                    data=data, metric=metric, a=float(first.mean()), b=float(second.mean()), difference=interval,
+                    p_value=test.p_value, p_holm=test.p_value, queries=len(first),
+                    better=int((first > second).sum()), worse=int((first < second).sum()),
                 )
-            )
+            )  # fmt: skip
     adjusted = holm([cell.p_value for cell in cells])
     corrected = tuple(replace(cell, p_holm=p) for cell, p in zip(cells, adjusted, strict=True))
     return Comparison(a=names[0], b=names[1], cells=corrected, level=level, resamples=resamples)

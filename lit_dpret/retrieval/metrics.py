@@ -15,7 +15,7 @@ from typing import Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_dpret.errors import ConfigurationError, DataError
+from lit_dpret.errors import ConfigurationError
 
 Qrels = Mapping[str, Mapping[str, int]]
 """Relevance judgements: query id -> passage id -> grade; a grade above 0 is relevant."""
@@ -158,15 +158,10 @@ def ideal_gains(query_ids: Sequence[str], qrels: Qrels) -> Gains:
 def gains_of_indices(
     indices: NDArray[np.int64], query_ids: Sequence[str], passage_ids: Sequence[str], qrels: Qrels
 ) -> Gains:
-    """Return the grades of a ranking of positions ``(queries, depth)``, best first, negative for none, in the same
-    shape.
+    """Return the grades of positions ``(queries, depth)``, best first, negative for none, in the same shape.
 
     Negative grades of ``qrels`` count as 0, as in trec_eval.
     """
-    if indices.ndim != 2 or len(indices) != len(query_ids):
-        raise DataError(f"A ranking of shape {indices.shape} does not rank passages for {len(query_ids)} queries.")
-    if indices.size and int(indices.max()) >= len(passage_ids):
-        raise DataError(f"A ranking names passage {int(indices.max())} of {len(passage_ids)}.")
     position = {name: place for place, name in enumerate(passage_ids)}
     width = max(1, len(passage_ids))
     judged = [
@@ -184,8 +179,7 @@ def gains_of_indices(
 
 
 def gains_of_ids(ranked: Sequence[Sequence[str]], query_ids: Sequence[str], qrels: Qrels) -> Gains:
-    """Return the grades of rankings given as lists of passage ids, padded with 0 to the longest, ``(queries,
-    longest)``.
+    """Return the grades of lists of passage ids, padded with 0, shape ``(queries, longest list)``.
 
     Negative grades count as 0, as in trec_eval.
     """

@@ -72,8 +72,7 @@ class Products:
         return torch.nextafter(rounded, torch.full_like(rounded, beyond)).float()
 
     def candidates(self, scores: Tensor, passages: Tensor, some: slice, width: int, count: int) -> int:
-        """Return how many candidates a search of ``count`` passages needs to prove the ``width`` best of nine in ten
-        queries.
+        """Return how many candidates prove the ``width`` best of ``count`` passages for nine in ten queries.
 
         ``scores`` are those of ``some`` queries and a sample, ``passages`` that sample in float32.
         """

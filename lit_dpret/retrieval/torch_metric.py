@@ -69,9 +69,8 @@ class RetrievalMetric(_RetrievalMetric):
 
     def _metric(self, preds: Tensor, target: Tensor) -> Tensor:
         """Return the value of a single query, which torchmetrics' loop over queries would ask for."""
-        return torch.from_numpy(self.measure(*_tables(preds.numpy(), target.numpy(), np.zeros(len(preds), np.int64))))[
-            0
-        ]
+        tables = _tables(preds.numpy(), target.numpy(), np.zeros(len(preds), np.int64))
+        return torch.from_numpy(self.measure(*tables))[0]
 
     def compute(self) -> Tensor:
         """Return the mean over queries (or ``aggregation``), a scalar in float64; 0 without queries."""

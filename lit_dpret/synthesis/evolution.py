@@ -69,8 +69,7 @@ def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def nearest(query: np.ndarray, candidates: np.ndarray, count: int) -> list[int]:
-    """Return the places of the ``count`` candidates ``(candidates, dim)`` nearest to a query ``(dim,)``, the first of
-    equals.
+    """Return the places of the ``count`` candidates nearest to a query ``(dim,)``, the first of equals.
 
     One query at a time: a product with many would round each by how many there are, and at a tie a vote would then
     depend on other units.

@@ -80,13 +80,7 @@ def pseudo_queries(
             yield SyntheticQuery(passage_id=name, draw=draw, text=text)
 
 
-def write_pseudo_queries(
-    passages: Mapping[str, str],
-    out: str | Path,
-    *,
-    queries_per_passage: int = 1,
-    language: str | None = None,
-) -> Path:
+def write_pseudo_queries(passages: Mapping[str, str], out: str | Path, *, queries_per_passage: int = 1) -> Path:
     """Write ``pseudo_queries`` in the layout of a synthetic data set, so that the same training reads both."""
     check_passages(passages)
     folder = Path(out)
@@ -106,9 +100,7 @@ def write_pseudo_queries(
         "Generator: none; words taken from the passages by tf-idf (`lit_dpret.synthesis.pseudo_queries`).",
         f"{queries_per_passage} per passage, {MIN_WORDS} to {MAX_WORDS} words; deterministic.",
     ]
-    card = DataCard(
-        title=f"Pseudo-queries: {folder.resolve().name}", origin=origin, from_passages=True, language=language
-    )
+    card = DataCard(title=f"Pseudo-queries: {folder.resolve().name}", origin=origin, from_passages=True)
     write_summary(folder, configuration, counts, hashes, terms=card.terms)
     write_readme(folder, card, counts, None)
     return folder

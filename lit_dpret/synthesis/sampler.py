@@ -67,8 +67,7 @@ def uniforms(seed: int, passage_id: str, draw: int, count: int) -> np.ndarray:
 def choose_tokens(
     logits: Tensor, numbers: np.ndarray, decoding: Decoding, *, forbidden: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose one token per row of logits, ``(rows, vocabulary)``, by inverting the distribution function of its
-    nucleus.
+    """Choose a token per row of logits, ``(rows, vocabulary)``, by inverting its nucleus's distribution function.
 
     Returns token ids and their log probabilities under the untouched logits, both ``(rows,)``. A token depends on
     the row's logits and number alone, and has its probability inside the nucleus, up to float64 rounding.
@@ -204,8 +203,7 @@ _DEPTH = 40.0  # scores so far below the largest, in nats, share the last bucket
 
 
 def from_nucleus_unsorted(scores: np.ndarray, log_mass: float, u: float, top_p: float) -> int:
-    """Return the token at ``u`` of the distribution function of one row's nucleus, as if scores were sorted by (score,
-    id).
+    """Return the token at ``u`` of the distribution function of one row's nucleus, in the order of (score, id).
 
     Sorting a flat distribution in every step takes longer than the model. Only two places of the order are wanted:
     where the nucleus ends, and where the drawn token stands. So scores ``(vocabulary,)`` are dropped into buckets

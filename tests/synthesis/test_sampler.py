@@ -114,17 +114,6 @@ def test_greedy_decoding_is_hugging_faces(tied: bool) -> None:
         assert row.tokens == [token for token in theirs[1:] if token != 1]
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    model, tokens = model_and_passages(6)
-    u = numbers(6, 10)
-    together = drawn(model, tokens, u)
-    order = [4, 1, 5, 0, 3, 2]
-    shuffled = drawn(model, [tokens[i] for i in order], u[order])
-    assert [row.tokens for row in shuffled] == [together[i].tokens for i in order]
-    alone = [drawn(model, [ids], u[i : i + 1])[0] for i, ids in enumerate(tokens)]
-    assert [row.tokens for row in alone] == [row.tokens for row in together]
-
-
 def test_encoding_a_few_rows_at_a_time_gives_the_states_of_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = model_and_passages(2 * ENCODED_AT_ONCE + 3)
     few = prefill(model, tokens)

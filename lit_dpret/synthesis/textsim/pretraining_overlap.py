@@ -50,8 +50,7 @@ class Corpus:
 def find_in_corpus(
     lists: Mapping[str, Sequence[str]], documents: Iterable[str], *, n: int = 13
 ) -> tuple[dict[str, Found], Corpus]:
-    """Search for several lists of texts, by name, in one pass over a corpus; return what was found, and how much was
-    read.
+    """Search one corpus once for several lists of texts, by name; return what was found, and how much was read.
 
     Guarantees:
         - Every text that counts as found stands in a document word for word: hashes only say where to look.
