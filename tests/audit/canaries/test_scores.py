@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from tiny_generator import SHAPE, WORDS
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from lit_dpret.audit.canaries import Canary
 from lit_dpret.audit.canaries.canary import check_all_fit
@@ -23,45 +19,8 @@ from lit_dpret.audit.canaries.scores import draw_leaks, holds, prompt_without_se
 from lit_dpret.audit.statistics.rank_epsilon import mean_rank_bound, top_rank_bound, top_rank_one_training
 from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.modules.generator_folder import GeneratorModel, TextCodec
-from lit_dpret.modules.optimizers import OptimizerSpec
 from lit_dpret.modules.query_generator import QueryGenerator
-from lit_dpret.privacy.modes import NoPrivacy
 from lit_dpret.synthesis.sampler import Decoding
-
-
-def digit_tokenizer() -> PreTrainedTokenizerFast:
-    marks = ["<pad>", "</s>", "<unk>", "generate_query:", *(f"<extra_id_{i}>" for i in range(16))]
-    words = [*marks, *"0123456789", *WORDS]
-    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    fast.normalizer = normalizers.Lowercase()
-    fast.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
-    )
-    fast.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=fast, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
-        additional_special_tokens=[f"<extra_id_{i}>" for i in range(16)],
-    )  # fmt: skip
-
-
-def digit_module(**settings: Any) -> QueryGenerator:
-    torch.manual_seed(0)
-    defaults: dict[str, Any] = {
-        "privacy": NoPrivacy(), "optimizer": OptimizerSpec(name="adam", lr=0.02), "pretrained": None, "config": SHAPE,
-        "tokenizer": digit_tokenizer(), "max_passage_length": 32, "max_query_length": 24, "dropout": 0.0,
-    }  # fmt: skip
-    return QueryGenerator(**defaults | settings)
-
-
-@pytest.fixture
-def module() -> QueryGenerator:
-    return digit_module()
-
-
-@pytest.fixture
-def generator(module: QueryGenerator) -> GeneratorModel:
-    return GeneratorModel(module.model.eval(), module.codec, Path())
-
 
 DECODING = Decoding(top_p=0.8, max_new_tokens=24)
 CANDIDATES = tuple(f"{number:010d}" for number in (4829137650, 11, 9876543210, 5551234567, 8080808080))
