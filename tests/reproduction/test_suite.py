@@ -24,6 +24,7 @@ from reproduction import SecondTask, Suite, SuitePart
 from reproduction import suite as papers
 from reproduction.report.reproduction import Item, Paper, PartTold, _as_run
 from reproduction.report.variant_runs import write_runs
+from reproduction.report.variants import PAPER_METRICS
 
 
 def shown(results: Path, _: Path) -> Sequence[Block]:
@@ -247,6 +248,27 @@ def test_every_item_of_a_paper_has_its_part_and_every_part_composes(experiment: 
         made = target_of(*[word.replace("=None", "=null") for word in part["settings"]])
         assert made.startswith(("lit_dpret.tasks.", "reproduction."))
         assert part["sizes"], "a page says how ours differs in size"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_pictures_and_tables_tell_their_own_runs_and_where_pairs_were_clipped_by_a_bound(
+    exact: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    made = [variant_run(name, metrics=dict.fromkeys(PAPER_METRICS, 0.25)) for name in ("Logit-DP", "Non-private")]
+    write_runs(made, tmp_path / "runs.jsonl")
+    write_runs([variant_run(batch_size=10, losses=[3.0] * 30), made[0]], tmp_path / "batch_runs.jsonl")
+    settings = {"variant": "Logit-DP", "exact_norms": exact, "norms": "k_blocks", "name": "logit_dp",
+                "batch_size": 100, "seconds_per_step": 1.0, "first_step": 0.999, "mean_step": 0.5}  # fmt: skip
+    (tmp_path / "settings.json").write_text(json.dumps([settings]))
+    items = {item.number: item.show for item in papers.PAPERS["paper_002"].items}
+    wanted = ["Table 3, embedding net", "Figure 1, left", "Figure 1, right", "Figure 2"]
+    wanted += [number for number in items if number.endswith("settings")]
+    shown = ["\n".join(b.markdown() for b in show(tmp_path, tmp_path / "x.png")) for n in wanted if (show := items[n])]
+    assert ("| Logit-DP, by a bound of its norms |" in shown[0]) != exact and "| Logit-DP" in shown[0]
+    assert "3 steps of 100 examples" in shown[1] and "30 steps of 10 examples" not in shown[1]
+    assert "1 run of 30 steps of 10 examples: Logit-DP" in shown[2]
+    assert f"k_blocks ({'exact' if exact else 'bound'})" in shown[4] and "0.999" in shown[4]
 
 
 def test_a_part_tells_of_all_its_stored_runs_each_once(tmp_path: Path) -> None:
