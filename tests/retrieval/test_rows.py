@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 from lit_dpret.retrieval import products as products_module
 from lit_dpret.retrieval import scores as scores_module
 from lit_dpret.retrieval import search as search_module
+from lit_dpret.retrieval import topk as topk_module
 from lit_dpret.retrieval.bm25 import BM25, BM25Settings
 from lit_dpret.retrieval.products import Attempt, Products, bfloat16_pays
 from lit_dpret.retrieval.rows import FileRows, TensorRows
@@ -227,6 +229,14 @@ def test_bfloat16_is_used_on_processors_that_gain_by_it_and_sum_in_float32(monke
     assert not bfloat16_pays(torch.device("meta"), 10_000)
     monkeypatch.setattr(products_module, "_probe", lambda: True)
     assert [bfloat16_pays(torch.device("cpu"), queries) for queries in (10, 10_000)] == [False, True]
+
+
+@pytest.mark.parametrize("floors", [[0.5, 0.25, 3.0], [0.5, -0.25, 0.0], [0.0, 0.0, 0.0], [float("-inf")] * 3])
+def test_bfloat16_scores_are_compared_as_numbers_are(floors: list[float]) -> None:
+    scores = torch.tensor([0.0, -0.0, 0.25, -0.25, 0.5, -0.5, 3.0, -3.0, 1e-40, float("-inf")]).bfloat16().repeat(3, 1)
+    floor = torch.tensor(floors).bfloat16()
+    found = np.greater_equal(*topk_module._comparable(scores, floor))
+    assert found.tolist() == (scores.float() >= floor.float()[:, None]).tolist()
 
 
 # -- BM25 ------------------------------------------------------------------------------------------
