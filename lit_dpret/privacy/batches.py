@@ -1,8 +1,9 @@
 """Batches of units: the form of a draw on its way to ``training_step``.
 
-A *logical* batch is what one optimizer step sees; it falls into *physical* ones that fit the device. A `FixedShape`
-gives each the same slots, rows and lengths: one program for XLA, and in low precision another shape would be another
-result. Names of rows are remembered with their units (`UnitOwners`), since an accountant counts units.
+A *logical* batch is what one optimizer step sees; it is split into *physical* batches that fit the device. A
+`FixedShape` gives every physical batch the same slots, rows and lengths: one program for XLA, and in low precision
+another shape would give another result. `UnitOwners` remembers which unit each named row belongs to, since an
+accountant counts units.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ROW = ("query_id", "passage_id", "image_id")
 
 
 def _named(row: Any, fields: Iterable[str]) -> list[Any]:
-    """Those values of ``row``, an object or a mapping; None for each that it lacks."""
+    """Return those fields of ``row``, an object or a mapping; None for each that it lacks."""
     if isinstance(row, Mapping):
         return [row.get(name) for name in fields]
     return [getattr(row, name, None) for name in fields]
@@ -42,7 +43,7 @@ def row_keys(rows: Iterable[Any], unit: str, *, or_row: bool) -> tuple[int, ...]
 
 
 def row_key(row: Any, unit: str, *, or_row: bool) -> int | None:
-    """Return a number for keys that may occur in one unit only; None if the row has no key."""
+    """Return a number for the keys of a row that may occur in one unit only; None if the row has no key."""
     names = _named(row, NAMES[unit])
     if None in names:
         if not or_row:
@@ -54,10 +55,10 @@ def row_key(row: Any, unit: str, *, or_row: bool) -> int | None:
 
 
 class UnitOwners:
-    """Record in which unit each query, user, image or row appeared; refuse one that came for two units.
+    """Record in which unit each query, user, image or row appeared; refuse one that appears in two units.
 
-    A data set is asked for a unit by its number, and nothing keeps it from counting rows as units or from answering
-    with another one; then one query or user takes part more often than the law says. Rows without a name are not seen.
+    A data set is asked for a unit by its number. Nothing keeps it from counting rows as units or from returning another
+    unit; then one query or user takes part more often than the law says. Rows without a name are not checked.
     """
 
     def __init__(self, unit: str) -> None:
@@ -65,7 +66,7 @@ class UnitOwners:
         self._unit_of: dict[int, int] = {}
 
     def note(self, unit: int, keys: Iterable[int]) -> None:
-        """Record the owners of these rows, by their `row_key`; refuse one that came for another unit before."""
+        """Record the owner of these rows, by their `row_key`; refuse a row that came for another unit before."""
         for key in keys:
             if (owner := self._unit_of.setdefault(key, unit)) != unit:
                 raise DataError(
@@ -82,14 +83,14 @@ class UnitOwners:
 class FixedShape:
     """The shape of every physical batch."""
 
-    slots: int  # units that a batch has room for; ``datamodule.physical_batch_size``, and those that are spare
+    slots: int  # units that a batch has room for: ``datamodule.physical_batch_size`` plus ``spare``
     # Rows that a unit has room for; 1 where one row of each unit is drawn, else ``datamodule.max_rows_per_unit``.
     rows_of_a_slot: int
-    # The module's function that puts features at some places among so many rows.
+    # The module's function that puts features at given positions among a given number of rows.
     place_rows: Callable[[Any, Sequence[int], int], Any]
     # Names of features whose sizes may follow from the rows (`PrivateModule.ragged_features`).
     ragged: Sequence[str] = ()
-    spare: int = 0  # how many of the slots nobody ever fills
+    spare: int = 0  # the number of slots that stay empty
 
     @classmethod
     def of(
@@ -119,7 +120,7 @@ class FixedShape:
         return self.slots * self.rows_of_a_slot
 
     def places(self, slots: Sequence[int]) -> list[int]:
-        """Return the place of each row within the shape, given the slot of each, in order."""
+        """Return the position of each row within the shape, given each row's slot, in order."""
         found: list[int] = []
         filled = [0] * self.slots
         for slot in slots:
@@ -141,33 +142,33 @@ class FixedShape:
 
 
 def copied_rows(features: Any, places: Sequence[int], rows: int) -> Any:
-    """Features, a tensor or nested dicts of them, at ``places`` among so many rows; the others are copies of the first.
+    """Return features, a tensor or nested dicts, at ``places`` among ``rows`` rows; other rows are copies of the first.
 
-    `UnitCollator` sees to it that no copy stays beside the rows of another unit.
+    `UnitCollator` ensures that no copy stays next to the rows of another unit.
     """
     if isinstance(features, dict):
         return {name: copied_rows(value, places, rows) for name, value in features.items()}
-    # Copies of real features, because zeros may not be a text that a model takes (a mask without a token).
+    # Copies of real features, because zeros may not be a text that a model accepts (a mask without a token).
     of = torch.zeros(rows, dtype=torch.long)
     of[list(places)] = torch.arange(len(features))
     return features[of]
 
 
 def _filled_from_their_own(features: Any, data_rows: Tensor, rows_of_a_slot: int) -> Any:
-    """Features of a fixed shape, a unit's free places filled with copies of its own first row.
+    """Return features of a fixed shape with a unit's free rows replaced by copies of its own first row.
 
-    A module may fill up with a copy of another unit's row, as `copied_rows` does, and that row would have a say in this
-    slot: without a finite gradient it would have the unit dropped. In a slot without rows there is nothing to drop.
+    A module may pad with a copy of another unit's row, as `copied_rows` does. That row would then affect this slot: if
+    its gradient is not finite, the unit would be dropped. A slot without rows has no unit to drop.
     """
     place = torch.arange(len(data_rows))
-    first = place - place % rows_of_a_slot  # rows stand at the beginning of their slot (`FixedShape.places`)
+    first = place - place % rows_of_a_slot  # rows come first in their slot (`FixedShape.places`)
     of = torch.where(~data_rows & data_rows[first], first, place)
     return features if torch.equal(of, place) else take_rows(features, of)
 
 
 PADDING = -1
 
-#: Of how many units the rows are collated once more without company, in steps 0, 1, 2, 4, 8 and so on.
+#: The number of units whose rows are collated again without the others, in steps 0, 1, 2, 4, 8 and so on.
 ALONE = 2
 
 
@@ -176,8 +177,8 @@ class Draw:
     """One slot of a physical batch: the unit that fills it, and the logical step.
 
     The keyed number ``pick`` chooses a row where a unit has several and the mode takes one. ``seed`` seeds the global
-    generators while its rows are fetched and collated; it follows from attempt, step and unit. Both say nothing of the
-    secret, and so may go to worker processes.
+    generators while the unit's rows are fetched and collated; it depends on attempt, step and unit. Neither reveals
+    anything about the secret, so both may go to worker processes.
     """
 
     unit: int
@@ -192,8 +193,8 @@ class Draw:
 class SeededDraws(list[Draw]):
     """Iterate over the draws of a physical batch, seeding the global generators for each draw.
 
-    A loader fetches ``[dataset[draw] for draw in draws]``, so what ``dataset[draw]`` draws from torch, ``random`` or
-    numpy is the unit's own. After the loop the generators are as before.
+    A loader fetches ``[dataset[draw] for draw in draws]``, so each ``dataset[draw]`` gets the unit's own numbers from
+    torch, ``random`` and numpy. After the loop the generators are as before.
     """
 
     def __iter__(self) -> Iterator[Draw]:
@@ -210,40 +211,39 @@ class SeededDraws(list[Draw]):
 class UnitBatch:
     """A physical batch, the argument of ``training_step``."""
 
-    rows: Any  # what the module's ``collate_rows`` made of the rows; None where no slot is real
+    rows: Any  # what the module's ``collate_rows`` returned for the rows; None where no slot is real
     unit_ids: Tensor  # the slot of each row's unit, shape ``(rows,)``
     mask: Tensor  # which slots hold a real unit, shape ``(units,)``
     step: int  # the logical step, counted from 0
     part: int  # the physical batch within the step, over all ranks: rank r has r, r + world size, and so on
     last: bool  # whether this is the last physical batch of its step on this rank
-    attempt: int = 0  # the attempt whose coins drew it
-    # In a batch of fixed shape, which rows are data and no filling, shape ``(rows,)``; else None.
+    attempt: int = 0  # the attempt whose coins drew the batch
+    # In a batch of fixed shape, which rows are data and not padding, shape ``(rows,)``; else None.
     data_rows: Tensor | None = None
-    # Of the first ``ALONE`` units that have rows, what ``collate_rows`` makes of them without the others, in a batch of
-    # fixed shape placed at their slots of an otherwise empty one; None where it is not compared.
+    # For the first ``ALONE`` units that have rows, what ``collate_rows`` returns for them without the others. In a
+    # batch of fixed shape they are placed at their slots of an otherwise empty batch. None where it is not compared.
     alone: Any = None
-    # The slot of a unit, and what ``collate_rows`` makes of its rows by themselves: of some units the smallest one, in
-    # which padding to another one's length shows most. None where it is not compared, or the shape is fixed.
+    # The slot of a unit, and what ``collate_rows`` returns for its rows alone: the smallest of some units, in which
+    # padding to another unit's length shows most. None where it is not compared, or where the shape is fixed.
     smallest: tuple[int, Any] | None = None
-    # Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where it is not
-    # compared.
+    # Checksums of some values of each tensor as it was collated, by its path in ``rows``; empty where not compared.
     digests: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)
     # For each slot of the whole batch, the unit that was drawn and the keys of the rows that came for it
-    # (`lit_dpret.privacy.batches.row_key`); empty where it is not known.
+    # (`lit_dpret.privacy.batches.row_key`); empty where unknown.
     origin: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    # Of a few draws, what a worker process of the loader got for them (`lit_dpret.privacy.content.content_of`); empty
-    # where it is not compared.
+    # For a few draws, what a worker process of the loader got for them (`lit_dpret.privacy.content.content_of`); empty
+    # where not compared.
     contents: Mapping[Draw, bytes] = field(default_factory=dict)
 
     def owners_of_rows(self) -> tuple[Tensor, Tensor]:
         """Return the unit slot of each row, ``(rows,)``, and which slots are real, for a clipping engine.
 
-        Rows that fill the batch up stand in a slot of nobody, one more than ``mask`` has. Their loss is zero and their
-        gradient may yet be NaN, zero times infinity; in a unit's slot that would drop the unit.
+        Rows that pad the batch get an extra slot, one more than ``mask`` has. Their loss is zero, but their gradient
+        may still be NaN (zero times infinity); in a unit's slot that would drop the unit.
         """
         if self.data_rows is None:
             return self.unit_ids, self.mask
-        # One slot more than there are units: it is never real, so an engine leaves its rows out.
+        # The extra slot is never real, so an engine leaves its rows out.
         nobody = torch.full_like(self.unit_ids, len(self.mask))
         return torch.where(self.data_rows, self.unit_ids, nobody), torch.cat([self.mask, self.mask.new_zeros(1)])
 
@@ -254,7 +254,7 @@ class UnitBatch:
             return value.to(device) if hasattr(value, "to") else value
 
         rows, alone = map_rows(move, self.rows), map_rows(move, self.alone)
-        if is_lazy(torch.device(device)):  # read on the host, where reading costs nothing
+        if is_lazy(torch.device(device)):  # the owners are read on the host, where reading costs nothing
             return replace(self, rows=rows)
         return replace(
             self,
@@ -280,9 +280,9 @@ def clone_rows(rows: Any) -> Any:
 
 
 def with_own_memory(rows: Any) -> Any:
-    """Return nested dicts in which no row shares memory with another one, so that a loss may write into each.
+    """Return nested dicts in which no row shares memory with another, so that a loss may write into each.
 
-    An expanded tensor has one memory for all rows, and two tensors may be views of one.
+    An expanded tensor has one memory for all rows, and two tensors may be views of one memory.
     """
     met = set[int]()
 
@@ -303,7 +303,7 @@ def take_rows(rows: Any, index: slice | Tensor) -> Any:
 
 
 def digests_of(rows: Any, path: str = "rows") -> dict[str, tuple[torch.dtype, int]]:
-    """Return, by path, a type and checksum of a few thousand values of each tensor in nested dicts."""
+    """Return, by path, the dtype and a checksum of a few thousand values of each tensor in nested dicts."""
     if isinstance(rows, dict):
         return {name: found for key in rows for name, found in digests_of(rows[key], f"{path}[{key!r}]").items()}
     if not isinstance(rows, Tensor):
@@ -331,14 +331,14 @@ def split_batch(batch: UnitBatch, *, units_at_once: int) -> Iterator[UnitBatch]:
             unit_ids=batch.unit_ids[rows] - slots.start,
             mask=batch.mask[slots],
             data_rows=None if batch.data_rows is None else batch.data_rows[rows],
-            # They speak of units of the whole batch.
+            # These refer to units of the whole batch.
             alone=None,
             smallest=None,
         )
 
 
 def answer_of(item: Any) -> tuple[Draw, Sequence[Any]]:
-    """Return the answer of a training data set for a draw, checked."""
+    """Return a training data set's answer to a draw, after checking its form."""
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], Draw):
         return item
     raise DataError(

@@ -1,8 +1,8 @@
-"""The guarantee of every clipping engine, and code that engines share.
+"""The guarantee of every clipping engine, and the code that engines share.
 
-An engine turns the losses of one physical batch into a sum of gradients of *units*, each scaled down to
-``max_grad_norm``, in fp32; noise and division belong to the mode, once per logical step. *Per-layer* clipping (He et
-al. 2023, 2212.01539) bounds each of K layers by C / sqrt(K): by Pythagoras the whole stays within C.
+An engine turns the losses of one physical batch into a sum, in fp32, of the gradients of *units*, each scaled down to
+``max_grad_norm``. The mode adds noise and divides, once per logical step. *Per-layer* clipping (He et al. 2023,
+2212.01539) bounds each of K layers by C / sqrt(K); by Pythagoras, the whole gradient stays within C.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tup
     """Return the parameters in groups, in their order.
 
     A layer is the module that owns a parameter. A parameter that several modules share belongs to the first of them,
-    whose name ``named_parameters`` gives it. So every parameter is in one group, and a tied weight counts once.
+    which is where ``named_parameters`` lists it. So every parameter is in exactly one group, and a tied weight counts
+    once.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -42,18 +43,18 @@ def group_parameters(names: Iterable[str], clip_groups: ClipGroups) -> tuple[tup
     return tuple(map(tuple, groups.values()))
 
 
-#: A smaller clip factor would lose its digits in fp32, and with them the bound; such a unit is dropped.
+#: A smaller clip factor would lose its digits in fp32, and the bound with them; such a unit is dropped.
 LEAST_FACTOR = 1e-30
-#: Returns the losses of all rows, or of the rows that it is given, ``(n,)`` indices.
+#: Returns the losses of all rows or, given indices ``(n,)``, of those rows alone.
 RowLoss = Callable[..., Tensor]
 
-#: How much larger than the computed norm its upper bound may be, as a share (engine ``ghost`` and its kin), by the type
-#: of the sums; where it is more, the norm is computed in float64.
+#: How far the upper bound on a norm may exceed the computed norm, as a share (engine ``ghost`` and its subclasses), by
+#: the dtype of the sums. Where the bound is looser, the norm is computed in float64.
 LOOSE = {torch.float64: 2.0**-31, torch.float32: 2.0**-8}
-#: Room for what rounding adds, as a share of a unit's contribution, by the type of the sums: what a norm may be too
-#: small by, and 1e-3 in float32. Of that, a factor and its product with a gradient are rounded by 6e-8 each, and the
-#: rest is for what the unit does to the rounding of others and of the total, without proof: 3.5e-5 was seen with 64
-#: units of a T5.
+#: Room for rounding, as a share of a unit's contribution, by the dtype of the sums. It covers the amount by which a
+#: norm may be too small, plus 1e-3 in float32. Of that 1e-3, a factor and its product with a gradient each take a
+#: rounding error of 6e-8. The rest covers the unit's effect on the rounding of other units and of the total, without
+#: proof: 3.5e-5 was observed with 64 units of a T5.
 CLIP_ROUNDING = {torch.float64: 1e-9, torch.float32: 5e-3}
 
 
@@ -61,15 +62,15 @@ CLIP_ROUNDING = {torch.float64: 1e-9, torch.float32: 5e-3}
 class ClipStats:
     """Norms and counts of one physical batch. Private: release only a noised summary."""
 
-    # L2 norm of each unit's gradient before clipping, ``(units,)``; zero for a masked slot, and whatever came out (NaN,
-    # infinity) for a unit that was dropped.
+    # L2 norm of each unit's gradient before clipping, ``(units,)``: zero for a masked slot, and the computed value (NaN
+    # or infinity) for a unit that was dropped.
     norms: Tensor
-    # How many units had a norm above ``max_grad_norm``; per layer, how many had one in any layer above that layer's
-    # bound. A count on the device: to read it is to wait for it.
+    # The number of units whose norm exceeds ``max_grad_norm``; with per-layer clipping, whose norm exceeds the bound in
+    # any layer. The count is on the device: reading it waits for the device.
     clipped: Tensor
-    # How many units had a gradient within the bound. A unit without rows has none, and is in no count.
+    # The number of units whose gradient is within the bound. A unit without rows has no gradient and is in no count.
     within: Tensor
-    non_finite: Tensor  # how many units were dropped because their loss or gradient was not finite; the same
+    non_finite: Tensor  # the number of units dropped for a loss or gradient that is not finite; also a device count
 
 
 def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: float) -> Tensor:
@@ -79,7 +80,7 @@ def clip_factors(norms: Tensor, *, max_grad_norm: float, clip: ClipName, gamma: 
         - A factor times its norm is at most ``max_grad_norm``, up to rounding.
         - ``abadi`` (Abadi et al. 2016, 1607.00133) leaves a gradient within the bound unchanged.
         - ``automatic`` (Bu et al. 2023, 2206.07136, eq. 5) is ``max_grad_norm / (norm + gamma)``.
-        - A norm that is not finite gets factor zero, and so does one that would get less than 1e-30.
+        - A norm that is not finite gets factor zero, and so does one whose factor would be below 1e-30.
     """
     factors = (max_grad_norm / norms).clamp(max=1.0) if clip == "abadi" else max_grad_norm / (norms + gamma)
     return torch.where(norms.isfinite() & (factors >= LEAST_FACTOR), factors, torch.zeros_like(factors))
@@ -95,8 +96,8 @@ def room_for_rounding(
 ) -> float:
     """Return the norm to clip to, with room for rounding, so that a contribution stays within ``bound``.
 
-    The sensitivity that is charged stays ``bound``. No proof covers how the rounding of the running total over all
-    units depends on one of them: that is a property of floating-point mechanisms as such, which the card names.
+    The charged sensitivity stays ``bound``. One effect has no proof: how one unit changes the rounding of the running
+    total over all units. It is a property of all floating-point mechanisms, and the card names it.
     """
     return bound / (1 + max(rounding[accumulator_dtype(parameter)] for parameter in parameters))
 
@@ -130,7 +131,7 @@ def broken_units(losses: Tensor, batch: UnitRows) -> Tensor:
 
 
 def refuse_batch_mixing(module: nn.Module) -> None:
-    """Refuse layers in which one unit affects another one's gradient, or that keep batch statistics."""
+    """Refuse layers in which one unit affects another's gradient, or that keep batch statistics."""
     for name, layer in module.named_modules():
         refuse_embedding(name, layer)
         normalises = isinstance(layer, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
@@ -157,7 +158,7 @@ class ClipSettings(TypedDict, total=False):
 
 
 class SumStore(Protocol):
-    """Keeps the sums in place of an engine, where no process may hold all of them (`BlockByBlock`).
+    """Storage for the sums outside the engine, where no process may hold all of them (`BlockByBlock`).
 
     Attributes:
         parts: The names of the parameters whose sums are handed over together.
@@ -166,16 +167,16 @@ class SumStore(Protocol):
     parts: Sequence[Sequence[str]]
 
     def free(self) -> None:
-        """Free the weights that passes needed."""
+        """Free the weights that the passes needed."""
 
     def add(self, part: int, sums: dict[str, Tensor]) -> None:
-        """Add the sums of a physical batch; they are emptied, and a missing one is zero."""
+        """Add the sums of a physical batch and empty them; a missing sum counts as zero."""
 
     def take(self) -> dict[str, Tensor]:
-        """Return what this process keeps of the sums, and begin the next step."""
+        """Return the part of the sums that this process keeps, and begin the next step."""
 
     def forget(self) -> None:
-        """Forget what was added since the step began."""
+        """Discard everything added since the step began."""
 
 
 class ClippedSum(ABC):
@@ -183,19 +184,20 @@ class ClippedSum(ABC):
 
     Guarantees:
         - Adding or removing one unit moves the sum by at most ``max_grad_norm`` in L2 norm over all parameters
-          together, and that of each of K layers, per layer, by at most ``max_grad_norm / sqrt(K)``; the rounding of its
-          own contribution is included (`room_for_rounding`).
-        - How a logical batch is split into physical batches does not change the sum.
-        - A masked slot contributes exactly zero; so does a unit whose loss or gradient is not finite. The number of
+          together. With per-layer clipping, it moves the sum of each of K layers by at most
+          ``max_grad_norm / sqrt(K)``. Both bounds include the rounding of the unit's own contribution
+          (`room_for_rounding`).
+        - The split of a logical batch into physical batches does not change the sum.
+        - A masked slot contributes exactly zero, and so does a unit whose loss or gradient is not finite. The number of
           such units is private: no file and no log holds it.
         - ``add`` leaves no trace in the module: no hook, no attribute, no ``grad``.
 
     Attributes:
-        fixed_shapes: Whether batches have a fixed shape (`units`); false for engines that have no such form.
-        units_apart: Whether each unit has a forward and a backward pass of its own.
+        fixed_shapes: Whether batches have a fixed shape (`units`); false for engines that do not support one.
+        units_apart: Whether each unit has its own forward and backward pass.
         groups: The names of the parameters that are clipped together.
         bound: The L2 bound on one unit's gradient in each group.
-        store: What keeps the sums in place of the engine; None for the engine itself.
+        store: The object that keeps the sums instead of the engine; None if the engine keeps them.
     """
 
     fixed_shapes: bool = False
@@ -229,7 +231,7 @@ class ClippedSum(ABC):
             )
         self.groups = group_parameters(self.parameters, clip_groups)
         self.group_of = {name: index for index, names in enumerate(self.groups) for name in names}
-        # By Pythagoras: K groups of norm C / sqrt(K) are of norm C together.
+        # By Pythagoras, K groups of norm C / sqrt(K) have norm C together.
         self.bound = self.max_grad_norm / math.sqrt(len(self.groups))
         refuse_batch_mixing(module)
         self._refuse_hooks()
@@ -241,11 +243,12 @@ class ClippedSum(ABC):
 
         Args:
             row_loss: Runs the forward pass and returns one loss per row, ``(rows,)``. It runs once, with gradients
-                enabled, in the caller's autocast; ``loop`` calls it once for each unit, with the indices of its rows,
-                ``(n,)``, for the losses of these alone. It is not called for a batch without any row of a real unit. A
-                row's loss must be a function of that row (and of its unit's other rows) alone: not divided by the
-                number of rows, nor by a count of tokens over the batch, which no engine can see.
-            unit_ids: Slot of each row's unit, ``(rows,)``. A unit's loss is the sum of its rows'.
+                enabled, in the caller's autocast. ``loop`` instead calls it once per unit with the indices of the
+                unit's rows, ``(n,)``, for the losses of those rows alone. It is not called for a batch in which no real
+                unit has a row. A row's loss must be a function of that row (and of its unit's other rows) alone. It
+                must not be divided by the number of rows or by a count of tokens over the batch; no engine can detect
+                that.
+            unit_ids: Slot of each row's unit, ``(rows,)``. A unit's loss is the sum of its rows' losses.
             mask: Which slots are real, ``(units,)`` booleans.
         """
         self._refuse_torn_sums()
@@ -264,7 +267,7 @@ class ClippedSum(ABC):
     def _add(self, row_loss: RowLoss, batch: UnitRows) -> ClipStats: ...
 
     def take(self) -> dict[str, Tensor]:
-        """Return the sums by parameter name, each shared tensor once and dense, and reset the accumulator."""
+        """Return the sums by parameter name, dense and with each shared tensor once, and reset the accumulator."""
         self._refuse_torn_sums()
         if self.store is not None:
             return self.store.take()
@@ -280,13 +283,13 @@ class ClippedSum(ABC):
         self._torn = False
         if self.store is not None:
             self.store.forget()
-        if self.fixed_shapes:  # so that the first batch of a step is the same program as the others
+        if self.fixed_shapes:  # so that the first batch of a step runs the same program as the others
             self._sums = {name: _zeros(parameter) for name, parameter in self.parameters.items()}
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Around writes to the sums: half of a batch must neither be released nor be added twice."""
-        # Set before the first write and taken back after the last; an exception in between leaves it.
+        """Guard writes to the sums: half a batch must neither be released nor be added twice."""
+        # Set before the first write and cleared after the last; an exception in between leaves it set.
         self._torn = True
         yield
         self._torn = False
@@ -300,17 +303,17 @@ class ClippedSum(ABC):
 
     @property
     def target(self) -> float:
-        """The norm that gradients are clipped to: less than the bound, so that what rounding adds stays within it."""
+        """The norm that gradients are clipped to: below the bound, so that rounding errors stay within it."""
         return room_for_rounding(self.bound, self.parameters.values())
 
     def factors(self, norms: Tensor) -> Tensor:
         """Return clip factors for norms of ``(groups, units)``; one broken group drops the whole unit."""
         factors = clip_factors(norms, max_grad_norm=self.target, clip=self.clip, gamma=self.gamma)
-        # All groups or none: a unit that is broken in one layer is not to be trusted in another.
+        # All groups or none: a unit that is broken in one layer cannot be trusted in another.
         return torch.where((factors > 0).all(0), factors, torch.zeros_like(factors))
 
     def stats(self, norms: Tensor, batch: UnitRows, present: Tensor | None = None) -> ClipStats:
-        """Count clipped, dropped and other real units, from norms and ``present`` gradients of ``(groups, units)``."""
+        """Count clipped, dropped and other real units, given norms and ``present`` gradients of ``(groups, units)``."""
         present = norms > 0 if present is None else present
         kept = (self.factors(norms) > 0).any(0)
         above = (norms > self.bound).any(0)
@@ -332,7 +335,7 @@ class ClippedSum(ABC):
                 )
 
     def _refuse_changes(self) -> None:
-        """Compare the trainable parameters with those at construction, by identity."""
+        """Refuse if the trainable parameters are not the very objects that were there at construction."""
         now = trainable(self.module)
         for name in sorted(now.keys() | self.parameters.keys()):
             if now.get(name) is self.parameters.get(name):

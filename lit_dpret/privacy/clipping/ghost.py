@@ -1,8 +1,9 @@
 """Book-keeping ghost clipping: exact per-unit clipping at about the cost of an ordinary step.
 
-One forward pass; one backward pass that computes the gradients of layer outputs only; each unit's gradient norm from
-pairs of (input, output gradient), without the gradient; then one weighted sum per parameter (Bu et al. 2023,
-2210.00038). A unit's gradient is held only where it is no larger than what it is made from.
+The engine runs one forward pass, and one backward pass that computes only the gradients of layer outputs. It derives
+each unit's gradient norm from pairs of (input, output gradient) without the gradient itself, then computes one weighted
+sum per parameter (Bu et al. 2023, 2210.00038). It stores a unit's gradient only where that is no larger than the
+tensors it is computed from.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def phase(name: Phase) -> record_function:
     return record_function(PREFIX + name)  # type: ignore[no-untyped-call]
 
 
-#: What small values may add to a unit's norm, as a share of the bound; `base.CLIP_ROUNDING` has room for it.
+#: How much small values may add to a unit's norm, as a share of the bound; `base.CLIP_ROUNDING` has room for it.
 NEGLIGIBLE = 1e-10
 
 Contributions = dict[str, list[Contribution]]
@@ -72,26 +73,27 @@ Contributions = dict[str, list[Contribution]]
 class GhostClipping(ClippedSum):
     """Clip without materialising the gradients; ``privacy.engine=ghost``, the default.
 
-    What it covers stands in docs/privacy.md; everything else that is trainable is refused by name.
+    docs/privacy.md lists the layers it covers; any other trainable parameter is refused by name.
 
     Guarantees, beyond those of ``ClippedSum``:
-        - Norms and sums come from the same inputs and output gradients, so passes in bf16 leave a contribution as near
+        - Norms and sums come from the same inputs and output gradients, so passes in bf16 leave a contribution as close
           to the bound as passes in fp32.
-        - What is added for a unit is within the bound, the rounding of its own terms included, if the device adds up
-          products as `arithmetic` assumes. Its factor follows from the unit alone, but for the last digits of its norm.
+        - The amount added for a unit is within the bound, the rounding of its own terms included, if the device adds up
+          products as `arithmetic` assumes. Its factor depends on the unit alone, except for the last digits of its
+          norm.
         - A loss that couples units, a tensor whose first axis is not the batch, and a parameter used outside its module
-          are refused: in the first batch and after every change of the pattern of calls; the last of them in every
+          are refused: in the first batch and after every change of the pattern of calls, and the parameter in every
           batch.
 
     Args:
         verify: Check every batch, for about the cost of one more backward pass each.
-        fixed_shapes: Every batch has a fixed shape (`units`), and no branch is taken by a value but in the first
-            batches and in a check, so that XLA compiles one program. A unit whose terms cancel, whose norm would
-            elsewhere be computed again in float64, is clipped by the upper bound of its norm.
+        fixed_shapes: Every batch has a fixed shape (`units`), and no branch depends on a value except in the first
+            batches and in a check, so that XLA compiles one program. A unit whose terms cancel is clipped by the upper
+            bound of its norm; without fixed shapes, its norm would be recomputed in float64.
         **clipping: The arguments of `ClippedSum`.
     """
 
-    #: The formats of products, apart from float64.
+    #: The number formats of products, apart from float64.
     forms: ClassVar[tuple[Format, ...]] = (FORMATS["float32"],)
 
     def __init__(
@@ -108,7 +110,7 @@ class GhostClipping(ClippedSum):
             self._probe(parameter.device)
 
     def _probe(self, device: torch.device) -> None:
-        """Check what is assumed of the device's products, once; of a module that lies nowhere yet there are none."""
+        """Check once what is assumed of the device's products; a module on the meta device has none to check."""
         for form in self.forms:
             if (device, form.name) not in self._probed and device.type != "meta":
                 check_products(device, form)
@@ -120,7 +122,8 @@ class GhostClipping(ClippedSum):
     def norms(self, row_loss: RowLoss, rows: int) -> Tensor:
         """Return the gradient norm of every row separately, ``(rows,)`` in float64, without clipping or summing.
 
-        The exact norm is larger by at most a share of `loose`; a broken row's is not finite. Audited as in ``add``.
+        The exact norm may be larger, by a share of at most `loose`; a broken row's norm is not finite. Audited as in
+        ``add``.
         """
         batch = self._each_row(rows)
         with torch.enable_grad():
@@ -153,7 +156,7 @@ class GhostClipping(ClippedSum):
         return values.detach(), found[-values.shape[1] :]
 
     def _each_row(self, rows: int) -> UnitRows:
-        """Every row as a unit of its own, after the checks that come before any batch."""
+        """Return every row as its own unit, after the checks that come before any batch."""
         self._refuse_changes()
         self._refuse_hooks()
         refuse_batch_mixing(self.module)
@@ -193,26 +196,26 @@ class GhostClipping(ClippedSum):
         doubtful: Tensor,
         batch: UnitRows,
     ) -> None:
-        """Add each unit's gradient times its factor; that of a doubtful one is summed over positions in float64."""
-        # Doubtful units apart: their terms cancel, so that the float32 sum of all rows would lose them.
+        """Add each unit's gradient times its factor; sum a doubtful unit's gradient over positions in float64."""
+        # Doubtful units are added separately: their terms cancel, so the float32 sum of all rows would lose them.
         exactly = torch.where(doubtful, factors, 0)
         coefficients = torch.where(doubtful, 0, factors)[:, batch.unit_of_row]
         alone: list[UnitRows | None] = [None] * len(factors)
         rows: list[Tensor | None] = [None] * len(factors)
         all_count = [False] * len(factors)
         if not batch.fixed:
-            # What depends on values is read for all parameters together: each reading waits for the device.
+            # Values that decide a branch are read for all parameters together: each read waits for the device.
             rows = not_zero(coefficients)
             present = torch.cat([group.units for group in batch.groups] or [batch.unit_of_row[:0]])
             of_all = (factors[:, present] != 0).all(1)
             some, all_count = torch.stack([(exactly > 0).any(1), of_all]).tolist()
             alone = [batch.only(each > 0) if any_of else None for each, any_of in zip(exactly, some, strict=True)]
-        # Cast once, not once for each parameter: accumulators have one dtype or two.
+        # Cast once, not once per parameter: the accumulators have one or two dtypes.
         cast = {dtype: coefficients.to(dtype) for dtype in set(map(accumulator_dtype, self.parameters.values()))}
         weights = {dtype: factors.to(dtype) for dtype in cast}
 
         def add(names: Sequence[str]) -> None:
-            # Popped one by one, so that memory falls while the sum grows.
+            # Popped one by one, so that memory falls as the sum grows.
             for name in [name for name in names if name in written]:
                 group = self.group_of[name]
                 for part in written.pop(name):
@@ -240,7 +243,7 @@ class GhostClipping(ClippedSum):
             self._sums.clear()
 
     def _backward(self, uses: list[Use], losses: Tensor, batch: UnitRows, *, keep: bool = False) -> Contributions:
-        """Gradients of the recorded outputs by parameter, checked where due; ``keep`` leaves the graph as it is."""
+        """Return the gradients of the recorded outputs by parameter, checked where due; ``keep`` retains the graph."""
         for use in uses:
             if use.axis == 0 or use.axis % batch.rows:
                 raise UnsupportedModelError(
@@ -251,14 +254,14 @@ class GhostClipping(ClippedSum):
                 )
             use.refuse_changed_input()
         edges = [*(use.edge for use in uses), *map(get_gradient_edge, self.parameters.values())]
-        # `where` and no product: a filled-in row may have a loss of NaN.
+        # `where` instead of a product: a padding row may have a loss of NaN.
         real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
         due = self._recording_check.may_be_due(uses, losses, batch)
         with phase("backward"):
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 real.sum(), edges, allow_unused=True, retain_graph=due or keep
             )
-        # A gradient that reaches a parameter itself, and not an alias, was seen by no rule.
+        # A gradient that reaches the parameter itself, and not an alias, was seen by no rule.
         refuse_functional_use(list(self.parameters), found[len(uses) :])
         grads = [None if g is None else g.reshape(use.shape) for use, g in zip(uses, found, strict=False)]
         refuse_lost_gradients(uses, grads, losses)
@@ -270,8 +273,8 @@ class GhostClipping(ClippedSum):
     def _audited(
         self, uses: list[Use], grads: list[Tensor | None], losses: Tensor, batch: UnitRows, *, keep: bool
     ) -> Contributions:
-        """Go through the graph again, to the parameters, with a weight of its own for every unit."""
-        # A weight for every unit: whatever couples two of them shows as a wrong multiple.
+        """Run through the graph again, down to the parameters, with a separate weight for every unit."""
+        # One weight per unit: anything that couples two units shows as a wrong multiple.
         weighted = (losses * unit_weights(batch).to(losses.dtype)[batch.unit_of_row]).sum()
         tensors = [g for g in (*grads, *self.parameters.values()) if g is not None]
         tolerance, roundoff = tolerance_of(tensors), roundoff_of(tensors)
@@ -302,9 +305,10 @@ class GhostClipping(ClippedSum):
         self, uses: list[Use], grads: list[Tensor | None], weighted: Tensor, aliases: list[tuple[str, Tensor]],
         batch: UnitRows, tolerance: float, roundoff: float, *, keep: bool,
     ) -> Contributions:  # fmt: skip
-        """The same, without autograd's gradients of all parameters at once: once more to the outputs, for the layouts.
+        """Audit without holding autograd's gradients of all parameters at once.
 
-        Then to the parameters of ``aliases``, of which each is compared as soon as its gradient is there, and let go.
+        First run once more to the outputs, for the layouts. Then run to the parameters of ``aliases``; each is compared
+        as soon as its gradient arrives, and then freed.
         """
         edges = [use.edge for use in uses]
         with phase("check_backward"), self._recording_check.watching(uses, grads, batch, arriving=False) as layouts:
@@ -324,7 +328,7 @@ class GhostClipping(ClippedSum):
             waiting[name] -= 1
             if not waiting[name]:
                 comparison.add(name, held.pop(name))
-            # Autograd keeps what is returned here until all are there: zeros without memory of their own.
+            # Autograd keeps the value returned here until all have arrived: zeros that take no memory.
             return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
         handles = [alias.register_hook(partial(arrived, name)) for name, alias in aliases]  # type: ignore[no-untyped-call]
@@ -335,7 +339,7 @@ class GhostClipping(ClippedSum):
         finally:
             for handle in handles:
                 handle.remove()
-        for name, reference in held.items():  # another use of it got no gradient
+        for name, reference in held.items():  # another use of the parameter got no gradient
             comparison.add(name, reference)
         comparison.settle(tolerance, roundoff)
         return contributions
@@ -354,7 +358,7 @@ class GhostClipping(ClippedSum):
     ) -> Contributions:  # fmt: skip
         found: Contributions = {}
         for i, (use, layout) in enumerate(zip(uses, layouts, strict=True)):
-            g, grads[i] = grads[i], None  # the last reference to what a small parameter has summed up
+            g, grads[i] = grads[i], None  # the last reference to the gradient, once a small parameter has summed it up
             if g is None:
                 continue
             found_here = contributions_of(use, g, batch.rows, layout, self._dtype(use), audited=audited)
@@ -372,7 +376,7 @@ class GhostClipping(ClippedSum):
         return accumulator_dtype(self.parameters[next(iter(use.site.parameters.values()))])
 
     def _write_out(self, contributions: Contributions, batch: UnitRows) -> dict[str, list[Written]]:
-        """Take out the parameters whose unit gradients are small, and write these out in place of their parts."""
+        """Remove the parameters whose unit gradients are small, and compute these gradients in full instead."""
         found: dict[str, list[Written]] = {}
         for names in by_input(contributions):
             if not are_small([contributions[n] for n in names], [self.parameters[n].shape for n in names], batch):
@@ -388,11 +392,12 @@ class GhostClipping(ClippedSum):
     def _norms(
         self, contributions: Contributions, written: Mapping[str, list[Written]], losses: Tensor, batch: UnitRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Each unit's norm in each group, which with what its sum may miss is larger by at most a share of `loose`.
+        """Return each unit's norm in each group, which units are summed in float64, and which have a gradient.
 
-        Returns beside it which are summed in float64: units whose bound is not within that share, as where terms
-        cancel. Their norm is read off their gradient written out in float64. In a batch of fixed shape they are clipped
-        by the bound. And which have a gradient at all: a bound on that of a unit without one is above zero.
+        The true norm, plus what the unit's sum may miss, exceeds the returned norm by a share of at most `loose`. A
+        unit is summed in float64 if its bound is not within that share, as where terms cancel; its norm is then that of
+        its gradient, computed in full in float64. In a batch of fixed shape it is clipped by the bound instead. The
+        last result is needed because the bound for a unit without a gradient is above zero.
         """
         shape = len(self.groups), batch.units
         norms = torch.zeros(shape, dtype=torch.float64, device=batch.real.device)
@@ -404,24 +409,24 @@ class GhostClipping(ClippedSum):
             found = self._certified(part, kept[group], batch)
             above = found.norms()
             present[group] = found.present(above)
-            # The norm as it was computed, which follows from the unit alone up to rounding. Its bound also follows from
-            # how far the batch is padded, so one unit could move the factors of all others by it.
+            # The computed norm depends on the unit alone, up to rounding. Its bound also depends on how far the batch
+            # is padded, so through the bound one unit could move the factors of all others.
             norms[group] = found.estimate.clamp(min=0).sqrt()
-            # NaN is vague too, and infinity, for float64 may still tell the norm.
+            # NaN and infinity are vague too, since float64 may still give the norm.
             close = above <= (1 + self.loose) * norms[group] + NEGLIGIBLE * self.bound
             vague[group] = ~(close & above.isfinite())
-            if self.clip == "abadi":  # what is not clipped in any case needs no closer look
+            if self.clip == "abadi":  # a gradient that is not clipped in any case needs no closer look
                 vague[group] &= ~(above <= self.target)
             too_large = ~(found.tiny() <= NEGLIGIBLE * self.bound)
             vague[group] |= too_large
-            if batch.fixed:  # no second look by values, which XLA would compile anew, and one length for all
+            if batch.fixed:  # no second look by value, for which XLA would recompile, and one length for all
                 bound = torch.maximum(norms[group], above / (1 + self.loose))
                 norms[group] = torch.where(too_large, torch.inf, bound)
         norms = torch.where(broken, torch.nan, norms)
         if batch.fixed:
             return norms, torch.zeros_like(vague), present
         vague &= batch.real & ~broken
-        # Read for all groups together: each reading waits for the device.
+        # Read for all groups together: each read waits for the device.
         for group in (g for g, some in enumerate(vague.any(1).tolist()) if some):
             exact = self._exact_squares(parts[group], batch.only(vague[group]))
             for gradients in (each for of_name in kept[group].values() for each in of_name):
@@ -458,19 +463,20 @@ class GhostClipping(ClippedSum):
 class VmapClipping(GhostClipping):
     """``GhostClipping`` for the layers it covers, torch.func for the rest; ``privacy.engine=vmap``.
 
-    Chosen explicitly, for it costs one gradient per row in memory, and one more forward and backward pass of those
-    layers. A module that owns a trainable parameter without a rule is run again with everything in it, row by row, by
-    ``vmap`` over ``vjp``. Its outputs must be tensors (in lists or dictionaries, if there are several) with the batch
-    on their first axis, and so must those of its inputs that differ between rows: any other is taken for the same in
-    every row.
+    It must be chosen explicitly, because for those other layers it costs one gradient per row in memory, and one more
+    forward and backward pass. A module that owns a trainable parameter without a rule is run again with everything in
+    it, row by row, by ``vmap`` over ``vjp``. Its outputs must be tensors (in lists or dictionaries, if there are
+    several) with the batch on their first axis. So must those of its inputs that differ between rows: any other input
+    is taken to be the same in every row.
 
     Guarantees, beyond those of ``GhostClipping``:
-        - In every batch, what such a module gives for a row alone is compared with what it gave in the batch, so one
-          that mixes rows, with or without a gradient between them, or does something else when it is run again, is
-          refused.
-        - In every batch gradients are compared with the weights of the units that they are charged to, and in the first
-          one their sum with autograd's, unless a broken unit makes that NaN.
-        - What vmap cannot run is refused with its reason: recurrent layers, dropout, control flow, writes into buffers.
+        - In every batch, the output of such a module for a row alone is compared with its output in the batch. So a
+          module is refused if it mixes rows, with or without a gradient between them, or if it behaves differently when
+          it is run again.
+        - In every batch, gradients are compared with the weights of the units that they are charged to. In the first
+          batch, their sum is compared with autograd's, unless a broken unit makes that NaN.
+        - Anything that vmap cannot run is refused with its reason: recurrent layers, dropout, control flow, writes into
+          buffers.
     """
 
     def __init__(self, module: nn.Module, **clipping: Unpack[ClipSettings]) -> None:

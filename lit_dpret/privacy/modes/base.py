@@ -4,16 +4,15 @@ The training loop, the accountant, the ledger and the card do not know which mod
 
 * ``name``: the mode on the command line, in the ledger and on the card;
 * ``guarantee``: ``dp``, ``inherited`` or ``none``;
-* ``attach``: prepare to train a module, or refuse what cannot be honoured;
+* ``attach``: prepare to train a module, or refuse if the guarantee cannot be honoured;
 * ``add``: add one physical batch;
-* ``privatize``: return the update, with what was done to it.
+* ``privatize``: return the update and its provenance.
 
-Everything else has a default here. An undeclared capability (an attribute of `PrivacyMode`, such as ``strategies``) is
-refused. A mode that adds noise derives from `GaussianMode`, which defines all of these but ``name`` and asks for
-``plan``, the bound on how far one unit moves the sum; an ``attach`` of your own calls that of `GaussianMode` and sets
-``self._sums``. A subclass of `DPSGD` inherits all of this
-and its capabilities: narrow ``strategies`` to what was tested. ``facts`` are recorded with the plan and stand on the
-card.
+Everything else has a default here. A capability that a mode does not declare (an attribute of `PrivacyMode`, such as
+``strategies``) is refused. A mode that adds noise derives from `GaussianMode`, which defines all of these except
+``name`` and requires ``plan``, the bound on how far one unit moves the sum. A custom ``attach`` calls that of
+`GaussianMode` and sets ``self._sums``. A subclass of `DPSGD` inherits all of this and its capabilities: narrow
+``strategies`` to those that were tested. ``facts`` are recorded with the plan and printed on the card.
 
 The loop also calls ``contribute`` (`add`, from a module and a batch), ``take`` (the sums of the logical step),
 ``extra_sums`` and ``forget``. Training without privacy is a mode too, never a flag.
@@ -50,10 +49,10 @@ class Update:
 
     Attributes:
         gradients: Per parameter name, already divided by the public denominator.
-        noise_std: The standard deviation of the noise that was added to the sum. The guard measures it: a mode
-            may say that it added less than planned, and is charged for that.
+        noise_std: The standard deviation of the noise that was added to the sum. The guard measures it: a mode may
+            report less noise than planned, and is charged for that.
         sensitivity: How far one unit can move the sum (L2).
-        denominator: What the noised sum was divided by.
+        denominator: The divisor of the noised sum.
         clip_fraction: The noised share of units that were clipped, where the plan pays for it.
     """
 
@@ -78,29 +77,29 @@ class PrivacyMode(ABC):
     """The interface between a training loop and a privacy mechanism.
 
     Attributes:
-        candidates: What a row's loss may be made of, for a module that contrasts pairs: ``rows`` (its
-            own row and public data), ``batch`` (the other rows as they are), ``copies`` (copies of
-            them that belong to the row) or ``pool`` (public passages).
-        strategies: Those of `lit_dpret.distributed.strategies` under which the claim holds; one that is not declared is
+        candidates: What a row's loss may depend on, for a module that contrasts pairs: ``rows`` (its own row and public
+            data), ``batch`` (the other rows themselves), ``copies`` (copies of them that belong to the row) or ``pool``
+            (public passages).
+        strategies: Those of `lit_dpret.distributed.strategies` under which the claim holds; an undeclared one is
             refused.
-        clips_whole_batch: Whether one bound is put on the gradient of a whole sub-batch, not on that of each unit.
+        clips_whole_batch: Whether the bound applies to the gradient of a whole sub-batch instead of each unit's.
         calibrated_to_loss: Whether the noise depends on the module's loss, so that a plan needs the module.
         passage_gradient: Through which passages a query's gradient flows.
-        pool_size: Where candidates are a ``pool``: how many public passages a step draws; None for all of them.
+        pool_size: Where candidates are a ``pool``: the number of public passages that a step draws; None for all.
         pool_seed: The seed of those draws; public.
-        sub_batches: Into how many sub-batches a logical batch falls whose rows see each other; None
-            where it is cut to fit the device.
-        fixed_shapes: Whether every physical batch is filled up to one shape, and no branch may be taken by a value;
-            set before ``attach``.
-        delta_at_most: The delta of the run that training starts from, above which no claim about both is stated.
+        sub_batches: The number of sub-batches of a logical batch whose rows see each other; None where the batch is
+            split to fit the device.
+        fixed_shapes: Whether every physical batch is padded to one shape, and no branch may depend on a value; set
+            before ``attach``.
+        delta_at_most: The delta of the run that training starts from; no claim about both runs is stated above it.
         bounds_any_rows: Whether the bound on a unit holds even where all other rows of its batch get another gradient
-            without it, as they may in low precision.
+            without it, as may happen in low precision.
     """
 
     name: ClassVar[str]
     guarantee: ClassVar[Guarantee]
-    # Keeps the module of its last run. `trained.objects_in` skips such an object when it looks for weights, or a module
-    # would seem to hold all that was trained under its mode before.
+    # A mode keeps the module of its last run. `trained.objects_in` skips such an object when it looks for weights;
+    # otherwise a module would seem to hold everything that was trained under its mode before.
     holds_module: ClassVar[bool] = True
     candidates: ClassVar[Candidates] = "rows"
     strategies: ClassVar[Supported] = ONE_DEVICE
@@ -118,7 +117,7 @@ class PrivacyMode(ABC):
     secure_rng: bool = False
     noise_seed: int | None = None
     delta_at_most: float | None = None
-    _sums: Any  # from `attach` on what adds up the gradients: a clipping engine, or `GradientSums`
+    _sums: Any  # set by `attach`: a clipping engine, or `GradientSums`
 
     def __init__(self) -> None:
         self.counts = StepCounts()
@@ -143,7 +142,7 @@ class PrivacyMode(ABC):
         return {}
 
     def recorded_facts(self) -> dict[str, Any]:
-        """Return `facts` in the form of a ledger, for comparison on a resume."""
+        """Return `facts` in the form in which a ledger stores them, for comparison on a resume."""
         recorded = {}
         for name, value in self.facts().items():
             try:
@@ -173,12 +172,12 @@ class PrivacyMode(ABC):
 
     @property
     def units_apart(self) -> bool:
-        """Return whether each unit is computed in passes of its own, in which no other unit takes part."""
+        """Return whether each unit is computed in its own passes, in which no other unit takes part."""
         return getattr(getattr(self, "_sums", None), "units_apart", False)
 
     @property
     def clips_by_block(self) -> bool:
-        """Return whether its sums may be handed over block by block, to what `keep_in` names once it is attached."""
+        """Return whether sums may be handed over block by block, to the store that `keep_in` sets after `attach`."""
         return False
 
     def keep_in(self, store: Any) -> None:
@@ -187,13 +186,15 @@ class PrivacyMode(ABC):
 
     def contribute(self, module: Any, batch: Any) -> None:
         """Add a `PrivateModule`'s batch with at least one row; some modes need more than the loss of its rows."""
-        # An engine for a compiler takes slots of equally many rows; a unit's own rows fill up its slot there.
+        # An engine for a compiler takes slots with equal numbers of rows; there a unit's own rows fill up its slot.
         owners, real = (batch.unit_ids, batch.mask) if self.fixed_shapes else batch.owners_of_rows()
         self.add(module.unit_loss(batch), owners, real)
 
     @abstractmethod
     def add(self, row_loss: Callable[..., Tensor], unit_ids: Tensor, mask: Tensor) -> None:
-        """Add one physical batch; ``row_loss`` runs the forward of all rows, or of those with the indices given."""
+        """Add one physical batch; ``row_loss`` runs the forward pass of all rows, or of the rows with the given
+        indices.
+        """
 
     def take(self) -> dict[str, Tensor]:
         """Return the sums of the logical step by parameter name, before noise; start the next step."""
@@ -219,11 +220,12 @@ class PrivacyMode(ABC):
         salt: str = "",
         starts: Mapping[str, int] | None = None,
     ) -> Update:
-        """Turn the ``sums`` over all ranks into the update: noise once, then divide by the plan's denominator.
+        """Turn the ``sums`` over all ranks into the update: add noise once, then divide by the plan's denominator.
 
-        The sums stay as they are: the guard subtracts them from the update to see the noise, which ``attempt``,
-        ``step`` and ``salt``, a tag of what it is added to, key. Where ``sums`` holds a flat part of each parameter,
-        ``starts`` are the flat indices at which they begin; a part gets the noise that it would get in the whole.
+        The sums must stay unchanged: the guard subtracts them from the update to see the noise. ``attempt``, ``step``
+        and ``salt``, a tag of the sum that the noise is added to, key the noise. Where ``sums`` holds a flat part of
+        each parameter, ``starts`` are the flat indices at which the parts begin; a part gets the same noise as it would
+        within the whole parameter.
         """
 
 
@@ -246,7 +248,7 @@ class GradientSums:
         sums, self._sums = self._sums, {}
         for name, parameter in trainable(self._module).items():
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            # A parameter without a gradient gets noise all the same, or its absence would show.
+            # A parameter without a gradient gets noise too, or its absence would show.
             sums.setdefault(name, torch.zeros_like(parameter, dtype=wide, requires_grad=False))
         return sums
 
