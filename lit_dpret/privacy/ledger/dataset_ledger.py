@@ -1,8 +1,8 @@
-"""The total privacy cost of all runs on one data set, in one shared file, whose path is the identity of the data set.
+"""The total privacy cost of all runs on one data set, in one shared file whose path identifies the data set.
 
-A run *reserves* what it plans to release and *settles* to what its own ledger promises; a killed run stays charged
-until a resume takes its reservation over. A *sweep* reserves all trials before the first one starts. Each transaction
-is under the operating system's file lock (``flock``).
+A run *reserves* what it plans to release and *settles* to what its own ledger promises. A killed run stays charged
+until a resume takes over its reservation. A *sweep* reserves all trials before the first one starts. Each transaction
+holds the operating system's file lock (``flock``).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lit_dpret.privacy.ledger.dataset_file import (
 from lit_dpret.privacy.ledger.run_ledger import PrivacyLedger
 
 SWEEP_EVENT = "trial_of"
-"""The event of a run's ledger that names the sweep that the run is a trial of."""
+"""The event in a run's ledger that names the sweep of which the run is a trial."""
 
 Releases = tuple[Release, ...]
 
 
 def note_sweep(ledger: PrivacyLedger, sweep: Mapping[str, Any] | None) -> None:
-    """Record once in a run's ledger which sweep it is a trial of."""
+    """Record once in a run's ledger of which sweep it is a trial."""
     before = sweep_of(ledger.records)
-    # A run that has spent something outside of a sweep is in nobody's reservation.
+    # A run that has spent something outside a sweep is in no sweep's reservation.
     begun = before is not None or any(record["kind"] == "intent" for record in ledger.records)
     if begun and (before or {}).get("id") != (sweep or {}).get("id"):
         ledger.close()
@@ -57,7 +57,7 @@ def sweep_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def one_release(sweep: Mapping[str, Any]) -> bool:
-    """Return whether all trials of a sweep train on one release, whose claim covers them and a choice among them."""
+    """Return whether all trials of a sweep train on one release, whose claim covers them and the choice among them."""
     releases = sweep.get("releases") or [None]
     return len(releases) == 1 and releases[0] is not None
 
@@ -65,9 +65,9 @@ def one_release(sweep: Mapping[str, Any]) -> bool:
 def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float | None:
     """Return the maximum total cost of a sweep's trials at a claim's delta; None if there is no bound.
 
-    That is so where there is no sweep, or one with trials that have no privacy, or may have. What a trial spends beyond
-    its plan, as after a crash, the limit of the ledger bounds and the plan does not. The limit holds at the
-    ledger's delta and above it: at a smaller one it says nothing.
+    There is no bound without a sweep, nor for a sweep with trials that have, or may have, no privacy. If a trial spends
+    more than its plan, as after a crash, the limit of the ledger bounds that and the plan does not. The limit holds at
+    the ledger's delta and above; at a smaller delta it says nothing.
     """
     if sweep is None or delta is None or sweep.get("without_privacy") != 0 or sweep.get("planned") is None:
         return None
@@ -78,14 +78,15 @@ def sweep_limit(sweep: Mapping[str, Any] | None, delta: float | None) -> float |
 def choose_place(places: Mapping[str, Releases], planned: Releases, *, sweep: str) -> str:
     """Return the reservation that a run takes over: an equal one, or the cheapest that covers it.
 
-    A reservation covers another run if, for each sampling law, it counts at least as many releases at no more noise.
+    A reservation covers a run if it has the same sampling laws and, for each, at least as many releases at no more
+    noise.
     """
     for name, releases in places.items():
         if releases == planned:
             return name
     covering = {name: releases for name, releases in places.items() if covers(releases, planned)}
     if covering:
-        # The smallest that covers it, so that larger ones are left for larger trials.
+        # The smallest that covers it, so that larger ones remain for larger trials.
         return min(covering, key=lambda name: _weight(covering[name]))
     if any(isinstance(release, NonPrivateRelease) for release in planned):
         raise ConfigurationError(
@@ -114,8 +115,8 @@ def covers(reserved: Sequence[Release], planned: Sequence[Release]) -> bool:
 def refusal_of_sweep(
     total: Total, runs: int, cost: Callable[[int], float], *, path: Path, terms: Mapping[str, Any]
 ) -> str:
-    """Return why the limit does not cover a sweep of so many runs, and how many of them fit by their ``cost``."""
-    # By halves: each total may take seconds to compose.
+    """Return why the limit does not cover a sweep of ``runs`` runs, and how many of them fit by their ``cost``."""
+    # By bisection: each total may take seconds to compose.
     fit, fails = 0, runs
     while fails - fit > 1:
         middle = (fit + fails) // 2
@@ -136,7 +137,7 @@ def refusal_of_sweep(
 
 
 def _weight(releases: Releases) -> tuple[int, float]:
-    """Sorts reservations that cover the same run, the cheapest first."""
+    """Return a sort key that puts the cheapest of the reservations that cover a run first."""
     gaussian = [release for release in releases if isinstance(release, GaussianRelease)]
     return sum(release.count for release in gaussian), -sum(release.noise_multiplier for release in gaussian)
 
@@ -145,20 +146,21 @@ class DatasetLedger:
     """One run's access to the file that adds up the spending on a data set.
 
     Guarantees:
-        - A reservation that would bring the total past the limit is refused, and changes nothing;
-          also when several processes reserve at once, their reservations together stay within it.
+        - A reservation that would bring the total past the limit is refused, and changes nothing. If several processes
+          reserve at once, their reservations together stay within the limit.
         - A run is charged what it reserved until it settles, and then what its own ledger promises (`judgement`).
-        - Delta, unit, neighbours, policy on duplicates and limit are those that the file was begun with.
-          Another unit, policy or relation, whose epsilons do not add up, and another limit, which would
-          break an earlier promise, are refused; another delta is not: the total is stated at the file's.
-        - A file that takes the place of the one that the run was begun under is refused.
-        - A run whose own ledger lacks what it had when it last reserved or settled (a copied or
-          restored run folder) is refused: its charges could shrink.
+        - Delta, unit, neighbours, policy on duplicates and limit are those that the file was created with. Another
+          unit, policy or relation is refused, because epsilons do not add up across them; another limit is refused,
+          because it would break an earlier promise. Another delta is accepted: the total is stated at the file's delta,
+          or at a smaller one that a run of the file promises.
+        - A file that replaces the one under which the run began is refused.
+        - A run whose own ledger lacks records that it had when it last reserved or settled (a copied or restored run
+          folder) is refused: its charges could shrink.
 
     Args:
-        path: ``privacy.dataset_ledger``; made if absent.
-        total_eps: ``privacy.total_eps``; None takes the limit that the file was begun with.
-        sweep: The sweep that the run is a trial of; its first reservation takes one of the sweep's over.
+        path: ``privacy.dataset_ledger``; created if absent.
+        total_eps: ``privacy.total_eps``; None takes the limit that the file was created with.
+        sweep: The sweep of which the run is a trial; its first reservation takes over one of the sweep's.
     """
 
     def __init__(
@@ -173,7 +175,8 @@ class DatasetLedger:
         self.path = Path(path).expanduser()
         self._total_eps, self._budget, self._accountant = total_eps, budget, accountant
         self._sweep = sweep
-        # Of the file as this object first saw it; another file under the same path would forget what was spent.
+        # The identity of the file as this object first saw it; another file at the same path would forget what was
+        # spent.
         self._identity: str | None = None
 
     def begin(self) -> str:
@@ -201,7 +204,7 @@ class DatasetLedger:
         return self._total(book.entries, self._agreed(book))
 
     def releases(self) -> dict[str, list[Release]]:
-        """Return the charge of each run, by name; runs with one name together."""
+        """Return the charge of each run by name; runs with the same name are combined."""
         found: dict[str, list[Charge]] = {}
         for entry in DatasetFile.read(self.path).book.entries.values():
             found.setdefault(entry.name, []).append(entry.charge)
@@ -231,8 +234,8 @@ class DatasetLedger:
     ) -> Total:
         """Charge the data set with everything a run has released and plans; replaces its reservation.
 
-        A run that had a reservation settles to ``spent`` where this one is refused. ``heads`` are the hashes of all
-        records of the run's own ledger, in order.
+        If this is refused, a run that had a reservation settles to ``spent``. ``heads`` are the hashes of all records
+        of the run's own ledger, in order.
         """
         with DatasetFile.open(self.path) as file:
             book = file.book
@@ -242,7 +245,7 @@ class DatasetLedger:
             try:
                 others = _without(book.entries, taken)
                 total = self._checked({**others, run_id: _planned(planned)}, book, terms, run_id)
-            # What it had reserved before and will not use now is given back.
+            # What the run had reserved before and will not use now is given back.
             except BudgetExceededError:
                 if run_id in book.entries:
                     file.append("settle", **self._facts(run_id, spent, heads, name, terms))
@@ -264,7 +267,7 @@ class DatasetLedger:
     def hold(self, sweep: str, places: Sequence[Charge | Sequence[Release]], *, name: str) -> Total:
         """Reserve all runs of a sweep before the first one starts; existing reservations stay."""
         if not self.path.exists():
-            self._to_hold(DatasetBook(), sweep, places)  # what is refused leaves no file behind
+            self._to_hold(DatasetBook(), sweep, places)  # a refusal leaves no file behind
         with DatasetFile.open(self.path) as file:
             terms, new, total = self._to_hold(file.book, sweep, places)
             if file.book.terms is None:
@@ -276,7 +279,7 @@ class DatasetLedger:
     def _to_hold(
         self, book: DatasetBook, sweep: str, places: Sequence[Charge | Sequence[Release]]
     ) -> tuple[dict[str, Any], dict[str, Charge], Total]:
-        """The terms, the reservations of a sweep that are not there yet, and the total with them."""
+        """Return the terms, the sweep's reservations that are not in the file yet, and the total with them."""
         terms = self._agreed(book)
         given = {f"{sweep}/{number}": Charge.of(place) for number, place in enumerate(places)}
         new = {key: place for key, place in given.items() if key not in book.entries and key not in book.taken}
@@ -294,13 +297,13 @@ class DatasetLedger:
         """Release a sweep's reservations for trials that have not begun, permanently."""
         with DatasetFile.open(self.path) as file:
             terms = self._agreed(file.book)
-            # A list, for the entries change while they are settled.
+            # A list, because the entries change while they are settled.
             for key, entry in [item for item in file.book.entries.items() if item[1].sweep == sweep]:
                 file.append("settle", **self._facts(key, [], [], entry.name, terms))
             return self._total(file.book.entries, terms)
 
     def _place(self, book: DatasetBook, run_id: str, planned: Charge) -> str | None:
-        """The reservation of its sweep that a run takes over when it first reserves; None for a run of no sweep."""
+        """Return the sweep's reservation that a run takes over when it first reserves; None outside a sweep."""
         if self._sweep is None or run_id in book.entries:
             return None
         places = {
@@ -311,7 +314,7 @@ class DatasetLedger:
         return choose_place(places, planned.own, sweep=self._sweep)
 
     def _agreed(self, book: DatasetBook) -> dict[str, Any]:
-        """The terms of the file, or those that it is begun with now."""
+        """Return the terms of the file, or those with which it would be created now."""
         budget, where = self._budget, f"privacy.dataset_ledger={self.path} counts under"
         if self._identity not in (None, book.identity):
             raise LedgerError(
@@ -345,15 +348,15 @@ class DatasetLedger:
         name: str,
         terms: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the facts of a run's record, with its delta where that is below the file's: later totals keep it."""
+        """Return the facts for a run's record, including its delta if that is below the file's."""
         # Written where a run promises less than the file does, so that later totals keep that promise.
         smaller = {"delta": self._budget.delta} if self._budget.delta < terms["delta"] else {}
         facts = {"run_id": run_id, "run": name, "run_head": heads[-1] if heads else ""}
         return {**facts, **Charge.of(given).to_dict(), **smaller}
 
     def _total(self, entries: Mapping[str, Entry], terms: Mapping[str, Any]) -> Total:
-        # A data set that has grown since the file was begun promises a smaller delta to each of its units, also where
-        # the run that adds up now is about few of them.
+        # If the data set has grown since the file was created, each of its units is promised a smaller delta, even
+        # where the run that adds up now covers few of them.
         promised = [entry.delta for entry in entries.values() if entry.delta is not None]
         delta = min([terms["delta"], self._budget.delta, *promised])
         value, how = compose_across_runs(
@@ -400,7 +403,7 @@ def _planned(given: Charge | Sequence[Release]) -> Entry:
 
 
 def _check_history(run_id: str, book: DatasetBook, heads: Sequence[str]) -> None:
-    """Refuse a run whose own ledger does not hold what it held at its last reservation or settlement."""
+    """Refuse a run whose own ledger lacks what it held at its last reservation or settlement."""
     entry = book.entries.get(run_id)
     if entry is not None and entry.head and entry.head not in heads:
         raise LedgerError(

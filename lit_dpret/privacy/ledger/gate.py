@@ -1,8 +1,8 @@
-"""Every release passes the gate: it is checked against the budget, recorded, and only then made.
+"""The gate for every release: it checks a release against the budget, records it, and only then permits it.
 
 A training loop asks a `Guard` for a permit before it draws noise, and reports what it did. The guard sees sums,
-updates, a sampler and a ledger, no model. Rank 0 holds the `ReleaseGate`; the `SharedGate` brings its answer to every
-rank.
+updates, a sampler and a ledger, but no model. Rank 0 holds the `ReleaseGate`; the `SharedGate` sends its answer to
+every rank.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from lit_dpret.privacy.sampling import PrivateBatchSampler
 class Permit:
     """Permission to draw the noise of one step in one attempt.
 
-    ``salt`` keys the noise beyond attempt and step: a tag of the sum, or a nonce of the process.
-    ``replay`` is None for a step that is paid for now, and the earlier release record for a step
-    that is repeated bit by bit and was paid for before.
+    ``salt`` keys the noise in addition to attempt and step: a tag of the sum, or a nonce of the process. ``replay`` is
+    None for a step that is paid for now. For a step that was paid for before and is repeated bit by bit, it is the
+    earlier release record.
     """
 
     attempt: int
@@ -110,19 +110,19 @@ ALWAYS = frozenset({"epoch", "step", "trainer/global_step"})
 def public_names(sources: Iterable[Any]) -> frozenset[str]:
     """Return the names that modules and callbacks declare to be computed without private rows.
 
-    A callback that tells its numbers itself declares nothing for others that use the same name.
+    A callback that reports its numbers itself declares nothing for others that use the same name.
     """
     others = (source for source in sources if not getattr(source, "tells_itself", False))
     return frozenset().union(*(getattr(source, "public_metrics", ()) for source in others))
 
 
 def tells_progress(name: str, value: Any, trainer: Any) -> bool:
-    """Return whether a value logged as Lightning's epoch or step is really that number."""
+    """Return whether a value logged as Lightning's epoch or step really is that number."""
     if name not in ALWAYS or trainer is None or not isinstance(value, (int, float, Tensor)):
         return False
     found = torch.as_tensor(value)
     counts = [count - behind for count in (trainer.current_epoch, trainer.global_step) for behind in (0, 1)]
-    if found.is_floating_point():  # as a metric holds a count; a truth value, or a short integer, would wrap it around
+    if found.is_floating_point():  # as a metric holds a count; a boolean or a short integer would wrap it around
         counts = torch.tensor(counts).to(found.dtype).tolist()
     return found.numel() == 1 and found.dtype != torch.bool and found.item() in counts
 
@@ -142,16 +142,16 @@ class ReleaseGate:
     """Grant the steps of one run, in order, while the budget covers them; without a ``plan`` nothing was promised.
 
     Guarantees:
-        - No noise is drawn before the ledger on disk says so.
+        - No noise is drawn before the ledger on disk records it.
         - A step that would overspend is refused before it runs.
-        - A step is repeated under its old noise only where state and clipped sum are bit for bit the same.
-        - Batches that the sampler did not draw, or drew out of order, are refused; draws that hold more units than the
-          law allows are charged without amplification and end the run.
+        - A step is repeated with its old noise only if state and clipped sum are bit for bit the same.
+        - Batches that the sampler did not draw, or drew out of order, are refused; draws with more units than the law
+          allows are charged without amplification and end the run.
 
     Attributes:
-        departures: Steps so far that cost more than planned: less noise, or another law.
-        reserved_until: The step before which the data set's ledger has everything reserved; None where there is no such
-            ledger, and 0 until a reservation was made.
+        departures: The number of steps so far that cost more than planned: less noise, or another law.
+        reserved_until: The data set's ledger has reserved all steps before this one; None if there is no such ledger,
+            and 0 until a reservation is made.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ReleaseGate:
         self.reserved_until = reserved_until
         self._guarantee = mode.guarantee
         self._state: Callable[[], str] | None = None
-        # Where no sum can be tagged, noise is of this process: a copy of the run folder draws other noise.
+        # Where no sum can be tagged, the noise is tied to this process: a copy of the run folder draws other noise.
         self._nonce = random_secrets.token_hex(16)
         self._release: GaussianRelease | NonPrivateRelease = NonPrivateRelease(label="train")
         self._seen, self._seen_steps = 0, 0
@@ -195,7 +195,7 @@ class ReleaseGate:
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
         """Decide where to continue and under which attempt, before the first random draw."""
         self._state = state
-        # Before the first coin: the attempt keys them, and it may change here.
+        # Before the first coin: the attempt keys the coins, and it may change here.
         if position is not None:
             self.run.go_on_from(position, must_be_known=self._guarantee != "inherited")
             self.steps_done = position.steps_done
@@ -213,7 +213,7 @@ class ReleaseGate:
             self._refuse_overspending(self.plan)
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
-        # Out of order would be another sampling law than the one that is charged.
+        # Out of order, the sampling law would differ from the one that is charged.
         if step != self.steps_done or attempt != self.run.attempt:
             raise DataError(
                 f"A batch of step {step}, attempt {attempt}, arrived where step {self.steps_done}, attempt "
@@ -227,7 +227,7 @@ class ReleaseGate:
         tag = state = None
         if self._state is not None:
             tag, state = sum_tag(self.run.stream, sums), self._state()
-        # The noise of a step depends on what it is added to, or else on this process alone.
+        # The noise of a step depends on the sum it is added to, or else on this process alone.
         salt = tag or self._nonce
         intent = self.run.intents.get(key)
         if intent is not None:
@@ -243,7 +243,8 @@ class ReleaseGate:
         self._require_reservation(step)
         if self.plan is not None and not self._covers(key):
             self._refuse_overspending(self.plan)
-        # Before the intent: draws that break the law are charged by an event, and this noise is never drawn.
+        # Before the intent: draws that break the law are charged by an event, and the noise of this step is never
+        # drawn.
         self._check_sampling(step, units)
         self.run.intents[key] = self.run.ledger.announce(key, self._release, state_hash=state, sum_tag=tag)
         if self.plan is not None:
@@ -271,13 +272,13 @@ class ReleaseGate:
             law=self.sampler.law,
             update_hash=found,
         )
-        # It is charged for what it did, so fewer steps are left than were planned.
+        # The step is charged for what it did, so fewer steps are left than planned.
         if self.plan is not None and update.noise_std < self.plan.noise_std:
             self.departures += 1
             self._steps_left = self._affordable()
 
     def void_attempt(self) -> None:
-        """Charge every step of this attempt as one without noise: the units' participation is unknown."""
+        """Charge every step of this attempt as a step without noise: which units took part is unknown."""
         self.run.ledger.append("event", name=WRONG_UNITS_SEEN, attempt=self.run.attempt, step=self.steps_done)
 
     def epsilon(self) -> float:
@@ -291,7 +292,7 @@ class ReleaseGate:
     def forthcoming(self, until: int) -> list[Release]:
         """Return the ledger's total charge after the planned steps before ``until``."""
         first = self.steps_done
-        # Steps ahead of this one that an earlier process announced are in the records already.
+        # The records already contain later steps that an earlier process announced.
         while (self.run.attempt, first) in self.run.intents:
             first += 1
         return forthcoming_releases(
@@ -306,17 +307,17 @@ class ReleaseGate:
             )
 
     def _affordable(self) -> int:
-        """Return how many more such steps the budget covers, the planned number at most."""
+        """Return how many more such steps the budget covers, at most the planned number."""
         if self.plan is None or not isinstance(self._release, GaussianRelease):
             return 0
         already = charged_releases(self.run.ledger.records)
         return self._accountant.max_steps(self._release, self.plan.budget.eps, already=already, at_most=self.plan.steps)
 
     def _covers(self, key: Key) -> bool:
-        # Counted down instead of composed anew: one composition may take longer than a step.
+        # Counted down instead of composed again: one composition may take longer than a step.
         if self.plan is None or not isinstance(self.plan.law, Shuffle):
             return self._steps_left > 0
-        # A shuffled epoch costs as a whole, so what a step adds depends on where in its epoch it is.
+        # A shuffled epoch is charged as a whole, so what a step adds depends on its position in its epoch.
         due = {"kind": "intent", "attempt": key[0], "step": key[1], "release": self._release.to_dict()}
         return self._accountant.epsilon(charged_releases([*self.run.ledger.records, due])) <= self.plan.budget.eps
 
@@ -353,7 +354,7 @@ class ReleaseGate:
         )
 
     def _check_sampling(self, step: int, units: int) -> None:
-        """Compare the number of units that took part with the law; charge more than it allows."""
+        """Compare the number of units that took part with the law; if it is too high, charge it and end the run."""
         self._seen += units
         self._seen_steps += 1
         law = self.sampler.law
@@ -362,14 +363,14 @@ class ReleaseGate:
         if law != self._release.law:
             self.departures += 1
             self._release = replace(self._release, law=law)
-            # The smaller one: a law that costs less must not lengthen a run beyond what was planned.
+            # The smaller one: a law that costs less must not lengthen a run beyond the plan.
             self._steps_left = min(self._steps_left, self._affordable())
         if not isinstance(law, (Poisson, TruncatedPoisson)) or self.plan.budget.neighbours == "add_or_remove":
             return
         trials = self.sampler.units * self._seen_steps
         rate = self._seen / trials
         sd = (law.sample_rate * (1 - law.sample_rate) / trials) ** 0.5
-        # Eight deviations, so false alarms are all but impossible. Too few units are no danger: they are overcharged.
+        # Eight deviations, so false alarms are all but impossible. Too few units do no harm: they are overcharged.
         if rate > law.sample_rate + 8 * sd + 1 / trials:
             self.run.ledger.append(
                 "event",
@@ -389,18 +390,18 @@ class SharedGate:
     """A `ReleaseGate` on rank 0 that all ranks query, in the same order.
 
     Guarantees:
-        - A step that is refused is refused on every rank, with the same error, before any noise is drawn.
+        - A refused step is refused on every rank, with the same error, before any noise is drawn.
         - All ranks are in the same attempt and at the same step, and ask for the noise of the same sum.
-        - The noise of every step is measured on every rank (`NoiseCheck`), before the update reaches an optimizer.
-          Where it is not what was planned, the step is charged as one without noise and the run ends: a
-          measurement that is too small bounds the noise of no single coordinate.
+        - The noise of every step is measured on every rank (`NoiseCheck`), before the update reaches an optimizer. If
+          it is not as planned, the step is charged as a step without noise and the run ends: a measurement that is too
+          small bounds the noise of no single coordinate.
 
     Args:
         whole: Whether every rank holds the whole sum, so that all must hold the same one.
-        parts: Whether every rank noises parts of its own.
+        parts: Whether every rank adds noise to its own parts.
 
     Attributes:
-        clip_fraction: What the last step released of how many units were clipped; None where it released nothing.
+        clip_fraction: The share of clipped units that the last step released; None if it released none.
     """
 
     def __init__(
@@ -437,7 +438,7 @@ class SharedGate:
         return Position(self._run_id, self.attempt, self.steps_done)
 
     def begin(self, position: Position | None, state: Callable[[], str] | None) -> None:
-        """As `ReleaseGate.begin`; then every rank draws from the same step of the same attempt."""
+        """Do as `ReleaseGate.begin`; then every rank draws from the same step of the same attempt."""
 
         def settle() -> Position:
             self.own.begin(position, state)
@@ -445,20 +446,20 @@ class SharedGate:
 
         found = self.ranks.share(settle)
         self.attempt, self.steps_done = found.attempt, found.steps_done
-        if self._own is None:  # where there is a gate, it has set its sampler
+        if self._own is None:  # a rank with a gate has already set its sampler
             self._sampler.attempt, self._sampler.next_step = found.attempt, found.steps_done
 
     def require_budget(self, step: int) -> None:
         self.ranks.share(lambda: self.own.require_budget(step), quick=True)
 
     def authorise(self, attempt: int, step: int, units: int, sums: dict[str, Tensor]) -> Permit:
-        """As `ReleaseGate.authorise`; ``units`` and ``sums`` are those of all ranks together, the same on each."""
-        # First, since what differs between ranks would be charged and then noised twice.
+        """Do as `ReleaseGate.authorise`; ``units`` and ``sums`` are totals over all ranks, equal on each."""
+        # First, because a difference between ranks would be charged and then noised twice.
         self._refuse_parted(attempt, step, units, sums)
         permit = self.ranks.share(lambda: self.own.authorise(attempt, step, units, sums), quick=True)
         self.granted += 1
         if self._noise is not None:
-            # Now, while the sums are without noise; `record` compares.
+            # Now, while the sums have no noise; `record` compares.
             self._noise.expect(sums)
         return permit
 
@@ -466,7 +467,7 @@ class SharedGate:
         if self.ranks.world_size == 1:
             return
         tag = sample_tag(self.stream, sums) if self._whole else ""
-        counted = float(sums.get(NAME, 0.0))  # every rank has it whole, and noises it
+        counted = float(sums.get(NAME, 0.0))  # every rank holds the whole count, and adds noise to it
         if len(set(self.ranks.gather((attempt, step, units, tag, counted), quick=True))) > 1:
             raise LedgerError(
                 f"The ranks have different sums for step {step}, and would all add the same noise: reduce sums and "
@@ -475,14 +476,14 @@ class SharedGate:
             )
 
     def record(self, permit: Permit, update: Update) -> None:
-        """As `ReleaseGate.record`, after the noise was measured on every rank."""
+        """Do as `ReleaseGate.record`, after the noise was measured on every rank."""
         verdict = None if self._noise is None else self._noise.verdict(update)
         sample = self._noise.sample() if self._noise is not None and self._parts else {}
         stds, verdicts, samples = zip(*self.ranks.gather((update.noise_std, verdict, sample), quick=True), strict=True)
         wrong = next(filter(None, verdicts), None)
         if wrong is None and self._noise is not None:
             wrong = self._noise.compare(samples)
-        # The weakest rank is charged; where the measurement fails nobody's word for the noise counts.
+        # The weakest rank is charged; where the measurement fails, no rank's statement of its noise counts.
         update = replace(update, noise_std=min(stds) if wrong is None else 0.0)
         self.ranks.share(lambda: self.own.record(permit, update), quick=True)
         if wrong is not None:
@@ -519,7 +520,7 @@ class SharedGate:
         return self._last_epsilon
 
     def epsilon(self) -> float:
-        """Epsilon spent so far; on ranks other than 0, as of the last common query."""
+        """Epsilon spent so far; on ranks other than 0, as of the last shared query."""
         if self._own is not None or self._last_epsilon is None:
             return self.own.epsilon()
         return self._last_epsilon

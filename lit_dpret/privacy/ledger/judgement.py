@@ -1,8 +1,8 @@
 """Derive the claim from ledger records: which assumptions of the proof hold, and what follows.
 
-Nothing here reads a configuration. From few to many: `charged_releases` (announced, as really made),
-`promised_releases` (and the planned steps not made), `claimed_releases` (and what the start had cost: the card's),
-`owed_releases` (the promised ones as others count them, without what the run's own ledger refutes),
+Nothing here reads a configuration. From few releases to many: `charged_releases` (announced, and charged as really
+made), `promised_releases` (plus the planned steps not made), `claimed_releases` (plus the cost of the start; the
+card's), `owed_releases` (the promised ones as other runs count them, without what the run's own ledger refutes),
 `forthcoming_releases` (the charged ones once further steps are made).
 """
 
@@ -47,11 +47,11 @@ Record = Mapping[str, Any]
 Consequence = Literal["charged", "no_amplification", "no_guarantee", "no_claim", "weights_alone"]
 Standing = Literal["holds", "refuted", "unverified"]
 
-# As a card stores it under "holds".
+# How a card stores it under "holds".
 _STORED: Mapping[Standing, bool | str] = {"holds": True, "refuted": False, "unverified": "unverified"}
 
 RANDOM_WEIGHTS = "random weights"
-"""The start that a card names where training began with no model."""
+"""The start that a card names where training began without a model."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,13 @@ class Assumption:
     """A step of the argument from the mechanism to the claim."""
 
     text: str  # the assumption as a statement
-    # Whether the ledger shows that it ``holds``, or that it does not (``refuted``), or neither (``unverified``).
+    # Whether the ledger shows that the assumption ``holds``, shows that it does not (``refuted``), or neither
+    # (``unverified``).
     standing: Standing
-    # What becomes of the claim where it is refuted: ``charged`` (epsilon already counts it), ``no_amplification``
-    # (every unit is charged for every step), ``no_guarantee`` (no number is printed: not proved), ``no_claim`` (nor is
-    # one, but a total over runs has its releases), or ``weights_alone`` (epsilon is theirs, not that of the ledger).
+    # What happens to the claim if it is refuted: ``charged`` (epsilon already counts it), ``no_amplification`` (every
+    # unit is charged for every step), ``no_guarantee`` (not proved, so no number is printed), ``no_claim`` (no number
+    # is printed either, but a total over runs includes its releases), or ``weights_alone`` (epsilon covers the weights,
+    # not the ledger).
     consequence: Consequence = "no_guarantee"
 
     @property
@@ -71,7 +73,7 @@ class Assumption:
         return self.standing == "refuted"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry of a card, where ``holds`` is true, false, or ``"unverified"``."""
+        """Return the entry for a card, where ``holds`` is true, false, or ``"unverified"``."""
         return {"text": self.text, "holds": _STORED[self.standing], "consequence": self.consequence}
 
 
@@ -120,7 +122,7 @@ def _recorded(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
         ),
         Assumption("No noise was used for two different steps.", "holds"),
     ]
-    # Slack, for a quotient of floats that equals the plan's on paper may be a last digit below it.
+    # Slack, because a quotient of floats that equals the plan's on paper may be one last digit below it.
     weak = [r for r in releases if realised_multiplier(r) < plan.noise_multiplier * (1 - FLOAT_SLACK)]
     text = "Each confirmed step added at least the planned noise, once, to the sum over the batch."
     if weak:
@@ -154,7 +156,7 @@ def _added_up(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
 
 
 def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumption]:
-    """Return the assumption about the data of the steps before a change of the secret, which keys comparisons."""
+    """Return the assumption that the data were the same before a change of the secret, which keys comparisons."""
     changes = [place for place, r in enumerate(records) if r.get("kind") == "event" and r.get("name") == SECRET_CHANGED]
     if not any(r.get("kind") == "intent" for place in changes[-1:] for r in records[:place]):
         return []
@@ -167,7 +169,7 @@ def _not_compared(records: Sequence[Record], plan: PrivacyPlan) -> list[Assumpti
 
 
 def _ended_by_rows(records: Sequence[Record]) -> list[Assumption]:
-    """Return the assumption that no private row ended the run: no release covers that, or when, it ended."""
+    """Return the assumption that no private row ended the run: no release covers the fact or time of its end."""
     ends = [(place, r["steps"]) for place, r in enumerate(records) if r.get("kind") == "end"
             and r.get("reason") == FAILED]  # fmt: skip
     if not ends:
@@ -192,7 +194,7 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
     if departed := attempts_with(SAMPLING_DEPARTURE, records):
         where = ", ".join(map(str, sorted(departed)))
         why = f"in attempt {where} the draws departed from it; every unit is charged for every step of that attempt"
-        # Without a law every unit is charged in every step, and `judge` says why that is not a bound here.
+        # Without a law, every unit is charged in every step; `judge` explains why that is not a bound here.
         consequence: Consequence = "no_guarantee" if plan.budget.neighbours == "add_or_remove" else "charged"
         return Assumption(f"{text}: {why}.", "refuted", consequence)
     stated = [record["law"] for record in releases if record.get("law") is not None]
@@ -213,7 +215,7 @@ def _law_assumption(records: Sequence[Record], releases: Sequence[Record], plan:
 
 
 def more_before(before: Sequence[int | None]) -> str:
-    """Return the declared most units per person in the runs before this one; empty without any."""
+    """Return a clause with the declared maximum units per person of each earlier run; empty without any."""
     return "".join(f", or more than {most} to a run before it" for most in before if most is not None)
 
 
@@ -256,7 +258,8 @@ def _grid_assumption(plan: PrivacyPlan) -> Assumption:
     )
 
 
-#: What the products of an engine take, and n / 2^this is their assumed error (`lit_dpret.privacy.clipping.arithmetic`).
+#: The input format of an engine's products, and the exponent b of their assumed error n / 2^b
+#: (`lit_dpret.privacy.clipping.arithmetic`).
 _PRODUCTS = {
     "ghost": ("float32", 24), "vmap": ("float32", 24), "ghost_tf32": ("TF32", 22), "ghost_bf16": ("bfloat16", 22),
 }  # fmt: skip
@@ -298,13 +301,13 @@ def _bound_assumption(plan: PrivacyPlan) -> Assumption:
 class Judged:
     """The records of a ledger, and their verdict."""
 
-    records: Sequence[Record]  # from the first on
+    records: Sequence[Record]  # all of them, in order
     plan: PrivacyPlan | None  # the last one; None for a run without privacy
-    # What the run promised (`promised_releases`): what it released, and what it had planned beside that.
+    # What the run promised (`promised_releases`): what it released, and what else it had planned.
     own: Sequence[Release]
-    releases: Sequence[Release]  # what the claim is about: those, and what the model had cost that the run started from
+    releases: Sequence[Release]  # what the claim covers: those, and the cost of the model that the run started from
     verdict: Verdict  # the claim
-    assumptions: Sequence[Assumption]  # those that it rests on, or is refuted by
+    assumptions: Sequence[Assumption]  # those that the verdict rests on, or that refute it
 
     @classmethod
     def by(cls, records: Sequence[Record], assumptions: Sequence[Assumption]) -> Judged:
@@ -324,9 +327,9 @@ class Judged:
 
     @property
     def beyond_plan(self) -> Literal["repeated_steps", "otherwise"] | None:
-        """Why the run is charged with more than was planned before its first step; None where it is not.
+        """Why the run is charged with more than was planned before its first step; None if it is not.
 
-        Then what was planned for it together with other runs is no bound for what they cost.
+        Then the cost planned for it together with other runs does not bound what they cost.
         """
         recorded = [record for record in self.records if record.get("kind") == "plan"]
         if not recorded or not recorded[0].get("plan"):
@@ -347,10 +350,11 @@ class Judged:
 def judge(
     releases: Sequence[Release], plan: PrivacyPlan | None, assumptions: Sequence[Assumption]
 ) -> tuple[Verdict, Sequence[Assumption]]:
-    """Return the claim for these releases and assumptions, and those, one more where no accountant judges the law.
+    """Return the claim for these releases, and its assumptions; one is added if no accountant judges the law.
 
-    Where amplification by sampling cannot be claimed, every unit is charged for every step. That needs each unit to
-    stand in a batch at most once and the batches of the others to stay, so it is no bound under ``add_or_remove``.
+    Where amplification by sampling cannot be claimed, every unit is charged for every step. That requires each unit to
+    be in a batch at most once and the batches of the other units not to change, so it is no bound under
+    ``add_or_remove``.
     """
     if plan is None or any(isinstance(release, NonPrivateRelease) for release in releases):
         return Verdict("none", None, "nothing"), assumptions
@@ -367,14 +371,14 @@ def judge(
         return Verdict("not_proved", None, "nothing"), assumptions
     if not amplified:
         value = epsilon_by("pld", every_unit_in_every_step(releases), plan)
-    # Infinite is not a number to print: such a run promises nothing, whatever it assumed.
+    # An infinite epsilon is not a number to print: such a run promises nothing, whatever it assumed.
     if not math.isfinite(value):
         return Verdict("none", None, "nothing"), assumptions
     return Verdict("dp", value, "as_charged" if amplified else "no_amplification"), assumptions
 
 
 def units_before(start: Mapping[str, Any] | None) -> list[tuple[list[Release], int | None]]:
-    """Return the earlier runs of a start, the nearest first, with releases and declared units per person."""
+    """Return the runs before a start, the nearest first, with releases and declared units per person."""
     if start is None or not start["releases"]:
         return []
     runs = start.get("units") or [{"max_units_per_user": None, "releases": start["releases"]}]
@@ -384,25 +388,25 @@ def units_before(start: Mapping[str, Any] | None) -> list[tuple[list[Release], i
 def promised_releases(records: Sequence[Record]) -> list[Release]:
     """Return the releases a claim covers: `charged_releases`, and planned steps that were not made.
 
-    Whoever ended a run early may have looked at what it had let out: a metric of its checkpoints, a person who saw
-    them, an error that only some weights cause. Then the number of steps is an outcome of the mechanism, and the
-    epsilon of so many steps bounds nothing. All that could have been made without a look is a number that was fixed
-    before: the steps of the plan, as far as the budget covers them, since the gate refuses every further one.
+    The person who ended a run early may have looked at its output: a metric of its checkpoints, someone who saw them,
+    an error that only some weights cause. Then the number of steps is an outcome of the mechanism, and the epsilon of
+    that number of steps bounds nothing. Only a number fixed in advance does not depend on such a look: the steps of the
+    plan, as far as the budget covers them, since the gate refuses every further step.
 
     Guarantees:
-        - A run that came to its planned end, or that announced no step, is charged with what it released.
-        - Epsilon of the answer is at most the budget, or that of what was released.
+        - A run that reached its planned end, or that announced no step, is charged with what it released.
+        - The epsilon of the result is at most the larger of the budget and the epsilon of what was released.
     """
     charged, keys = charged_releases(records), noise_keys(records)
     plan, last = plan_of(records) if keys and any(r.get("kind") == "plan" for r in records) else (None, {})
     if plan is None or any(isinstance(release, NonPrivateRelease) for release in charged):
         return charged
-    # Steps of earlier attempts are charged already; what is still planned belongs to the last one.
+    # Steps of earlier attempts are charged already; the steps still planned belong to the last attempt.
     attempt = max(attempt for attempt, _ in keys)
     first = 1 + max(step for each, step in keys if each == attempt)
     planned = int(last.get("planned_steps") or plan.steps)
     intents = [record["release"] for record in records if record.get("kind") == "intent"]
-    # As the last step was announced: a departure from the planned law goes on in those not made.
+    # As the last step was announced: a departure from the planned law continues in the steps not made.
     step = release_from_dict(intents[-1])
 
     def until(end: int) -> list[Release]:
@@ -412,10 +416,10 @@ def promised_releases(records: Sequence[Record]) -> list[Release]:
         return epsilon_by(plan.accountant, until(end), plan) <= plan.budget.eps
 
     try:
-        # The usual case in one evaluation; each further one may take seconds.
+        # The usual case takes one evaluation; each further one may take seconds.
         if planned <= first or covered(planned):
             return until(planned)
-    except UnsupportedAccountingError:  # which the verdict will tell
+    except UnsupportedAccountingError:  # the verdict reports it
         return until(planned)
     fits, fails = first, planned
     while fails - fits > 1:  # the gate stops at the first step that the budget does not cover
@@ -425,7 +429,7 @@ def promised_releases(records: Sequence[Record]) -> list[Release]:
 
 
 def claimed_releases(records: Sequence[Record]) -> list[Release]:
-    """Return the releases of a run's model: its own (`promised_releases`), and those of its start."""
+    """Return the releases behind a run's model: its own (`promised_releases`), and those of its start."""
     return with_earlier_releases(records, promised_releases(records))
 
 
@@ -441,16 +445,16 @@ def epsilon_by(accountant: AccountantName, releases: Sequence[Release], plan: Pr
 
 
 PRIVATE_EVENT = "private_evaluation"
-"""The event before metrics of private queries are let out; it holds a ``NonPrivateRelease``."""
+"""The event before metrics of private queries are released; it holds a ``NonPrivateRelease``."""
 
 PRIVATE_LOG_EVENT = "private_log"
-"""The event before a number that nobody declares public is first logged, under ``log_private_loss``."""
+"""The event before a number that is not declared public is first logged, under ``log_private_loss``."""
 
 DECLARED_EVENT = "declared_evaluation"
-"""The event that says whose queries a run was evaluated on, as its settings declare."""
+"""The event that records whose queries a run was evaluated on, as its settings declare."""
 
 UNITS_UNNAMED = "units_unnamed"
-"""The event that says that the training rows do not name the query, user or image that they are of."""
+"""The event that records that the training rows do not name the query, user or image they belong to."""
 
 _NO_CLAIM_OF_ITS_OWN = ("none", "synthetic")
 _WORDS_ARE_PUBLIC = (
@@ -506,13 +510,14 @@ def leaks(records: Sequence[Mapping[str, Any]]) -> list[Assumption]:
 def owed_releases(records: Sequence[Mapping[str, Any]], *, as_made: bool = False) -> list[Release]:
     """Return the releases charged to a run, as far as its ledger permits a claim.
 
-    They are its `promised_releases`; with ``as_made`` those that it made, for who answers for the rest of the plan.
+    They are its `promised_releases`; with ``as_made``, only those that it made, for a caller that accounts for the rest
+    of the plan itself.
 
     Guarantees:
-        - Where the ledger itself refutes the claim (a private loss or metric was shown, the noise is keyed with a
-          published number, a bound is refuted, units were added or removed and batches not drawn as planned), there is
-          a `NonPrivateRelease` among them: no total over runs is finite where a run's own card proves nothing.
-        - Where amplification by sampling is refuted alone, every unit is charged for every step.
+        - If the ledger itself refutes the claim (a private loss or metric was shown, the noise is keyed with a
+          published number, a bound is refuted, units were added or removed and batches not drawn as planned), the
+          result contains a `NonPrivateRelease`: no total over runs is finite where a run's own card proves nothing.
+        - If only amplification by sampling is refuted, every unit is charged for every step.
     """
     charged = charged_releases(records) if as_made else promised_releases(records)
     if not any(record.get("kind") == "plan" for record in records):
@@ -522,7 +527,7 @@ def owed_releases(records: Sequence[Mapping[str, Any]], *, as_made: bool = False
         return charged
     refuted = [a for a in (*derived_assumptions(records, plan), *leaks(records)) if a.refuted]
     broken = {assumption.consequence for assumption in refuted}
-    # A total with this run must not be finite where its own card states nothing.
+    # A total that includes this run must not be finite where its own card states nothing.
     if "no_guarantee" in broken or ("no_amplification" in broken and plan.budget.neighbours == "add_or_remove"):
         return [*charged, NonPrivateRelease(label="a run whose card proves nothing")]
     return every_unit_in_every_step(charged) if "no_amplification" in broken else charged
