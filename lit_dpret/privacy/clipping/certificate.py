@@ -1,8 +1,8 @@
 """Bounds on a unit's gradient norm, and on what a sum of gradients may miss, that include every rounding.
 
-They follow from what `arithmetic` assumes of a sum of products alone; docs/derivations.md has the proof, in the same
-letters: positions t, lengths alpha (inputs) and beta (output gradients), spread S, and what is missed, kappa. Nothing
-beside ``max_grad_norm`` is charged.
+They follow only from what `arithmetic` assumes of a sum of products; docs/derivations.md has the proof, in the same
+notation: positions t, lengths alpha (inputs) and beta (output gradients), spread S, and the missed amount kappa.
+Nothing is charged beyond ``max_grad_norm``.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from lit_dpret.privacy.clipping.contributions import (
 )
 from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
 
-#: Positions up to which a Gram matrix is computed whole on CUDA: half of it would be saved, for four times the kernels.
+#: Up to this number of positions, CUDA computes a Gram matrix whole: skipping half would take four times the kernels.
 WHOLE = 1024
 #: Sizes above which products may overflow in float32.
 LARGE = 2.0**60
-#: More than the few operations here in float64 are off by.
+#: Larger than the error of the few operations here in float64.
 _FEW = 1e-11
-#: How many squares are added up before a wider type takes over, and of how many it takes over at once.
+#: How many squares are added up before a wider type takes over, and how many it takes over at once.
 _ROW, _AT_ONCE = 256, 4096
 
 
 @dataclass
 class Certified:
-    """What is certain of the gradients of some parameters: one value for each slot of a batch, in float64."""
+    """The certain facts about the gradients of some parameters: one value for each slot of a batch, in float64."""
 
     estimate: Tensor  # the squared norm as it was computed
-    error: Tensor  # what to add to it for an upper bound
-    moved: Tensor  # the squared norm by which norm and sum may be off besides, over the factor, from above
-    sizes: Tensor  # of terms, from above, by which absolute errors are bounded
+    error: Tensor  # what to add to the estimate for an upper bound
+    moved: Tensor  # upper bound on the squared norm by which norm and sum may also be off, over the factor
+    sizes: Tensor  # upper bound on the sizes of terms, which bounds absolute errors
     least: float  # the absolute error of an operation, the largest of all formats in use
-    relative: float = 0.0  # what share of the estimate, and ...
-    absolute: float = 0.0  # ... what beside it the rounding of lengths may have lost
-    pairs: float = 0.0  # what is to be added to that where products were added up in pairs ...
+    relative: float = 0.0  # the share of the estimate, and ...
+    absolute: float = 0.0  # ... the absolute amount, that the rounding of lengths may have lost
+    pairs: float = 0.0  # what is to be added to `sizes` where products were added up in pairs ...
     positions: float = 0.0  # ... and for sums
 
     @classmethod
@@ -62,35 +62,35 @@ class Certified:
         return cls(estimate, error, moved, sizes, least)
 
     def norms(self) -> Tensor:
-        """Bound the norm, and add what a sum may miss of factor times gradient, over the factor."""
+        """Return an upper bound on the norm, plus what a sum may miss of factor times gradient, over the factor."""
         tiny = 4 * self.least * (self.sizes + self.pairs).square() + self.absolute
-        # Both times the share: with the error of a tied weight, whose estimate may be below zero, no part is negative.
+        # Scale both: with the error of a tied weight, whose estimate may be below zero, no part is negative.
         squares = (self.estimate + self.error) * (1 + self.relative) + tiny
         return squares.clamp(min=0).sqrt() + self.moved.sqrt()
 
     def tiny(self) -> Tensor:
-        """By what a sum may miss factor times gradient besides, whatever the factor is."""
+        """Return what else a sum may miss of factor times gradient, whatever the factor is."""
         found = 4 * self.least * (self.sizes + self.positions)
         return found.masked_fill(self.sizes > LARGE, math.inf)
 
     def present(self, norms: Tensor) -> Tensor:
         """Return which units have a gradient: whose ``norms`` exceed what absolute errors alone can add up to.
 
-        For a gradient of zero they add up to at most 2^-60 times the sizes: what lengths are enlarged by
+        For a gradient of zero they add up to at most 2^-60 times the sizes: the amount by which lengths are enlarged
         (`_rounding_of_lengths`), times shares that are below one, and what small products may lose.
         """
         return norms > 2.0**-58 * (self.sizes + self.pairs + self.positions) + 2 * math.sqrt(self.absolute)
 
     def note_lengths(self, form: Format, up: float, floor: float) -> None:
-        """Note that (n + floor) times ``up`` bounds a norm whose computed value n goes into the estimate."""
+        """Record that (n + floor) times ``up`` bounds a norm whose computed value n goes into the estimate."""
         # (a + b)^2 is at most (1 + e) a^2 + (1 + 1/e) b^2.
         self.relative = max(self.relative, up**2 * (1 + form.unit) - 1)
         self.absolute += up**2 * floor**2 * (1 + 1 / form.unit)
 
     def note_terms(self, terms: int, width: int, *, in_pairs: bool) -> None:
-        """Note what absolute errors are bounded by beside `sizes`.
+        """Record what bounds absolute errors in addition to `sizes`.
 
-        These are ``terms`` over all parameters, each with so many axes together, whose products were added up
+        These are ``terms`` over all parameters, each with axes of total length ``width``, whose products were added up
         ``in_pairs``.
         """
         self.pairs += 1.5 * terms * width**0.5 if in_pairs else 0.0
@@ -100,11 +100,11 @@ class Certified:
 def certified(
     parameters: Sequence[Sequence[Contribution]], shape: torch.Size, batch: UnitRows, form: Format, into: Certified
 ) -> None:
-    """Add what is certain of the gradients of one parameter, or of linear weights with the same inputs (`by_input`)."""
+    """Add what is certain about the gradients of one parameter, or of linear weights with equal inputs (`by_input`)."""
     outers = [[use for use in uses if isinstance(use, Product)] for uses in parameters]
     lookups = [use for use in parameters[0] if isinstance(use, Lookup)]
     mixed = any(isinstance(use, Dense) for use in parameters[0]) or len({use.groups for use in outers[0]}) > 1
-    if mixed:  # rare enough, or small enough, to be written out
+    if mixed:  # rare enough, or small enough, to compute in full
         size = 1 if outers[0] or lookups else batch.units
     else:
         size = _units_at_once(outers, lookups, shape, batch)
@@ -117,8 +117,8 @@ def certified(
         outputs = [[use.outputs(group, form.inputs) for use in uses] for uses in outers]
         ids, looked_up = _joined_lookups(lookups, group, form.sums) or (None, None)
         tied = bool(inputs) and looked_up is not None
-        # How often a term is added to others beside those of its own kind: a partial sum of each use, and after them
-        # those of the other kind.
+        # How often a term is added to others, apart from those of its own kind: to a partial sum of each use, and then
+        # to those of the other kind.
         more = len(parameters[0]) * group.rows.shape[1]
         if inputs:
             later = 0 if looked_up is None else looked_up.shape[1]
@@ -131,7 +131,7 @@ def certified(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on gradients of some units, which are added to what is certain of their other ones."""
+    """Bounds on gradients of some units, which are added to what is certain about their other gradients."""
 
     group: RowGroup
     form: Format
@@ -144,12 +144,12 @@ class Bounds:
         """Bound sums of outer products.
 
         Values are of the format: inputs (n x folds, positions, in) for each use, outputs (n x folds, positions, out)
-        for each parameter and use. A ``tied`` squared norm is a part of one that may cancel.
+        for each parameter and use. A ``tied`` squared norm is a part of a norm that may cancel.
         """
         form, into = self.form, self.into
         a, gs = _cat(list(inputs)), [_cat(list(g)) for g in outputs]
         positions, width, out = a.shape[1], a.shape[2], sum(g.shape[2] for g in gs)
-        # Not scaled up for rounding one by one, which would start many kernels, but where they are added.
+        # Scaled up for rounding where they are added, not one by one, which would start many kernels.
         up, floor = _rounding_of_lengths(max(width, *(g.shape[2] for g in gs)), form)
         of_terms = torch.stack([_raw_lengths(each, form) for each in (a, *gs)], 1).add_(floor)
         alpha, beta = of_terms[:, :1], of_terms[:, 1:]
@@ -177,14 +177,14 @@ class Bounds:
         form, into, (n, positions, width) = self.form, self.into, g.shape
         beta = lengths(g, form).double()
         missed = _missed(form, positions + more)
-        if fixed:  # all pairs of equal tokens: more work, and no shape follows from the tokens
+        if fixed:  # all pairs of equal tokens: more work, but no shape depends on the tokens
             equal = ids[:, :, None] == ids[:, None, :]
             spread = torch.where(equal, beta[:, :, None] * beta[:, None, :], 0).sum((1, 2))
             self._add(into.estimate, (g @ g.mT).mul_(equal).sum((1, 2), dtype=torch.float64))
             self._add(into.error, spread, (form.gamma(width) + positions**2 * 2.0**-52) * (1 + _FEW))
         else:
             unit = torch.arange(n, device=ids.device)[:, None]
-            # Equal tokens of one unit are one row of its gradient; those of two units are two.
+            # Equal tokens of one unit share one row of its gradient; those of two units have two.
             keys, place = torch.unique(unit * entries + ids, return_inverse=True)
             summed = torch.zeros(len(keys), width, dtype=g.dtype, device=g.device)
             summed.index_add_(0, place.flatten(), g.flatten(0, 1))
@@ -219,7 +219,7 @@ class Bounds:
             self._add(self.into.error, by_id.sum(1, dtype=torch.float64), 2 * off * up)
 
     def of_written(self, uses: Sequence[Contribution], shape: torch.Size) -> None:
-        """Bound gradients that are written out; those of biases and norms are sums of what their rows contribute."""
+        """Bound gradients that are computed in full; those of biases and norms are sums over their rows."""
         form, into, group = self.form, self.into, self.group
         computed, up, floor = norms_of_each(unit_gradients(uses, shape, group, form.sums), form)
         norms = (computed + floor) * up
@@ -240,7 +240,8 @@ class Bounds:
     def _add_pairs(
         self, a: Tensor, gs: Sequence[Tensor], alpha: Tensor, beta: Tensor, *, up: float, folds: int
     ) -> float:
-        """Add the squared norm from pairs, and its error; return the share of the squared spread missing from that."""
+        """Add the squared norm from pairs, and its error; return the share of the squared spread that this error lacks.
+        """
         form, into, positions = self.form, self.into, a.shape[1]
         of_a, of_g = _parts([a]), _parts(gs)
         gamma_a, gamma_g = (form.gamma(max(part.shape[2] for part in parts) + len(parts)) for parts in (of_a, of_g))
@@ -257,7 +258,7 @@ class Bounds:
                     self._add(into.error, weighted, times * up * share, folds=folds)
             products = b_matrix.mul_(a_matrix)
             square = products[:, :, : products.shape[1]].sum((1, 2), dtype=torch.float64)
-            if products.shape[1] < products.shape[2]:  # off the diagonal block each pair stands for two
+            if products.shape[1] < products.shape[2]:  # outside the diagonal block each pair counts twice
                 square = products.sum((1, 2), dtype=torch.float64).mul_(2).sub_(square)
             self._add(into.estimate, square, folds=folds)
         return gamma_a * gamma_g
@@ -272,7 +273,7 @@ class Bounds:
 
 
 def _rounding_of_lengths(width: int, form: Format) -> tuple[float, float]:
-    """By which factor a norm of so many values may be too small, after something was added to it."""
+    """Return the factor by which a norm of ``width`` values may be too small, and what to add to the norm first."""
     return 1 + form.others(width + 8), (8 * width * form.tiny) ** 0.5
 
 
@@ -282,7 +283,7 @@ def _raw_lengths(values: Tensor, form: Format) -> Tensor:
 
 
 def lengths(values: Tensor, form: Format) -> Tensor:
-    """Upper bounds on the norms over the last axis, in the type of the format's sums."""
+    """Return upper bounds on the norms over the last axis, in the dtype of the format's sums."""
     up, floor = _rounding_of_lengths(values.shape[-1], form)
     return _raw_lengths(values, form).add_(floor).mul_(up)
 
@@ -303,7 +304,7 @@ def norms_of_each(values: Tensor, form: Format) -> tuple[Tensor, float, float]:
 
 
 def norms_from_above(values: Tensor, form: Format) -> Tensor:
-    """Upper bounds on the norms over all axes but the first, ``(n,)`` in float64."""
+    """Return upper bounds on the norms over all axes but the first, ``(n,)`` in float64."""
     found, up, floor = norms_of_each(values, form)
     return (found + floor) * up
 
@@ -327,7 +328,7 @@ def _spread_of(use: Contribution, group: RowGroup) -> tuple[Tensor, Tensor]:
 
 
 def _missed(form: Format, terms: int) -> float:
-    """By how much of its spread a sum of a unit's terms, each times its factor, may be off."""
+    """Return by how much of its spread a sum of a unit's terms, each times its factor, may be off."""
     return (form.omega + (1 + 2.0**-6) * form.gamma(form.parts * terms)) * (1 + _FEW)
 
 
@@ -339,7 +340,7 @@ def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[Tensor,
     for g in gs:
         pairs = zip(torch.split(g, DEPTH, 1), torch.split(a, DEPTH, 1), strict=True)  # type: ignore[no-untyped-call]
         total = functools.reduce(torch.add, (arithmetic.product(part.mT, into, form) for part, into in pairs))
-        # Short sums, put together in float64: one long sum of squares would drift.
+        # Short sums, combined in float64: one long sum of squares would drift.
         norms = torch.linalg.vector_norm(torch.linalg.vector_norm(total, dim=2), dim=1, dtype=torch.float64)
         squares.append(norms.square_())
     up, floor = _rounding_of_lengths(width, form)
@@ -349,7 +350,7 @@ def _written_out(a: Tensor, gs: Sequence[Tensor], form: Format) -> tuple[Tensor,
 
 
 def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Tensor, float]]:
-    """Sums of absolute values times the weights of row and column, (n,), and how often each counts.
+    """Yield sums of absolute values times the weights of row and column, (n,), and how often each counts.
 
     The matrix is (n, rows, T - first row), weights are (n, sets, T).
     """
@@ -358,7 +359,7 @@ def _weighted(matrix: Tensor, weights: Tensor, rows: slice) -> Iterator[tuple[Te
     by_column = weights[:, :, rows] @ matrix.abs()
     for part, times in ((slice(square), 1.0), (slice(square, None), 2.0)):
         x, y = by_column[:, :, part].flatten(1), columns[:, :, part].flatten(1)
-        if x.shape[1]:  # off the diagonal block each pair stands for two
+        if x.shape[1]:  # outside the diagonal block each pair counts twice
             yield (x[:, None] @ y[:, :, None]).view(-1), times
 
 
@@ -369,7 +370,7 @@ def _step(positions: int, device: torch.device) -> int:
 def _units_at_once(
     outers: Sequence[Sequence[Product]], lookups: Sequence[Lookup], shape: torch.Size, batch: UnitRows
 ) -> int:
-    """Return how many units fit into temporaries of bounded size (small on a CPU, where memory is the bound)."""
+    """Return how many units fit into temporaries of bounded size (small on a CPU, where memory is the limit)."""
     each = max(group.rows.shape[1] for group in batch.groups)
     outer = each * sum(use.g.shape[1] for use in outers[0])
     lookup = each * sum(use.g.shape[1] for use in lookups)

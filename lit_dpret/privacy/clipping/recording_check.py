@@ -1,9 +1,9 @@
 """Verify a recording: do the recorded calls explain the gradient, row by row?
 
-A second backward pass weighs each unit's loss by a power of two: the gradient at every recorded output must follow the
-weight of its unit, and the weighted sum of the engine's gradients must be autograd's. That is done for the first batch,
-for every new pattern of calls (`row_pattern`), and in batches 8, 64, 512 and so on; docs/derivations.md says what stays
-unseen.
+A second backward pass weights each unit's loss by a power of two. The gradient at every recorded output must follow the
+weight of its unit, and the weighted sum of the engine's gradients must equal autograd's. The check runs for the first
+batch, for every new pattern of calls (`row_pattern`), and in batches 8, 64, 512 and so on; docs/derivations.md says
+what it cannot see.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PICKS = re.compile(
     r"|Flip|Embedding|Mm|Bmm)"
 )
 _SAID = ("start", "end", "step", "index", "mask", "split_size", "split_sizes", "batch_sizes", "shifts", "dims")
-#: The name of the nodes of a class, and whether they pick rows: to ask a node takes as long as all else.
+#: The name of the nodes of a class, and whether they pick rows: asking a node takes as long as everything else.
 _READ: dict[type, tuple[str, bool]] = {}
 _LEAF = "torch::autograd::AccumulateGrad"
-#: What may stand between a parameter and its use.
+#: Operations that may occur between a parameter and its use.
 _SAME_WEIGHT = re.compile(
     r"(T|View|UnsafeView|Transpose|Permute|Reshape|Alias|ToCopy|Expand|Unsqueeze|Squeeze)Backward"
 )
@@ -47,15 +47,15 @@ def ancestors(loss: Tensor) -> set[Node]:
 def row_pattern(loss: Tensor, rows: int) -> int | None:
     """Return a hash of the form of the graph of ``loss`` and of how it selects rows; equal for batches treated alike.
 
-    Operations that select on another axis than the batch's are left out. None where rows are written into places that
-    the graph does not show (``out[i] = row``): such a batch equals no other.
+    Operations that select on an axis other than the batch axis are left out. Return None where rows are written into
+    places that the graph does not show (``out[i] = row``): such a batch equals no other.
     """
     found: list[object] = []
     names: list[str] = []
     outputs: list[tuple[int, int, int]] = []
     seen: set[Node] = set()
     queue = [loss.grad_fn]
-    # `_walk` written out: this runs in every batch, and takes half as long.
+    # `_walk`, inlined: this runs in every batch, and takes half as long.
     pop, push, see, add = queue.pop, queue.append, seen.add, names.append
     while queue:
         node = pop()
@@ -66,7 +66,7 @@ def row_pattern(loss: Tensor, rows: int) -> int | None:
         add(name)
         for parent, nr in node.next_functions:
             push(parent)
-            if nr:  # which of several outputs goes where tells rows apart that a list has put in another order
+            if nr:  # which of several outputs goes where distinguishes rows that a list has reordered
                 outputs.append((len(names), len(queue), nr))
         if picks:
             found += _picked(node, name, rows)
@@ -77,7 +77,7 @@ def _read(node: Node) -> tuple[str, bool]:
     name = node.name()
     _refuse_hidden(name)
     found = name, _PICKS.match(name) is not None
-    if name.endswith(type(node).__name__):  # else of a C++ extension, whose nodes share one class
+    if name.endswith(type(node).__name__):  # else the class is a C++ extension's, whose nodes share one class
         _READ[type(node)] = found
     return found
 
@@ -98,7 +98,7 @@ def _refuse_hidden(name: str) -> None:
 
 
 def _walk(loss: Tensor) -> Iterator[tuple[Node, tuple[tuple[Node | None, int], ...]]]:
-    # A loop and no recursion: graphs of deep models pass Python's limit.
+    # A loop instead of recursion: graphs of deep models exceed Python's limit.
     seen: set[Node] = set()
     queue = [loss.grad_fn]
     while queue:
@@ -112,7 +112,7 @@ def _walk(loss: Tensor) -> Iterator[tuple[Node, tuple[tuple[Node | None, int], .
 
 def _picked(node: Node, name: str, rows: int) -> list[object]:
     saved: Any = node
-    if name.startswith("Embedding"):  # of words, or of rows that stand in another order
+    if name.startswith("Embedding"):  # of words, or of rows in another order
         weight = node.next_functions[0][0]
         picks = not saved._saved_weight_sym_argsize_0 % rows and not _is_weight(weight)
         return [name, _value(saved._saved_indices)] if picks else []
@@ -137,14 +137,14 @@ def _picked(node: Node, name: str, rows: int) -> list[object]:
 
 
 def _is_weight(node: Node | None) -> bool:
-    """Whether a parameter is handed on as it is."""
+    """Return whether a node passes on a parameter unchanged."""
     while node is not None and _SAME_WEIGHT.match(node.name()):
         node = node.next_functions[0][0]
     return node is not None and node.name() == _LEAF
 
 
 def _mixes_rows(product: Node, rows: int) -> bool:
-    """Whether a matrix that is not a function of any parameter may be multiplied with rows from the left."""
+    """Return whether a matrix that depends on no parameter may be multiplied with rows from the left."""
     (left, _), (right, _) = product.next_functions
     if left is not None or right is None or _is_weight(right):
         return False
@@ -153,7 +153,7 @@ def _mixes_rows(product: Node, rows: int) -> bool:
 
 
 def _runs_over_rows(axis: int, sizes: Any, rows: int) -> bool:
-    """The first axis does, and one that is as long as the batch; another one where the first cannot."""
+    """Return whether an axis is the first one or as long as the batch; another one only where the first cannot be."""
     if axis == 0 or sizes is None:
         return axis == 0
     return bool(sizes[axis] == rows or (sizes[0] % rows and not sizes[axis] % rows))
@@ -161,12 +161,12 @@ def _runs_over_rows(axis: int, sizes: Any, rows: int) -> bool:
 
 def _value(value: Any) -> object:
     if isinstance(value, Tensor):
-        # The values, since the same operation with another mask puts other rows in the same places.
+        # The values, since the same operation with another mask puts other rows in the same positions.
         return tuple(value.shape), hash(value.detach().cpu().contiguous().numpy().tobytes())
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
-#: What a gradient may depart from its unit's weight, relative to it; 0 but for operations that are not deterministic.
+#: How far a gradient may deviate from its unit's weight, relative to it; 0 except for nondeterministic operations.
 SLIPPAGE = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -192,18 +192,18 @@ def roundoff_of(tensors: Iterable[Tensor]) -> float:
     return max((torch.finfo(t.dtype).eps for t in tensors), default=0.0)
 
 
-#: How many times as many batches go by until the next one is verified whatever its pattern is.
+#: The factor between the numbers of batches after which one is verified whatever its pattern.
 _SELDOM = 8
 
 
 class RowPatterns:
-    """Name the row pattern of each batch, and choose batches to verify whatever theirs is: 8, 64, 512 and so on."""
+    """Name the row pattern of each batch, and select batches 8, 64, 512 and so on to verify whatever theirs is."""
 
     def __init__(self) -> None:
         self._batches, self._next = 0, _SELDOM
 
     def of(self, loss: Tensor, batch: UnitRows) -> int | None:
-        """Return the `row_pattern` of a batch; None where it has to be verified in any case."""
+        """Return the `row_pattern` of a batch; None if it must be verified in any case."""
         pattern = row_pattern(loss, batch.rows)
         self._batches += not batch.one_unit
         if self._batches < self._next:
@@ -213,7 +213,7 @@ class RowPatterns:
 
 
 class RecordingCheck:
-    """Remember which calls were verified, and their batch layouts; with ``always`` verify every batch."""
+    """Remember which calls were verified, and their batch layouts; with ``always``, verify every batch."""
 
     def __init__(self, always: bool = False) -> None:
         self.always = always
@@ -221,7 +221,7 @@ class RecordingCheck:
         self._patterns = RowPatterns()
         self._pattern: int | None = None
         self.parameters_checked = False
-        #: Parameters whose gradients a batch has shown to be autograd's.
+        #: Parameters for which a batch has shown that the gradients equal autograd's.
         self.compared: set[str] = set()
 
     def wants(self, parameter: str) -> bool:
@@ -240,7 +240,7 @@ class RecordingCheck:
             return True
         if batch.one_unit or self._all_known(uses, batch.rows):
             return False
-        # A call that the loss does not depend on gets no gradient, so nothing has to be verified of it.
+        # A call that the loss does not depend on gets no gradient, so it needs no check.
         reached = ancestors(loss)
         return any(not self._known(use, batch) and use.edge.node in reached for use in uses)
 
@@ -251,7 +251,7 @@ class RecordingCheck:
         if batch.one_unit:
             return False
         unknown = (g for use, g in zip(uses, grads, strict=True) if g is not None and not self._known(use, batch))
-        # A gradient of zeros shows nothing; the call is verified once it has others.
+        # A gradient of zeros shows nothing; the call is verified once its gradient is not zero.
         return any(bool(g.any()) for g in unknown)
 
     def layout(self, use: Use, batch: UnitRows) -> Layout:
@@ -262,9 +262,9 @@ class RecordingCheck:
     def watching(
         self, uses: Sequence[Use], grads: Sequence[Tensor | None], batch: UnitRows, *, arriving: bool = True
     ) -> Iterator[list[Layout]]:
-        """Inspect the gradients of the weighted pass as they arrive; yields each use's layout, complete at last.
+        """Inspect the gradients of the weighted pass as they arrive; yield each use's layout, complete after the block.
 
-        Where they do not come ``arriving``, they are given to `look_at`.
+        If they do not come ``arriving``, pass them to `look_at`.
         """
         attribution = self._attribution = _Attribution(uses, grads, batch)
         layouts: list[Layout] = ["row_by_row"] * len(uses)
@@ -280,7 +280,7 @@ class RecordingCheck:
         attribution.settle()
         wrong = [use for i, use in enumerate(uses) if grads[i] is not None and not attribution.fitting[i]]
         if wrong:
-            use = wrong[-1]  # the first in the forward pass may only hand on what the last one did
+            use = wrong[-1]  # the first in the forward pass may only pass on what the last one did
             axis = "" if use.axis == batch.rows else f" of {use.axis}"
             order = " with its rows in order" if use.axis == batch.rows else f" of {batch.rows} rows"
             raise UnsupportedModelError(
@@ -296,7 +296,7 @@ class RecordingCheck:
         for i, (use, fits) in enumerate(zip(uses, attribution.fitting, strict=True)):
             if fits:
                 layouts[i] = fits[0]
-            # Both layouts fit where few units take part; then the next batch is asked again.
+            # Both layouts fit where few units take part; then the next batch is checked again.
             if len(fits) == 1 and attribution.contributing[i] > 1 and self._pattern is not None:
                 self._layouts[self._key(use, batch)] = fits[0]
 
@@ -309,7 +309,7 @@ class RecordingCheck:
         return Comparison(self, contributions, batch)
 
     def _all_known(self, uses: Sequence[Use], rows: int) -> bool:
-        """Return whether every use is `_known`; asked in every batch, and written out for that."""
+        """Return whether every use is `_known`; asked in every batch, and inlined for that reason."""
         pattern, known = self._pattern, self._layouts
         if pattern is None:
             return False
@@ -319,17 +319,17 @@ class RecordingCheck:
         return self._pattern is not None and self._key(use, batch) in self._layouts
 
     def _key(self, use: Use, batch: UnitRows) -> object:
-        """A call is known again by its place in the forward pass, its batch axis, and how rows were picked."""
+        """Return what identifies a call: its place in the forward pass, its batch axis, and how rows were picked."""
         return use.site.name, use.call, use.axis == batch.rows, self._pattern
 
 
 class Comparison:
     """Compare the engine's weighted sum with autograd's, parameter by parameter.
 
-    A batch with a broken unit says nothing, since autograd's sum is broken by it, and neither does one whose terms
-    cancel so far that rounding explains the difference: the next batch is asked instead. Once a batch has shown that
-    the two are equal, a difference is one of rounding, as in a row whose gradient consists of it. The bound does not
-    depend on it: what is added is what was clipped.
+    A batch with a broken unit decides nothing, since the unit breaks autograd's sum. Neither does a batch whose terms
+    cancel so far that rounding explains the difference. In both cases the next batch is checked instead. Once a batch
+    has shown that the two sums are equal, a later difference is due to rounding, as in a row whose gradient is all
+    rounding. The bound does not depend on this check: what is added is what was clipped.
     """
 
     def __init__(
@@ -343,11 +343,11 @@ class Comparison:
         self._gaps: list[Tensor] = []
 
     def add(self, name: str, reference: Tensor) -> None:
-        """Compare the sum of one parameter with ``reference``, autograd's."""
+        """Compare the sum for one parameter with ``reference``, autograd's."""
         shape, dtype = reference.shape, accumulator_dtype(reference)
         uses = self._contributions.get(name, ())
         found = add_weighted(uses, self._coefficients, None, shape, dtype, rows=self._rows, fixed=self._batch.fixed)
-        # Read together in `settle`: each reading waits for the device.
+        # Read together in `settle`: each read waits for the device.
         self._norms.append(torch.linalg.vector_norm(reference, dtype=torch.float64))
         self._gaps.append(found.sub_(reference).norm().double())
         self._seen[name] = shape, dtype
@@ -381,7 +381,7 @@ class Comparison:
 
 
 def refuse_lost_gradients(uses: Sequence[Use], grads: Sequence[Tensor | None], loss: Tensor) -> None:
-    """Refuse a call that the loss depends on although no gradient arrived where it was expected."""
+    """Refuse a call that the loss depends on if no gradient arrived where it was expected."""
     silent = [use for use, g in zip(uses, grads, strict=True) if g is None and use.function is None]
     reached = ancestors(loss) if silent else set()
     for use in silent:
@@ -407,7 +407,7 @@ class _Attribution:
         self.contributing = [0] * len(uses)
 
     def watch(self, i: int) -> RemovableHandle:
-        """Inspect what arrives at use ``i`` from now on."""
+        """Inspect every gradient that arrives at use ``i`` from now on."""
         use = self.uses[i]
         if use.site.kind == "scale":  # a leaf: its node only collects, and is not run
             leaf: Any = use.aliases["weight"]
@@ -423,7 +423,7 @@ class _Attribution:
         for layout, units in self._units_of(self.uses[i]).items():
             weights = self.weights[units]
             own = weights.abs() * size
-            # Beside the row's own size, what rounding of the largest row and gradient may leave in it.
+            # In addition to the row's own size: what rounding of the largest row and gradient may leave in it.
             allowed = own + 1e-3 * torch.where(finite, own, 0).amax() + 1e-6 * self.largest
             rows = g.reshape(len(g), -1)  # the losses themselves have one axis
             error = _row_norms(twin.reshape(rows.shape) - rows * weights.to(g.dtype)[:, None])

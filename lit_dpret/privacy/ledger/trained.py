@@ -1,8 +1,8 @@
 """Track which weights were trained on private data, and in which runs: a card must not take them for fresh ones.
 
 A run leaves its name on modules and parameters, on state dicts, checkpoints and model folders, and as fingerprints of
-values in this process (`passed`). It is looked for in all that a module holds, also beside the module tree. Weights
-that come another way have no known origin (`set_later`).
+values in this process (`passed`). The search covers everything that a module holds, also outside the module tree.
+Weights that arrive another way have no known origin (`set_later`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from lit_dpret.privacy.ledger.passed import fingerprint_of, is_common, looked_at
 from lit_dpret.privacy.state_watch import checksums, parts_of
 from lit_dpret.privacy.user_code import dict_of
 
-#: Where state dicts and checkpoints name the runs that trained their tensors.
+#: The key under which state dicts and checkpoints name the runs that trained their tensors.
 TRAINED_KEY = "lit_dpret_trained_in"
-#: And the file by which model folders do.
+#: The file in which model folders name them.
 NOTE_NAME = "lit_dpret_trained_in.json"
 MARK = "_lit_dpret_trained_in"
 _BUILT = "_lit_dpret_built_with"
-#: What torch calls the state of a part that is no tensor of it.
+#: Torch's name for the state of a part that is not a tensor.
 _EXTRA = "_extra_state"
-# Lists of a million of them are common, and hold no weights.
+# Lists of a million of these are common, and hold no weights.
 _SCALARS = frozenset((str, bytes, int, float, complex, bool, NoneType))
 
 
@@ -54,19 +54,20 @@ class TrainedIn(NamedTuple):
     folder: str = ""  # where it ran; empty where it is not known
 
 
-# By the shape of the tensor, so that most others are told apart without a look at their values.
+# By the shape of the tensor, so that most other tensors are ruled out without reading their values.
 _values: dict[tuple[int, ...], dict[int | None, frozenset[TrainedIn]]] = {}
-# By run, all values that it left, also those that another one may have by chance.
+# By run, all values that it left, including those that another run may have by chance.
 _left: dict[str, set[int]] = {}
-# Values that constructors of this process set; of no run, though files of one may hold them.
+# Values that constructors in this process set; they belong to no run, though files of a run may hold them.
 _built: set[int] = set()
-# Without those of modules that a constructor was given: weights of one new module may well be copied into another.
+# The same without values of modules passed to a constructor: a new module's weights may well be copied into another.
 _made: set[int] = set()
-# Parameters that an optimizer of this process has changed, whoever called it.
+# Parameters that an optimizer of this process has changed, whatever code called it.
 _stepped = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-# Values that such began with, but for those that another training left: small steps leave many of them.
+# The values that such parameters began with, except those that another training left: small steps leave many of them.
 _begun: set[int | None] = set()
-# What an optimizer changed adapters beside, as it was before: it is trained once these are merged into it.
+# Weights next to which an optimizer changed adapters, with their earlier fingerprint: once the adapters are merged into
+# them, they are trained.
 _adapted: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
 
 
@@ -88,7 +89,7 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
     outside_steps.after(optimizer)
     for group in optimizer.param_groups:
         for each in group["params"]:
-            if each.grad is not None:  # others are as they were
+            if each.grad is not None:  # the others are unchanged
                 _stepped[each] = True
 
 
@@ -105,7 +106,8 @@ def objects_in(root: object) -> Iterator[Any]:
     """Return every object that ``root`` can reach, itself first.
 
     Attributes are followed through lists, tuples, sets, dicts, bound methods, `functools.partial` and the attributes of
-    objects. Not followed are closures, slots, what Lightning's own objects hold, and what says ``holds_module``.
+    objects. Closures, slots, the contents of Lightning's own objects, and objects with ``holds_module`` are not
+    followed.
     """
     seen: set[int] = set()
     waiting: list[Any] = [root]
@@ -134,7 +136,7 @@ def _inside(each: Any) -> Iterable[Any]:
 
 
 def _leads_away(kind: type) -> bool:
-    """Whether the attributes of such objects lead to what is of no run, or of every run, in this process."""
+    """Return whether attributes of such objects lead to objects of no run, or of every run, in this process."""
     if issubclass(kind, nn.Module):
         return False
     outside = any(str(base.__module__).partition(".")[0] == "lightning" for base in kind.__mro__)
@@ -161,7 +163,7 @@ def mark_trained(module: nn.Module, runs: Iterable[TrainedIn], *, whole: bool = 
         return
     for part in module.modules():
         if whole or any(parameter.requires_grad for parameter in part.parameters()):
-            # Adapters are merged into the layer that they stand beside.
+            # Adapters are merged into the layer next to them.
             for holder in (part, *filter(None, [getattr(part, "base_layer", None)])):
                 vars(holder)[MARK] = _marks(holder) | runs
     for parameter in module.parameters():
@@ -184,10 +186,9 @@ def runs_behind(module: nn.Module) -> frozenset[TrainedIn]:
 def note_built(module: nn.Module, given: Sequence[nn.Module] = ()) -> None:
     """Store the fingerprints of the `weights` and extra states of ``module``, and of casts, after its constructor.
 
-    Nothing is kept of a module with lazy layers, whose first batch sets them, nor of parameters that an optimizer has
-    changed before, nor of copies of such or of what they were after one of its steps, unless a constructor had set the
-    same values: where theirs come from, nobody noted. What is ``given`` to a constructor is known as this module's
-    alone.
+    Nothing is stored for a module with lazy layers, whose first batch sets them. Nor for parameters that an optimizer
+    has changed before, copies of them, or copies of their values after one of its steps, unless a constructor had set
+    the same values: their origin was not recorded. Values ``given`` to a constructor are known as this module's only.
     """
     if any(map(is_lazy, module.parameters())):
         return
@@ -209,17 +210,17 @@ def _trained_here() -> Any:
 
 
 def _changed(stepped: Iterable[Tensor], like: Iterable[Tensor]) -> set[int]:
-    """Return the fingerprints of ``stepped`` parameters of the shapes of ``like``."""
+    """Return the fingerprints of those ``stepped`` parameters that have a shape found in ``like``."""
     shapes = {each.shape for each in like}
     known = [values for each in list(stepped) if each.shape in shapes and (values := looked_at(each)) is not None]
     return {fingerprint_of(values) for values in known if not is_common(values)} - _built - _begun
 
 
 def changed_before(own: nn.Module) -> Callable[[nn.Module, Collection[str]], list[str]]:
-    """Return a search for weights that an optimizer of this process has changed by now, or equal to such after a step.
+    """Return a search for weights that an optimizer of this process has changed so far, or equal to such after a step.
 
-    It takes a module and runs, and returns names of weights that none of these left. Those of ``own`` are not among
-    them, and neither is what is trained from now on, as a probe that a callback trains on public rows.
+    The search takes a module and runs, and returns the names of such weights that none of the runs left. It excludes
+    the weights of ``own``, and anything trained from now on, such as a probe that a callback trains on public rows.
     """
     of_own = {id(each) for each in weights(own).values()}
     others = [each for each in list(_trained_here()) if id(each) not in of_own]
@@ -239,18 +240,18 @@ def changed_before(own: nn.Module) -> Callable[[nn.Module, Collection[str]], lis
 
 
 def fingerprints_of_casts(tensor: Tensor) -> list[int]:
-    """Return the `fingerprint` of a tensor and those of its casts to half precision; empty without values."""
+    """Return the `fingerprint` of a tensor and of its casts to half precision; empty without values."""
     if (values := looked_at(tensor)) is not None:
         return [fingerprint_of(cast) for cast in _casts(values)]
     if is_sharded(tensor) or is_functorch_wrapped_tensor(tensor):
         return []
-    return checksums([tensor]) if parts_of(tensor) else []  # of whole numbers, sparse, or of a subclass
+    return checksums([tensor]) if parts_of(tensor) else []  # of integers, sparse, or of a subclass
 
 
 def set_later(module: nn.Module, runs: Collection[str] = ()) -> list[str]:
-    """Return the names of `weights` and extra states that neither a constructor set, nor ``runs`` left.
+    """Return the names of `weights` and extra states that no constructor set and none of the ``runs`` left.
 
-    That is its own constructor, or another one which made the values itself.
+    A constructor counts if it is the module's own, or another one that made the values itself.
     """
     built = vars(module).get(_BUILT)
     if built is None:
@@ -267,13 +268,13 @@ def set_later(module: nn.Module, runs: Collection[str] = ()) -> list[str]:
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield what parts put beside their tensors into a state dict, by the name that it has there."""
+    """Yield the state other than tensors that parts put into a state dict, under its name there."""
     for name, part in module.named_modules():
         if type(part).get_extra_state is nn.Module.get_extra_state:
             continue
         try:
             state = part.get_extra_state()
-        except Exception:  # not there yet; whatever a run saves is compared from its setup on
+        except Exception:  # not there yet; anything a run saves is compared from its setup on
             continue
         yield f"{name}.{_EXTRA}".lstrip("."), state
 
@@ -287,7 +288,7 @@ def _digest(state: object) -> int:
 
 
 def fingerprint(tensor: Tensor) -> int | None:
-    """Return that of the values (`fingerprint_of`); None without values."""
+    """Return the fingerprint of a tensor's values (`fingerprint_of`); None without values."""
     values = looked_at(tensor)
     return None if values is None else fingerprint_of(values)
 
@@ -297,7 +298,9 @@ def _casts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fingerprints(module: nn.Module) -> dict[str, int | None]:
-    """Return those of all `values_of` it, frozen ones too: a hook may store an average of trained ones there."""
+    """Return the fingerprints of all `values_of` a module; a hook may store an average of trained values in a frozen
+    one.
+    """
     return {name: fingerprint(tensor) for name, tensor in values_of(module)}
 
 
@@ -314,7 +317,7 @@ def merged_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         weight = getattr(part.base_layer, "weight", None)
         adapters = [each for each in part.active_adapters if each in part.lora_A]
-        if adapters and type(weight) is nn.Parameter and weight.numel() and not weight.is_meta:  # and no shard
+        if adapters and type(weight) is nn.Parameter and weight.numel() and not weight.is_meta:  # not a shard
             with torch.no_grad():
                 yield f"{name} merged", sum(map(part.get_delta_weight, adapters), weight)
 
@@ -332,7 +335,7 @@ def remember(tensors: Iterable[tuple[str, Any]], before: Mapping[str, int | None
         values = looked_at(tensor)
         if values is None or before.get(name) in (None, fingerprint_of(values)):
             continue
-        if isinstance(tensor, nn.Parameter):  # no tensor of a checkpoint, which would take the name into the file
+        if isinstance(tensor, nn.Parameter):  # not a tensor of a checkpoint, which would take the name into the file
             setattr(tensor, MARK, _marks(tensor) | runs)
         known = _values.setdefault(tuple(tensor.shape), {})
         for cast in _casts(values):
@@ -354,7 +357,7 @@ def note(module: nn.Module, facts: dict[str, Any]) -> None:
 
 
 def note_folder(module: nn.Module, folder: str | Path) -> None:
-    """Write the runs of ``module`` beside its model in ``folder``; remove an earlier note."""
+    """Write the runs behind ``module`` next to its model in ``folder``; remove an earlier note."""
     path, runs = Path(folder) / NOTE_NAME, runs_behind(module)
     if runs:
         write_whole(path, json.dumps({TRAINED_KEY: _plain(runs)}, indent=2) + "\n")
@@ -364,7 +367,7 @@ def note_folder(module: nn.Module, folder: str | Path) -> None:
 
 def noted_in(folder: Path) -> frozenset[TrainedIn]:
     """Read what `note_folder` wrote into ``folder``, or into its parent."""
-    # Resolved, since a link to `model/` has another parent than the folder that it leads to.
+    # Resolved, because the parent of a link to `model/` is not that of the folder it points to.
     place = folder.resolve()
     found: set[TrainedIn] = set()
     for path in (place / NOTE_NAME, place.parent / NOTE_NAME):
