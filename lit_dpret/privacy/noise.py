@@ -1,9 +1,10 @@
 """Noise and coins that cannot be replayed without the secret, and that the run itself never reuses.
 
 Every random number behind a claim comes from a *keyed stream*, seeded by (secret, purpose, run, attempt, step,
-parameter) and, for noise, by a tag of the very sum, so that no noise meets two sums. A flat index decides a number, so
-ranks and threads draw parts. Philox (default, CPU, not cryptographic) or ChaCha20 (``secure_rng``) draws normals;
-``privacy.noise=discrete`` computes in integers, and docs/derivations.md proves why its claim holds.
+parameter). For noise the key also includes a tag of the sum it is added to, so that no noise is added to two sums. A
+flat index determines a number, so ranks and threads can draw parts. Philox (default, CPU, not cryptographic) or
+ChaCha20 (``secure_rng``) draws normals. ``privacy.noise=discrete`` computes in integers, and docs/derivations.md proves
+its claim.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ from lit_dpret.threads import in_threads
 SECRET_BYTES = 32
 
 BLOCK = 1 << 16
-"""Coordinates of a parameter whose noise has one key of Philox."""
+"""The number of coordinates of a parameter whose noise shares one Philox key."""
 
 PHILOX_STREAM, CHACHA_STREAM = 2, 3
-"""How keys become noise. Whatever changes a number takes a new number: a ledger says which one drew its noise, and no
-step is repeated under another one."""
+"""How keys become noise. Any change to a number requires a new stream number.
+
+A ledger records which stream drew its noise, and no step is repeated under another one.
+"""
 
 FEW = 1 << 15
 """Up to this many numbers are drawn on the CPU even for a GPU: launching its hundreds of kernels takes longer."""
 
-# Part of every key of floating-point noise. Without meaning by now; kept because removing it would change every number.
+# Part of every key of floating-point noise. It has no meaning any more; removing it would change every number.
 _KEY_CONSTANT = 0
 
 
@@ -85,7 +88,7 @@ def published_secret(seed: int) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    """Write a new secret; it appears whole, and of two processes that make one at once both read the first."""
+    """Write a new secret. It appears whole, and if two processes create one at once, both read the first."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -106,10 +109,10 @@ class KeyedStream:
     """Computationally independent streams for one run, derived from one secret.
 
     Guarantees:
-        - The same key gives the same coins on any machine. It gives the same noise on any machine and device under
-          ``secure_rng``, and else on the same kind of CPU and version of NumPy.
-        - Keys that differ in any component give unrelated numbers, also for parameters of equal
-          shape and for steps of two attempts.
+        - The same key gives the same coins on any machine. Under ``secure_rng`` it also gives the same noise on any
+          machine and device; otherwise only on the same kind of CPU and version of NumPy.
+        - Keys that differ in any component give unrelated numbers, also for parameters of equal shape and for steps of
+          two attempts.
     """
 
     def __init__(self, secret: bytes, run_id: str, *, secure_rng: bool = False) -> None:
@@ -122,7 +125,7 @@ class KeyedStream:
         return CHACHA_STREAM if self.secure_rng else PHILOX_STREAM
 
     def __getstate__(self) -> dict[str, object]:
-        # A checkpoint or a worker that pickles it would carry the secret out of this process.
+        # A checkpoint or a worker that pickles the stream would carry the secret out of this process.
         raise ResumeError("A keyed stream holds the privacy secret and is never written to a file.")
 
     def _digest(self, purpose: str, *key: object, size: int = 32) -> bytes:
@@ -141,7 +144,7 @@ class KeyedStream:
 
     def coins(self, attempt: int, step: int, purpose: str = "sampling") -> np.random.Generator:
         """Return the generator for the sampling coins of one logical step."""
-        # These 128 bits are Philox's key as they are, with no `SeedSequence` in between.
+        # These 128 bits are Philox's key directly, with no `SeedSequence` in between.
         seed = int.from_bytes(self._digest(purpose, attempt, step, size=16), "little")
         return np.random.Generator(np.random.Philox(key=seed))
 
@@ -153,7 +156,7 @@ class KeyedStream:
         """Return a 256-bit seed for random draws while one unit is fetched and collated in one logical step."""
         return int.from_bytes(self._digest("unit", attempt, step, unit), "little")
 
-    # The threads that draw do not inherit the mode: they could not write into a tensor that was made in it.
+    # The threads that draw do not inherit inference mode, and cannot write into a tensor that was created in it.
     @torch.inference_mode(False)
     def normal(
         self,
@@ -169,12 +172,12 @@ class KeyedStream:
     ) -> Tensor:
         """Return standard normal noise of ``shape`` for one parameter and step, in fp32 or wider.
 
-        ``salt`` tags what the noise is added to; ``start`` is the flat index, in the parameter, of the first
+        ``salt`` tags the sum that the noise is added to; ``start`` is the flat index, in the parameter, of the first
         coordinate.
 
         Guarantees:
-            - What lies at flat index i depends on the key and on i alone: a part of a parameter, from ``start`` on,
-              gets the numbers that it has in the whole one, and nothing of the size of the whole is held for it.
+            - The number at flat index i depends only on the key and i: a part of a parameter, from ``start`` on, gets
+              the same numbers as in the whole parameter, and nothing of the size of the whole is allocated for it.
             - The number of threads, which is PyTorch's, changes no number.
         """
         # Never in half precision: its coarse steps would show in the noise.
@@ -207,12 +210,12 @@ class KeyedStream:
         return drawn.reshape(shape).to(device)
 
     def _fill(self, drawn: np.ndarray, key: tuple[object, ...], start: int) -> None:
-        """Fill ``drawn``, which begins at flat index ``start``, from Philox, each block under a key of its own."""
+        """Fill ``drawn``, which begins at flat index ``start``, from Philox, each block under its own key."""
         count = len(drawn)
 
         def fill(block: int) -> None:
             purpose, *rest = key
-            # By block, not by rank or thread: whoever holds these coordinates draws the same numbers.
+            # By block, not by rank or thread: any process that holds these coordinates draws the same numbers.
             seed = self._digest(str(purpose), *rest, block)
             begin = block * BLOCK
             first, last = max(begin, start), min(begin + BLOCK, start + count)
@@ -220,7 +223,7 @@ class KeyedStream:
             if first == begin:
                 _philox_normal(seed, target)
             else:
-                # Normals come by rejection, so nobody can jump into a block: its head is drawn and thrown away.
+                # Normals are drawn by rejection, so a block has no random access: its head is drawn and discarded.
                 upto = np.empty(last - begin, dtype=drawn.dtype)
                 _philox_normal(seed, upto)
                 target[:] = upto[first - begin :]
@@ -229,7 +232,7 @@ class KeyedStream:
 
 
 def _philox_normal(seed: bytes, target: np.ndarray) -> None:
-    """Fill ``target`` from NumPy's Philox; fewer numbers of one seed are the first of more."""
+    """Fill ``target`` from NumPy's Philox; a shorter draw from one seed is a prefix of a longer one."""
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(seed[:16], "little")))
     generator.standard_normal(dtype=target.dtype, out=target)
 
@@ -245,11 +248,11 @@ _AT_ONCE = 256 * BLOCK
 
 
 def grid_bits(noise_multiplier: float, coordinates: int) -> int:
-    """Return b (see the module): one noise deviation is ``2**b`` grid steps."""
+    """Return b such that one noise deviation is ``2**b`` grid steps (see docs/derivations.md)."""
     steps = 2 * math.sqrt(coordinates) * noise_multiplier * (1 + ROUNDING_SHARE) / ROUNDING_SHARE
-    # A little upwards, so that rounding of the logarithm gives no grid that is too coarse.
+    # Slightly upwards, so that rounding of the logarithm does not give a grid that is too coarse.
     bits = max(0, math.ceil(math.log2(steps) + 1e-9))
-    # Some bits of room below the finest grid that `rounded_normals` draws on.
+    # Some spare bits below the finest grid on which `rounded_normals` draws.
     if bits > exact_normal.MOST_BITS - 8:
         raise ConfigurationError(
             f"privacy.noise=discrete: {coordinates} coordinates under a noise multiplier of {noise_multiplier:g} need "
@@ -277,7 +280,7 @@ class FloatNoise:
 
 @dataclass(frozen=True)
 class GridNoise:
-    """Integer noise: the sum rounded to the grid, and an exactly rounded normal."""
+    """Integer noise: the sum rounded to the grid, plus an exactly rounded normal."""
 
     stream: KeyedStream  # of the run
     bits: int  # from `grid_bits`, for all coordinates of the sum together
@@ -303,7 +306,7 @@ class GridNoise:
 def noise_source(
     noise: NoiseName, stream: KeyedStream, *, noise_multiplier: float, coordinates: int
 ) -> FloatNoise | GridNoise:
-    """Return the source of ``noise``; a grid is made for ``coordinates`` coordinates in total."""
+    """Return the source of ``noise``; its grid, if any, is for ``coordinates`` coordinates in total."""
     if noise == "gaussian":
         return FloatNoise(stream)
     return GridNoise(stream, grid_bits(noise_multiplier, coordinates))

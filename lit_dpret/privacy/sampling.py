@@ -1,8 +1,8 @@
 """Sample the participants of each step by keyed coins alone.
 
-An accountant's number holds for one *law*: how the units of a logical batch were drawn. Here the law is an object, the
-sampler is built from it, and the sampler can say what it really did, so that the ledger records the law that ran and
-not the law that was asked for. What a DataModule has to offer for that is a Protocol here, `TrainingData`.
+An accountant's number holds for one *law*: how the units of a logical batch were drawn. Here the law is an object, and
+the sampler is built from it. The sampler can report what it really did, so that the ledger records the law that ran and
+not the law that was requested. The Protocol `TrainingData` lists what a DataModule must provide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lit_dpret.settings import batch_among, require_whole
 
 
 class Row(Protocol):
-    """One (query, passage) row of a unit, as modules read it; `lit_dpret.datamodules.rows.Row` is one."""
+    """One (query, passage) row of a unit, as modules read it; `lit_dpret.datamodules.rows.Row` implements it."""
 
     @property
     def query_id(self) -> str: ...
@@ -40,7 +40,7 @@ class Row(Protocol):
 
 
 class TrainingData(SamplingRequest, Protocol):
-    """The interface of a DataModule, besides Lightning's hooks; `lit_dpret.datamodules.PairsDataModule` has it."""
+    """The interface of a DataModule, besides Lightning's hooks, as in `lit_dpret.datamodules.PairsDataModule`."""
 
     @property
     def n_units(self) -> int:
@@ -48,10 +48,10 @@ class TrainingData(SamplingRequest, Protocol):
 
     @property
     def unit_by(self) -> str | None:
-        """What rows make one unit, after `use_unit`: None where all have an id of the run's unit.
+        """How rows are grouped into units, after `use_unit`: None where all rows have an id of the run's unit.
 
-        Otherwise one of `lit_dpret.privacy.budget`: ``EACH_ROW``, ``PARTLY_NAMED``, ``UNSAID``, or ``ALL_OF_ONE`` with
-        a name. Runs are added up only where it is the same.
+        Otherwise one of the values of `lit_dpret.privacy.budget`: ``EACH_ROW``, ``PARTLY_NAMED``, ``UNSAID``, or
+        ``ALL_OF_ONE`` with a name. Runs are added up only where it is the same.
         """
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
@@ -101,17 +101,17 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
     """Draw logical batches by a law and return them as physical batches.
 
     Guarantees:
-        - Under the Poisson laws each unit takes part in each step by a coin of its own; under the truncated law a batch
+        - Under the Poisson laws each unit takes part in each step by its own coin; under the truncated law a batch
           above the cap loses units uniformly, never by file order.
         - An empty logical batch is handed out as one physical batch of padding.
         - Under a capped law the number of physical batches per step is constant.
         - The draw of a step depends on (secret, run, attempt, step) alone: not on workers, nor on a resume.
-        - With ``sub_batches``, the physical batches of a step are these: each drawn unit is assigned to one by a coin
-          of its own, and none holds more than the given number of units. What is left out is chosen uniformly.
-        - Where it ``scatters``, each drawn unit stands at a place of a physical batch that a coin of its own decides,
-          so that it is the same place without another unit, whose number may be private.
-        - All ``ranks`` draw the same step and deal it out, by unit or by sub-batch. Each hands out the same number of
-          physical batches, of padding where it has no units, so that none waits for another.
+        - With ``sub_batches``, these are the physical batches of a step: each drawn unit is assigned to one by its own
+          coin, and none holds more than the given number of units. The units left out are chosen uniformly.
+        - If the sampler ``scatters``, its own coin decides the position of each drawn unit in a physical batch, so that
+          the position is the same without any other unit. The number of units may be private.
+        - All ``ranks`` draw the same step and divide it among them, by unit or by sub-batch. Each hands out the same
+          number of physical batches, with padding where it has no units, so that no rank waits for another.
 
     Attributes:
         watched: Whether each batch is compared with what was handed out for it (`require_drawn`).
@@ -157,7 +157,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
             # Binomial size, then a uniform choice: the law of one coin per unit, without drawing `units` coins.
             size = int(coins.binomial(self.units, law.sample_rate))
             if isinstance(law, TruncatedPoisson):
-                # The choice below is uniform, so fewer of it is what cutting a larger choice at random would leave.
+                # The choice below is uniform, so a smaller choice has the law of a larger one cut at random.
                 size = min(size, law.cap)
             return coins.choice(self.units, size=size, replace=False)
         if isinstance(law, FixedSize):
@@ -165,7 +165,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         if isinstance(law, Shuffle):
             per_epoch = math.ceil(self.units / law.batch_size)
             epoch, position = divmod(step, per_epoch)
-            # The order is of an epoch and not of a step: a resume in its middle goes on in the same one.
+            # The order belongs to an epoch, not to a step: a resume in its middle continues in the same order.
             key = (self.attempt, epoch)
             if self._order is None or self._order[0] != key:
                 order = self._stream.coins(*key, purpose="shuffle").permutation(self.units)
@@ -186,13 +186,13 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         return None if largest is None else self._parts(largest)
 
     def _parts(self, units: int) -> int:
-        """Return how many physical batches the fullest rank needs for ``units`` units of all ranks."""
+        """Return how many physical batches the fullest rank needs for ``units`` units over all ranks."""
         return max(1, math.ceil(math.ceil(units / self.ranks.world_size) / self.physical_batch_size))
 
     def physical_batches(self, step: int) -> list[list[Draw]]:
         """Return this rank's part of step ``step`` as a list of physical batches, never empty."""
         units = self.draw(step)
-        # Of a purpose of its own, so that which row is taken does not follow from who was drawn.
+        # With a separate purpose, so that the row taken does not depend on which units were drawn.
         picks = self._stream.coins(self.attempt, step, purpose="rows").integers(0, 2**62, size=len(units))
         if self.scatters and self.sub_batches is None:
             members = self._scattered(len(units), step)
@@ -211,7 +211,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
                 else Draw(PADDING, step, part, last, attempt=self.attempt)
                 for at in chosen
             ]
-            # Padding where nobody was drawn: the step still adds its noise, or an empty batch would show.
+            # Padding where no unit was drawn: the step still adds its noise, or an empty batch would show.
             batches.append(batch or [Draw(PADDING, step, part, last, attempt=self.attempt)])
         return batches
 
@@ -229,10 +229,10 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         return (whole[rank::world] + [nobody] * parts)[:parts]
 
     def _scattered(self, count: int, step: int) -> list[np.ndarray]:
-        """Return the same with each unit at a random offset of its own, and -1 at an empty one.
+        """Return those positions with each unit at its own random offset in a batch, and -1 at an empty offset.
 
-        Units with the same coin stand at the same place of different batches. So the place of a unit in its batch
-        follows from no other unit, nor from how many there are.
+        Units with the same coin get the same offset in different batches. So the offset of a unit in its batch depends
+        on no other unit, nor on how many there are.
         """
         size, world = self.physical_batch_size, self.ranks.world_size
         coins = self._stream.coins(self.attempt, step, purpose="places").integers(0, size * world, size=count)
@@ -248,10 +248,10 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
         """Return the positions of the drawn units in each sub-batch; None without sub-batches."""
         if self.sub_batches is None:
             return None
-        # A coin for every unit, drawn or not, so that another unit's absence moves no one.
+        # A coin for every unit, drawn or not, so that another unit's absence moves no unit.
         coins = self._stream.coins(self.attempt, step, purpose="sub_batches")
         assigned = coins.integers(0, self.sub_batches, size=self.units)[units]
-        # By these a part that is too full loses units uniformly, and not by their place in the draw.
+        # By these numbers, a part that is too full loses units uniformly, and not by their position in the draw.
         rank = coins.random(self.units)[units]
         found = [np.flatnonzero(assigned == part) for part in range(self.sub_batches)]
         if self.n_max is None:
@@ -271,7 +271,7 @@ class PrivateBatchSampler(Sampler[list[Draw]]):
     def require_drawn(self, batch: UnitBatch) -> None:
         handed_out = self._handed_out.pop((batch.attempt, batch.step, batch.part), None)
         if not batch.origin:
-            return  # a collate function of the user's own
+            return  # the user's own collate function
         if handed_out is not None and handed_out != [unit for unit, _ in batch.origin]:
             raise DataError(
                 f"Step {batch.step} was drawn with other units than the training data set answered for: dataset[draw] "

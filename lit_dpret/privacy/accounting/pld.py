@@ -2,7 +2,7 @@
 
 The library inverts the privacy loss value by value in Python, and walks through some 100,000 values for each question.
 Here the same formulas run on arrays, in the same order of operations; tails, discretisation and mixtures are the
-library's own. Tests hold every number against the library's.
+library's own. Tests compare every number with the library's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def within_memory(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function that runs out of memory say what takes less of it, in place of a library's ``std::bad_alloc``."""
+    """Make a function that runs out of memory say what needs less, in place of a library's ``std::bad_alloc``."""
 
     @wraps(function)
     def told(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -79,20 +79,20 @@ class GaussianLoss(GaussianPrivacyLoss):  # type: ignore[misc]
 
 
 def _unsampled(losses: np.ndarray, rate: float) -> np.ndarray:
-    """log(1 + (exp(loss) - 1) / rate): the loss that the Gaussian without sampling has at the same point."""
-    # In the library's order of operations, so that rounding is the library's too.
+    """Return log(1 + (exp(loss) - 1) / rate): the loss of the Gaussian without sampling at the same point."""
+    # In the library's order of operations, so that the rounding is the library's too.
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = losses + np.log(1 / rate)
         return np.asarray(scaled + np.log1p(-np.exp(np.log(1 / rate - 1) - scaled)))
 
 
 def deltas_at(loss: Any, points: Callable[[np.ndarray], np.ndarray], epsilons: np.ndarray, rate: float) -> np.ndarray:
-    """The library's ``get_delta_for_epsilon`` of a sampled loss; ``points`` finds where the loss has given values."""
+    """Return deltas as the library's ``get_delta_for_epsilon`` does; ``points`` finds where the loss has a value."""
     inside = np.full(epsilons.shape, True)
     deltas = np.zeros(epsilons.shape)
     if rate < 1 and loss.adjacency_type == AdjacencyType.ADD:
         inside = epsilons < -math.log1p(-rate)
-    # Sampling bounds the loss on one side: outside of it there is no point to look up.
+    # Sampling bounds the loss on one side: beyond that bound there is no point to look up.
     elif rate < 1 and loss.adjacency_type == AdjacencyType.REMOVE:
         inside = epsilons > math.log1p(-rate)
         deltas[~inside] = -np.expm1(epsilons[~inside])
@@ -105,7 +105,9 @@ def deltas_at(loss: Any, points: Callable[[np.ndarray], np.ndarray], epsilons: n
 
 @within_memory
 def gaussian_pld(noise: float, rate: float, relation: NeighboringRelation, width: float) -> PrivacyLossDistribution:
-    """The library's ``from_gaussian_mechanism``: one release whose batch held each unit with probability ``rate``."""
+    """Return the library's ``from_gaussian_mechanism``: one release; each unit is in its batch with probability
+    ``rate``.
+    """
     one_way = partial(_pmf, noise, rate, width)
     if relation == NeighboringRelation.REPLACE_ONE:
         return PrivacyLossDistribution(one_way(AdjacencyType.REPLACE))
@@ -118,12 +120,12 @@ def gaussian_pld(noise: float, rate: float, relation: NeighboringRelation, width
 def truncated_pld(
     noise: float, rate: float, cap: int, n: int, relation: NeighboringRelation, width: float
 ) -> PrivacyLossDistribution:
-    """The library's ``from_truncated_subsampled_gaussian_mechanism`` (Ganesh et al. 2025, arXiv 2508.15089)."""
+    """Return the library's ``from_truncated_subsampled_gaussian_mechanism`` (Ganesh et al. 2025, arXiv 2508.15089)."""
     whole = gaussian_pld(noise, rate, relation, width)
     p_truncated = float(stats.binom.sf(cap - 1, n - 1, rate))
     if p_truncated == 0.0:
         return whole
-    # As the library has it: where the batch was cut, a missing unit lets another one in, which is a replacement.
+    # As in the library: where the batch was cut, a missing unit lets another one in, which is a replacement.
     drawn = float(stats.binom.sf(cap, n, rate)) * cap / p_truncated / n
     return gaussian_pld(noise / 2, drawn, NeighboringRelation.REPLACE_ONE, width).compute_mixture(whole, p_truncated)
 
@@ -137,13 +139,13 @@ def _pmf(noise: float, rate: float, width: float, kind: AdjacencyType) -> Any:
 
 
 def connect_dots(width: float, low: int, deltas: np.ndarray) -> Any:
-    """The library's ``create_pmf_pessimistic_connect_dots_fixed_gap``: losses from ``low`` on, ``width`` apart.
+    """Return the library's ``create_pmf_pessimistic_connect_dots_fixed_gap``: losses from ``low`` on, ``width`` apart.
 
-    Deltas that rise are the library's to refuse: to lower them would understate the loss.
+    The library refuses deltas that rise: lowering them would understate the loss.
     """
     if len(deltas) <= _SPARSE or np.any(np.diff(deltas) > _ROUNDING):  # few are kept and composed in another way
         return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(width, low, low + len(deltas) - 1, deltas)
-    # Rises within rounding are evened out downwards; larger ones went to the library above.
+    # Rises within rounding are evened out downwards; larger rises went to the library above.
     deltas = np.minimum.accumulate(deltas)
     steps = np.diff(deltas)
     probs = np.empty_like(deltas)
@@ -157,15 +159,15 @@ _SPARSE, _ROUNDING = 1000, 1e-12
 _TAIL = 1e-15
 _ORDERS = 20
 _ROUNDOFF = 2.0**-53
-_TILT = 1e-8  # where the tail is exact; it is nearly so for every delta that people choose
+_TILT = 1e-8  # where the tail is exact; it is nearly exact for every delta that people choose
 
 
 @within_memory
 def compose_times(distribution: Any, count: int) -> PrivacyLossDistribution:
     """Return the distribution of ``count`` releases; tails above Chernoff's bounds are lost.
 
-    No loss has less mass than in exact arithmetic: what rounding may have taken is added. The library's
-    ``self_compose`` is off by ``count`` roundoffs anywhere, so at a delta that is no larger its epsilon can be too
+    No loss has less mass than in exact arithmetic: the amount that rounding may have taken is added. The library's
+    ``self_compose`` is off by ``count`` roundoffs anywhere, so at a delta no larger than that its epsilon can be too
     small.
     """
     remove = _times(distribution._pmf_remove.to_dense_pmf(), count)
@@ -179,13 +181,15 @@ def _times(pmf: Any, count: int) -> Any:
     low, high = _bounds(probs, count)
     infinite = _TAIL - math.expm1(count * math.log1p(-pmf._infinity_mass))
     whole = _power(probs, count, low, high)
-    # Rounding is as large in the far tail as in the middle, and the tail is what a small delta is read from. Of the
-    # distribution tilted by exp(order * loss) the tail is the middle. Both bound every probability; so does the less.
+    # Rounding is as large in the far tail as in the middle, and a small delta is read from the tail. The tail is the
+    # middle of the distribution tilted by exp(order * loss). Both results bound every probability, and so does their
+    # minimum.
     order = _order(probs, count)
     tilted = probs * np.exp(order * np.arange(len(probs)))
     scale = float(tilted.sum())
     tilted = tilted / scale
-    # Its own bounds, wider above: what wraps around would come down where the tilt is undone by a large factor.
+    # The tilted distribution has its own bounds, wider above: what wraps around would land where undoing the tilt
+    # multiplies by a large factor.
     wide = max(high, _bounds(tilted, count)[1])
     back = _power(tilted, count, low, wide)[: high - low + 1]
     slack = 1 + 8 * (count + 8) * _ROUNDOFF * (1 + abs(math.log(scale)) + order * len(probs))
@@ -220,20 +224,21 @@ def _error(length: int) -> float:
 
 
 def _power(probs: np.ndarray, count: int, low: int, high: int) -> np.ndarray:
-    """Return the ``count``-fold convolution at places ``low`` to ``high``, each raised by what rounding may have taken.
+    """Return the ``count``-fold convolution at indices ``low`` to ``high``, each raised by its possible rounding error.
 
-    What lies outside of these places is added somewhere inside. With p the probabilities, F their transform of length
-    L and e the relative error of a transform, a value is off by at most
+    What is outside these indices is added somewhere inside. With p the probabilities, F their transform of length L
+    and e the relative error of a transform, a value is off by at most
 
         (1 / L) sum |F^ - F| n |F|^(n - 1)  <=  n e |p| sqrt(sum |F|^(2n - 2) / L)
 
-    by Cauchy and Schwarz and Parseval, with Euclidean norms; and by what the power and the way back add.
+    by Cauchy and Schwarz and Parseval, with Euclidean norms; plus what the power and the inverse transform add.
     """
     length = fft.next_fast_len(max(high - low + 1, len(probs)))
     half = fft.rfft(probs, length)
     powers = half**count
     error = _error(length)
-    # Powers of the sizes from those of the transform, with room for how these were rounded: two powers less to take.
+    # The powers of the sizes come from those of the transform, with room for their rounding: two fewer powers to
+    # compute.
     sizes, raised = np.abs(half), np.abs(powers)
     del half
     room = (1 + 4 * count * _ROUNDOFF) * math.sqrt(2 / len(sizes))
@@ -241,7 +246,8 @@ def _power(probs: np.ndarray, count: int, low: int, high: int) -> np.ndarray:
     before = room * float(np.linalg.norm(np.divide(raised, sizes, out=np.zeros_like(raised), where=sizes > 0)))
     off = count * error * float(np.linalg.norm(probs)) * before + (8 * count * _ROUNDOFF + error) * mean
     del sizes, raised
-    # The other half is the mirror image. The inverse is given both, because the one for halves rounds otherwise.
+    # The other half is the mirror image. The inverse gets both halves, because the inverse for one half rounds
+    # differently.
     spectrum = np.empty(length, complex)
     spectrum[: len(powers)] = powers
     np.conj(powers[1 : (length + 1) // 2][::-1], out=spectrum[len(powers) :])
@@ -252,7 +258,7 @@ def _power(probs: np.ndarray, count: int, low: int, high: int) -> np.ndarray:
 
 
 def _order(probs: np.ndarray, count: int) -> float:
-    """Return the order at which Chernoff's bound of the composition is least, for a tail of `_TILT`."""
+    """Return the order at which Chernoff's bound on the composition is smallest, for a tail of `_TILT`."""
     places = np.arange(len(probs)) / len(probs)
 
     def reach(log_order: float) -> float:
@@ -264,7 +270,7 @@ def _order(probs: np.ndarray, count: int) -> float:
 
 
 def _bounds(probs: np.ndarray, count: int) -> tuple[int, int]:
-    """Outside of them lies less than `_TAIL` of the mass of the composition, by Chernoff's bound."""
+    """Return bounds outside of which the composition has less than `_TAIL` of its mass, by Chernoff's bound."""
     low, high = 0, (len(probs) - 1) * count
     # Orders of the moment generating function that keep exp() finite for any length.
     base = np.exp(np.arange(len(probs)) / len(probs))
@@ -284,20 +290,20 @@ def _bounds(probs: np.ndarray, count: int) -> tuple[int, int]:
 
 @within_memory
 def read_epsilon(distribution: Any, delta: float) -> float:
-    """The library's ``get_epsilon_for_delta``: the least epsilon that the distribution satisfies at ``delta``."""
+    """Return the least epsilon at ``delta``, as the library's ``get_epsilon_for_delta`` does."""
     return max(_epsilon(*mass, delta) for mass in _masses(distribution))
 
 
 @within_memory
 def read_deltas(distribution: Any, epsilons: Sequence[float]) -> np.ndarray:
-    """The library's ``get_delta_for_epsilon`` at several epsilons, in any order."""
+    """Return the deltas at several epsilons, in any order, as the library's ``get_delta_for_epsilon`` does."""
     wanted = np.asarray(epsilons, dtype=float)
     return np.asarray(np.max([_deltas(*mass, wanted) for mass in _masses(distribution)], axis=0))
 
 
 @lru_cache(maxsize=1)  # a card reads one distribution at many deltas
 def _masses(distribution: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """For each direction the losses from the largest down, and the mass above them under either distribution."""
+    """Return, for each direction, the losses in descending order, and the mass above them under both distributions."""
     both = (distribution._pmf_remove, distribution._pmf_add)
     found = []
     for pmf in both[:1] if distribution._symmetric else both:
@@ -340,8 +346,8 @@ def log_ratio(chances: np.ndarray, shifts: np.ndarray, x: np.ndarray) -> np.ndar
 
 
 def mean_loss(chances: np.ndarray, shifts: np.ndarray) -> float:
-    """Return the average privacy loss of that mixture: its Kullback-Leibler divergence, by quadrature."""
-    # Twelve deviations beyond all means: what lies outside is below rounding.
+    """Return the average privacy loss of that mixture, its Kullback-Leibler divergence, by quadrature."""
+    # Twelve deviations beyond all means: the rest is below rounding.
     x = np.linspace(-12, float(shifts.max()) + 12, 20_001)
     loss = log_ratio(chances, shifts, x)
     # The mixture's density is the normal's times exp(loss), which on its own may overflow.

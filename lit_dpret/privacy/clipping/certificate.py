@@ -240,8 +240,7 @@ class Bounds:
     def _add_pairs(
         self, a: Tensor, gs: Sequence[Tensor], alpha: Tensor, beta: Tensor, *, up: float, folds: int
     ) -> float:
-        """Add the squared norm from pairs, and its error; return the share of the squared spread that this error lacks.
-        """
+        """Add the squared norm from pairs, and its error; return the share of the squared spread it lacks."""
         form, into, positions = self.form, self.into, a.shape[1]
         of_a, of_g = _parts([a]), _parts(gs)
         gamma_a, gamma_g = (form.gamma(max(part.shape[2] for part in parts) + len(parts)) for parts in (of_a, of_g))

@@ -1,9 +1,9 @@
 """One private run across interruptions: its ledger, its streams, and its current attempt.
 
-An *attempt* is a stretch of a run with its own noise and coins. A run goes on in its attempt only where the due step
-can be repeated bit by bit; else the next one begins, and repeated steps are charged again: the same noise on two sums
-would let anyone subtract them. States are functions of released updates and hashed openly; a clipped sum gets a keyed
-tag.
+An *attempt* is a stretch of a run with its own noise and coins. A run continues in its attempt only if the due step can
+be repeated bit by bit. Otherwise the next attempt begins and repeated steps are charged again: the same noise on two
+sums would let anyone subtract them. States are functions of released updates and are hashed openly; a clipped sum gets
+a keyed tag.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview
 def state_hash(module: nn.Module, optimizer: torch.optim.Optimizer, *, summed: tuple[int, int] = (1, 1)) -> str:
     """Return the SHA-256 of all parameters, buffers and optimizer tensors, and of rounding settings.
 
-    What else ``get_extra_state`` returns is left out: where it changes a step, it changes the tag of the step's sum.
+    Anything else that ``get_extra_state`` returns is left out: if it changes a step, it changes the tag of the step's
+    sum.
 
-    ``summed``: how many units are summed at once at most, and on how many ranks.
+    ``summed``: the maximum number of units that are summed at once, and the number of ranks.
     """
-    # How many are summed at once decides the order of additions, and with it the last bits.
+    # The number of units summed at once decides the order of additions, and with it the last bits.
     digest = hashlib.sha256("{} units, {} ranks".format(*summed).encode())
     state_dict = sorted(module.state_dict().items())
     tensors: list[tuple[str, Tensor]] = [(name, value) for name, value in state_dict if isinstance(value, Tensor)]
@@ -78,15 +79,15 @@ def sample_tag(stream: KeyedStream, sums: dict[str, Tensor], *, of_each: int = 8
 
 POSITION_SCHEMA = "lit-dpret/accountant-state/1"
 
-# What the claim of a ledger was made for; a resume that differs in one of them is refused.
+# What the claim of a ledger was made for; a resume that differs in any of these is refused.
 _FIXED = (
     "mode", "unit", "unit_name", "neighbours", "plan", "law", "planned_steps", "rows_per_unit", "secure_rng",
     "mode_facts",
 )  # fmt: skip
-# How a sum of single units is cut into forward passes changes no claim; where units see each other, it does.
+# How a sum over single units is split into forward passes changes no claim; where units see each other, it does.
 _BATCHING_KEY = "physical_batch_size"
-# The settings that the facts of a plan come from, causes first: the number of units decides delta and the sampling
-# rate, the rate the number of steps in an epoch, and all of these noise and cap.
+# The settings behind the facts of a plan, causes first: the number of units decides delta and the sampling rate, the
+# rate decides the number of steps in an epoch, and all of these decide noise and cap.
 _SETTINGS = {
     "mode": "privacy",
     "unit": "privacy.unit",
@@ -107,7 +108,7 @@ _SETTINGS = {
     "plan.law.cap": "datamodule.cap",
     "plan.max_grad_norm": "privacy.max_grad_norm",
 }
-# Of a task that releases counts under a plan, without training.
+# For a task that releases counts under a plan, without training.
 _SETTINGS_OF_COUNTS = {"planned_steps": "task.generations", "plan.noise_multiplier": "task.noise_multiplier"}
 
 
@@ -152,8 +153,8 @@ class Fingerprints:
     """Keyed hashes of a run's training data; each function takes the key."""
 
     data: Callable[[bytes], str]  # of the data set
-    unplanted: Callable[[bytes], str] | None = None  # the same without what was planted in it; None where nothing was
-    # Of files that are read beside the data set; None of it where there are none.
+    unplanted: Callable[[bytes], str] | None = None  # the same without what was planted in it; None without any
+    # Of files that are read in addition to the data set; its result is None if there are none.
     files: Callable[[bytes], str | None] = lambda key: None
 
 
@@ -162,12 +163,12 @@ class PrivateRun:
 
     Guarantees:
         - An existing ledger is continued only on request, and only for the same mechanism, law, length and data set.
-        - A run that was counted in a data set's ledger goes on in no other and not without one; one that
-          was in none yet may join one, which then counts all of it.
-        - With another secret than before, or after a version of this program that made other noise of
-          the same secret, nothing is repeated: a new attempt begins.
-        - With another ``physical_batch_size`` than before it goes on, except where the units of a physical batch
-          see each other; steps that were begun already are then executed under a new attempt.
+        - A run counted in a data set's ledger continues with no other and not without one; a run not counted in any yet
+          may join one, which then counts all of it.
+        - With a new secret, or after a version of this program that drew other noise from the same secret, nothing is
+          repeated: a new attempt begins.
+        - With a changed ``physical_batch_size`` the run continues, except where the units of a physical batch see each
+          other; steps that had already begun are then executed under a new attempt.
 
     Attributes:
         stream: The keyed stream of the run; its id is that of the first attempt, its key the secret.
@@ -179,7 +180,8 @@ class PrivateRun:
         self.releases = _by_key(ledger, "release")
         begun = [record["attempt"] for record in ledger.records if record["kind"] in ("plan", "intent")]
         self.attempt = max(begun, default=0)
-        # At which step each later attempt began; an attempt that died before its first intent stands here alone.
+        # The step at which each later attempt began; an attempt that died before its first intent is recorded only
+        # here.
         self._begun = {
             int(record.get("attempt", 0)): record.get("step")
             for record in ledger.records
@@ -204,8 +206,8 @@ class PrivateRun:
     ) -> PrivateRun:
         """Start a ledger, or continue the one at ``path``.
 
-        ``described`` is the mechanism as public JSON values, the ``plan`` record. ``dataset`` is begun here, but not
-        for a run that is refused: an empty ledger where another had been would begin with the whole budget again.
+        ``described`` is the mechanism as public JSON values, the ``plan`` record. ``dataset`` is created here, but not
+        for a run that is refused: an empty ledger in place of an earlier one would start with the whole budget again.
         """
         if path.exists() and not resume:
             if _is_of_no_step(PrivacyLedger.read(path).records):
@@ -222,7 +224,7 @@ class PrivateRun:
         ledger = PrivacyLedger.open(path)
         try:
             earlier = [record for record in ledger.records if record["kind"] == "plan"]
-            # Of the first attempt for ever: it is in every key, and other streams would make other noise.
+            # The id of the first attempt, forever: it is in every key, and other streams would draw other noise.
             run_id = earlier[0]["run_id"] if earlier else run_id or random_secrets.token_hex(8)
             stream = KeyedStream(secret, run_id, secure_rng=bool(described["secure_rng"]))
             run = cls(ledger, stream, run_id)
@@ -244,7 +246,7 @@ class PrivateRun:
                     )
                 run._compare_with(earlier[-1], now)
             now["dataset_ledger"] = None if dataset is None else dataset.begin()
-            # With a nonce, no two ledgers have equal heads, even if they were begun in one moment.
+            # With a nonce, no two ledgers have equal heads, even if they began at the same moment.
             nonce = random_secrets.token_hex(16)
             ledger.append("plan", run_id=run_id, attempt=run.attempt, nonce=nonce, **now)
         except BaseException:
@@ -268,7 +270,7 @@ class PrivateRun:
                 f"resume=true with another {difference} The ledger's claim was made for the first: restore it, or "
                 "start a new run in another hydra.run.dir."
             )
-        # Fingerprints are keyed by the secret, so with another one nobody can compare the data either.
+        # Fingerprints are keyed by the secret, so with another secret the data cannot be compared either.
         if before["secret_tag"] != now["secret_tag"]:
             self.ledger.append(
                 "event",
@@ -294,7 +296,7 @@ class PrivateRun:
                 "hydra.run.dir."
             )
         elif self.intents and before.get("noise_stream") != now["noise_stream"]:
-            # The old noise under a sum and then the new one under the same sum would be two releases for one charge.
+            # First the old noise and then the new noise under the same sum would be two releases for one charge.
             self.ledger.append(
                 "event",
                 name="noise_stream_changed",
@@ -305,9 +307,9 @@ class PrivateRun:
     def go_on_from(self, position: Position, *, must_be_known: bool) -> None:
         """Compare a checkpoint with the ledger.
 
-        The ledger must hold the checkpoint's last step. It does where that step was granted under the checkpoint's
-        attempt, and where that attempt began right after it: its weights are then those that an earlier attempt ended
-        with, which were held against the ledger before it wrote that the attempt begins.
+        The ledger must hold the checkpoint's last step. It does if that step was granted under the checkpoint's
+        attempt, or if that attempt began right after it. In the second case the weights are those with which an earlier
+        attempt ended; they were compared with the ledger before it recorded that the attempt begins.
         """
         if position.run_id != self.run_id:
             raise ResumeError(
@@ -323,7 +325,7 @@ class PrivateRun:
             )
 
     def resume_or_begin_attempt(self, step: int, state: Callable[[], str] | None) -> None:
-        """Repeat the steps from ``step`` on if everything matches, otherwise begin a fresh attempt."""
+        """Repeat the steps from ``step`` on if everything matches; otherwise begin a fresh attempt."""
         steps = [known for attempt, known in self.intents if attempt == self.attempt]
         ahead = [known for known in steps if known >= step]
         if ahead:
@@ -335,13 +337,13 @@ class PrivateRun:
         elif (self.attempt, step - 1) in self.intents:
             return
         elif not steps and (self.attempt == 0 or self._begun.get(self.attempt) == step):
-            return  # it begins here, or did so before and released nothing
-        if ahead or self.attempt in self._begun:  # each attempt begins once, so its number tells where
+            return  # it begins here, or began here before and released nothing
+        if ahead or self.attempt in self._begun:  # each attempt begins once, so its number identifies the step
             self.attempt = max(self.attempt, *self._begun, 0) + 1
         text = f"from step {step} on with fresh noise and coins"
         if ahead:
             text = f"{len(ahead)} steps from step {step} on are executed again with fresh noise and charged again"
-        # By this `go_on_from` recognises a checkpoint that was taken before the attempt's first intent.
+        # This is how `go_on_from` recognises a checkpoint that was taken before the attempt's first intent.
         self._begun[self.attempt] = step
         self.ledger.append("event", name="fresh_attempt", attempt=self.attempt, step=step, text=text)
 
@@ -360,7 +362,7 @@ def _by_key(ledger: PrivacyLedger, kind: str) -> dict[Key, dict[str, Any]]:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Name the setting in which two records of a plan differ, with both values; None where they agree."""
+    """Name the setting in which two records of a plan differ, with both values; None if they agree."""
     settings = _SETTINGS | (_SETTINGS_OF_COUNTS if now.get("mode") in (EVOLUTION, HISTOGRAM) else {})
     for place, setting in settings.items():
         was, is_now = _at(before, place), _at(now, place)

@@ -1,8 +1,8 @@
 """The ledger of a run: its releases, recorded before they are made, and their cost.
 
-Before noise is drawn an *intent* is on the disk; after it, a *release* states what was really added. Epsilon is
-computed from these records alone. Nothing private enters: no norm, no realised batch size, no secret. Cut records are
-seen by ``lit_dpret.cards.card.verify_card``.
+Before noise is drawn, an *intent* is on disk; after it, a *release* states what was really added. Epsilon is computed
+from these records alone. Nothing private enters: no norm, no realised batch size, no secret.
+``lit_dpret.cards.card.verify_card`` detects cut records.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lit_dpret.settings import is_number, is_whole
 Key = tuple[int, int]
 
 SCHEMA = "lit-dpret/privacy-ledger/1"
-"""Stated by every ``plan`` record."""
+"""The schema that every ``plan`` record states."""
 
 NOT_COUNTED_EVENT = "not_counted"
 START_EVENT = "init_from"
-"""The event of a ledger that names the model the run started from, and what that one had cost."""
+"""The event in a ledger that names the model the run started from, and the cost of that model."""
 
 NOISE_KINDS = ("intent", "release", "replay")
-"""The records without which no noise is drawn: each stands in a ledger before, or right after, a step's noise."""
+"""The records without which no noise is drawn: each is in a ledger before, or right after, a step's noise."""
 
 WRONG_UNITS_SEEN = "units_unknown"
 """The event of an attempt whose data set gave rows of other units than were drawn; it voids the attempt."""
@@ -46,10 +46,10 @@ SAMPLING_DEPARTURE = "sampling_departure"
 """The event of an attempt whose loader was seen to draw more units than the law allows."""
 
 SECRET_CHANGED = "secret_changed"
-"""The event of a resume under another secret, which leaves its data set and the earlier one without a comparison."""
+"""The event of a resume under another secret, so that its data set cannot be compared with the earlier one."""
 
 FAILED = "failed"
-"""The reason of an end that may follow from a private row: the same for every failure, so that it tells no more."""
+"""The reason for an end that may be caused by a private row: the same for every failure, so that it reveals no more."""
 
 # A realised noise multiplier is a quotient of two floats; a difference of this size is rounding.
 FLOAT_SLACK = 1e-9
@@ -59,21 +59,21 @@ FLOAT_SLACK = 1e-9
 class _Step:
     release: Release
     hashes: dict[str, Any]
-    # Infinite until a release states less: an announced step that nobody confirmed is charged as planned.
+    # Infinite until a release states less: an announced step that was never confirmed is charged as planned.
     noise_multiplier: float = math.inf
     law: SamplingLaw | None = None
     runs: int = 1
     confirmed: int = 0
 
     def charged(self) -> Release:
-        """The release as it happened: less noise and another law are charged, more noise is not."""
+        """Return the release as it happened: less noise and another law are charged, more noise is not credited."""
         if isinstance(self.release, NonPrivateRelease):
             return self.release
         intended = self.release
         multiplier = intended.noise_multiplier
         if self.noise_multiplier < multiplier * (1 - FLOAT_SLACK):
             multiplier = self.noise_multiplier
-        # No noise at all is said as such, so that a card can name it.
+        # No noise at all is recorded as such, so that a card can name it.
         if multiplier <= 0:
             return NonPrivateRelease(label=intended.label, count=intended.count)
         return replace(intended, noise_multiplier=multiplier, law=self.law or intended.law)
@@ -81,7 +81,7 @@ class _Step:
 
 @dataclass
 class KeyBook:
-    """The noise keys of a ledger, in order; refuses a record that contradicts an earlier one."""
+    """The noise keys of a ledger, in order; it refuses a record that contradicts an earlier one."""
 
     steps: dict[Key, _Step] = field(default_factory=dict)
 
@@ -107,7 +107,7 @@ class KeyBook:
                         "first execution, so this is not a bit-identical replay. Resume as a new attempt."
                     )
             if kind == "release":
-                # A replay counts one run more, so that a second release without it is a second noise.
+                # A replay adds one run, so a second release without a replay is a second noise.
                 if step.confirmed >= step.runs:
                     raise LedgerError(
                         f"attempt {record['attempt']}, step {record['step']} was released twice after one announcement."
@@ -129,7 +129,7 @@ class KeyBook:
         elif kind == "release":
             step = self._announced(record)
             step.confirmed += 1
-            # Of several executions under one key the weakest is charged.
+            # Of several executions under one key, the weakest is charged.
             step.noise_multiplier = min(step.noise_multiplier, realised_multiplier(record))
             step.law = step.law or _realised_law(record)
             for name in step.hashes:
@@ -161,7 +161,7 @@ def noise_keys(records: Iterable[Mapping[str, Any]]) -> list[Key]:
 
 
 def check_no_key_reuse(records: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``LedgerError`` if one noise key served two announced steps."""
+    """Raise ``LedgerError`` if one noise key was used for two announced steps."""
     read_keys(records)
 
 
@@ -170,12 +170,12 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
 
     Guarantees:
         - Every intent is charged once, with or without a release record; a replay charges nothing.
-        - Less noise, or another sampling law, than was intended is charged as stated, no noise as a
+        - Less noise, or another sampling law, than was intended is charged as stated, and no noise as a
           ``NonPrivateRelease``; more noise than intended is not credited.
         - In an attempt whose draws departed from their law (a ``sampling_departure`` event), every step is charged as
-          if each unit took part in it; in one whose data set gave rows of other units than were drawn
+          if each unit took part in it. In an attempt whose data set gave rows of other units than were drawn
           (``units_unknown``), every step is a ``NonPrivateRelease``.
-        - Under ``Shuffle`` every epoch that was touched in an attempt is charged whole: a resumed attempt shuffles
+        - Under ``Shuffle``, every epoch that was touched in an attempt is charged whole: a resumed attempt shuffles
           again, and half an epoch before and half an epoch after can show one unit twice.
     """
     records = list(records)
@@ -186,9 +186,9 @@ def charged_releases(records: Iterable[Mapping[str, Any]]) -> list[Release]:
         release = state.charged()
         if attempt in unknown:
             release = NonPrivateRelease(label=release.label, count=release.count)
-        # The law of such an attempt is not known, so neither is amplification.
+        # The law of such an attempt is unknown, so amplification is unknown too.
         if isinstance(release, GaussianRelease) and attempt in departed:
-            # A full batch is what anything that took a unit once in a step is bounded by.
+            # A full batch bounds any scheme that takes a unit at most once in a step.
             release = replace(release, law=FullBatch())
         if isinstance(release, GaussianRelease) and isinstance(release.law, Shuffle):
             covered = [(attempt, step + offset) for offset in range(release.count)]
@@ -218,7 +218,7 @@ def recorded_start(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | Non
 
 
 def private_start(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], str] | None:
-    """Return those facts and the mode of that run, ``dp`` or its guarantee; None where it is declared public."""
+    """Return the facts about a private start and its mode, ``dp`` or its guarantee; None if it is declared public."""
     start = recorded_start(records)
     if start is None or start["public"]:
         return None
@@ -226,7 +226,7 @@ def private_start(records: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any],
 
 
 def counted_in(records: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the data-set ledgers that count this run: those named that did not refuse it."""
+    """Return the data-set ledgers that count this run: those that it names and that did not refuse it."""
     known: set[str] = set()
     for record in records:
         if record["kind"] == "plan" and record.get("dataset_ledger") is not None:
@@ -275,9 +275,9 @@ def _intended(record: Mapping[str, Any]) -> Release:
 
 
 def realised_multiplier(record: Mapping[str, Any]) -> float:
-    """Return stated noise standard deviation over sensitivity; infinite if no noise is stated.
+    """Return the stated noise standard deviation over the sensitivity; infinite if no noise is stated.
 
-    A sensitivity of null is an unbounded one (JSON has no infinity): no noise covers it.
+    A sensitivity of null is unbounded (JSON has no infinity): no noise covers it.
     """
     if record.get("noise_std") is None:
         return math.inf
@@ -305,7 +305,7 @@ def _realised_law(record: Mapping[str, Any]) -> SamplingLaw | None:
 
 
 LEDGER_NAME = "privacy_ledger.jsonl"
-#: Where a task of several runs notes its settings, in its folder.
+#: The file in which a task of several runs stores its settings, in its folder.
 STAGES_NAME = "pipeline.fingerprint"
 KINDS = ("plan", "intent", "release", "replay", "event", "end", "repair")
 
@@ -321,7 +321,7 @@ class PrivacyLedger(ChainedFile):
     Guarantees, besides those of a `ChainedFile`:
         - A noise key (attempt, step) enters as an intent once. A release or a replay without an earlier intent is
           refused, and so is a replay whose hashes contradict the intent.
-        - Nothing was released under a record whose ``append`` had not returned, so a torn last line is no charge.
+        - Nothing was released under a record whose ``append`` had not returned, so a torn last line is not charged.
     """
 
     kinds: ClassVar[tuple[str, ...]] = KINDS
@@ -340,7 +340,7 @@ class PrivacyLedger(ChainedFile):
     def announce(
         self, key: Key, release: Release, *, state_hash: str | None = None, sum_tag: str | None = None
     ) -> dict[str, Any]:
-        """Write the *intent* of a release; its noise may be drawn only after this returns, with it on disk."""
+        """Write the *intent* of a release; its noise may be drawn only after this returns, with the intent on disk."""
         attempt, step = key
         return self.append(
             "intent", attempt=attempt, step=step, release=release.to_dict(), state_hash=state_hash, sum_tag=sum_tag
@@ -373,6 +373,6 @@ class PrivacyLedger(ChainedFile):
 
 def ledger_identity(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the unique identity of a ledger; empty if it has no plan."""
-    # A nonce, since runs with one published seed share their run id.
+    # A nonce, because runs with one published seed share their run id.
     first = next((record for record in records if record["kind"] == "plan"), {})
     return str(first.get("nonce") or first.get("run_id") or "")

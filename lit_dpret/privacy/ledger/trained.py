@@ -298,9 +298,7 @@ def _casts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fingerprints(module: nn.Module) -> dict[str, int | None]:
-    """Return the fingerprints of all `values_of` a module; a hook may store an average of trained values in a frozen
-    one.
-    """
+    """Return the fingerprints of all `values_of` a module, frozen ones too: a hook may put an average there."""
     return {name: fingerprint(tensor) for name, tensor in values_of(module)}
 
 
