@@ -138,7 +138,8 @@ def _tell_readers(folder: Path, before: str, after: str, caution: str) -> None:
 def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
     """Copy the notes of the card in ``folder`` to the card that will replace it, as on a resume.
 
-    Results of attacks are kept only on the very same files.
+    The folder may have been renamed in between, so the name does not count. Results of attacks are kept only on the
+    very same files.
     """
     path = Path(folder) / CARD_NAME
     if not path.is_file():
@@ -147,11 +148,12 @@ def with_notes(card: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
         old = read_card(path)
     except DataError:  # about to be replaced; it can be trusted in nothing
         return dict(card)
-    same = all(old["subject"].get(name) == card["subject"].get(name) for name in ("artifact_type", "name"))
+    if old["subject"]["artifact_type"] != card["subject"]["artifact_type"]:
+        return dict(card)
     notes = [note for note in old.get("amendments", []) if note not in card.get("amendments", [])]
     if old["subject"]["sha256"] != card["subject"]["sha256"]:  # other weights: what attacks found is not about them
         notes = [note for note in notes if "results" not in note]
-    return amended(card, notes) if same and notes else dict(card)
+    return amended(card, notes) if notes else dict(card)
 
 
 def versions(card: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -100,7 +100,10 @@ def test_a_card_of_other_files_keeps_notes_alone_and_that_of_another_artefact_no
     other_files["subject"]["sha256"] = {"model.safetensors": "b" * 64}
     kept = with_notes(other_files, folder)
     assert kept["empirical"]["results"] == [] and GAP in kept["not_covered"]
-    other["subject"]["name"] = "another"
+    renamed = copy.deepcopy(other)
+    renamed["subject"]["name"] = "renamed"
+    assert with_notes(renamed, folder)["amendments"] == read_card(folder)["amendments"]
+    other["subject"]["artifact_type"] = "dataset"
     assert "amendments" not in with_notes(other, folder)
     (folder / "privacy_card.json").write_text("{", encoding="utf-8")
     assert with_notes(other, folder) == with_notes(other, folder / "nowhere") == other, "where no card can be read"
