@@ -1,7 +1,7 @@
 """The public plan of a private run, decided before it starts.
 
 Sampler, clipper, noise and accounting are built from one `PrivacyPlan`, so they cannot disagree. It holds public values
-only: under ``add_or_remove`` no field derives from the data, and every constant is declared by the user.
+only: under ``add_or_remove`` no field derives from the data, and the user declares every constant.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HISTOGRAM = "histogram"
 """The mode in the plan of a released histogram."""
 
 EVOLUTION = "private_evolution"
-"""The mode in the plan of the votes by which candidates are selected, generation after generation."""
+"""The mode in the plan of the votes that select candidates, generation after generation."""
 
 
 class SamplingRequest(Protocol):
@@ -74,34 +74,34 @@ class PlainSamplingRequest:
 class PrivacyPlan:
     """The guarantee of a run and its mechanism; frozen, public, serialisable."""
 
-    budget: PrivacyBudget  # the guarantee not to exceed
+    budget: PrivacyBudget  # the guarantee, which must not be exceeded
     law: SamplingLaw  # how a logical batch is drawn
-    steps: int  # releases that are planned
+    steps: int  # the number of planned releases
     noise_multiplier: float  # noise standard deviation over ``sensitivity``
     max_grad_norm: float  # L2 bound on one unit's gradient
-    # How far taking one unit out, or emptying it, moves the sum (L2). Replacing a unit moves it twice as far, which the
-    # accountant of ``replace_one`` takes into account.
+    # How far removing or emptying one unit moves the sum (L2). Replacing a unit moves it twice as far, which the
+    # accounting for ``replace_one`` takes into account.
     sensitivity: float
-    denominator: float  # the public constant that the noised sum is divided by
-    physical_batch_size: int  # units per forward
+    denominator: float  # the public constant by which the noised sum is divided
+    physical_batch_size: int  # units per forward pass
     clip: str = "abadi"  # ``abadi`` or ``automatic``
-    # ``flat``, or ``per_layer`` for a bound of ``max_grad_norm / sqrt(K)`` on each of K layers, which bounds all of
-    # them together by ``max_grad_norm`` as well.
+    # ``flat``, or ``per_layer`` for a bound of ``max_grad_norm / sqrt(K)`` on each of K layers, which also bounds all
+    # of them together by ``max_grad_norm``.
     clip_groups: str = "flat"
     accountant: AccountantName = "pld"  # ``pld``, ``rdp`` or ``prv``
     engine: str = "ghost"  # the clipping engine
     mode: str = "dp_sgd"  # the privacy mode
-    n_public: int | None = None  # the number of units where it is public, or a constant that the user declared
-    # How many units one person contributed at most, as the user declared; None where nothing is declared. It changes no
-    # step, and is what the user-level epsilon is for.
+    n_public: int | None = None  # the number of units if it is public, or a constant that the user declared
+    # The maximum number of units that one person contributed, as the user declared; None if not declared. It changes no
+    # step; the user-level epsilon is computed from it.
     max_units_per_user: int | None = None
-    # Who sees whom under a loss that couples units, and what ``max_grad_norm`` bounds then; None where it bounds the
-    # gradient of one unit, which depends on no other.
+    # Which rows see each other under a loss that couples units, and what ``max_grad_norm`` then bounds; None where it
+    # bounds the gradient of one unit, which depends on no other unit.
     coupling: Coupling | None = None
-    # The share of a step's budget that pays for the count of clipped units; 0 where none is released. ``sensitivity``
+    # The share of a step's budget that pays for the count of clipped units; 0 if none is released. ``sensitivity``
     # covers it.
     clip_fraction_budget: float = 0.0
-    # ``gaussian``, or ``discrete`` for whole numbers on a public grid; ``sensitivity`` covers the rounding.
+    # ``gaussian``, or ``discrete`` for integers on a public grid; ``sensitivity`` covers the rounding.
     noise: NoiseName = "gaussian"
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class PrivacyPlan:
             value = getattr(self, name)
             if not is_number(value) or not 0 < value < math.inf:
                 raise ConfigurationError(f"A private run needs a positive, finite {name}, not {value!r}.")
-            # As a float, so that 1 and 1.0 have one fingerprint; frozen fields are set past the class.
+            # As a float, so that 1 and 1.0 have one fingerprint. The class is frozen, so its `__setattr__` is bypassed.
             object.__setattr__(self, name, float(value))
         require_whole("trainer", {"max_steps": self.steps}, 1)
         require_whole("datamodule", self, 1, "physical_batch_size")
@@ -153,14 +153,14 @@ class PrivacyPlan:
         """Resolve a request: the law with its cap, and the noise that the budget needs.
 
         Guarantees:
-            - The planned steps stay within the budget: a given noise that would not is refused, with the number of
-              steps that it does allow.
+            - The planned steps stay within the budget: a given noise that is too small is refused, and the error states
+              how many steps it allows.
             - The denominator is a public constant: the declared or expected number of units in a batch.
             - Under ``add_or_remove`` nothing is derived from ``n_public``, which is then None, or a constant that the
               user declared for a truncated law.
 
-        Where the rate of the request is None it follows from the expected batch size and ``n_public``; where its cap is
-        None, a cap is chosen. ``fields`` are those of `PrivacyPlan` that are taken as they are.
+        If the rate of the request is None, it follows from the expected batch size and ``n_public``. If its cap is
+        None, a cap is chosen. ``fields`` are those of `PrivacyPlan` that are used unchanged.
         """
         require_choice("datamodule.sampling", request.sampling, get_args(SamplingName))
         budget = budget.of_units(request)
@@ -174,10 +174,10 @@ class PrivacyPlan:
             clip_fraction.check_budget(clip_fraction_budget)
         law = _law(request, budget=budget, n=n_public)
         counter = Accountant(delta=budget.delta, neighbours=budget.neighbours, name=accountant)
-        # A cap is chosen with the noise in hand, so plain Poisson stands in until then.
+        # Choosing a cap needs the noise, so plain Poisson is used until then.
         uncapped = isinstance(law, Poisson) and request.sampling == "truncated_poisson"
         if uncapped and accountant != "pld":
-            # Any truncated law will do to ask whether the accountant judges them.
+            # Any truncated law serves to ask whether the accountant judges them.
             check_supported(TruncatedPoisson(sample_rate=0.5, cap=1, n=2), accountant, budget.neighbours)
         if noise_multiplier is not None:
             _check_given_noise(noise_multiplier, counter, law, steps, budget.eps)
@@ -228,7 +228,7 @@ class PrivacyPlan:
         return GaussianRelease(noise_multiplier=self.noise_multiplier, law=self.law, count=count)
 
     def holds_under(self, law: SamplingLaw, neighbours: Neighbours) -> bool:
-        """Return whether this plan's noise is valid under another law and relation; always without coupling."""
+        """Return whether this plan's noise is valid under another law and relation; always true without coupling."""
         return self.coupling is None or holds_under(
             self.coupling,
             planned=(self.law, self.budget.neighbours),
@@ -255,7 +255,7 @@ class PrivacyPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrivacyPlan:
-        # Both ways: an unknown field may be what makes the plan mean something else.
+        # Both ways: an unknown field may change the meaning of the plan.
         if wrong := sorted(set(data) ^ {field.name for field in fields(cls)}):
             raise ConfigurationError(f"A recorded privacy plan lacks, or should not have, {', '.join(wrong)}.")
         try:
@@ -281,7 +281,7 @@ def _check_given_noise(noise: float, counter: Accountant, law: SamplingLaw, step
 
 
 def _law(request: SamplingRequest, *, budget: PrivacyBudget, n: int | None) -> SamplingLaw:
-    """The law of that name, its numbers filled in from what is public; plain Poisson where a cap is to be chosen."""
+    """Return the named law, its numbers derived from public values; plain Poisson if a cap is yet to be chosen."""
     sampling, batch, cap = request.sampling, request.expected_batch_size, request.cap
     if sampling == "full_batch":
         return FullBatch()
@@ -301,12 +301,12 @@ def _law(request: SamplingRequest, *, budget: PrivacyBudget, n: int | None) -> S
 
 
 def _rate(budget: PrivacyBudget, n: int | None, sample_rate: float | None, batch: int | None) -> float:
-    """The sampling rate: as declared, or expected batch size over public number of units."""
+    """Return the sampling rate: as declared, or expected batch size over public number of units."""
     require_whole("datamodule", {"expected_batch_size": batch}, 1, null=True)
     if sample_rate is not None:
         if not 0 < sample_rate <= 1:
             raise ConfigurationError(f"datamodule.sample_rate={sample_rate} must lie in (0, 1].")
-        # A unit off is rounding of the rate; more is two settings that contradict each other.
+        # A difference of one unit is rounding of the rate; more means two settings that contradict each other.
         if budget.neighbours != "add_or_remove" and n and batch and abs(sample_rate * n - batch) > 1:
             raise ConfigurationError(
                 f"datamodule.sample_rate={sample_rate:g} of {n} units is {sample_rate * n:.4g}, and "
@@ -323,7 +323,7 @@ def _rate(budget: PrivacyBudget, n: int | None, sample_rate: float | None, batch
 
 
 def _denominator(law: SamplingLaw, budget: PrivacyBudget, n: int | None, batch: int | None) -> float:
-    """The public constant to divide by: the units that a batch holds on average, never the realised number."""
+    """Return the public constant to divide by: the average number of units in a batch, never the realised number."""
     if budget.neighbours != "add_or_remove" and n is not None:
         if isinstance(law, FullBatch):
             return float(n)

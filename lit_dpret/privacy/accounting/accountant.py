@@ -1,7 +1,7 @@
 """`Accountant`, and searches with it: the noise for a budget, the steps within a budget, a cap of negligible cost.
 
-Every answer is one of `composition.epsilon`, the function that states the claim, at the same discretisation. Searches
-work on integers (a number of steps, an index of a grid of decimals), so that an answer is exact.
+Every result comes from `composition.epsilon`, the function that states the claim, at the same discretisation. Searches
+run on integers (a number of steps, an index into a grid of decimals), so that a result is exact.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class DecimalGrid:
         return float(f"{mantissa + self._low}e{exponent - self._digits}")
 
     def index(self, value: float) -> int:
-        """Return the index of the least decimal of the grid that is at least ``value``."""
-        # A guess that floats may put one off; the loop below ends at the right one.
+        """Return the index of the smallest decimal in the grid that is at least ``value``."""
+        # Floats may put this guess one off; the loop below ends at the right index.
         exponent = math.floor(math.log10(value))
         index = exponent * 9 * self._low + math.floor(value / 10.0 ** (exponent - self._digits)) - self._low - 1
         while self[index] < value:
@@ -48,7 +48,7 @@ def boundary(
     while abs(good - bad) > 1:
         low, high = known[good], known[bad]
         guess = (good + bad) // 2
-        # Interpolation may creep along one end; after three slow steps bisection halves for certain.
+        # Interpolation may creep along one end; after three slow steps, bisection is certain to halve the interval.
         if slow < 3 and 0 < low < high < math.inf:
             share = math.log(target / low) / math.log(high / low)
             wanted = math.exp((1 - share) * math.log(place(good)) + share * math.log(place(bad)))
@@ -82,7 +82,7 @@ def least(
 
 
 def _nearest_between(wanted: float, place: Callable[[int], float], one: int, other: int) -> int:
-    """The first integer strictly between ``one`` and ``other`` that lies at or past ``wanted``, or the last one."""
+    """Return the first integer strictly between ``one`` and ``other`` at or past ``wanted``, or else the last one."""
     low, high = min(one, other) + 1, max(one, other) - 1
     while low < high:
         middle = (low + high) // 2
@@ -97,15 +97,15 @@ MOST_NOISE = 1e5
 MOST_STEPS = 10_000_000
 
 COPIES = (10, 5, 2)
-"""Numbers of units whose epsilon together a chosen cap keeps finite, the first of them that it can."""
+"""Numbers of units: a chosen cap keeps their joint epsilon finite, for the first of these that it can."""
 
 MOST_FOR_COPIES = 0.01
-"""How much larger a cap may be for their sake, relative."""
+"""How much larger a cap may be for that purpose, relative."""
 
 
 @dataclass(frozen=True)
 class Accountant:
-    """A way of accounting, fixed for a run: delta, relation and library."""
+    """The method of accounting, fixed for a run: delta, relation and library."""
 
     delta: float  # the delta of every epsilon it states
     neighbours: Neighbours  # the relation of every epsilon it states
@@ -119,8 +119,8 @@ class Accountant:
     ) -> int:
         """Return how many more times ``release``, its ``count`` ignored, can be made before epsilon exceeds ``eps``.
 
-        By the same function at the same discretisation as `epsilon`; one release more would pass ``eps`` unless the
-        answer is ``at_most``.
+        This uses the same function at the same discretisation as `epsilon`. One more release would exceed ``eps``,
+        unless the result is ``at_most``.
         """
         already = list(already)
 
@@ -136,17 +136,17 @@ class Accountant:
 
         if at_most < 1:
             return 0
-        # First the answer that calibrated noise gives: one evaluation instead of a search.
+        # First the result that calibrated noise gives: one evaluation instead of a search.
         if at_most < MOST_STEPS and spent(-at_most) <= eps:
             return at_most
-        # A coarse PLD says little of what RDP will find, and RDP is fast.
+        # A coarse PLD says little about what RDP will find, and RDP is fast.
         start = _aim(rough, spent, eps, start=-1, most=-1, stride=1, place=_share) if self.name != "rdp" else -1
         found = least(spent, eps, start=-1 if start is None else start, most=-1, stride=1, place=_share)
         return 0 if found is None else -found
 
 
 def _share(index: int) -> float:
-    """One over a count that is held as a negative integer; beyond all counts, next to nothing."""
+    """Return one over a count that is stored as a negative integer; beyond all counts, almost zero."""
     return -1 / index
 
 
@@ -160,7 +160,7 @@ def _aim(
     stride: int,
     place: Callable[[int], float],
 ) -> int | None:
-    """Return about where ``exact`` falls to ``eps``, by one evaluation of it and many of ``rough``."""
+    """Return roughly where ``exact`` falls to ``eps``, using one evaluation of it and many of ``rough``."""
     guess = least(rough, eps, start=start, most=most, stride=stride, place=place)
     if guess is None or not 0 < exact(guess) < math.inf:
         return guess
@@ -183,15 +183,15 @@ def calibrate_noise(
 
     Guarantees:
         - ``epsilon`` of the result, with ``already`` composed in, is at most ``eps``.
-        - It is a decimal of as few digits as ``tolerance`` allows, rounded up: at most ``tolerance``
-          above the least noise that would do, and printed in full.
+        - The result is a decimal of as few digits as ``tolerance`` allows, rounded up. It is at most ``tolerance``
+          above the least sufficient noise, and is printed in full.
     """
     already = list(already)
     if not eps > 0:
         raise ConfigurationError(f"privacy.eps={eps} is not a positive number.")
     check_supported(law, accountant, neighbours)
     law = simplest_law(law)
-    # Few digits: the multiplier is printed in full, and whoever types it in gets the same epsilon.
+    # Few digits: the multiplier is printed in full, and a user who types it in gets the same epsilon.
     digits = math.ceil(-math.log10(tolerance) - 1e-9)
     grid = DecimalGrid(digits=digits)
     most = grid.index(MOST_NOISE)
@@ -207,7 +207,8 @@ def calibrate_noise(
         return rough_epsilon(trial(index), delta, neighbours)
 
     if isinstance(law, TruncatedPoisson):
-        # Truncation can only add loss, so the noise of the plain law is where to start, and nearly always the answer.
+        # Truncation can only add loss, so the search starts at the noise of the plain law, which is nearly always the
+        # result.
         uncapped = calibrate_noise(
             eps=eps,
             delta=delta,
@@ -240,16 +241,16 @@ def calibrate_noise(
 def truncation_delta(law: TruncatedPoisson, steps: int) -> float:
     """Return an upper bound on what truncation adds to delta over ``steps`` steps.
 
-    A step in which the batch was cut and the unit in question was left in it can at worst give that
-    unit away, and in every other step the unit is as hidden as by plain Poisson sampling or better.
-    Such a step has probability P[Binomial(n, q) > cap] * cap / n (the mixture of Ganesh et al. 2025,
-    arXiv 2508.15089, which dp-accounting composes step by step).
+    A step in which the batch was cut and the unit in question remained can at worst reveal that unit. In every other
+    step the unit is hidden as well as by plain Poisson sampling, or better. Such a step has probability P[Binomial(n,
+    q) > cap] * cap / n (the mixture of Ganesh et al. 2025, arXiv 2508.15089, which dp-accounting composes step by
+    step).
     """
     return float(steps * stats.binom.sf(law.cap, law.n, law.sample_rate) * law.cap / law.n)
 
 
 def cap_for_copies(law: TruncatedPoisson, *, steps: int, delta: float, copies: int) -> int:
-    """Return the least cap, not below that of ``law``, with which truncation leaves ``copies`` units half of delta."""
+    """Return the least cap, at least that of ``law``, with which truncation leaves ``copies`` units half of delta."""
 
     def leaves_half(cap: int) -> bool:
         return copies * truncation_delta(replace(law, cap=cap), steps) <= delta / 2
@@ -270,13 +271,14 @@ def choose_cap(
 ) -> int:
     """Choose the cap of a truncated Poisson law with negligible cost in epsilon and little padding.
 
-    From the cap that `truncation_delta` shows to be enough the search goes down, in steps of an eighth of the batch's
-    standard deviation. Where up to a hundredth more gives `COPIES` units together a finite epsilon, it is that much.
+    The search starts at the cap that `truncation_delta` shows to be sufficient, and goes down in steps of an eighth of
+    the batch's standard deviation. If up to a hundredth more gives `COPIES` units together a finite epsilon, the cap is
+    raised by that much.
 
     Guarantees:
         - At the noise calibrated for plain Poisson sampling, epsilon under the cap is at most ``1 + max_increase``
           times epsilon without it, under the same relation.
-        - Never above n; n itself, which cuts nothing, where no smaller cap will do.
+        - The cap is never above n. It is n, which cuts nothing, where no smaller cap will do.
     """
     law = Poisson(sample_rate=sample_rate)
     if noise_multiplier is None:
@@ -289,7 +291,7 @@ def choose_cap(
     allowed = (1 + max_increase) * epsilon(released(None), delta=delta, neighbours=neighbours)
     if not math.isfinite(allowed):
         return n
-    # What the larger epsilon leaves of delta may be spent on truncation.
+    # The part of delta that the larger epsilon leaves may be spent on truncation.
     spare = delta - delta_at([allowed], released(None), neighbours=neighbours)[0]
     least_cap = max(1, math.ceil(sample_rate * n))
 
@@ -312,7 +314,7 @@ def choose_cap(
         index += 1
     chosen = TruncatedPoisson(sample_rate=sample_rate, cap=cap_at(index), n=n)
     most = int(chosen.cap * (1 + MOST_FOR_COPIES))
-    # Only under zero_out is anything known of several units in truncated batches.
+    # Only zero_out has a result on several units in truncated batches.
     for copies in COPIES if neighbours == "zero_out" else ():
         wider = replace(chosen, cap=min(most, cap_for_copies(chosen, steps=steps, delta=delta, copies=copies)))
         if copies * truncation_delta(wider, steps) < delta:
@@ -321,7 +323,7 @@ def choose_cap(
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The least integer from ``low`` to ``high`` for which ``holds``, which once true stays true; else ``high``."""
+    """Return the least integer from ``low`` to ``high`` for which the monotonic ``holds`` is true; else ``high``."""
     while low < high:
         middle = (low + high) // 2
         if holds(middle):

@@ -1,8 +1,8 @@
 """Compute the epsilon of a list of releases, and refuse combinations that the accounting libraries do not support.
 
-One function, `epsilon`, at one discretisation, gives every number that this project states, by dp-accounting (``pld``,
-``rdp``) or Opacus (``prv``). One unit moves the sum by C, under ``replace_one`` by 2C: dp-accounting's PLD knows that,
-its RDP is handed half the noise multiplier here.
+One function, `epsilon`, at one discretisation, gives every number that this project states, using dp-accounting
+(``pld``, ``rdp``) or Opacus (``prv``). One unit moves the sum by C, or by 2C under ``replace_one``. dp-accounting's PLD
+accounts for that; its RDP is given half the noise multiplier here.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ SUPPORTED: dict[AccountantName, dict[type[SamplingLaw], frozenset[Neighbours]]] 
 }
 """Which accountant judges which law under which relations; everything else is refused.
 
-``Shuffle`` is absent under ``add_or_remove``: taking one unit out of a shuffled epoch moves other
-units from batch to batch, so more than one batch changes and C is not the bound.
+``Shuffle`` is absent under ``add_or_remove``: removing one unit from a shuffled epoch moves other units from batch to
+batch, so more than one batch changes and C is not the bound.
 """
 
 LARGEST_EPSILON = 1000.0
 """An epsilon beyond this is reported as infinite; it promises nothing, and would take gigabytes to compute."""
 
 FINE, COARSE = 1e-4, 1e-3
-"""Discretisation of the privacy loss: of every number that is stated, and of first guesses."""
+"""Discretisation of the privacy loss: for every number that is stated, and for first guesses."""
 
 _LEAST_NOISE: dict[type[SamplingLaw], float] = {Poisson: 0.1, TruncatedPoisson: 0.2, FixedSize: 0.2}
 
@@ -105,7 +105,7 @@ def check_supported(law: SamplingLaw, accountant: AccountantName, neighbours: Ne
 
 @dataclass(frozen=True)
 class Part:
-    """Releases that a library accounts in one call: ``count`` of them by one law at one noise level."""
+    """Releases that a library accounts for in one call: ``count`` of them by one law at one noise level."""
 
     law: SamplingLaw
     noise_multiplier: float
@@ -115,8 +115,8 @@ class Part:
 def composable_parts(releases: Iterable[Release]) -> tuple[Part, ...] | None:
     """Return the releases without labels, in a canonical order; None if one is not private.
 
-    The shuffled steps of a release become the epochs they begin, and all unsampled Gaussians become
-    one: n of noise multiplier s are one of s / sqrt(n), and precisions add up.
+    The shuffled steps of a release become the epochs they begin. All unsampled Gaussians become one: precisions add up,
+    so n of noise multiplier s are one of s / sqrt(n).
     """
     counts: dict[tuple[SamplingLaw, float], int] = {}
     for release in releases:
@@ -138,7 +138,7 @@ def composable_parts(releases: Iterable[Release]) -> tuple[Part, ...] | None:
 
 
 def _mean_loss(part: Part, neighbours: Neighbours) -> float:
-    """The average privacy loss of a part, all its releases together."""
+    """Return the average privacy loss of a part, summed over its releases."""
     shift = 2.0 if neighbours == "replace_one" else 1.0
     mu = shift / part.noise_multiplier
     if isinstance(part.law, FullBatch):
@@ -149,7 +149,7 @@ def _mean_loss(part: Part, neighbours: Neighbours) -> float:
 
 def beyond_reach(parts: Sequence[Part], neighbours: Neighbours) -> bool:
     """Return whether epsilon is above `LARGEST_EPSILON`, or the noise too small for any accountant."""
-    # With so little noise, losses run to thousands and grids to gigabytes.
+    # With so little noise, losses reach thousands and grids reach gigabytes.
     if any(part.noise_multiplier < _LEAST_NOISE.get(type(part.law), 0.0) for part in parts):
         return True
     return sum(_mean_loss(part, neighbours) for part in parts) > LARGEST_EPSILON
@@ -160,7 +160,7 @@ def beyond_reach(parts: Sequence[Part], neighbours: Neighbours) -> bool:
 
 @lru_cache(maxsize=6)
 def _one_step_pld(law: SamplingLaw, noise: float, neighbours: Neighbours, interval: float) -> Any:
-    """The privacy loss distribution of one release; by far the slowest part, hence kept."""
+    """Return the privacy loss distribution of one release; by far the slowest part, hence cached."""
     relation = RELATIONS[neighbours]
     if isinstance(law, TruncatedPoisson):
         return truncated_pld(noise, law.sample_rate, law.cap, law.n, relation, interval)
@@ -175,7 +175,7 @@ def _part_pld(part: Part, neighbours: Neighbours, interval: float) -> Any:
 
 @lru_cache(maxsize=1)
 def composed_pld(parts: tuple[Part, ...], neighbours: Neighbours, interval: float = FINE) -> Any:
-    """Return the privacy loss distribution of at least one part, all of them composed."""
+    """Return the composed privacy loss distribution of one or more parts."""
     total = _part_pld(parts[0], neighbours, interval)
     for part in parts[1:]:
         total = compose_with(total, _part_pld(part, neighbours, interval))
@@ -184,8 +184,8 @@ def composed_pld(parts: tuple[Part, ...], neighbours: Neighbours, interval: floa
 
 def rdp_event(part: Part, neighbours: Neighbours) -> Any:
     """Return one release of ``part`` as an event for dp-accounting's Rényi accountant."""
-    # RdpAccountant takes "standard deviation over the sensitivity of the sum" under every relation;
-    # replacing one unit moves a sum of terms bounded by C by up to 2C.
+    # RdpAccountant takes "standard deviation over the sensitivity of the sum" under every relation; replacing one unit
+    # moves a sum of terms bounded by C by up to 2C.
     shrink = 0.5 if neighbours == "replace_one" else 1.0
     event: Any = dp_event.GaussianDpEvent(part.noise_multiplier * shrink)
     if isinstance(part.law, Poisson):
@@ -205,12 +205,12 @@ def composed_rdp(parts: tuple[Part, ...], neighbours: Neighbours) -> Any:
 
 def _prv_rounding(parts: Sequence[Part]) -> float:
     """Bound the rounding error of Opacus' delta, which raises a transform to the power of the number of steps."""
-    # Up to 0.16 units of 2**-52 a step were measured; this is twelve times more.
+    # Up to 0.16 units of 2**-52 per step were measured; this is twelve times more.
     return 2 * sum(part.count for part in parts) * sys.float_info.epsilon
 
 
 def _prv_epsilon(parts: tuple[Part, ...], delta: float) -> float:
-    from opacus.accountants import PRVAccountant  # brings torch, which most who read a card do not need
+    from opacus.accountants import PRVAccountant  # brings torch, which most readers of a card do not need
 
     accountant = PRVAccountant()
     accountant.history = [(p.noise_multiplier, p.law.sample_rate, p.count) for p in parts if isinstance(p.law, Poisson)]
@@ -232,8 +232,8 @@ def _prv_epsilon(parts: tuple[Part, ...], delta: float) -> float:
 
 
 def _gaussian_epsilon(noise: float, delta: float, neighbours: Neighbours) -> float:
-    """The exact epsilon of one unsampled Gaussian (Balle and Wang 2018, Theorem 8), plus the solver's tolerance."""
-    # Noise is over C, and a replacement moves the sum by 2C.
+    """Return the exact epsilon of one unsampled Gaussian (Balle and Wang 2018, Theorem 8), plus solver tolerance."""
+    # Noise is relative to C, and a replacement moves the sum by 2C.
     return float(get_epsilon_gaussian(noise / 2 if neighbours == "replace_one" else noise, delta)) + 1e-11
 
 
@@ -243,7 +243,7 @@ def epsilon_of(
 ) -> float:
     """Return the epsilon of at least one part; infinite above `LARGEST_EPSILON`."""
     if accountant == "pld" and neighbours == "add_or_remove":
-        # A unit taken out and a unit blanked move the sum alike: the library's distributions are the same.
+        # Removing a unit and blanking a unit move the sum alike: the library's distributions are the same.
         return epsilon_of(parts, delta, "zero_out", accountant, interval)
     if beyond_reach(parts, neighbours):
         return math.inf
@@ -265,11 +265,12 @@ def epsilon(
     """Return the epsilon that all ``releases`` together satisfy at ``delta``.
 
     Guarantees:
-        - An upper bound: ``pld`` rounds pessimistically and adds what floating point may have lost, ``prv`` is the
-          upper end of Opacus' interval, whose rounding errors were measured, not bounded.
-        - 0 for no release; infinite where one is not private or carries no noise, and above `LARGEST_EPSILON`.
-        - Order and labels of the releases, and how equal ones are bundled, change nothing; except that
-          each shuffled release starts an epoch of its own.
+        - The result is an upper bound. ``pld`` rounds pessimistically and adds what floating point may have lost.
+          ``prv`` is the upper end of Opacus' interval, whose rounding errors were measured, not bounded.
+        - It is 0 for no release, and infinite above `LARGEST_EPSILON` or where a release is not private or carries no
+          noise.
+        - Order and labels of the releases, and how equal ones are bundled, change nothing; except that each shuffled
+          release starts its own epoch.
     """
     releases = list(releases)
     require_delta(delta)

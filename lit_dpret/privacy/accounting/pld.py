@@ -105,9 +105,7 @@ def deltas_at(loss: Any, points: Callable[[np.ndarray], np.ndarray], epsilons: n
 
 @within_memory
 def gaussian_pld(noise: float, rate: float, relation: NeighboringRelation, width: float) -> PrivacyLossDistribution:
-    """Return the library's ``from_gaussian_mechanism``: one release; each unit is in its batch with probability
-    ``rate``.
-    """
+    """Return the library's ``from_gaussian_mechanism``: one release that held each unit with probability ``rate``."""
     one_way = partial(_pmf, noise, rate, width)
     if relation == NeighboringRelation.REPLACE_ONE:
         return PrivacyLossDistribution(one_way(AdjacencyType.REPLACE))

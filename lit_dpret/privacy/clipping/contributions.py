@@ -1,8 +1,8 @@
 """Norms and weighted sums of per-row gradients, which are materialised only where that is cheap.
 
 A use of a parameter contributes an ``Outer`` product, a ``Lookup``, a ``Convolution`` or a ``Dense`` tensor; several
-uses add up. Where a weight has fewer elements than input and output gradient of a unit together, each unit's gradient
-is written out (``Written``). docs/derivations.md has the formulas and their sources.
+uses add up. Where a weight has fewer elements than the input and output gradient of a unit together, each unit's
+gradient is computed in full (``Written``). docs/derivations.md has the formulas and their sources.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from lit_dpret.privacy.clipping.units import RowGroup, UnitRows
 
-#: Elements of patches at a time; small on a CPU, where memory is the bound.
+#: Elements of patches at a time; small on a CPU, where memory is the limit.
 CHUNK = {"cpu": 1 << 22}
 CHUNK_ELSEWHERE = 1 << 25
 
 
 def chunk_of(device: torch.device) -> int:
-    """Return the most elements of a temporary."""
+    """Return the maximum number of elements of a temporary."""
     return CHUNK.get(device.type, CHUNK_ELSEWHERE)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Settings of a convolution by the names of nn.Conv, with the padding as ``F.pad`` takes it."""
+    """Settings of a convolution under the names of nn.Conv, with the padding in the form that ``F.pad`` takes."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,8 +51,8 @@ class Geometry:
         )
 
     def patches(self, x: Tensor) -> Tensor:
-        """Unfold (rows, channels, *space) into (rows, places, groups, channels of a group x kernel)."""
-        # Padded by hand, because a patch of the margin holds what the padding mode puts there.
+        """Unfold (rows, channels, *space) into (rows, positions, groups, channels of a group x kernel)."""
+        # Padded explicitly, because a patch at the margin contains what the padding mode puts there.
         x = F.pad(x, self.padding, self.padding_mode)
         for axis, (kernel, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             x = x.unfold(2 + axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
@@ -64,10 +64,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Convolution:
-    """``x`` is (rows, folds, channels, *space), ``g`` is (rows, folds x places, out).
+    """A convolution: ``x`` is (rows, folds, channels, *space), ``g`` is (rows, folds x positions, out).
 
-    The gradient is (out, channels of a group, *kernel). ``inputs`` and ``outputs`` of some units are
-    (units x groups, positions, ...): a group of channels is a matrix of its own.
+    The gradient is (out, channels of a group, *kernel). ``inputs`` and ``outputs`` of some units are (units x groups,
+    positions, ...): each group of channels has its own matrix.
     """
 
     x: Tensor
@@ -90,7 +90,7 @@ class Convolution:
     def add_to(self, total: Tensor, coefficients: Tensor, rows: Tensor | None) -> None:
         """Add the gradients of ``rows``, each times its coefficient, to ``total``; None means all rows."""
         rows = torch.arange(len(coefficients), device=total.device) if rows is None else rows
-        if not len(rows):  # no patches can be made of no rows
+        if not len(rows):  # patches cannot be made of no rows
             return
         each = self.g.shape[1] * self.groups * self._width
         matrices = total.view(self.groups, -1, self._width)
@@ -108,13 +108,13 @@ class Convolution:
         return tensor.transpose(1, 2).flatten(0, 1)
 
 
-#: A Gram matrix costs passes over it besides its multiplications, so it must save this factor in those.
+#: A Gram matrix costs passes over it in addition to its multiplications, so it must save this factor in those.
 GRAM_ADVANTAGE = 1.2
 
 
 @dataclass(frozen=True)
 class Outer:
-    """``a`` is (rows, positions, in), ``g`` is (rows, positions, out); the gradient is (out, in)."""
+    """An outer product: ``a`` is (rows, positions, in), ``g`` is (rows, positions, out); the gradient is (out, in)."""
 
     a: Tensor
     g: Tensor
@@ -129,7 +129,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Lookup:
-    """``ids`` is (rows, positions), ``g`` is (rows, positions, dim); the gradient is (entries, dim)."""
+    """A lookup: ``ids`` is (rows, positions), ``g`` is (rows, positions, dim); the gradient is (entries, dim)."""
 
     ids: Tensor
     g: Tensor
@@ -137,12 +137,12 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Dense:
-    """``value`` is (rows, *shape of the parameter)."""
+    """Full gradients: ``value`` is (rows, *shape of the parameter)."""
 
     value: Tensor  # the gradients
-    # In a check of the recording, sums of the absolute values of which ``value`` is the sum, same shape.
+    # In a check of the recording: for each sum in ``value``, the sum of absolute values, in the same shape.
     spread: Tensor | None = None
-    terms: int = 1  # how many there are to each of them
+    terms: int = 1  # the number of terms in each of these sums
 
 
 Product = Outer | Convolution
@@ -200,7 +200,7 @@ def by_input(contributions: Mapping[str, Sequence[Contribution]]) -> list[list[s
 
 
 def not_zero(values: Tensor) -> list[Tensor | None]:
-    """Return for each row of ``values`` the nonzero places, in order; None if no value is zero."""
+    """Return for each row of ``values`` the nonzero indices, in order; None if no value is zero."""
     counts = values.count_nonzero(dim=1).tolist()
     places = (values == 0).int().argsort(dim=1, stable=True)
     return [None if count == values.shape[1] else row[:count] for row, count in zip(places, counts, strict=True)]
@@ -219,12 +219,12 @@ def add_weighted(
     """Return ``total`` plus the weighted gradients of all rows; in place if there is a total.
 
     A row with coefficient zero is left out, not multiplied: its gradient may be NaN. So ``rows`` are those of
-    `not_zero`. Where shapes are ``fixed``, its gradient is set to zero in place of that.
+    `not_zero`. Where shapes are ``fixed``, such a row's gradient is set to zero instead.
     """
     if fixed:
         uses, rows = [silenced(use, coefficients != 0) for use in uses], None
     weights = (coefficients if rows is None else coefficients[rows]).to(dtype)
-    # Outer products first: their matrix product makes the total, which the others add to.
+    # Outer products first: their matrix product creates the total, and the others add to it.
     for use in sorted(uses, key=lambda use: not isinstance(use, Outer)):
         if isinstance(use, Outer):
             a, g = _kept(use.a, rows), _kept(use.g, rows)
@@ -271,7 +271,7 @@ def unit_gradients(uses: Sequence[Contribution], shape: torch.Size, group: RowGr
         else:
             ids, g = group.join(use.ids), group.join(use.g).to(dtype)
             unit = torch.arange(n, device=ids.device)[:, None].expand_as(ids)
-            # A token that stands twice in a text adds twice.
+            # A token that occurs twice in a text adds twice.
             total.index_put_((unit, ids), g, accumulate=True)
     return total
 
@@ -288,7 +288,7 @@ def _joined_lookups(lookups: list[Lookup], group: RowGroup, dtype: torch.dtype) 
 
 
 def _matrix(shape: torch.Size, groups: int) -> tuple[int, int]:
-    """(out, in) of each matrix that a weight of this shape consists of."""
+    """Return (out, in) of each matrix in a weight of this shape."""
     return shape[0] // groups, shape.numel() // shape[0]
 
 
@@ -301,8 +301,9 @@ def _block(positions: int) -> int:
 def norm_multiplications(positions: int, out: int, into: int, *, size: int | None, half: bool = True) -> int:
     """Return the multiplications for one unit's squared norm of a linear weight, beyond those of its sum.
 
-    ``size`` are the bytes of a value of inputs and output gradients. A gradient that is small enough to be written out
-    (`are_small`) is read off for both; with None none is. ``half``: only a triangle of a Gram matrix is computed.
+    ``size`` is the number of bytes of a value of inputs and output gradients. A gradient that is small enough to
+    compute in full (`are_small`) gives both norm and sum; with None, no gradient counts as small. ``half``: only a
+    triangle of a Gram matrix is computed.
     """
     if size is not None and 4 * out * into <= ROOM * size * positions * (out + into):
         return 0
@@ -320,13 +321,13 @@ def _cat(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
 
 
-#: How much larger than inputs and output gradients together the written gradients may be.
+#: How much larger than inputs and output gradients together the full gradients may be.
 ROOM = 1.25
 
 
 @dataclass(frozen=True)
 class Written:
-    """``value`` is (n, *shape of the parameter): the gradients of a group's units, in a batch of fixed shape or not."""
+    """The gradients of a group's units, in a batch of fixed shape or not: ``value`` is (n, *shape of the parameter)."""
 
     group: RowGroup
     value: Tensor
@@ -359,7 +360,7 @@ def are_small(uses: Sequence[Sequence[Contribution]], shapes: Sequence[torch.Siz
         if position == 0:
             room += _size(use.x if isinstance(use, Convolution) else use.a)
     units = sum(len(group.units) for group in batch.groups)
-    # Written out they are read once instead of multiplied twice, for the norm and for the sum.
+    # Full gradients are read once, instead of multiplied twice, for the norm and for the sum.
     return units * 4 * sum(shape.numel() for shape in shapes) <= ROOM * room
 
 

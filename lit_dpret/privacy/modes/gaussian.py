@@ -1,6 +1,6 @@
 """Base of every mode with Gaussian noise: the budget, the plan, and noise added once per step.
 
-The modes differ in what they add up and in how far one unit can move it: the sum of a logical step gets noise of
+The modes differ in what they sum and in how far one unit can move that sum. The sum of a logical step gets noise of
 ``noise_multiplier * sensitivity`` in every coordinate, once, and is divided by a public constant.
 """
 
@@ -34,7 +34,7 @@ from lit_dpret.privacy.plan import PrivacyPlan, SamplingRequest
 from lit_dpret.privacy.state_watch import StateWatch
 from lit_dpret.settings import require_choice, require_number, require_switch, require_whole
 
-#: A law of each kind, to ask of any data whether an accountant judges it.
+#: A law of each kind, for asking whether an accountant judges it, whatever the data.
 _DRAWN_SO: dict[str, SamplingLaw] = {
     "truncated_poisson": TruncatedPoisson(sample_rate=0.5, cap=1, n=2),
     "poisson": Poisson(sample_rate=0.5),
@@ -49,11 +49,11 @@ class GaussianMode(PrivacyMode):
     """A sum with bounded contribution of each unit, plus Gaussian noise.
 
     Guarantees:
-        - Noise is added once per logical step, to every coordinate of every trainable parameter,
-          also to those that no example of the batch touched, and also in an empty step.
+        - Noise is added once per logical step to every coordinate of every trainable parameter, also to those that no
+          example of the batch touched, and also in an empty step.
         - The noised sum is divided by a public constant, never by the realised batch size.
-        - Where the plan pays for the share of clipped units, its count is one more coordinate of the sum and gets the
-          same noise; of the counts nothing else is let out.
+        - Where the plan pays for the share of clipped units, their count is one more coordinate of the sum and gets the
+          same noise; nothing else about the counts is released.
         - A forward pass of private rows that writes a parameter or a buffer is refused (`StateWatch`).
 
     Args:
@@ -63,17 +63,17 @@ class GaussianMode(PrivacyMode):
         neighbours: ``zero_out``, ``add_or_remove`` or ``replace_one``.
         noise_multiplier: Noise standard deviation over sensitivity; null to calibrate it.
         accountant: ``pld``, ``rdp`` or ``prv``.
-        noise: ``gaussian`` for floating-point normals; ``discrete`` for whole numbers on a public grid, drawn exactly
-            and from ChaCha20 (`lit_dpret.privacy.noise`).
-        secure_rng: Draw the noise from ChaCha20, where the sum lies, instead of NumPy's Philox, on the CPU.
-        secret_file: Where the noise secret lies; null for the user's state folder.
-        dataset_ledger: The file in which all runs on this data set add up; null for none. The path
-            stands for the data set: every run on the data has to name the same one.
-        total_eps: What all of them together must not exceed; null takes it from the file.
-        max_units_per_user: How many units one person contributed at most, a declared public bound; the
-            card then prints the epsilon of all of them together. It changes nothing in the training.
-        noise_seed: Key noise and coins with this number instead of the secret, to repeat a run on a CPU bit
-            by bit while developing. Whoever knows it can subtract the noise, so the card states no epsilon.
+        noise: ``gaussian`` for floating-point normals; ``discrete`` for integers on a public grid, drawn exactly and
+            from ChaCha20 (`lit_dpret.privacy.noise`).
+        secure_rng: Draw the noise from ChaCha20, on the device of the sum, instead of from NumPy's Philox on the CPU.
+        secret_file: The path of the noise secret; null for the user's state folder.
+        dataset_ledger: The file in which all runs on this data set add up; null for none. The path identifies the data
+            set: every run on the data must name the same file.
+        total_eps: The limit for all of these runs together; null takes it from the file.
+        max_units_per_user: The maximum number of units that one person contributed, a declared public bound; the card
+            then prints the epsilon of all of them together. It does not change the training.
+        noise_seed: Key noise and coins with this number instead of the secret, to repeat a run on a CPU bit by bit
+            during development. Anyone who knows it can subtract the noise, so the card states no epsilon.
     """
 
     guarantee: ClassVar[Guarantee] = "dp"
@@ -126,7 +126,7 @@ class GaussianMode(PrivacyMode):
                 f"privacy.noise_seed={seed} makes noise that anybody can compute, and no "
                 f"privacy.dataset_ledger={ledger} could count a run without privacy. Set one of them to null."
             )
-        # Whole numbers are drawn from ChaCha20 alone: their proof needs exact bits.
+        # Integers are drawn from ChaCha20 only: their proof needs exact bits.
         self.secure_rng = self.secure_rng or self.noise == "discrete"
 
     def budget(self, public_units: int | None) -> PrivacyBudget:
@@ -154,7 +154,7 @@ class GaussianMode(PrivacyMode):
         self._refuse_missing(request)
         law = _DRAWN_SO[request.sampling]
         if request.sampling == "truncated_poisson" and request.cap is not None:
-            law = _DRAWN_SO["poisson"]  # which it is where the cap turns out to be all units; else the plan refuses
+            law = _DRAWN_SO["poisson"]  # the law if the cap turns out to be all units; otherwise the plan refuses
         if request.sampling == "poisson" and request.sample_rate == 1:
             law = _DRAWN_SO["full_batch"]
         check_supported(law, self.accountant, self.neighbours)
@@ -182,7 +182,7 @@ class GaussianMode(PrivacyMode):
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
         """Return the plan of ``steps`` logical steps over ``units`` units, drawn as ``request`` asks.
 
-        Under ``add_or_remove`` the number of units is private and no part of the plan derives from it.
+        Under ``add_or_remove`` the number of units is private, and no part of the plan derives from it.
         """
 
     def _build_plan(self, request: SamplingRequest, *, units: int, steps: int, **facts: Any) -> PrivacyPlan:
@@ -224,7 +224,7 @@ class GaussianMode(PrivacyMode):
         self._stats: list[ClipStats] = []
         self._noise = noise_source(
             plan.noise, stream, noise_multiplier=plan.noise_multiplier, coordinates=_coordinates(module) + 1
-        )  # and one for the count of clipped units
+        )  # plus one for the count of clipped units
 
     def add(self, row_loss: Callable[..., Tensor], unit_ids: Tensor, mask: Tensor) -> None:
         """Add a physical batch to a clipping engine; overridden by modes that do not clip units."""
@@ -232,7 +232,7 @@ class GaussianMode(PrivacyMode):
         stats = self._sums.add(row_loss, unit_ids, mask)
         self._watch.after()
         self.counts.units += int(mask.sum())
-        # Read in `take`, once a step: to read a count is to wait for the device.
+        # Read in `take`, once per step: reading a count waits for the device.
         self._stats.append(stats)
 
     def take(self) -> dict[str, Tensor]:
@@ -276,12 +276,12 @@ class GaussianMode(PrivacyMode):
         salt: str = "",
         starts: Mapping[str, int] | None = None,
     ) -> Update:
-        # Read before anything is noised: where it is missing, nothing may be released.
+        # Read before any noise is added: if it is missing, nothing may be released.
         counted = self._counted(sums)
         self.counts = StepCounts()
         std = self._plan.noise_std
         gradients: dict[str, Tensor] = {}
-        # Of the module and not of the sums: what has no sum must fail, and not stay without noise.
+        # Names come from the module and not from the sums: a missing sum must fail, not go without noise.
         for name in trainable(self._module):
             if starts is not None and name not in sums:
                 continue  # other ranks have it
@@ -294,7 +294,7 @@ class GaussianMode(PrivacyMode):
             # On XLA the graph of the step ends here, so that every step is the same program.
             sync_device(device)
         fraction = None
-        if counted is not None:  # on every rank the same, from the counts of all
+        if counted is not None:  # the same on every rank, from the counts of all ranks
             with_noise = float(self._noise.noised(
                 counted.double(), std=std, attempt=attempt, step=step, parameter=clip_fraction.NAME, salt=salt
             ))  # fmt: skip
@@ -307,7 +307,7 @@ class GaussianMode(PrivacyMode):
         return Update(gradients, std, self._plan.sensitivity, self._plan.denominator, fraction)
 
     def _counted(self, sums: Mapping[str, Tensor]) -> Tensor | None:
-        """The coordinate of the clipped units among the sums; None where the plan pays for none."""
+        """Return the coordinate of the clipped units among the sums; None if the plan does not pay for it."""
         if not self._plan.clip_fraction_budget:
             return None
         if clip_fraction.NAME not in sums:
