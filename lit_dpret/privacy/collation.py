@@ -1,7 +1,7 @@
 """Collate drawn units into a physical batch, with separate random draws for each unit.
 
-A module's ``collate_rows`` may draw random numbers, and a batch may have one shape whatever was drawn
-(`lit_dpret.privacy.batches.FixedShape`). In either case no unit may change what the others give.
+A module's ``collate_rows`` may draw random numbers, and a batch may have a fixed shape whatever was drawn
+(`lit_dpret.privacy.batches.FixedShape`). In either case no unit may change the features of the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lit_dpret.privacy.user_generators import generators_now, kept_generators, s
 from lit_dpret.settings import require_choice
 
 Collate = Callable[[list[Any]], Any]
-#: Of about how many units the smallest one is looked for.
+#: The smallest of about this many units is looked for.
 _SIZED = 16
 
 
@@ -65,24 +65,24 @@ class UnitCollator:
     """Turn the drawn units into a ``UnitBatch``.
 
     Guarantees:
-        - Where ``collate_rows`` draws from a global generator, or from one made of its seed, as other seeds show in
-          the first batch and in steps 1, 2, 4 and so on, it is called for each unit by itself, under
-          `Draw.seed`: another unit's rows change neither its coins nor its features, whatever is known of the seeds.
-          Which rows are ``answers`` to each other, booleans ``(rows, rows)``, no coin may decide.
-        - A resumed run draws the same, and the global generators are afterwards as before.
-        - Under a guarantee, features in a fixed shape have the sizes that they had in every batch before; in the first
-          batch and in steps 1, 2, 4 and so on also those that they have where some of its units are collated alone.
-        - Under a guarantee, ``answers`` of two rows are refused that are others where half of the units are collated
-          by themselves: a unit would decide which negatives others have. Looked at in the first batch and in steps 1,
-          2, 4 and so on, with ``own`` code in every batch.
+        - ``collate_rows`` is called for each unit separately, under `Draw.seed`, if it draws from a global generator or
+          from one created from its seed. The second kind shows under other seeds, in the first batch and in steps 1, 2,
+          4 and so on. Then another unit's rows change neither the unit's coins nor its features, whatever is known of
+          the seeds. No coin may decide which rows are ``answers`` to each other, booleans ``(rows, rows)``.
+        - A resumed run draws the same numbers, and the global generators are afterwards as before.
+        - Under a guarantee, features in a fixed shape have the same sizes as in every batch before. In the first batch
+          and in steps 1, 2, 4 and so on, they also have the sizes they get where some of its units are collated alone.
+        - Under a guarantee, ``answers`` of two rows are refused if they change where half of the units are collated
+          separately: a unit would decide which negatives others have. This is checked in the first batch and in steps
+          1, 2, 4 and so on, and with ``own`` code in every batch.
 
     Args:
-        rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream;
-            ``"all"`` takes all of them, and the module averages inside the unit.
-        or_row: Whether one row, without such a name, may not come for two units either.
-        apart: Whether units are kept apart where ``collate_rows`` draws. Without a guarantee to keep, all rows are
+        rows_per_unit: ``"one"`` takes one row of each unit, chosen by the keyed stream; ``"all"`` takes all of them,
+            and the module averages within the unit.
+        or_row: Whether a row without the unit's name may not come for two units either.
+        apart: Whether units are kept apart where ``collate_rows`` draws. If there is no guarantee to keep, all rows are
             collated at once, under the seed of the first of them.
-        own: Whether code of the user's takes part, so that ``answers`` are compared in every batch.
+        own: Whether the user's code takes part, so that ``answers`` are compared in every batch.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class UnitCollator:
         self._sizes: dict[str, torch.Size] = {}
 
     def _collated(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
-        """Collate the rows of some units, at least one of each: at once, or each unit's alone where coins are drawn."""
+        """Collate the rows of some units, at least one of each: at once, or unit by unit where coins are drawn."""
         with kept_generators():
             if not self._draws:
-                # Under the first unit's seed, which stands where units are not kept apart.
+                # Under the first unit's seed, which is the final one where units are not kept apart.
                 seed_generators(drawn[0][0].seed)
                 before = generators_now()
                 together = [row for _, rows in drawn for row in rows]
                 features = self._collate_rows(together)
                 if not self._apart:
                     return features
-                # From here on for good: who draws once may draw in any batch.
+                # From here on permanently: code that draws once may draw in any batch.
                 self._draws = generators_now() != before or (
                     self._looks and not self._is_the_same(features, together, drawn[0][0].seed)
                 )
@@ -131,12 +131,12 @@ class UnitCollator:
         return {**joined, **answers} if answers else joined
 
     def _answers_of_all(self, parts: Sequence[Any], drawn: Sequence[tuple[Draw, list[Any]]]) -> dict[str, Tensor]:
-        """Return ``answers`` of all rows, booleans ``(rows, rows)``; a unit by itself knows its own columns alone."""
+        """Return ``answers`` of all rows, booleans ``(rows, rows)``; a unit alone knows only its own columns."""
         if len(parts) < 2 or not all(is_square(part, len(rows)) for part, (_, rows) in zip(parts, drawn, strict=True)):
             return {}
         together, seed = [row for _, rows in drawn for row in rows], drawn[0][0].seed
         found = []
-        # Any constant does: a second seed that differs, and is the same in a repeated step.
+        # Any constant works: a second seed that differs, and is the same in a repeated step.
         for each in (seed, seed ^ 0x5DEECE66D) if self._looks else (seed,):
             seed_generators(each)
             found.append(self._collate_rows(together)["answers"])
@@ -149,7 +149,7 @@ class UnitCollator:
         return {"answers": found[0]}
 
     def _refuse_answers_of_others(self, features: Any, drawn: Sequence[tuple[Draw, list[Any]]]) -> None:
-        """Refuse ``answers`` of two rows that depend on a third one: what bounds a pair knows of two records."""
+        """Refuse ``answers`` of two rows that depend on a third: the bound for a pair knows only two records."""
         rows, half = [len(rows) for _, rows in drawn], len(drawn) // 2
         if not half or not is_square(features, sum(rows)):
             return
@@ -165,24 +165,24 @@ class UnitCollator:
                 )
 
     def _is_looked_at(self, step: int) -> bool:
-        first, self._looked = not self._looked, True  # each worker process has a collator of its own
+        first, self._looked = not self._looked, True  # each worker process has its own collator
         return first or step & (step - 1) == 0
 
     def _is_the_same(self, features: Any, rows: list[Any], seed: int) -> bool:
-        """Whether other seeds give the same: coins of a generator made from the seed leave the global ones alone."""
+        """Return whether another seed gives the same: a generator made from the seed does not touch the global ones."""
         seed_generators(seed ^ 0x5DEECE66D)
         return _equal(features, self._collate_rows(rows))
 
     def _collated_alone(self, drawn: Sequence[tuple[Draw, list[Any]]]) -> Any:
-        """Return what ``collate_rows`` makes of the rows of some units alone; None where it draws at random."""
+        """Return what ``collate_rows`` gives for the rows of some units alone; None where it draws at random."""
         if self._draws:
             return None
-        # Twice: what differs from itself draws coins, and its features alone would prove nothing.
+        # Twice: features that differ between the two calls draw coins, and one result alone would prove nothing.
         found, again = self._collated(drawn), self._collated(drawn)
         return found if not self._draws and _equal(found, again) else None
 
     def _smallest(self, drawn: Sequence[tuple[Draw, list[Any]]], slots: Sequence[int]) -> tuple[int, Any] | None:
-        """Return the slot and the features of the unit whose rows make the smallest tensors by themselves, of some."""
+        """Return, among some units, the slot and features of the one whose rows alone give the smallest tensors."""
         some = range(0, len(drawn), max(1, len(drawn) // _SIZED))
         sizes = [sum(leaf.numel() for leaf in leaves(self._collated([drawn[each]])) if isinstance(leaf, Tensor))
                  for each in some]  # fmt: skip
@@ -200,7 +200,7 @@ class UnitCollator:
                     "in dataset[draw], where each unit has its own random draws.",
                     trap="T11",
                 )
-        if self._apart and shape.slots - shape.spare > 1:  # of a unit by itself, sizes are nobody else's
+        if self._apart and shape.slots - shape.spare > 1:  # with one unit alone, sizes depend on no other unit
             self._refuse_other_sizes(shape, placed[0])
         return placed
 
@@ -231,12 +231,12 @@ class UnitCollator:
                 with_rows.append(slot)
                 slots.extend([slot] * len(chosen))
         first = items[0][0]
-        # Of all its rows, not of the one that was taken: the others must be its own as well.
+        # Of all its rows, not only of the one that was taken: the others must belong to the unit as well.
         origin = tuple((draw.unit, row_keys(unit_rows, self._unit, or_row=self._or_row)) for draw, unit_rows in items)
         real = [draw.unit != PADDING for draw, _ in items]
         contents = {}
         self._looks = bool(drawn) and self._is_looked_at(first.step)
-        if self._looks and get_worker_info() is not None:  # which has a copy of the data set
+        if self._looks and get_worker_info() is not None:  # a worker has a copy of the data set
             contents = {draw: found for draw, rows in items[:ALONE] if (found := readable_content(rows)) is not None}
         features = self._collated(drawn) if drawn else None
         if self._apart and (self._own or self._looks):
@@ -252,7 +252,7 @@ class UnitCollator:
             if alone is not None:
                 alone, _ = self._placed(shape, alone, slots[: sum(len(rows) for _, rows in drawn[:ALONE])])
                 self._placed(shape, self._collated(drawn[-1:]), slots[-len(drawn[-1][1]) :])  # for its sizes
-            # From here on each row has the slot that its place is in, whether or not it is data.
+            # From here on each row's slot is given by its position, whether or not it is data.
             slots = [slot for slot in range(shape.slots) for _ in range(shape.rows_of_a_slot)]
             real += [False] * (shape.slots - len(real))
         features = with_own_memory(features)
@@ -299,7 +299,7 @@ def _without(features: Any, names: Mapping[str, Tensor]) -> Any:
 
 
 def _named_leaves(rows: Any, apart: Sequence[str] = (), path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts with their paths, without those whose outermost name is in ``apart``."""
+    """Yield the leaves of nested dicts with their paths, except those whose outermost name is in ``apart``."""
     for name, value in rows.items() if isinstance(rows, dict) else ():
         if name not in apart:
             yield from _named_leaves(value, (), f"{path}.{name}" if path else str(name))

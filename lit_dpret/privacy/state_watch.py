@@ -1,6 +1,7 @@
 """Check that a forward pass on private rows writes no parameter and no buffer: no noise would cover it.
 
-Most writes show at once, because PyTorch counts them; one through ``.data`` is not counted, so values are compared too.
+PyTorch counts most writes, so they show at once. It does not count a write through ``.data``, so values are compared
+too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lit_dpret.errors import UnsupportedModelError
 
 #: Buffers up to this many bytes are compared by value in every batch.
 SMALL = 1 << 16
-#: Tensors outside the parameters are copied up to this many bytes.
+#: Tensors other than parameters are copied up to this many bytes.
 COPIED = 1 << 26
 _VERSION, _VALUES = attrgetter("_version"), methodcaller("values")
 
@@ -30,8 +31,8 @@ _VERSION, _VALUES = attrgetter("_version"), methodcaller("values")
 class _Seen(NamedTuple):
     """One tensor before the pass.
 
-    ``alias`` shares the memory of ``tensor``; both are held, so that nothing made during the pass can take
-    their place in memory and pass for them.
+    ``alias`` shares the memory of ``tensor``. Both are kept alive, so that nothing created during the pass can take
+    their place in memory and be mistaken for them.
     """
 
     tensor: Tensor
@@ -44,12 +45,12 @@ class StateWatch:
     """Compare the parameters and buffers of a module before and after a forward pass.
 
     Guarantees:
-        - A parameter or buffer that was replaced, added, removed or written in place is refused, frozen
-          or trainable, also where it holds the same values again.
+        - A parameter or buffer that was replaced, added, removed or written in place is refused, frozen or trainable,
+          even if it holds the same values again.
         - A write through ``.data`` to a buffer of up to ``SMALL`` bytes is refused in every batch.
-        - A write through ``.data`` to any other buffer or to a parameter is refused in batches 1, 2, 4, 8 and so on; in
-          between it is not looked for (`HookWatch` looks at trained parameters before every update). On XLA, where
-          values are read at a cost, that holds for small buffers too.
+        - A write through ``.data`` to any other buffer or to a parameter is refused in batches 1, 2, 4, 8 and so on; it
+          is not looked for in between (`HookWatch` checks trained parameters before every update). On XLA, where
+          reading values is expensive, that also applies to small buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,7 +91,8 @@ class StateWatch:
 
     def _note_places(self) -> None:
         module = self._module
-        #: The dicts in which all parts hold their parts, parameters and buffers, and what is in those that hold some.
+        #: The dicts in which all parts store their parts, parameters and buffers, and the contents of the non-empty
+        #: ones.
         parts = module.modules()
         self._places: list[Any] = [d for part in parts for d in (part._modules, part._parameters, part._buffers)]
         self._lengths = [*map(len, self._places)]
@@ -99,7 +101,7 @@ class StateWatch:
         self._named = _named_in(module)
 
     def _note_seen(self) -> None:
-        """Divide ``_seen`` into what is compared at once in most batches, and the names of the others."""
+        """Divide ``_seen`` into tensors that are compared at once in most batches, and the names of the others."""
         self._valued, self._tensors, self._aliases, self._versions = [], [], [], []
         for name, seen in self._seen.items():
             if seen.alias is None or seen.version is None or seen.value is not None:
@@ -110,7 +112,7 @@ class StateWatch:
             self._versions.append(seen.version)
 
     def _are_untouched(self) -> bool:
-        """Return whether no tensor outside of ``_valued`` was written to; without their names, which take longer."""
+        """Return whether no tensor outside ``_valued`` was written to; without their names, which take longer."""
         if self._compares_values:
             return False
         same = all(map(Tensor.is_set_to, self._tensors, self._aliases))
@@ -141,20 +143,20 @@ class StateWatch:
         )
 
     def _read_values(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """A checksum of every XLA tensor in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
+        """Return a checksum of every XLA tensor in batches 1, 2, 4, 8 and so on; all of them are fetched at once."""
         if not self._compares_values:
             return {}
         promised = {name: tensor for name, tensor in tensors.items() if is_lazy(tensor.device)}
         return dict(zip(promised, checksums(promised.values()), strict=True))
 
     def _look(self, tensor: Tensor, seen: _Seen | None) -> _Seen:
-        """Return what ``tensor`` is now; what was ``seen`` of it last, where nothing happened since."""
+        """Return the current state of ``tensor``; the last ``seen`` state if nothing has happened since."""
         if seen is not None and not self._compares_values and self._is_untouched(tensor, seen):
             return seen
         if not has_memory(tensor):
             return _Seen(tensor, None, _version(tensor), None)
         value = self._value(tensor)
-        # `bits_of` is a view, which a write would change along; a checksum is a number of its own.
+        # `bits_of` is a view, which a write would also change; a checksum is a separate number.
         kept = value.clone() if value is not None and self._is_small_buffer(tensor) else value
         return _Seen(tensor, tensor.detach(), _version(tensor), kept)
 
@@ -170,23 +172,23 @@ class StateWatch:
             return True
         if old.alias is None or (old.value is None and tensor.is_set_to(old.alias)):
             return False
-        if not has_memory(tensor):  # no more: what is gathered again has its own values
+        if not has_memory(tensor):  # the memory is gone: what is gathered again has its own values
             return False
         value = None if old.value is None else self._value(tensor)
         same = value is None or old.value is None or torch.equal(value, old.value)
-        # `.data = other` swaps the memory and counts no version.
+        # `.data = other` swaps the memory without counting a version.
         return not (same and tensor.is_set_to(old.alias))
 
     @property
     def _compares_values(self) -> bool:
-        """Whether values are compared: later looks get rarer, since each costs time, and a transfer on XLA."""
+        """Whether values are compared: checks get rarer, since each costs time, and a transfer on XLA."""
         return not self._batches & (self._batches - 1)  # a power of two has one bit
 
     def _is_small_buffer(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, nn.Parameter) and tensor.numel() * tensor.element_size() <= SMALL
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of ``tensor``, or a checksum of them; None where they are not compared in this batch."""
+        """Return the values of ``tensor``, or a checksum of them; None if they are not compared in this batch."""
         if self._is_small_buffer(tensor):
             return bits_of(tensor)
         return checksum(tensor) if self._compares_values else None
@@ -203,7 +205,7 @@ def _version(tensor: Tensor) -> int | None:
 
 @contextmanager
 def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Let buffers be after the block as they were before; one too large for a copy is refused if it was written."""
+    """Restore all buffers after the block; refuse a buffer that was written and is too large to copy."""
     places = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
     held = [(name, buffer) for name, buffer in module.named_buffers() if not buffer.is_inference()]
     copied = {name: buffer.clone() for name, buffer in held if has_memory(buffer) and is_copied(buffer)}
@@ -241,7 +243,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors with memory that hold the values: itself, those of a sparse one, or none."""
+    """Return the tensors with memory that hold the values: the tensor itself, those of a sparse one, or none."""
     if tensor.layout == torch.sparse_coo:
         whole = tensor.detach().coalesce()
         return [whole.indices(), whole.values()]
@@ -260,7 +262,7 @@ def _checksum_of_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def is_copied(tensor: Tensor) -> bool:
-    """Return whether a tensor is small enough for a copy in every look."""
+    """Return whether a tensor is small enough to be copied in every check."""
     return tensor.numel() * tensor.element_size() <= COPIED
 
 
@@ -272,7 +274,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def state_of_part(part: nn.Module) -> OrderedDict[str, Any]:
-    """Return what a module adds to the state dict of the module that it is a part of."""
+    """Return what a module adds to the state dict of the module that contains it."""
     state: Any = OrderedDict()
     state._metadata = OrderedDict()
     part.state_dict(destination=state)
@@ -280,7 +282,7 @@ def state_of_part(part: nn.Module) -> OrderedDict[str, Any]:
 
 
 def copy_parts(state: dict[str, Any]) -> None:
-    """Copy the tensors of a state dict that are parts of a longer memory: a file would hold all of that memory."""
+    """Copy tensors of a state dict that are parts of a larger memory: a file would store all of that memory."""
     for name, value in state.items():
         plain = type(value) in (Tensor, nn.Parameter) and has_memory(value)
         if plain and value.untyped_storage().nbytes() > value.nbytes:
@@ -307,16 +309,16 @@ def checksum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in torch.split(bits, _CHUNK):
         weights = _weights(tensor.device)[: len(part)]
-        # On a CPU in one pass; elsewhere there is none for integers.
+        # On a CPU in one pass; elsewhere integers have no dot product.
         product = torch.dot(part.long(), weights) if part.device.type == "cpu" else (part * weights).sum()
-        # Horner over the pieces, so that swapped pieces change the sum; int64 wraps around, which is meant.
+        # Horner over the pieces, so that swapping pieces changes the sum; int64 wraps around, as intended.
         total = total * 31 + product
     return total
 
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
-    """Fixed odd numbers, from a generator of their own: the model's random streams stay as they are."""
+    """Return fixed odd numbers from a separate generator: the model's random streams are not changed."""
     drawn = torch.randint(-(1 << 62), 1 << 62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
     # Odd numbers are invertible modulo 2^64, so any single change shows.
     return (drawn * 2 + 1).to(device)

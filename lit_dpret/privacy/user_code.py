@@ -1,7 +1,7 @@
-"""Code from outside this package and the libraries that it stands on, and what such code reads.
+"""Code from outside this package and its libraries, and the values that such code reads.
 
 Python shows what a function reads: its closure, its defaults, and by name the globals and attributes that its code
-uses. What it looks up by a name that it makes while it runs is not seen.
+uses. Lookups by a name that the code builds at run time are not seen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lit_dpret.privacy.batches import UnitBatch
 
-#: What this package stands on: its code is not the user's.
+#: The libraries that this package uses: their code is not the user's.
 LIBRARIES = frozenset({
     "lit_dpret", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch", "torchmetrics",
     "transformers", "tokenizers", "sentence_transformers", "sentencepiece", "huggingface_hub", "safetensors", "peft",
@@ -37,29 +37,29 @@ LIBRARIES = frozenset({
     "jsonargparse", "docstring_parser", "typeshed_client", "sympy", "mpmath", "networkx",
 })  # fmt: skip
 HOLD_NO_CODE = (str, bytes, int, float, bool, complex, type(None), Tensor, np.ndarray, torch.dtype, torch.device)
-#: Classes whose own code reads nothing that a class derived from them keeps.
+#: Classes whose own code reads nothing that a derived class stores.
 _BASES = ("PrivateModule", "PrivateStep", "LightningModule", "Module", "object")
-#: More objects than these are not looked at.
+#: The maximum number of objects that are examined.
 _REACHED = 5_000
-#: Of a longer list, that many entries are looked at.
+#: Only this many entries of a longer list are examined.
 _ENTRIES = 1_000
-#: What the name of an argument or default begins with in a `Space`.
+#: The prefix for the name of an argument or default in a `Space`.
 _GIVEN = "given "
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_MODULES = frozenset(vars(nn.Module()))
-#: Objects of Python's own that hold what somebody puts there.
+#: Python's own classes of objects that hold arbitrary values of their user.
 NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local)
 CachedFunction: Any = type(lru_cache(lambda: None))
 
 
 def is_library(module: str | None) -> bool:
-    """Return whether a module belongs to this package, to what it stands on or to Python, by its name and place."""
+    """Return whether a module belongs to this package, its libraries or Python, by its name and location."""
     root = str(module).partition(".")[0]
     return (root in LIBRARIES or root in sys.stdlib_module_names) and is_installed(root)
 
 
 def is_installed(module: str | None) -> bool:
-    """Return whether a module lies where Python or an installer put it; a project may have a package of any name."""
+    """Return whether a module is where Python or an installer put it; a project may have a package of any name."""
     root = str(module).partition(".")[0]
     found = sys.modules.get(root)
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
@@ -73,7 +73,7 @@ def _is_installed_at(root: str, file: str) -> bool:
     places += [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     if any(path.is_relative_to(Path(place).resolve()) for place in places):
         return True
-    for name in metadata.packages_distributions().get(root, ()):  # into a folder of its own, or as an editable clone
+    for name in metadata.packages_distributions().get(root, ()):  # in its own folder, or as an editable clone
         found = metadata.distribution(name)
         if path.is_relative_to(Path(str(found.locate_file(""))).resolve()) or name.lower().replace("-", "_") == root:
             return True
@@ -81,7 +81,7 @@ def _is_installed_at(root: str, file: str) -> bool:
 
 
 def inside_of(function: FunctionType) -> Any:
-    """Return what a decorator of a library wraps, such as ``torch.compile``; None for any other function."""
+    """Return the function that a library's decorator, such as ``torch.compile``, wraps; None for any other function."""
     by_library = is_library(function.__globals__.get("__name__"))
     return vars(function).get("__wrapped__") if by_library else None
 
@@ -89,7 +89,7 @@ def inside_of(function: FunctionType) -> Any:
 def codes_of(function: FunctionType) -> list[CodeType]:
     """Return the code of a function and of the functions inside it."""
     codes = [function.__code__]
-    for code in codes:  # grows meanwhile
+    for code in codes:  # grows during the loop
         codes += [each for each in code.co_consts if isinstance(each, CodeType)]
     return codes
 
@@ -108,10 +108,10 @@ def reads_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 class Space:
-    """Names that code may bind anew: attributes of an object, class or module, or globals and closure of a function.
+    """Names that code may rebind: attributes of an object, class or module, or globals and closure of a function.
 
-    With ``attributes`` they are a function's attributes and defaults, or what a ``partial`` was given, which are not
-    bound anew but may be filled. Of a module those of ``named`` alone are read.
+    With ``attributes`` they are a function's attributes and defaults, or the arguments of a ``partial``; those are not
+    rebound but their contents may change. Only the ``named`` attributes of a module are read.
     """
 
     def __init__(self, owner: Any, *, attributes: bool = False, named: set[str] | None = None) -> None:
@@ -169,7 +169,7 @@ class Space:
             for name in removed:
                 self.owner.__globals__.pop(name, None)
             return
-        # No setter of the owner's, nor of nn.Module.
+        # Bypasses setters of the owner's class and of nn.Module.
         kind: Any = next(each for each in (type, threading.local, object) if isinstance(self.owner, each))
         for name, value in values.items():
             if not name.startswith(_GIVEN):
@@ -182,7 +182,7 @@ class Space:
 def dict_of(value: Any) -> Mapping[str, Any] | None:
     """Return ``__dict__`` of an object or class, None where it has none, whatever its ``__getattr__`` does."""
     kind: Any = type(value)
-    with suppress(Exception):  # a property of the user's own may raise anything
+    with suppress(Exception):  # a user's property may raise anything
         found: Mapping[str, Any] = kind.__getattribute__(value, "__dict__")
         return found
     return None
@@ -199,7 +199,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def items_of(value: Mapping[Any, Any] | Sequence[Any], most: int | None = None) -> list[tuple[Any, Any]]:
-    """Return what a mapping or sequence gives by key or number; a configuration may hold what it cannot give yet."""
+    """Return the values of a mapping or sequence by key or index; a configuration may have values not available yet."""
     keyed = isinstance(value, Mapping)
     with suppress(Exception):
         return list(islice(value.items() if keyed else enumerate(value), most))  # type: ignore[union-attr]
@@ -212,7 +212,7 @@ def items_of(value: Mapping[Any, Any] | Sequence[Any], most: int | None = None) 
 
 @lru_cache(maxsize=1024)
 def slots_of(kind: Any) -> tuple[str, ...]:
-    """Return the names of the attributes that objects of a class keep outside ``__dict__``."""
+    """Return the names of the attributes that objects of a class store outside ``__dict__``."""
     slots = (vars(each).get("__slots__", ()) for each in kind.__mro__)
     named = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
@@ -221,10 +221,10 @@ def slots_of(kind: Any) -> tuple[str, ...]:
 class ReadByLoss:
     """Find the tensors and arrays that the code of a loss reads outside the parts of its module.
 
-    It begins with ``forward``, ``per_row_loss`` and ``__call__`` of the module's parts and of what these hold, and goes
-    on with what the code names: globals, closures, defaults, attributes of objects, of classes and of modules, and
-    methods. Attributes that no such code names are left out, as the counts of a callback; one that it names by a text
-    (``getattr(self, "bank")``) is not.
+    The search begins with ``forward``, ``per_row_loss`` and ``__call__`` of the module's parts and of objects that they
+    hold. It continues with what the code names: globals, closures, defaults, methods, and attributes of objects,
+    classes and modules. Attributes that no such code names are left out, such as the counts of a callback; an attribute
+    named by a string (``getattr(self, "bank")``) is not left out.
     """
 
     _FIRST = ("forward", "per_row_loss", "__call__", "pair_batch", "copied_loss", "coefficients")
@@ -236,7 +236,7 @@ class ReadByLoss:
         self.caches: list[Any] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is there now, under names that are the same as long as the same objects are reached."""
+        """Yield the current tensors, under names that stay the same as long as the same objects are reached."""
         own = list(self._roots.modules())
         self._seen = {id(each) for each in own} | {id(p) for p in self._roots.parameters()}
         self._seen |= {id(buffer) for buffer in self._roots.buffers()}
@@ -251,10 +251,11 @@ class ReadByLoss:
         self._waiting += (("Trainer", each) for each in self._rates)
         for part in own:
             if any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__):
-                continue  # what it counts may change; a loss that reads it shows in its values (`CouplingCheck`)
+                continue  # its counts may change; a loss that reads them shows in its values (`CouplingCheck`)
             self._offer_all(type(part).__name__, part, tensors=False)
             self._waiting += (("hook", hook) for hooks in _HOOKS for hook in vars(part).get(hooks, {}).values())
-            # Code of a library says nothing about what it was given, nor does that of a family which is derived from.
+            # A library's code does not show what it reads of the values given to it, nor does a class derived from one
+            # of its own.
             if any(is_library(each.__module__) for each in type(part).__mro__ if each.__name__ not in _BASES):
                 given = ((name, value) for name, value in vars(part).items() if name not in _OF_MODULES)
                 self._waiting += ((name, v) for name, v in given if not isinstance(v, (*HOLD_NO_CODE, nn.Module)))
@@ -277,7 +278,7 @@ class ReadByLoss:
             self._unnamed.setdefault(name, []).append(found)
 
     def _offer_all(self, path: str, owner: Any, *, tensors: bool = True) -> None:
-        """Offer the attributes of an object and of the user's classes that it is of; ``tensors`` may be looked at."""
+        """Offer the attributes of an object and of the user's classes among its types; ``tensors`` may be examined."""
         kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
         own = [kind for kind in kinds if not is_library(kind.__module__)]
         held = {} if isinstance(owner, type) else attributes_of(owner)
@@ -298,7 +299,7 @@ class ReadByLoss:
                 self.spaces.append(Space(owner, attributes=True))
 
     def _note_rule(self, rule: Any) -> None:
-        """Note where what a schedule holds may count, and nothing that it reads."""
+        """Note the places where a schedule may keep counts, and nothing that it reads."""
         if isinstance(rule, partial):
             self._note(rule)
             for each in (rule.func, *rule.args, *rule.keywords.values()):
@@ -312,7 +313,7 @@ class ReadByLoss:
                 self._note(rule)
 
     def _look(self, path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a value, and let what it holds wait to be looked at."""
+        """Yield the tensors of a value, and queue its contents."""
         if isinstance(value, np.ndarray):
             if value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8:
                 yield path, torch.from_numpy(np.ascontiguousarray(value))
@@ -355,12 +356,12 @@ class ReadByLoss:
                 self._note(value)
                 for name, each in list(vars(value).items()):
                     self._offer(path, name, each)
-        elif isinstance(value, nn.Module):  # none of the trained one's parts
+        elif isinstance(value, nn.Module):  # not part of the trained module
             yield from ((f"{path}.{n}", t) for n, t in self._state(value))
             for part in value.modules():
                 self._seen.add(id(part))
                 self._offer_all(path, part)
-        elif isinstance(value, (Optimizer, LRScheduler)):  # whose numbers a loss may set
+        elif isinstance(value, (Optimizer, LRScheduler)):  # a loss may set their numbers
             self._note(value)
             parts = (each if isinstance(each, list) else [each] for each in vars(value).values())
             for each in (each for part in parts for each in part):
@@ -368,7 +369,7 @@ class ReadByLoss:
                     waiting.append((path, each))
                 else:
                     self._note_rule(each)
-        elif isinstance(value, (*NAMESPACES, UnitBatch)):  # one that somebody kept
+        elif isinstance(value, (*NAMESPACES, UnitBatch)):  # one that user code kept
             self._note(value)
             waiting += ((f"{path}.{name}", each) for name, each in vars(value).items())
         elif not is_library((value if isinstance(value, type) else type(value)).__module__):

@@ -1,7 +1,7 @@
 """Record in one forward pass what per-row gradients of each covered module need; then restore the module.
 
-Each covered module runs its own forward with fresh leaf aliases in place of its parameters, so the real ones are in the
-graph only where the loss uses them outside the module. Three things without a batch axis get one: position ids
+Each covered module runs its own forward with fresh leaf aliases in place of its parameters. So the real parameters are
+in the graph only where the loss uses them outside the module. Three inputs without a batch axis get one: position ids
 (expanded to the batch of their block), virtual tokens of a tuned prompt, and T5's relative position bias.
 """
 
@@ -33,14 +33,14 @@ class Use:
     """One call of one covered module."""
 
     site: Site  # the module
-    call: int  # which call of it in this forward pass, from 0
+    call: int  # the index of this call among its calls in this forward pass, from 0
     edge: GradientEdge  # where the gradient of its output (or of its expanded weight) arrives
     shape: torch.Size  # the shape of that gradient
-    saved: Tensor | None  # the input that its rule needs; nothing where the gradient itself suffices
-    aliases: dict[str, Tensor]  # the leaves that stood for its parameters, by the module's own names
+    saved: Tensor | None  # the input that its rule needs; None if the gradient itself suffices
+    aliases: dict[str, Tensor]  # the leaves that replaced its parameters, by the module's own names
     version: int = field(default=0)  # the input's version when it was saved
     function: FunctionCall | None = None  # the call itself, for a module without a rule
-    output: int = 0  # which of the tensors that such a module returned
+    output: int = 0  # the index of this output among the tensors that such a module returned
 
     @property
     def axis(self) -> int:
@@ -147,7 +147,7 @@ class Recorder:
         return forward
 
     def _function_forward(self, site: Site) -> Forward:
-        """Record every tensor that a module without a rule returns, as a copy that only others read."""
+        """Record every tensor that a module without a rule returns, as a copy that only other code reads."""
         original = site.module.forward
         own = {local: site.module.get_parameter(local) for local in site.parameters}
 
@@ -162,12 +162,12 @@ class Recorder:
             function.returned(leaves)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    # A copy that only others read, so that the gradient at it is that of this call's use alone.
+                    # A copy that only other code reads, so that its gradient comes from the use of this call alone.
                     leaves[i] = leaf.clone()
                     self._record(site, leaves[i], None, aliases)
                     if self.recording:
                         self.uses[-1].function, self.uses[-1].output = function, i
-                    aliases = {}  # those of a call are named once
+                    aliases = {}  # a call's aliases are recorded once
             return tree_unflatten(leaves, structure)
 
         return forward
@@ -193,7 +193,7 @@ class Recorder:
             self._record(site, output, value, aliases)
 
     def _expanded(self, ids: Tensor) -> Tensor:
-        """Ids that a block uses for its whole batch, such as positions of shape (1, length), once per row."""
+        """Return ids that a block uses for its whole batch, such as positions of shape (1, length), once per row."""
         if self._batch_sizes and ids.dim() > 1 and ids.shape[0] == 1:
             return ids.expand(self._batch_sizes[-1], *ids.shape[1:])
         return ids
@@ -213,7 +213,7 @@ class Recorder:
         return forward
 
     def _get_prompt(self, module: nn.Module) -> Forward:
-        """Have virtual tokens embedded once per row, in place of once and repeated."""
+        """Embed virtual tokens once per row, instead of once and then repeated."""
         original: Forward = module.get_prompt  # type: ignore[assignment]
 
         def get_prompt(batch_size: int, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +245,7 @@ class Recorder:
                     f"(1, heads, queries, keys) was expected. {WAYS_OUT}"
                 )
             site, buckets, weight = found[0]
-            # One bias for all rows has one gradient; expanded and copied it has one for each row.
+            # One bias for all rows has one gradient; expanded and copied, it has one for each row.
             bias = bias.expand(self._batch_sizes[-1], -1, -1, -1).clone(memory_format=torch.contiguous_format)
             self._record(site, bias, buckets, {"weight": weight})
             return bias
@@ -254,7 +254,7 @@ class Recorder:
 
 
 class _LookupWatch(TorchFunctionMode):
-    """Record the one lookup that a subclass of nn.Embedding makes, with the ids that it made of its input."""
+    """Record the one lookup that a subclass of nn.Embedding makes, with the ids that it derives from its input."""
 
     def __init__(self, recorder: Recorder, site: Site, weight: Tensor) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class _LookupWatch(TorchFunctionMode):
 
 
 def refuse_other_weights(site: Site, now: Mapping[str, Tensor | None], own: Mapping[str, Tensor | None]) -> None:
-    """Refuse a module that runs with other parameters than the trained ones."""
+    """Refuse a module that runs with parameters other than the trained ones."""
     if any(now[local] is not p for local, p in own.items()):
         raise UnsupportedModelError(
             f"{site.name} runs with other weights than its own (functional_call, or a module that swaps "
@@ -282,8 +282,8 @@ def refuse_other_weights(site: Site, now: Mapping[str, Tensor | None], own: Mapp
 def _edge_below(output: Tensor) -> GradientEdge:
     """Return where the gradient of ``output`` arrives, also after a write into it.
 
-    Writing into a tensor that is a view (a linear layer's output often is one) replaces the view's
-    node in the graph; its base's node stays.
+    A write into a tensor that is a view (a linear layer's output often is one) replaces the view's node in the graph;
+    its base's node remains.
     """
     base = output._base
     if base is None or not base.requires_grad or base.numel() != output.numel():
@@ -293,7 +293,7 @@ def _edge_below(output: Tensor) -> GradientEdge:
 
 
 def _alias(site: Site, parameter: Tensor, value: Tensor) -> Tensor:
-    """A fresh leaf for one call; a scale gets a batch axis, so that autograd itself keeps the rows apart."""
+    """Return a fresh leaf for one call; a scale gets a batch axis, so that autograd itself separates the rows."""
     if site.kind == "scale":
         if value.dim() < 2:
             raise UnsupportedModelError(
@@ -303,13 +303,14 @@ def _alias(site: Site, parameter: Tensor, value: Tensor) -> Tensor:
         shape = (value.shape[0], *[1] * (value.dim() - 2), *parameter.shape)
         return parameter.detach().expand(shape).requires_grad_()
     if site.kind == "relative_bias":
-        # Autograd sums its gradient over all pairs of positions, of which bfloat16 loses most; as the reference of the
-        # audit it has to be summed in float32. The looked-up values are rounded back, which changes none of them.
+        # Autograd sums its gradient over all pairs of positions; in bfloat16 most of that sum would be lost. It is the
+        # reference of the audit, so it is summed in float32. The looked-up values are rounded back, which changes none
+        # of them.
         return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)).requires_grad_()
     return parameter.detach().requires_grad_()
 
 
-#: How a folded batch axis of rows * k runs: all k of the first row first, or one of each row first.
+#: The order of a folded batch axis of rows * k: all k of the first row first, or one of each row first.
 Layout = Literal["row_by_row", "turn_by_turn"]
 
 
@@ -354,7 +355,7 @@ def contributions_of(
     elif isinstance(module, nn.GroupNorm):
         g = g.to(dtype)
         if "weight" in trained:
-            # Without affine weights: their gradient is the normalised input times what arrives.
+            # Without affine weights: their gradient is the normalised input times the incoming gradient.
             normal = F.group_norm(_saved(use).to(dtype), module.num_groups, None, None, module.eps)
             yield "weight", dense(normal.mul_(g), lambda terms: _by_channel(terms, rows, layout))
         if "bias" in trained:
@@ -399,12 +400,12 @@ def _saved(use: Use) -> Tensor:
 
 
 def _by_channel(tensor: Tensor, rows: int, layout: Layout) -> Tensor:
-    """(rows * k, channels, *space) summed to (rows, channels)."""
+    """Sum (rows * k, channels, *space) to (rows, channels)."""
     return fold(tensor, rows, layout).reshape(rows, -1, tensor.shape[1], tensor[0, 0].numel()).sum((1, 3))
 
 
 def _bucketed(g: Tensor, buckets: Tensor, entries: int) -> Tensor:
-    """Sum (rows, heads, queries, keys) over the places of each bucket: (rows, entries, heads)."""
+    """Sum (rows, heads, queries, keys) over the positions of each bucket: (rows, entries, heads)."""
     rows, heads = g.shape[:2]
     flat = g.reshape(rows * heads, -1)
     total = torch.zeros(rows * heads, entries, dtype=g.dtype, device=g.device)

@@ -1,8 +1,8 @@
 """A tamper-evident file of records that survives a crash during a write.
 
-Each line is a record in canonical JSON with the SHA-256 of itself and of its predecessor; only records cut off the end
-go unseen. A record has a day and no time: how long a step takes depends on the private texts that it drew, so times
-would tell who was drawn. A `Book` decides what records mean and which may follow which.
+Each line is a record in canonical JSON with the SHA-256 of itself and of its predecessor; only the removal of records
+at the end goes unnoticed. A record has a day and no time: the duration of a step depends on the private texts that it
+drew, so times would reveal who was drawn. A `Book` decides what records mean and which record may follow another.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ def today() -> str:
 
 
 class Book(Protocol):
-    """Judges a record by the earlier ones; ``check`` changes nothing, so that it can come before the write."""
+    """Judges a record by the earlier ones; ``check`` changes nothing, so that it can run before the write."""
 
     def check(self, record: Mapping[str, Any]) -> None: ...
     def add(self, record: Mapping[str, Any]) -> None: ...
 
 
 class ChainedFile:
-    """An append-only, hash-chained file, held by one writer; a second one waits ``lock_wait`` s, then is refused.
+    """An append-only, hash-chained file with one writer; a second writer waits ``lock_wait`` s, then is refused.
 
     Guarantees:
-        - When ``append`` returns, the record is on the disk (fsync), whole.
+        - When ``append`` returns, the whole record is on disk (fsync).
         - When ``append`` raises, the file is as it was before, or ends in a torn line that the next ``open`` cuts and
-          notes as a ``repair``; no later record can follow a torn one. A last line that lacks only its line end is
+          records as a ``repair``; no later record can follow a torn line. A last line that lacks only its line end is
           kept.
         - A changed, removed, inserted or swapped complete line raises ``LedgerError`` with its number.
     """
@@ -88,7 +88,7 @@ class ChainedFile:
     """Seconds to wait for another writer."""
 
     lock_refusal: ClassVar[str] = "is open in another process."
-    """The refusal of a second writer, after the path."""
+    """The text that refuses a second writer, after the path."""
 
     def __init__(self, path: Path, content: bytes, *, file: IO[bytes] | None = None) -> None:
         self.path = path
@@ -148,7 +148,7 @@ class ChainedFile:
         return str(self._records[-1]["hash"]) if self._records else GENESIS
 
     def append(self, kind: str, **facts: Any) -> dict[str, Any]:
-        """Write one record of public facts and wait until it is on the disk; return it as a reader will see it."""
+        """Write one record of public facts and wait until it is on disk; return it as a reader will see it."""
         file = self._writable()
         if kind not in self.kinds:
             raise LedgerError(f"A ledger has no records of kind {kind!r}; there are {', '.join(self.kinds)}.")
@@ -186,12 +186,12 @@ class ChainedFile:
         self.close()
 
     def _writable(self) -> IO[bytes]:
-        """The open file, after checking that nobody else touched it since the last append."""
+        """Return the open file, after checking that no other process touched it since the last append."""
         if self._file is None:
             raise LedgerError(f"The ledger {self.path} is not open for writing.")
         if os.getpid() != self._pid:
             raise LedgerError(f"The ledger {self.path} was opened by another process; only that one may write to it.")
-        # Before every record: whoever replaces the file would make a ledger that forgets.
+        # Before every record: a replaced file would be a ledger that forgets.
         ours = os.fstat(self._file.fileno())
         try:
             theirs = os.stat(self.path)
@@ -202,7 +202,7 @@ class ChainedFile:
         return self._file
 
     def _write(self, file: IO[bytes], data: bytes) -> None:
-        """Append ``data`` and sync; on failure put the file back to its last good length."""
+        """Append ``data`` and sync; on failure restore the file to its last good length."""
         try:
             # A raw file may write less than it was given.
             rest = memoryview(data)
@@ -222,7 +222,7 @@ class ChainedFile:
         self._length += len(data)
 
     def _repair(self, content: bytes) -> None:
-        """Cut an incomplete last line, or end a complete one, and say so in the chain."""
+        """Cut an incomplete last line, or end a complete one, and record that in the chain."""
         tail = content[self._length :]
         if not tail or self._file is None:
             return
@@ -240,7 +240,7 @@ class ChainedFile:
 
     @classmethod
     def _verify(cls, content: bytes, path: Path) -> tuple[list[dict[str, Any]], Book, int]:
-        """The records of the complete lines, what they allow, and how many bytes those lines take."""
+        """Return the records of the complete lines, the book after them, and the length of those lines in bytes."""
         *lines, tail = content.split(b"\n")
         records: list[dict[str, Any]] = []
         book = cls.new_book()
@@ -271,12 +271,12 @@ def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
     deadline = time.monotonic() + wait
     while True:
         try:
-            # flock and no lock file: the system lets it go with the process, also after a kill.
+            # flock instead of a lock file: the system releases it with the process, also after a kill.
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError as error:
             if time.monotonic() >= deadline:
-                # Others that wait have the file open as well.
+                # With a wait, other waiting processes have the file open as well.
                 raise LedgerError(refusal if wait else f"{refusal}{left_behind(file.fileno())}") from error
             time.sleep(0.05)
         except OSError as error:
@@ -284,18 +284,18 @@ def lock(file: IO[bytes], path: Path, *, wait: float, refusal: str) -> None:
 
 
 def left_behind(descriptor: int) -> str:
-    """Name the workers that hold a file's lock after the run that took it was killed; empty where it may still run."""
+    """Name the workers that hold a file's lock after its run was killed; empty if the run may still be alive."""
     place, holders = os.fstat(descriptor), set[str]()
     try:
         locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
-    except OSError:  # not a Linux
+    except OSError:  # not Linux
         return ""
     for opened in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it has just ended, or is somebody else's
+        with suppress(OSError):  # it has just ended, or belongs to another user
             found = opened.stat()
             if (found.st_dev, found.st_ino) == (place.st_dev, place.st_ino):
                 holders.add(opened.parts[2])
-    # Forks share the lock, which goes by the process that took it.
+    # Forks share the lock, which is listed under the process that took it.
     took = {words[4] for words in locks if words[1] == "FLOCK" and words[5].endswith(f":{place.st_ino}")}
     if took & holders or not (left := holders - {str(os.getpid())}):
         return ""
@@ -323,7 +323,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _follow(line: bytes, *, head: str, seq: int, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """The record in ``line``, which has to continue the chain that ends in ``head``."""
+    """Return the record in ``line``, which must continue the chain that ends in ``head``."""
     record = _parse(line)
     if record is None:
         raise LedgerError("not a record in canonical JSON. The ledger was edited or damaged.")
@@ -339,7 +339,7 @@ def _follow(line: bytes, *, head: str, seq: int, kinds: tuple[str, ...]) -> dict
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in ``line``, or None where the bytes are not exactly its canonical JSON."""
+    """Return the record in ``line``, or None if the bytes are not exactly its canonical JSON."""
     try:
         record = json.loads(line.decode("ascii"))
         if isinstance(record, dict) and canonical_json(record).encode() == line:

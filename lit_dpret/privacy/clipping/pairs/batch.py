@@ -1,6 +1,6 @@
 """A batch of n records (query and passage), their embeddings, and one gradient of all their similarities.
 
-Its cotangents at the embeddings are known before any graph is built, so rows go through the encoder a few at a time
+The cotangents at the embeddings are known before any graph is built, so rows go through the encoder a few at a time
 (GradCache, Gao et al. 2021, 2101.06983); docs/derivations.md has the formula.
 """
 
@@ -21,11 +21,11 @@ from lit_dpret.settings import require_number
 
 Embed = Callable[[Any], Tensor]
 
-#: What one row may give in two passes, relative to its length 1: the rounding of two kernels.
+#: How much one row's embedding may differ between two passes, relative to its length 1: the rounding of two kernels.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 LOW_PRECISION_TOLERANCE = 5e-2
-#: Room for what rounding adds to a pair's gradient, as a share of it: what its norm may be too small by (`base.LOOSE`),
-#: and 2.1e-3 in float32. No proof: the norm is that of another pass.
+#: Room for rounding in a pair's gradient, as a share of it: the amount by which its norm may be too small
+#: (`base.LOOSE`), plus 2.1e-3 in float32. There is no proof: the norm comes from another pass.
 PAIR_ROUNDING = {torch.float64: 1e-9, torch.float32: 6.1e-3}
 
 
@@ -35,13 +35,13 @@ class Side:
 
     rows: Any  # a tensor, or nested dictionaries of tensors, with the rows on the first axis
     embed: Embed  # rows to embeddings, ``(rows, dim)``
-    count: int  # how many rows there are
+    count: int  # the number of rows
 
     def take(self, index: Tensor | slice) -> Any:
         return tree_map(lambda leaf: leaf[index if isinstance(index, slice) else index.to(leaf.device)], self.rows)
 
     def embedded(self, index: Tensor | slice) -> Tensor:
-        """Return the embeddings of some rows; refuse what is not one vector for each row."""
+        """Return the embeddings of some rows; refuse a result that is not one vector per row."""
         expected = len(range(self.count)[index]) if isinstance(index, slice) else len(index)
         found = self.embed(self.take(index))
         if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != expected:
@@ -58,15 +58,15 @@ class Side:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """``n`` records; record i is (query i, passage i)."""
+    """A batch of ``n`` records; record i is (query i, passage i)."""
 
     queries: Any  # a tensor, or nested dictionaries of tensors, with first axis n
     passages: Any  # the same
-    # Rows to embeddings ``(rows, dim)``, of length 1 for the cosine; differentiable, by way of submodules of what is
-    # trained, and does not enter autocast itself. An embedding is a function of its own row alone.
+    # Rows to embeddings ``(rows, dim)``, of length 1 for the cosine. The function is differentiable through submodules
+    # of the trained module, and does not enter autocast itself. An embedding depends on its own row alone.
     embed_queries: Embed
     embed_passages: Embed  # the same function (a shared encoder), another one (two towers), or one without a gradient
-    n: int  # how many records there are
+    n: int  # the number of records
 
     def __post_init__(self) -> None:
         for name in ("queries", "passages"):
@@ -89,7 +89,7 @@ class PairBatch:
 
 def embed_all(batch: PairBatch, *, rows_at_once: int) -> tuple[Tensor, Tensor]:
     """Return the embeddings of all queries and of all passages, (n, dim) each, without a graph."""
-    # A pair's gradient is bounded by a norm from another pass than its own, so the two must agree. In bf16 they do not:
+    # A pair's gradient is bounded by a norm from another pass, so the two passes must agree. In bf16 they do not:
     # gradients clipped to B came out up to a tenth longer where query and passage are alike.
     with exact_float32(batch.device):
         queries, passages = (embed_side(side, rows_at_once=rows_at_once) for side in batch.sides)
@@ -151,16 +151,16 @@ def refuse_randomness(module: nn.Module) -> None:
 
 
 def clipped_pair_factors(norms: Tensor, max_logit_grad_norm: float) -> tuple[Tensor, int]:
-    """Return the factor that clips each pair's similarity gradient, and how many pairs were dropped.
+    """Return the factor that clips each pair's similarity gradient, and the number of pairs that were dropped.
 
     Guarantees:
         - A factor times its norm is at most ``max_logit_grad_norm``, up to rounding; within the bound it is 1.
         - A norm that is not finite (a broken pair) gets factor zero, and is counted.
     """
     require_number("privacy", {"max_logit_grad_norm": max_logit_grad_norm})
-    # A number over a tensor may be rounded twice, and a norm that is the bound would then get a factor below 1.
+    # A number divided by a tensor may be rounded twice; a norm equal to the bound would then get a factor below 1.
     factors = torch.where(norms <= max_logit_grad_norm, 1.0, max_logit_grad_norm / norms)
-    # A factor that float32 cannot hold would round to another one, and the bound would be gone.
+    # A factor that float32 cannot represent would round to another one, and the bound would be lost.
     kept = norms.isfinite() & (factors >= LEAST_FACTOR)
     return torch.where(kept, factors, torch.zeros_like(factors)), int((~kept).sum())
 
@@ -174,8 +174,8 @@ def weighted_backward(
 
     Guarantees:
         - The result is the sum over i and j of ``weights[i, j]`` times the gradient of S_ij, whatever ``rows_at_once``.
-        - A pair with a broken embedding, or with a weight that is not finite, contributes zero; a row whose
-          pairs all weigh zero does not go through the backward pass at all, so its NaN stays with it.
+        - A pair with a broken embedding, or with a weight that is not finite, contributes zero. A row whose pairs all
+          weigh zero does not go through the backward pass at all, so its NaN does not spread.
     """
     if weights.shape != (batch.n, batch.n):
         raise DataError(f"The weights of {batch.n} records have shape {tuple(weights.shape)}; (n, n) expected.")
@@ -212,13 +212,13 @@ def _add_side(
     rows_at_once: int,
 ) -> None:
     """Pull the cotangents of one side back to the parameters, some rows at a time."""
-    # Rows that weigh nothing stay out: their backward pass could still bring NaN.
+    # Rows that weigh nothing are left out: their backward pass could still bring NaN.
     for rows in cotangents.any(1).nonzero().flatten().split(rows_at_once):  # type: ignore[no-untyped-call]
-        if not len(rows):  # every pair weighs zero: a softmax over one candidate, say
+        if not len(rows):  # every pair weighs zero, as for a softmax over one candidate
             return
         with torch.enable_grad():
             embedded = side.embedded(rows)
-        # Norms and gradient come from two passes, which must be of one function.
+        # Norms and gradient come from two passes, which must compute the same function.
         refuse_other_function(before[rows], embedded)
         if not embedded.requires_grad:  # a frozen tower
             return
