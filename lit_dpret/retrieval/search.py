@@ -1,8 +1,8 @@
 """Exact nearest neighbours, streamed, in a deterministic order.
 
 A score is the dot product of two embeddings in float64, rounded to float32. A fast matrix product finds the few
-candidates that can matter, those are scored again pair by pair, and a bound on the product's rounding error proves that
-none was missed; else the query is looked through once more. Ties fall as trec_eval lets them: by id, descending.
+candidates that can matter, and these are scored again pair by pair. A bound on the product's rounding error proves that
+none was missed; otherwise the query is searched again. Ties are broken as in trec_eval: by id, descending.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ __all__ = [
     "unbroken",
 ]
 
-QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # of a matrix product
+QUERY_CHUNK, PASSAGE_CHUNK = 1024, 16_384  # rows of a matrix product
 _CPU_BLOCK = 4096  # passages whose scores stay in a processor's cache
-_FEW_QUERIES = 512  # up to so many, threads share out the passages: each is read once, and products are not too flat
-_GROUP = 32  # scores of few queries of which only the highest is looked at first
-_AT_ONCE = 2**23  # scores of few queries that are held at once
-_ALONE = 2**23  # multiplications that one thread has done before a second one starts
-_PAYS_LOW = 2**21  # scores of few queries from which on bfloat16 saves more than its many candidates cost
-_BUFFER_BYTES = 256 * 2**20  # of candidates, for the queries that are searched together
+_FEW_QUERIES = 512  # up to this many, threads split the passages: each is read once, and products are not too flat
+_GROUP = 32  # with few queries: scores per group, of which only the highest is looked at first
+_AT_ONCE = 2**23  # with few queries: scores held at a time
+_ALONE = 2**23  # multiplications for which one thread is enough
+_PAYS_LOW = 2**21  # with few queries: number of scores above which bfloat16 saves more than its extra candidates cost
+_BUFFER_BYTES = 256 * 2**20  # for the candidates of queries that are searched together
 
 
 def search(
@@ -80,19 +80,19 @@ def search(
         - Scores are float64 dot products rounded to float32, and the passages returned are the first k under (score
           descending, ``tie_rank`` ascending): exact, ties included.
         - Scores and indices do not depend on how many queries and passages are multiplied at a time (`QUERY_CHUNK`,
-          `PASSAGE_CHUNK`). No more of their scores are held, of few queries `_AT_ONCE`, and of passages in a file
-          (`FileRows`) little more than a chunk for each thread: memory does not grow with the corpus, but for 16 bytes
-          of a passage's rank.
+          `PASSAGE_CHUNK`). Only the scores of one product are held (`_AT_ONCE` scores with few queries), and of
+          passages in a file (`FileRows`) little more than a chunk per thread. Memory does not grow with the corpus,
+          except for 16 bytes per passage for its rank.
 
     Args:
-        query_embeddings: Shape ``(queries, dim)``; a tensor or an array of numpy.
-        passage_embeddings: Shape ``(passages, dim)``, the same; may lie on another device, or in a file.
+        query_embeddings: Tensor or NumPy array of shape ``(queries, dim)``.
+        passage_embeddings: The same of shape ``(passages, dim)``; may be on another device, or in a file.
         k: How many passages to return for each query.
         tie_rank: `lexicographic_rank` of the passage ids; without it the earlier passage wins a tie.
         similarity: ``dot``, or ``cosine`` to normalise both sides first.
-        exclude: For every query the index of one passage not to return, `MISSING` for none; for collections whose
+        exclude: The index of one passage not to return for each query, `MISSING` for none; for collections whose
             queries are passages themselves. Long, shape ``(queries,)``.
-        device: Where to compute; where the queries are, by default.
+        device: Where to compute; by default the device of the queries.
 
     Raises:
         DataError: An embedding is not finite, or too long for a finite score.
@@ -126,8 +126,8 @@ def search(
 class SearchStream:
     """A search over passages that arrive in parts and are not stored.
 
-    `result` is that of `search` over all pieces together. The arguments are those of `search`, with the
-    ``tie_rank`` of the ids of all passages that will come.
+    `result` equals that of `search` over all parts together. The arguments are those of `search`; ``tie_rank``
+    covers the ids of all passages still to come.
     """
 
     def __init__(
@@ -188,10 +188,10 @@ class SearchStream:
             self._narrow(rows, left, Attempt(self._products, self._width(rows), None))
 
     def _settle(self, rows: Rows, candidates: Tensor, of: Tensor, reach: Tensor | None, slack: Tensor) -> None:
-        """Take in candidates, and for queries for which they prove too little all others that could be among the best.
+        """Take in candidates. Where they prove too little for a query, add all other passages that could be its best.
 
-        ``candidates`` are by index, for the queries ``of``; ``reach`` is the most that another passage can score,
-        None where there is none; ``slack`` is what a product can be wrong by.
+        ``candidates`` are indices, for the queries ``of``. ``reach`` is the most that any other passage can score,
+        None if there is no other. ``slack`` is the largest error of a product.
         """
         self._take_in(rows, candidates, of)
         doubtful = [] if reach is None else torch.nonzero(~(self._kth()[of] > reach)).flatten().tolist()
@@ -202,11 +202,11 @@ class SearchStream:
             self._take_in(rows, wide[~known][None], query)
 
     def _width(self, rows: Rows) -> int:
-        """Return how many candidates to keep, so that rounding errors of float32 seldom need a second look."""
+        """Return how many candidates to keep so that float32 rounding errors seldom need a second look."""
         return min(self.k + 64 + self.k // 64, len(rows))
 
     def _narrow(self, rows: Rows, chosen: Tensor, attempt: Attempt) -> Tensor:
-        """Search a piece for some queries; returns those for which the attempt proved nothing, still to be searched."""
+        """Search a piece for some queries; return those for which the attempt proved nothing, still to be searched."""
         products, width, guess = attempt.products, attempt.width, attempt.guess
         queries, kth = products.queries[chosen], self._kth()[chosen.cpu()].to(self.device)
         buffer = CandidateBuffer(len(chosen), width, self.device, guess)
@@ -222,24 +222,24 @@ class SearchStream:
         if guess is not None:
             short = (buffer.count < width) & (guess > kth - slack)
         enough = torch.nonzero(~short).flatten()
-        # In float32 a passage more than twice the error behind the k-th best is not among the k best.
+        # A float32 score more than twice the error below the k-th best is not among the k best.
         margin = None if products.low else 2 * slack
         candidates = buffer.indices(self.k, margin)[enough.cpu()]
         of, reach = chosen[enough].cpu(), None
         if width < len(rows):
             reach = (products.at_most(buffer.floor[enough]) + slack[enough]).cpu()
-        if products.low:  # what it does not settle is searched again, in float32
+        if products.low:  # queries that it does not settle are searched again, in float32
             proven = self._take_in(rows, candidates, of, reach)
             return torch.cat([chosen[short], chosen[enough[~proven.to(self.device)]]])
         self._settle(rows, candidates, of, reach, slack[enough])
         return chosen[short]
 
     def _attempt(self, rows: Rows) -> Attempt:
-        """Decide how to search a piece first, from a sample spread over it.
+        """Choose how to search a piece first, from a sample spread over it.
 
-        It guesses a score that more passages than needed exceed, very likely, and how many candidates the
-        products of low precision would need. Both only save work: a query for which they were wrong is
-        searched again without.
+        Guess a score that very likely more passages than needed exceed, and the number of candidates that
+        low-precision products would need. Both only save work: a query for which they were wrong is searched
+        again without them.
         """
         sample, width = min(max(len(rows) // 48, 2048), 16_384), self._width(rows)
         if len(rows) < 4 * sample or _sample_rank(width, sample, len(rows)) > sample // 2:
@@ -270,7 +270,7 @@ class SearchStream:
         at_least: Tensor,
         exclude: Tensor | None,
     ) -> None:
-        """Matrix products, and what of them may matter."""
+        """Multiply, and add to the buffer the scores that may matter."""
         block = _CPU_BLOCK if self.device.type == "cpu" else PASSAGE_CHUNK
 
         def compare(chunk: slice) -> None:
@@ -287,7 +287,7 @@ class SearchStream:
         self._each(compare, len(queries))
 
     def _each(self, work: Callable[[slice], None], queries: int) -> None:
-        """Do something for all queries, `QUERY_CHUNK` at a time; on the CPU by several threads."""
+        """Do some work for all queries, `QUERY_CHUNK` at a time; on the CPU in several threads."""
         if self.device.type == "cpu":
             on_slices(work, queries, _share(queries, QUERY_CHUNK))
             return
@@ -295,10 +295,10 @@ class SearchStream:
             work(slice(first, min(first + QUERY_CHUNK, queries)))
 
     def _take_in(self, rows: Rows, candidates: Tensor, chosen: Tensor, reach: Tensor | None = None) -> Tensor:
-        """Score candidates of a piece as a score is defined, and keep the best of them and those before.
+        """Compute the exact scores of a piece's candidates, and keep the best of them and of those before.
 
-        With ``reach``, the highest score that a passage not among the candidates can have, a query is left
-        as it was where such a passage could be among the best; returns for which queries it could not.
+        With ``reach``, the highest score that a passage outside the candidates can have, a query is left
+        unchanged if such a passage could be among its best. Return for which queries none could.
         """
         if self._exclude is not None:
             banned = candidates + self._seen == self._exclude.cpu()[chosen, None]
@@ -315,7 +315,7 @@ class SearchStream:
                 proven[part] = unpacked(keys[:, -1])[0] > reach[part]
             self._best[of[proven[part]]] = keys[proven[part]]
 
-        on_slices(keep, len(chosen), max(128, _share(len(chosen), 256)))  # fewer are done before a thread starts
+        on_slices(keep, len(chosen), max(128, _share(len(chosen), 256)))  # a thread does not pay for fewer
         return proven
 
     def _kth(self) -> Tensor:
@@ -323,18 +323,18 @@ class SearchStream:
         return unpacked(self._best[:, -1])[0]
 
     def _wide(self, rows: Rows, row: int, floor: float) -> Tensor:
-        """Return every passage of the piece that can reach the score that ``floor`` was lowered from, by index."""
+        """Return the indices of all passages of the piece that can reach the score from which ``floor`` was lowered."""
         query = self._products.queries[row]
         parts = ((some.start, _part(rows, some, self.device, self.cosine)[0]) for some in _slices(len(rows)))
         return torch.cat([torch.nonzero(part @ query >= floor).flatten().cpu() + start for start, part in parts])
 
 
 def _search_few(queries: Tensor, rows: Rows, k: int, rank: Tensor | None, exclude: Tensor | None, cosine: bool) -> TopK:
-    """Search for few queries, float64 and normalised under ``cosine``, on the CPU; the rest as for `search`.
+    """Search for few queries (float64, normalised under ``cosine``) on the CPU; the rest is as in `search`.
 
-    Threads share out the passages; the scores of up to `_AT_ONCE` pairs are held at a time. A passage among the best
-    scores no more than the rounding error below the k-th best found so far, and below the k-th highest score, whatever
-    subset it is taken from: so only those that reach both are scored again.
+    Threads split the passages; the scores of up to `_AT_ONCE` pairs are held at a time. A passage among the best scores
+    at most the rounding error below the k-th best found so far, and below the k-th highest score of any subset. So
+    only passages that reach both are scored again.
     """
     exclude = None if exclude is None else exclude.cpu()
     low = len(queries) * len(rows) >= _PAYS_LOW and bfloat16_pays(queries.device, len(queries))
@@ -367,11 +367,11 @@ def _search_few(queries: Tensor, rows: Rows, k: int, rank: Tensor | None, exclud
 
 
 class _Scores:
-    """The scores of few queries, all of them, for a range of passages.
+    """All scores of few queries for a range of passages.
 
     Guarantees:
-        - ``kth`` is for each query at most its k-th highest score before rounding, and near to it: the k-th highest of
-          the maxima of groups of passages. Where fewer than k passages have a score it is lower than any.
+        - For each query, ``kth`` is at most its k-th highest score before rounding, and close to it: the k-th highest
+          of the maxima of groups of passages. Where fewer than k passages have a score, it is lower than any score.
     """
 
     def __init__(
@@ -407,13 +407,13 @@ class _Scores:
         self.kth = products.at_most(kth if highest.shape[1] >= k else kth.fill_(-math.inf), -math.inf)
 
     def above(self, floor: Tensor, most: int | None) -> Tensor | None:
-        """Return for each query the passages that score at least ``floor``, filled up with `MISSING`.
+        """Return for each query the passages that score at least ``floor``, padded with `MISSING`.
 
-        None where more than ``most`` groups of passages do: their scores are too close for this precision.
+        Return None if more than ``most`` groups of passages do: their scores are too close for this precision.
         """
         table = self._table
-        floor = floor.to(table.dtype).float()  # rounding keeps the order: what reaches the floor reaches it rounded
-        least = np.maximum(floor.numpy(), torch.finfo(table.dtype).min)[:, None]  # what has no score is below it
+        floor = floor.to(table.dtype).float()  # rounding keeps the order: what reaches it, reaches it rounded
+        least = np.maximum(floor.numpy(), torch.finfo(table.dtype).min)[:, None]  # excludes -inf: no score
         blocks, group, width = table.shape[1:]
         highest = self._highest.float().numpy().reshape(len(least), -1)
         row, column = np.divmod(nonzero(highest >= least), blocks * width)
@@ -434,7 +434,7 @@ class _Scores:
 
 
 def _part(rows: Rows, some: slice, device: torch.device, cosine: bool) -> tuple[Tensor, float]:
-    """Return some passages ready for the matrix product, and a bound on their lengths."""
+    """Return some passages, ready for the matrix product, and a bound on their lengths."""
     part, longest = rows.chunk(some.start, some.stop).to(device).float(), rows.longest
     if longest is None:
         longest = float(torch.linalg.vector_norm(part, dim=1).max())
@@ -444,23 +444,23 @@ def _part(rows: Rows, some: slice, device: torch.device, cosine: bool) -> tuple[
 
 
 def _slices(rows: int) -> Iterator[slice]:
-    """Yield slices of `PASSAGE_CHUNK`, the last one shorter."""
+    """Yield slices of `PASSAGE_CHUNK` rows; the last one may be shorter."""
     return (slice(start, min(start + PASSAGE_CHUNK, rows)) for start in range(0, rows, PASSAGE_CHUNK))
 
 
 def _sample_rank(width: int, sample: int, passages: int) -> int:
-    """Return the rank in a sample whose score is exceeded, but for bad luck, by ``width`` of all passages."""
+    """Return the rank in a sample whose score ``width`` of all passages very likely exceed."""
     expected = width * sample / passages
     return math.ceil(expected + 4 * math.sqrt(expected) + 4)
 
 
 def _share(rows: int, most: int) -> int:
-    """Return how many rows a thread takes at a time, so that none waits long for the last."""
+    """Return how many rows a thread takes at a time, so that no thread waits long for the last."""
     return max(1, min(most, -(-rows // (4 * workers()))))
 
 
 def _hide(scores: Tensor, excluded: Tensor) -> None:
-    """Set each row's excluded column, where it is one of them, to -inf."""
+    """Set each row's excluded column to -inf, if it is among the columns of ``scores``."""
     inside = torch.nonzero((excluded >= 0) & (excluded < scores.shape[1])).flatten()
     scores[inside, excluded[inside]] = float("-inf")
 
@@ -498,13 +498,13 @@ def check_shapes(
 
 
 def unbroken(embeddings: Tensor) -> Tensor:
-    """Return which embeddings have a square within float32, ``(rows,)``: any two of them have a finite score."""
+    """Return a mask ``(rows,)`` of embeddings whose square fits into float32: any two have a finite score."""
     return embeddings.float().square().sum(dim=1).isfinite()
 
 
 def refuse_broken(embeddings: Tensor, side: str) -> None:
     """Refuse embeddings that are not finite, or too large for a finite score."""
-    if float(torch.linalg.vector_norm(embeddings.float())) < 1e19:  # whose square float32 still holds
+    if float(torch.linalg.vector_norm(embeddings.float())) < 1e19:  # its square still fits into float32
         return
     broken = int((~unbroken(embeddings)).sum())
     if broken:

@@ -1,8 +1,8 @@
-"""From a private generator to a synthetic data set: resumable, with the same result after any interruption.
+"""Write a synthetic data set with a private generator: resumable, with the same result after any interruption.
 
-The shapes that the model computes are a function of the list of passages alone (`canonical_groups`), so any run writes
-the same bytes. Which passages get queries must not depend on the private queries, or the list tells everybody which
-passages people asked about: the caller has to say that it is public (under ``zero_out``, known to everybody).
+The shapes that the model computes depend only on the list of passages (`canonical_groups`), so any run writes the same
+bytes. Which passages get queries must not depend on the private queries, or the list reveals which passages people
+asked about. So the caller has to declare that the list is public (under ``zero_out``, known to everybody).
 """
 
 from __future__ import annotations
@@ -59,23 +59,22 @@ def synthesize(
     """Write queries for public passages with a generator, as a data set in BEIR's layout; return ``out``.
 
     Guarantees:
-        - Run again after any interruption, it goes on, and the data files have the same bytes as those of a run
-          that was never interrupted (same machine and library versions), with whatever ``workers`` each part of it
-          was made.
-        - The queries of a passage do not depend on ``queries_per_passage``, beyond how many there are.
+        - After any interruption, a second call continues. The data files then have the same bytes as those of an
+          uninterrupted run (same machine and library versions), whatever ``workers`` each part used.
+        - The queries of a passage do not depend on ``queries_per_passage``, except for how many there are.
         - The data set's privacy card carries the generator's claim and names its card.
-        - Nothing is read but the generator and the passages.
+        - Only the generator and the passages are read.
 
     Args:
-        generator_folder: What ``QueryGenerator.save_model`` wrote, with its privacy card.
+        generator_folder: A folder written by ``QueryGenerator.save_model``, with its privacy card.
         passages: Text by id. Passages without text get no query.
-        out: The folder to write or to go on with.
+        out: The folder to write to or to continue in.
         passages_are_public: Must be true: the list of passages was fixed without looking at the private queries, or
             the generator's claim treats it as public (``neighbours=zero_out``).
-        language: ISO codes of the texts for the data card, with commas between them; None states none.
+        language: Comma-separated ISO codes of the texts for the data card; None states none.
         license: Licence of the set for the data card, as the Hugging Face hub writes it; None states none.
-        tuning: On which data the settings above were chosen, as in `CardFacts`.
-        progress: Called with (passages done, passages in all).
+        tuning: The data on which the settings above were chosen, as in `CardFacts`.
+        progress: Called with (passages done, passages in total).
         settings: The settings of `Generation`.
 
     Raises:
@@ -94,7 +93,7 @@ def synthesize(
         tags=["synthetic", "differential-privacy", "query-generation", "beir"], language=language, license=license,
     )  # fmt: skip
     how = Generation(**settings)
-    # With workers the device is on their machines.
+    # With workers, the device is on their machines.
     place = torch.device(how.device) if how.workers and how.device != "auto" else device_named(how.device)
     check_passages(passages)
     if not (source / CARD_NAME).is_file():
@@ -102,13 +101,13 @@ def synthesize(
             f"{source} holds no {CARD_NAME}, so the claim of the queries would be unknown. Use a folder exported by a "
             "generator run; a run with privacy=none has a card too, which says so."
         )
-    read_contract(source)  # another artefact than a generator is named as such, before its card is judged
-    check_artefact(source, read_card(source))  # an adapter beside the weights is loaded with them
+    read_contract(source)  # names an artefact that is not a generator, before its card is judged
+    check_artefact(source, read_card(source))  # an adapter next to the weights is loaded with them
     texts = {name: text for name, text in passages.items() if text.strip()}
     if not texts:
         raise DataError(f"None of the {len(passages)} passages has any text.")
     decoding: dict[str, Any] = {}  # filled in once lengths are known
-    above = source.resolve().parent / LEDGER_NAME  # a run folder holds its ledger beside model/
+    above = source.resolve().parent / LEDGER_NAME  # a run folder keeps its ledger next to model/
 
     def card_of(hashes: Mapping[str, str], environment: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the card of the set, which inherits the generator's claim."""
@@ -131,7 +130,7 @@ def synthesize(
             parent_ledger=above if above.is_file() and not (source / LEDGER_NAME).exists() else None,
         )
 
-    card_of({}, None)  # a card that cannot be inherited is refused before the work, not after it
+    card_of({}, None)  # refuse a card that cannot be inherited before the work, not after it
     generator = load_generator(source)
     longest = generator.contract.max_query_length if how.max_new_tokens is None else how.max_new_tokens
     how = replace(how, max_new_tokens=longest, device=str(place))
@@ -141,7 +140,7 @@ def synthesize(
     fits = partial(check_disk, folder, texts, draws=how.queries_per_passage, max_new_tokens=longest)
     with opened(folder, configuration, len(groups), check=fits) as store:
         alone = None if how.workers else generator
-        del generator  # with workers, each has its own
+        del generator  # with workers, each loads its own
         draw_into(store, groups, texts, source, how, generator=alone, progress=progress)
         of = f"`{configuration['generator'][:16]}` (SHA-256 of its files)"
         about = replace(about, origin=[f"Generator: {of}, named in the privacy card.", "Filters: none."])
@@ -155,7 +154,7 @@ def synthesize(
 
 
 def drawing_facts(source: Path, texts: Mapping[str, str], how: Generation) -> dict[str, Any]:
-    """Return everything that determines the drawn queries; lengths and device of ``how`` are known."""
+    """Return everything that determines the drawn queries; ``how`` has its lengths and device resolved."""
     return {
         "generator": weights_hash(source),
         "passages": passages_hash(texts),
@@ -180,7 +179,7 @@ def draw_into(
     generator: GeneratorModel | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Draw the missing shards, and write each when it is there.
+    """Draw the missing shards, and write each as soon as it is complete.
 
     The arguments are those of `synthesize` and `draw_groups`.
     """
@@ -189,7 +188,7 @@ def draw_into(
     if progress is not None:
         progress(done, total)
     if store.missing:
-        # The longest passages first: what does not fit into memory shows at once, not after hours.
+        # Longest passages first: running out of memory shows at once, not after hours.
         tasks = ((index, {name: texts[name] for name in groups[index]}) for index in reversed(store.missing))
         with closing(draw_groups(tasks, source, how, generator=generator)) as drawing:
             for index, records in drawing:
@@ -210,11 +209,11 @@ def write_set(
     *,
     amount: str,
 ) -> None:
-    """Write data files, cards and ``generation.json`` of the drawn queries.
+    """Write the data files, cards and ``generation.json`` of the drawn queries.
 
-    ``queries`` gives the queries again at each call. Behind the first line of the origin of ``about`` come
-    passages, decoding and ``amount``, how much was drawn. ``card_of`` makes the privacy card from the SHA-256 of
-    the files and the environment.
+    ``queries`` yields the queries again at each call. Passages, decoding and ``amount`` (how much was drawn) follow
+    the first line of the origin of ``about``. ``card_of`` makes the privacy card from the SHA-256 of the files and the
+    environment.
     """
     counts, hashes = write_dataset(folder, queries, texts)
     if counts.queries == 0:
@@ -248,7 +247,7 @@ def list_assumption(neighbours: str | None) -> str:
 
 
 def _why_public(source: Path, declared: object) -> str:
-    """Why nothing is generated for a list that was not declared public, as the generator's claim has it."""
+    """Return why nothing is generated for a list that was not declared public, depending on the generator's claim."""
     given = f"task.passages_are_public={str(declared).lower()}: "
     if not (source / CARD_NAME).is_file() or read_card(source)["claim"]["neighbours"] != "zero_out":
         return given + (
@@ -269,17 +268,17 @@ def _why_public(source: Path, declared: object) -> str:
 def opened(
     folder: Path, configuration: Mapping[str, Any], count: int, *, check: Callable[[], None]
 ) -> Iterator[ShardStore]:
-    """Yield the shards of ``folder``, which is locked; ``check`` is called before anything is written there."""
+    """Yield the shards of ``folder``, which is locked; call ``check`` before anything is written there."""
     check()
     with alone_in(folder):
         yield ShardStore(folder, configuration, count)
 
 
 def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_tokens: int) -> None:
-    """Refuse a generation whose result would not fit on the disk, before it starts.
+    """Refuse, before it starts, a generation whose result would not fit on the disk.
 
-    The passages are written once as corpus and once per draw as pairs; a drawn query stands in a
-    shard, in two files of queries and in two qrels, at some 6 bytes a token and 300 of framing.
+    The passages are written once as corpus and once per draw as pairs. A drawn query is stored in a shard, in two
+    files of queries and in two qrels, at about 6 bytes per token and 300 of framing.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -306,10 +305,10 @@ def check_disk(folder: Path, texts: Mapping[str, str], *, draws: int, max_new_to
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Lock the shards folder for one process; the operating system releases the lock at its end."""
+    """Lock the shards folder for one process; the operating system releases the lock when the process ends."""
     try:
         import fcntl
-    except ImportError:  # no such locks on this system
+    except ImportError:  # this system has no such locks
         yield
         return
     shards = folder / SHARDS_NAME

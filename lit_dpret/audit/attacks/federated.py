@@ -2,8 +2,8 @@
 
 A curious silo embeds texts that it suspects and compares them with request rows: embeddings of queries by *nearness*,
 means of many by *tracing* (Dwork et al. 2015, "Robust Traceability from Trace Amounts"). The suspects are queries of
-the *same* silo that were sent and that were not. A curious server reads tokens from the word-embedding table: a row
-whose token is in no text of the batch has no gradient (Melis et al. 2019, 1805.04049).
+the *same* silo, both sent and unsent. A curious server reads tokens from the word-embedding table: a row whose token is
+in no text of the batch has no gradient (Melis et al. 2019, 1805.04049).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lit_dpret.errors import ConfigurationError, DataError
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
-# How far a table row moves by rounding to float32, as a share of the median row's norm.
+# How far rounding to float32 moves a table row, as a share of the median row's norm.
 _ROUNDING = 1e-6
 _DEVIATIONS = 6.0
 
@@ -34,7 +34,7 @@ _DEVIATIONS = 6.0
 def pooled(rates: Sequence[Rate]) -> Rate | None:
     """Pool the trials of several rates; None without rates.
 
-    Trials of one silo resemble each other, so the interval is narrower than for newly drawn silos.
+    Trials of one silo resemble each other, so the interval is narrower than one that covers newly drawn silos.
     """
     if not rates:
         return None
@@ -47,7 +47,7 @@ def pooled(rates: Sequence[Rate]) -> Rate | None:
 def nearness(rows: Floats, suspects: Floats) -> Floats:
     """Return the cosine of each suspect with its nearest row; zeros without rows.
 
-    Both are ``(count, dim)``, ``suspects`` embedded by the shared encoder.
+    Both have shape ``(count, dim)``; the shared encoder embedded ``suspects``.
     """
     if rows.ndim != 2 or suspects.ndim != 2 or rows.shape[1] != suspects.shape[1]:
         raise DataError(f"Rows of shape {rows.shape} and suspects of {suspects.shape} cannot be compared.")
@@ -59,8 +59,8 @@ def nearness(rows: Floats, suspects: Floats) -> Floats:
 def traces(rows: Floats, suspects: Floats) -> Floats:
     """Return each suspect's contribution to its nearest mean beyond the other suspects there, ``(suspects,)``.
 
-    ``<x, row - mean of the other suspects there>``: a mean of k unit vectors holds 1/k of each of them and, of a text
-    that is not in it, what all such texts have in common. Zeros where there is no row.
+    ``<x, row - mean of the other suspects there>``. A mean of k unit vectors contains 1/k of each of them; with a text
+    that is not in it, it shares only what all such texts have in common. Zeros without rows.
     """
     if not len(rows) or not len(suspects):
         return np.zeros(len(suspects))
@@ -78,12 +78,12 @@ class Identified:
     """How well a silo's rows identify their queries."""
 
     rows: int
-    # By number of guesses, how often a query that was sent is among the so many nearest of its candidates.
+    # By number of guesses: how often a query that was sent is among that many nearest of its candidates.
     named: dict[int, Rate]
-    # The same of queries that were not sent; more than chance is due to the domain, not to the rows.
+    # The same for queries that were not sent; any excess over chance is due to the domain, not to the rows.
     control: dict[int, Rate]
-    nearness: float  # the probability that a query that was sent comes nearer to a row than one that was not (AUC)
-    # The same by `traces`, where rows are means; else None. Where it is there, queries are named by it.
+    nearness: float  # the probability that a query that was sent is nearer to a row than one that was not (AUC)
+    # The same by `traces` where rows are means, else None. If set, it also decides the named queries.
     traced: float | None
     candidates: int
 
@@ -108,18 +108,18 @@ def identify_requests(
 ) -> Identified:
     """Find each sent query among unsent ones of its silo.
 
-    Half of the unsent queries are the other candidates; the other half are the control, in place of the sent ones.
+    Half of the unsent queries serve as the other candidates. The other half are the control, in place of the sent ones.
 
     Guarantees:
-        - A tie with another candidate counts against the attack, so rows that say nothing name nobody.
-        - The control differs from the attack in nothing but that its queries are not in the rows.
+        - A tie with another candidate counts against the attack, so uninformative rows identify nothing.
+        - The control differs from the attack only in that its queries are not in the rows.
 
     Args:
-        rows: Request rows of the silo, ``(rows, dim)``; there may be none.
+        rows: Request rows of the silo, ``(rows, dim)``; may be empty.
         sent: Embeddings of the queries that the rows were computed from, ``(queries, dim)``.
         unsent: Embeddings of other queries of the same silo, none of them equal in text to a sent one.
         means: The rows are means of many embeddings of length 1, as centroids are.
-        candidates: The query itself and so many less one others, drawn for each without replacement.
+        candidates: Candidates per query: the query itself and ``candidates - 1`` others, drawn without replacement.
         tops: Numbers of guesses.
         confidence: Confidence level of the intervals, which assume independent queries.
         seed: The seed of the draws.
@@ -161,12 +161,12 @@ def identify_requests(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTexts:
-    """How well the attacker's own queries approximate those of another silo, matched by rows."""
+    """How well the attacker's queries approximate those of another silo, matched by rows."""
 
-    # F1 of the sets of words of the own query nearest to a row and of the victim's query nearest to it, mean over rows.
+    # F1 between the sets of words of the own query and the victim's query nearest to a row, mean over rows.
     similarity: float
     control: float  # the same with an own query drawn at random
-    equal: float  # the share of rows whose victim's query the silo has word for word, and finds
+    equal: float  # the share of rows for which both queries have the same set of words
 
 
 def own_texts(
@@ -176,9 +176,9 @@ def own_texts(
     *,
     seed: int = 0,
 ) -> OwnTexts | None:
-    """Guess for each row the nearest own query; None without rows.
+    """Guess the nearest own query for each row; return None without rows.
 
-    ``victims`` and ``own`` are texts with their embeddings, ``(queries, dim)``; ``rows`` are ``(rows, dim)``.
+    ``victims`` and ``own`` are texts with their embeddings, ``(queries, dim)``; ``rows`` has shape ``(rows, dim)``.
     """
     if not len(rows):
         return None
@@ -193,19 +193,19 @@ def own_texts(
 
 # -- a curious server: rows of the table of word embeddings
 #
-# Tokens of sentences move rows as well, so evidence about the queries is the difference from tokens of the collection
-# alone. Weight decay moves all rows by one factor: the median over the table.
+# Tokens of sentences move rows as well, so the evidence about queries is the difference from tokens that occur only in
+# the collection. Weight decay scales all rows by one factor, estimated as the median over the table.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MovedRows:
     """The change of each row of a word-embedding table beyond the common change of all rows."""
 
-    # L2 norms, ``(vocabulary,)``. Movements within float32 rounding are set to 0: rounding grows with a row's length,
-    # and would separate frequent from rare words without any update.
+    # L2 norms, ``(vocabulary,)``. Changes within float32 rounding are set to 0: rounding grows with a row's length, and
+    # would separate frequent from rare words without any update.
     moved: Floats
-    kept: float  # the factor by which decay multiplied every row, as the update shows it; 1 without decay
-    # Above this a row counts as touched: six robust deviations above the median row, and more than rounding.
+    kept: float  # the factor by which decay scaled every row, estimated from the update; 1 without decay
+    # A row above this counts as touched: six robust deviations above the median row, and more than rounding.
     threshold: float
 
     def __repr__(self) -> str:
@@ -217,9 +217,9 @@ class MovedRows:
 
 
 def moved_rows(before: Floats, after: Floats) -> MovedRows:
-    """Measure how far an update moved the rows of a table, without weight decay; most rows must be touched by no text.
+    """Measure how far an update moved the rows of a table, without weight decay; texts must touch few of the rows.
 
-    ``before`` is the table that the server sent, ``after`` the one that came back, ``(vocabulary, dim)``.
+    ``before`` is the table that the server sent, ``after`` the one that it got back, both ``(vocabulary, dim)``.
     """
     squares = np.einsum("ij,ij->i", before, before)
     rows = squares > 0
@@ -261,7 +261,7 @@ def separate_tokens(
         rows: How far the rows moved.
         tokens: Ids to find, without repetition.
         others: Ids that must not be named; none of them among ``tokens``.
-        touched_alone: Compare only rows that stand out, to see whether how far a row moved tells more than that it did.
+        touched_alone: Compare only touched rows, to see whether the distance reveals more than the fact of moving.
         confidence: Confidence level of the intervals, which assume independent tokens.
     """
     for ids in (tokens, others):

@@ -1,8 +1,8 @@
 """The canaries of a run: kinds, repetitions, sides, sources of their words, and planting.
 
-A canary must be made without reading the records that the claim is about: a private query in it would be trained on
-even if its owner's record is removed. So queries come from public passages (``pseudo``), from a file that is declared
-public, or from a split that the run does not train on.
+Canaries must not be built from the records that the claim covers: a private query in one would be trained on even if
+its owner's record is removed. So queries come from public passages (``pseudo``), from a file that is declared public,
+or from a split that the run does not train on.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _COPIED = (
     "a canary would be trained on it even if its owner's record is removed, in copies that the claim does not count. "
     "Remove it from the file, or take public queries."
 )
-_MOST_PASSAGES = 2000  # that queries or words are made from
+_MOST_PASSAGES = 2000  # used as a source of queries or words
 
 
 class Sources(Protocol):
-    """The sources of canaries: the public side of a DataModule, and its evaluation queries."""
+    """The sources of canaries: a DataModule's public side and its evaluation queries."""
 
     def public_passages(self) -> Mapping[str, str]: ...
     def evaluation_set(self, split: str = ...) -> tuple[dict[str, str], dict[str, dict[str, int]]]: ...
@@ -64,13 +64,13 @@ class Sources(Protocol):
 
 @dataclass(frozen=True)
 class _Material:
-    """The public texts that canaries are made from, and the seed that chooses among them."""
+    """The public texts that canaries are built from, and the seed that chooses among them."""
 
     passages: Mapping[str, str]
     seed: int
 
     def coins(self, purpose: str) -> np.random.Generator:
-        """Return a stream for each purpose; the label keeps it apart from every other seed of the project."""
+        """Return a random stream for a purpose; the label separates it from every other seed of the project."""
         digest = hashlib.blake2b(f"lit-dpret/canaries\x1f{self.seed}\x1f{purpose}".encode(), digest_size=16).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
@@ -85,7 +85,7 @@ class _Material:
 
     @cached_property
     def words(self) -> list[str]:
-        """Different words of some passages: drawn uniformly from, they are rare ones that make no sense together."""
+        """The distinct words of some passages: drawn uniformly, they are rare ones that make no sense together."""
         words = {word for text in self.some("vocabulary").values() for word in text.lower().split() if word.isalpha()}
         if len(words) < 2:
             raise DataError("The public passages have too few words to make an echo canary from.")
@@ -94,11 +94,11 @@ class _Material:
 
 @dataclass(frozen=True)
 class Knobs:
-    """The settings that errors about a suite name."""
+    """The names of the settings that errors about a suite mention."""
 
     queries: str = "canaries.queries"
     count: str = "canaries.count"
-    shorter: str | None = None  # the advice about texts that are too long, beside raising the length
+    shorter: str | None = None  # advice for texts that are too long, in addition to raising the length
 
 
 _KNOBS = Knobs()
@@ -106,7 +106,7 @@ _KNOBS = Knobs()
 
 @dataclass(frozen=True, kw_only=True)
 class CanarySuite:
-    """Canaries of every combination of kind, side and repetitions.
+    """Canaries for every combination of kind, side and repetitions.
 
     The kinds, with the secret on the query's side:
 
@@ -120,30 +120,30 @@ class CanarySuite:
     ``new_token``             a query and two unused tokens              the query's own
     ========================  =========================================  =================================
 
-    The first three are those of the synthetic-query papers (000, section 6.3). There the digits are described as
-    standing in the document, and the leak as that of "the secret part of each canary query": ``query`` is what
-    query-level privacy protects, ``passage`` the papers' letter, where the passage of ``digits`` is the secret alone.
-    ``echo`` follows Meeus et al. 2025 ("The Canary's Echo", arXiv 2502.14921), ``new_token`` Panda et al. 2025
-    ("Privacy auditing of large language models"); both have their secret in the query only.
+    The first three are those of the synthetic-query papers (000, section 6.3). The papers put the digits in the
+    document, but describe the leak as that of "the secret part of each canary query". The side ``query`` is what
+    query-level privacy protects; ``passage`` follows the papers literally, and the passage of ``digits`` is then the
+    secret alone. ``echo`` follows Meeus et al. 2025 ("The Canary's Echo", arXiv 2502.14921), ``new_token`` Panda et al.
+    2025 ("Privacy auditing of large language models"); both have their secret in the query only.
     """
 
-    kinds: Sequence[Kind] = ("digits", "own_passage", "random_passage")  # which of them
+    kinds: Sequence[Kind] = ("digits", "own_passage", "random_passage")  # kinds of canaries
     # How often each canary is planted; there are canaries for every number given.
     repetitions: Sequence[int] = (1, 10, 100)
-    sides: Sequence[Side] = ("query",)  # where the secret stands; canaries for every side given
+    sides: Sequence[Side] = ("query",)  # the side that holds the secret; there are canaries for every side given
     count: int = 1  # canaries of each combination
-    candidates: int = 100  # secrets that each canary's is drawn from, and ranked among
-    include: float = 1.0  # 1 plants all; 0.5 tosses a fair coin for each, as one-run audits need it
-    # ``pseudo``, ``dev``, ``test``, or a file of public queries: .jsonl, .tsv, .csv or .parquet with a column ``text``;
-    # any other name is of a text, one query in a line. Queries of a split are trained on as canaries: do not judge the
-    # model by that split.
+    candidates: int = 100  # secrets from which each canary's secret is drawn, and among which it is ranked
+    include: float = 1.0  # 1 plants all; 0.5 tosses a fair coin for each, as one-run audits need
+    # ``pseudo``, ``dev``, ``test``, or a file of public queries: .jsonl, .tsv, .csv or .parquet with a column ``text``.
+    # A file with any other name is read as text, one query per line. Queries of a split are trained on as canaries: do
+    # not judge the model by that split.
     queries: str = "pseudo"
-    query_words: int = 12  # words of a query that are kept before the secret, so that a model's longest query holds it
-    passage_words: int = 30  # the same, where the secret stands in a passage
+    query_words: int = 12  # words of a query kept before the secret, so that the secret fits the longest query
+    passage_words: int = 30  # the same, where the secret is in a passage
     suffix_words: int = 5  # rare words of an ``echo``
     new_tokens: int = 16  # how many of ``<extra_id_0>``, ``<extra_id_1>``, ... the model has
-    # Of texts, secrets and coins; null takes one from the operating system. It is not a seed of noise, of batches or of
-    # the model, and whoever knows it knows the secrets.
+    # Seed of texts, secrets and coins; null draws one from the operating system. It does not seed noise, batches or the
+    # model. Anyone who knows it knows the secrets.
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -189,17 +189,17 @@ class CanarySuite:
         """Make the canaries for a data set, determined by seed, public texts and reader.
 
         Guarantees:
-            - No training query is read, but to refuse a file that holds one.
-            - Of a model that is released, no query of another split is planted either, from the split or from a file.
+            - No training query is read, except to refuse a file that contains one.
+            - For a model that is released, no query of another split is planted either, from the split or from a file.
             - Each secret is drawn uniformly from its candidates, by coins that nothing else uses.
             - No two canaries share a query.
-            - A query whose words leave a model no room for a secret is passed over for another, whichever was drawn.
+            - A query that leaves a model no room for a secret is replaced by another, whichever secret was drawn.
 
         Args:
-            data: The public side of a DataModule.
-            reader: The model that will be trained on them, where it makes tokens of texts (``token_ids``).
-            released: Whether the model is kept. One that nobody gets may be trained on dev or test queries.
-            knobs: The settings that errors name.
+            data: A DataModule's public side.
+            reader: The model that will be trained on them, if it tokenizes texts (``token_ids``).
+            released: Whether the model is kept. A model that is discarded may be trained on dev or test queries.
+            knobs: The names of settings in errors.
         """
         material = _Material(data.public_passages(), secrets.randbits(63) if self.seed is None else self.seed)
         if released:
@@ -233,7 +233,7 @@ class CanarySuite:
     def _canary(
         self, combination: tuple[Kind, Side, int], number: int, known: tuple[str, str], material: _Material
     ) -> Canary:
-        """Make one canary with a known query; its secret and its coin do not depend on which query it is."""
+        """Make one canary with a given query; its secret and coin do not depend on the query."""
         (kind, side, copies), (query, own) = combination, known
         name = f"{kind}-{side}-{copies}-{number}"
         coins = material.coins(name)
@@ -263,14 +263,14 @@ class CanarySuite:
             raise ConfigurationError(f"{knobs.queries}={self.queries} {_OF_PEOPLE}")
 
     def _cut(self, queries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Different queries, cut to their length, each with the id of its passage."""
+        """Return distinct queries, cut to their length, each with the id of its passage."""
         found: dict[str, str] = {}
         for query, own in queries:
             found.setdefault(" ".join(query.split()[: self.query_words]), own)
         return list(found.items())
 
     def _candidates(self, kind: Kind, coins: np.random.Generator, material: _Material) -> tuple[str, ...]:
-        """Different secrets of the kind's alphabet, each uniform."""
+        """Return distinct secrets from the kind's alphabet, each uniform."""
         found: dict[str, None] = {}
         if kind == "new_token":
             for pair in coins.permutation(self.new_tokens**2)[: self.candidates]:
@@ -286,7 +286,7 @@ class CanarySuite:
     def _passage(
         self, kind: Kind, side: Side, name: str, own: str, material: _Material, coins: np.random.Generator
     ) -> tuple[str, str]:
-        """Return id and text of the passage, without the secret."""
+        """Return the id and text of the passage, without the secret."""
         ids, passages = material.ids, material.passages
         if kind == "digits":
             return OWN_ID + name, _number(coins) if side == "query" else ""
@@ -302,7 +302,7 @@ class CanarySuite:
 def _another_would_help(reader: object, made: Canary) -> bool:
     """Return whether a text is too long only because of the words that come with its query.
 
-    With ``own_passage`` another query brings another passage as well.
+    With ``own_passage``, another query also brings another passage.
     """
     side = cut_side(reader, made)
     if side == "query":
@@ -338,7 +338,7 @@ def _queries(source: str, data: Sources, material: _Material, *, released: bool,
 
 
 def _read_queries(path: Path, knob: str) -> dict[str, str]:
-    """Return the queries of a file by their places, as other settings read theirs, or one in a line."""
+    """Return the queries of a file by their position: from records as other settings read them, or one per line."""
     if not path.is_file():
         raise ConfigurationError(f"{knob}={path} is neither pseudo, dev or test, nor a file.")
     if any(suffix.lower() in FORMATS for suffix in path.suffixes):
@@ -370,10 +370,10 @@ def plant(data: Any, canaries: CanarySet) -> None:
     """Plant canaries in a DataModule, after ``setup`` and before ``fit``.
 
     Guarantees:
-        - Each copy is one unit, without rows where its coin left it out: it is drawn by the run's law, counted in n
-          and clipped like every unit, so the claim of the run holds for everybody else's units as it does for these.
-        - The keyed fingerprint of the data covers them: a resume with others is refused.
-        - No evaluation split and no list of passages holds them.
+        - Each copy is one unit, without rows if its coin left it out. It is drawn by the run's sampling, counted in n
+          and clipped like every unit, so the run's claim holds for all other units as it does for these.
+        - The keyed fingerprint of the data covers them: a resume with different canaries is refused.
+        - No evaluation split and no list of passages contains them.
     """
     _require_pairs(data)
     data.plant(Planted(canaries.units(), planted_facts(canaries)))
@@ -386,7 +386,7 @@ def plant_blanks(data: Any, units: int) -> None:
 
 
 def planted_facts(canaries: CanarySet) -> dict[str, Any]:
-    """Return the facts about a set for ledger and card: canaries, units, and the hash that fixes them."""
+    """Return the facts about a set for ledger and card: canaries, units, and the hash that identifies them."""
     found = {"canaries": len(canaries.canaries), "units": len(canaries.units()), "sha256": set_sha256(canaries)}
     if canaries.settings.get("queries", PSEUDO) not in (PSEUDO, *EVALUATION_SPLITS):
         found["words"] = "a file of queries that are public, as declared"
@@ -403,7 +403,7 @@ def plant_in_run(
     released: bool = True,
     knobs: Knobs = _KNOBS,
 ) -> CanarySet:
-    """Make the canaries of a run, write them beside it and plant them; a resume reads them from the file.
+    """Make the canaries of a run, write them to the run folder and plant them; a resume reads them from the file.
 
     ``reader`` is the module that will be trained on them; it must read every secret to its end. ``released`` and
     ``knobs`` are those of `CanarySuite.make`.
@@ -411,7 +411,7 @@ def plant_in_run(
     _require_pairs(data)
     path = run_dir / CANARIES
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        _wait_for(path)  # which the first process makes: without a seed each would draw secrets of its own
+        _wait_for(path)  # written by the first process: without a seed each process would draw different secrets
         canaries = read_canaries(path)
     elif path.is_file() and not resume:
         raise ResumeError(

@@ -1,8 +1,8 @@
-"""The one-run audit: a coin for each canary, one training, and guesses of the coins.
+"""The one-run audit: toss a coin for each canary, train once, and guess the coins.
 
-Steinke, Nasr and Jagielski 2023, arXiv 2305.08846. Under (eps, delta)-DP the number of right guesses is hardly ever
-above a Binomial with q = e^eps / (1 + e^eps), whatever the canaries do to each other in that one training. `refute`
-tries all pairs (eps, delta) of a claimed curve at once.
+Steinke, Nasr and Jagielski 2023, arXiv 2305.08846. Under (eps, delta)-DP the number of correct guesses hardly ever
+exceeds a Binomial with q = e^eps / (1 + e^eps), however the canaries affect each other in that one training run.
+`refute` tests all pairs (eps, delta) of a claimed curve at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ASSUMPTION = (
     "a fair coin of its own decided for each canary whether it was trained on, and the guesses were made from what "
     "was released, without the coins."
 )
-#: Shares of the canaries that are guessed, half of them in and half of them out. For a perfect attack, for one whose
-#: scores overlap, and for one that knows only a few. Of 80 percent a fair coin's luck hardly ever makes one wrong.
+#: Shares of the canaries that are guessed, half as members and half as non-members: for a perfect attack, for one with
+#: overlapping scores, and for one that knows only a few. At 80 percent, uneven coins hardly ever force a wrong guess.
 SHARES = (0.8, 0.5, 0.2)
 
 Curve = Sequence[tuple[float, float]]
-"""Pairs (epsilon, delta) that a mechanism is claimed to satisfy all at once."""
+"""Pairs (epsilon, delta), all of which a mechanism is claimed to satisfy."""
 
 
 def one_run_audit(
@@ -49,17 +49,17 @@ def one_run_audit(
     copies: int = 1,
     strategy: Strategy | None = None,
 ) -> Evidence:
-    """Return what the scores of coin-flipped canaries prove, guessing the highest as members.
+    """Return the bound on epsilon that the scores of coin-flipped canaries prove, guessing the highest as members.
 
-    ``delta``, ``confidence`` and ``copies`` as in `Terms`; ``strategy`` chooses the threshold,
+    ``delta``, ``confidence`` and ``copies`` are as in `Terms`. ``strategy`` chooses the threshold,
     ``Bonferroni(over="doubling")`` by default.
 
     Guarantees:
         - For a mechanism that is (eps, delta)-DP and coins as assumed, ``eps_lower > eps`` has probability at most
-          ``1 - confidence`` under every strategy but ``Bonferroni(over="hull")`` (Theorem 5.2 of the paper).
-        - Where the strategy fixes a threshold and so leaves the number of guesses to the scores (``Explicit``,
-          ``Split``), that number is paid for (`unplanned_p_value`), which only a delta makes dear.
-        - Ties count for nothing: they are guessed as wrong as they can be, or canaries of equal score alike.
+          ``1 - confidence`` under every strategy except ``Bonferroni(over="hull")`` (Theorem 5.2 of the paper).
+        - A strategy that fixes a threshold (``Explicit``, ``Split``) leaves the number of guesses to the scores. The
+          bound accounts for that (`unplanned_p_value`), at a cost only where delta is above 0.
+        - Ties never help: they are guessed as wrongly as possible, or all canaries of equal score are guessed alike.
     """
     strategy = strategy or Bonferroni(over="doubling")
     planned = not isinstance(strategy, Explicit | Split)
@@ -78,10 +78,9 @@ def one_run_counts(
 ) -> Evidence:  # fmt: skip
     """Return the same bound from counts: ``correct`` of ``guesses`` guesses about ``canaries`` canaries.
 
-    ``planned`` says that the number of guesses was fixed beforehand. Where what was released decides about it, say
-    false: the bound then holds for every number (`unplanned_p_value`). It serves rare real queries as well as
-    canaries: hold a random half of them out before training, and guess of those that the release repeats that they
-    were trained on.
+    ``planned`` says that the number of guesses was fixed beforehand. Pass False where it depends on what was released:
+    the bound then holds for every number (`unplanned_p_value`). Rare real queries work as well as canaries: hold out a
+    random half of them before training, and guess that those the release repeats were trained on.
 
     >>> one_run_counts(canaries=1000, guesses=100, correct=90, delta=1e-5).eps_lower.__round__(4)
     1.6261
@@ -99,10 +98,10 @@ def one_run_counts(
 def one_run_p_value(eps: float, *, canaries: int, guesses: int, correct: int, delta: float) -> float:
     """Return the largest probability of this many correct guesses under (eps, delta)-DP (Theorem 5.2).
 
-    With q = e^eps / (1 + e^eps) and w = 2 m delta / i it is the largest over i of
-    (1 - w) P[Bin(r, q) >= v] + w P[Bin(r, q) >= v - i], or 1. Both tails rise with eps; so does the whole
-    where w <= 1, that is, wherever 2 m delta <= 1. Beyond that no proof is known to us, and none is
-    needed: who searches for the largest eps that is contradicted may return any that is.
+    With q = e^eps / (1 + e^eps) and w = 2 m delta / i, it is the maximum over i of
+    (1 - w) P[Bin(r, q) >= v] + w P[Bin(r, q) >= v - i], capped at 1. Both tails rise with eps. So does the whole
+    where w <= 1, that is, wherever 2 m delta <= 1. Beyond that we know no proof and need none: a search for the
+    largest contradicted eps may return any eps that is contradicted.
     """
     if correct == 0:
         return 1.0
@@ -110,7 +109,7 @@ def one_run_p_value(eps: float, *, canaries: int, guesses: int, correct: int, de
     surpassed = float(binom.sf(correct - 1, guesses, rate))
     if delta == 0:
         return surpassed
-    # Further down than all of the distribution's mass, the share of the mass only falls with the width.
+    # Below all of the distribution's mass, a larger width only lowers the mass per unit of width.
     mass_begins = math.floor(guesses * rate - 12 * math.sqrt(guesses * rate * (1 - rate)) - 12)
     width = np.arange(1, max(1, correct - max(0, mass_begins)) + 1)
     near = binom.sf(correct - 1 - width, guesses, rate) - surpassed
@@ -118,18 +117,18 @@ def one_run_p_value(eps: float, *, canaries: int, guesses: int, correct: int, de
 
 
 def unplanned_p_value(eps: float, *, canaries: int, guesses: int, correct: int, delta: float, error: float) -> float:
-    """Return the same if the release decides the number of guesses; compare only with ``error``.
+    """Return the same where the release decides the number of guesses; compare it only with ``error``.
 
-    With a delta the theorem is for a number of guesses that was fixed beforehand: of several numbers a mechanism may
-    spend its delta on the one that it harms most. This bound is for all numbers at once. Given the release, reveal the
-    coins of the guessed canaries one after the other. A guess is right with a probability h that exceeds
-    q = e^eps / (1 + e^eps) by delta / (1 + e^eps) on average at most, so the right guesses are at most B + D, where B
-    is Binomial(guesses, q) given the release, and D a count with an expectation of at most m delta / 2 that may hang
-    together with anything. For every slope l <= 1, the event B + D >= v has an indicator of at most
-    max(0, 1 - l (v - B)+) + l D. So rejecting where the expectation of the first term at the observed numbers, plus
-    l m delta / 2, is below ``error`` errs with no larger probability, whatever decides about the numbers. The slope is
-    fixed beforehand: min(1, error / (m delta)), which never spends more than half of the error on D. (An argument of
-    our own.) It rises with eps, also where delta does.
+    With delta > 0 the theorem holds for a number of guesses that was fixed beforehand: among several numbers, a
+    mechanism may spend its delta on the one where it leaks most. This bound holds for all numbers at once. Given the
+    release, reveal the coins of the guessed canaries one by one. A guess is correct with a probability h that exceeds
+    q = e^eps / (1 + e^eps) by at most delta / (1 + e^eps) on average, so the correct guesses are at most B + D. Here B
+    is Binomial(guesses, q) given the release. D is a count with an expectation of at most m delta / 2 that may depend
+    on anything. For every slope l <= 1, the indicator of B + D >= v is at most max(0, 1 - l (v - B)+) + l D. So
+    reject where the expectation of the first term at the observed numbers, plus l m delta / 2, is below ``error``:
+    this errs with no larger probability, whatever decides the numbers. The slope is fixed beforehand:
+    min(1, error / (m delta)), which spends at most half of the error on D. (Our own argument.) The bound rises with
+    eps, even where delta does too.
     """
     if correct == 0:
         return 1.0
@@ -145,12 +144,12 @@ def unplanned_p_value(eps: float, *, canaries: int, guesses: int, correct: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Refutation:
-    """How unlikely the guesses are if the claim is true."""
+    """The probability of the guesses if the claim is true."""
 
-    # The probability of guesses so good, at most, for any mechanism that keeps the claim; every choice that was tried
-    # is paid for. Small values contradict the claim. Large ones support nothing.
+    # The largest probability of guesses this good under any mechanism that satisfies the claim, corrected for every
+    # choice that was tried. Small values contradict the claim. Large ones support nothing.
     p_value: float
-    # eps, delta: Where on the curve it was found.
+    # eps, delta: The pair on the curve that gave it.
     eps: float
     delta: float
 
@@ -159,10 +158,10 @@ class Refutation:
 
 
 def both_ends(scores: CanaryScores) -> list[tuple[int, int]]:
-    """Return for each of `SHARES` the number of guessed canaries and of correct guesses.
+    """Return the number of guessed canaries and of correct guesses for each of `SHARES`.
 
-    Half of a share are the highest scores, taken for members, the other half the lowest, taken for others. So the
-    number of guesses depends on the number of canaries alone.
+    Half of a share are the canaries with the highest scores, guessed as members; the other half have the lowest,
+    guessed as non-members. So the number of guesses depends only on the number of canaries.
     """
     sizes = sorted({int(share * len(scores) / 2) for share in SHARES} - {0}, reverse=True)
     if not sizes:
@@ -171,9 +170,9 @@ def both_ends(scores: CanaryScores) -> list[tuple[int, int]]:
 
 
 def guess_extremes(scores: CanaryScores, *, highest: int, lowest: int) -> tuple[int, int]:
-    """Guess ``highest`` canaries in and ``lowest`` out; return the numbers of guesses and correct ones.
+    """Guess ``highest`` canaries in and ``lowest`` out; return how many were guessed and how many correctly.
 
-    Both numbers are to be fixed beforehand. Ties at the edge count as wrong as they can be (`CanaryScores.highest`).
+    Fix both numbers beforehand. Ties at the edge count as wrongly as possible (`CanaryScores.highest`).
     """
     check_count("highest", highest)
     check_count("lowest", lowest)
@@ -207,8 +206,8 @@ def refute(scores: CanaryScores, curve: Curve) -> Refutation:
     """Return the probability of the guesses at both ends under a mechanism that satisfies every pair of ``curve``.
 
     A larger epsilon comes with a much smaller delta, which counts m times, so some pair is easier to contradict than
-    the printed one. The theorem bounds the same tail, P[W >= v] of the right guesses W, at every pair; so the least of
-    these bounds holds too, and trying all pairs costs nothing.
+    the printed one. At every pair, the theorem bounds the same tail P[W >= v] of the correct guesses W. So the smallest
+    of these bounds holds too, and trying all pairs costs nothing.
 
     Guarantees:
         - For such a mechanism and fair independent coins, ``p_value <= p`` has probability at most p, for every p.
@@ -233,7 +232,7 @@ def refute(scores: CanaryScores, curve: Curve) -> Refutation:
 
 
 def perfect_scores(canaries: int) -> CanaryScores:
-    """Return scores that reveal every coin, an upper limit for any audit of this many canaries.
+    """Return scores that reveal every coin: the upper limit for any audit with this many canaries.
 
     >>> round(both_ends_audit(perfect_scores(1000), delta=0.0).eps_lower, 2)
     5.27
@@ -248,18 +247,18 @@ CANARIES = (100, 1000, 10_000)
 def audit_power(
     eps: float, delta: float, *, canaries: tuple[int, ...] = CANARIES, confidence: float = 0.95
 ) -> list[dict[str, Any]]:
-    """Return for each number of canaries what an audit could certify of a tight (eps, delta) claim.
+    """Return what an audit could certify of a tight (eps, delta) claim, for each number of canaries.
 
     Returns:
-        ``canaries``; ``at_best``, the bound when every guess is right, above which no audit of this size
-        contradicts anything; ``as_claimed``, the bound that at least half of all audits reach where every
-        guess is as good as the claim allows, right with probability ``accuracy``. Real attacks guess
-        worse, so both are ceilings and no prediction.
+        ``canaries``; ``at_best``, the bound if every guess is correct, above which no audit of this size
+        contradicts anything; ``as_claimed``, the bound that at least half of all audits reach if every guess is as
+        good as the claim allows, correct with probability ``accuracy``. Real attacks guess worse, so both are
+        ceilings, not predictions.
     """
     accuracy = delta + (1 - delta) / (1 + math.exp(-eps)) if eps < 700 else 1.0
     rows = []
     for count in canaries:
-        # Of a binomial count, at least half lies at or above the median.
+        # At least half of the mass of a binomial count is at or above the median.
         median = int(binom.median(count, accuracy))
         best, claimed = (
             one_run_counts(canaries=count, guesses=count, correct=right, delta=delta, confidence=confidence).eps_lower
@@ -272,7 +271,7 @@ def audit_power(
 
 def _epsilon(counts: Mapping[str, int], error: float, floor: float, terms: Terms, planned: bool) -> float:
     def contradicted(eps: float) -> bool:
-        # A delta only raises the p-value; without one it is a single tail, and most thresholds fail by it.
+        # A delta only raises the p-value. Without it the p-value is a single tail, which already rules out most.
         if one_run_p_value(terms.copies * eps, **counts, delta=0.0) >= error:
             return False
         group = terms.group_delta(eps)

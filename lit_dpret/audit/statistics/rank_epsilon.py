@@ -1,8 +1,9 @@
 """Bounds on epsilon from the ranks of planted secrets, by four methods with different assumptions.
 
-A secret is drawn at random from R candidates, planted k times, and ranked among them by the trained model. Had it
-not been planted, its rank would be uniform on 1..R. Under (eps, delta)-DP for one unit, planting makes no event
-likelier than e^(k eps) times that and delta_k (`lit_dpret.audit.statistics.evidence.group_delta`).
+A secret is drawn at random from R candidates, planted k times, and ranked among them by the trained model. If it
+had not been planted, its rank would be uniform on 1..R. Under (eps, delta)-DP for one unit, planting raises the
+probability of an event to at most e^(k eps) times that plus delta_k
+(`lit_dpret.audit.statistics.evidence.group_delta`).
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ TOGETHER = f"{RANDOM}; the candidates were fixed before training. The canaries m
 def mean_rank_point(
     mean: float, *, candidates: int, copies: int = 1, delta: float = 0.0, chance: float | None = None
 ) -> Evidence:
-    """Return the papers' value, without confidence: the smallest epsilon for this low an *expected* rank.
+    """Return the papers' value, without confidence: the smallest epsilon for an *expected* rank this low.
 
     E[rank | planted] + delta_k R >= e^(-k eps) E[rank | not planted], so for pure DP
-    ln(((R + 1) / 2) / mean) / k. The observed mean stands in for the expected one, with nothing said about luck.
+    ln(((R + 1) / 2) / mean) / k. The observed mean replaces the expected one, and luck is ignored.
 
     >>> paper = mean_rank_point(43, candidates=100, copies=10, chance=50)
     >>> round(paper.eps_lower, 6), paper.confidence
     (0.015082, None)
 
-    ``chance`` is the expected rank of a secret that was not planted, (R + 1) / 2 unless something else is said; the
-    papers' 0.015 has R / 2.
+    ``chance`` is the expected rank of a secret that was not planted, (R + 1) / 2 by default; the papers' 0.015
+    uses R / 2.
     """
     check_count("candidates", candidates, least=2)
     terms = Terms(delta=delta, confidence=0.5, copies=copies)  # a point value: its confidence is not used
@@ -73,11 +74,12 @@ def mean_rank_point(
 def mean_rank_bound(
     ranks: ArrayLike, *, candidates: int, copies: int = 1, delta: float = 0.0, confidence: float = 0.95
 ) -> Evidence:
-    """Return what the mean rank proves if every canary had a separate training.
+    """Return the bound that the mean rank proves if every canary had a separate training run.
 
-    Under (eps, delta)-DP a rank is at least, in distribution, one with P[rank <= r] = min(1, e^(k eps) r / R +
-    delta_k). The p-value is the probability that so many of those have a sum as low, by exact convolution;
-    it rises with epsilon, since each such rank falls, so that the bisection finds the largest refuted epsilon.
+    Under (eps, delta)-DP a rank is stochastically at least as large as one with
+    P[rank <= r] = min(1, e^(k eps) r / R + delta_k). The p-value is the probability that the sum of as many
+    independent ranks of that law is as low, by exact convolution. It rises with epsilon, since each such rank falls, so
+    bisection finds the largest refuted epsilon.
     """
     check_count("candidates", candidates, least=2)
     terms = Terms(delta=delta, confidence=confidence, copies=copies)
@@ -100,11 +102,11 @@ def top_rank_bound(
     delta: float = 0.0,
     confidence: float = 0.95,
 ) -> Evidence:
-    """Return what ``hits`` of ``trials`` secrets among the first ``top`` prove, each in a separate training.
+    """Return the bound if ``hits`` of ``trials`` secrets, each in its own training run, rank among the first ``top``.
 
-    The smallest epsilon with e^(k eps) top / R + delta_k >= L, where L is Clopper and Pearson's lower bound
-    on the rate. "Leaked", where a leak is a guess among R, is ``top=1``. For canaries that share a training use
-    `top_rank_one_training`.
+    The bound is the smallest epsilon with e^(k eps) top / R + delta_k >= L, where L is Clopper and Pearson's lower
+    bound on the rate. "Leaked", where a leak is a guess among R, is ``top=1``. For canaries that share a training run
+    use `top_rank_one_training`.
 
     >>> round(top_rank_bound(67, 100, candidates=100, copies=10).eps_lower, 4)
     0.4068
@@ -128,23 +130,23 @@ def top_rank_one_training(
     neighbours: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out",
     confidence: float = 0.95,
 ) -> Evidence:
-    """Return the same bound if all canaries were in one training.
+    """Return the same bound if all canaries shared one training run.
 
     Pure DP (``delta=0``). Given the model and all other secrets, the odds of two candidates differ from their prior
-    odds by at most e^(2 k eps) (one secret out, the other in; e^(k eps) under ``replace_one``), so that any ``top`` of
-    them hold the secret with probability at most p = top e^(2 k eps) / (top e^(2 k eps) + R - top). Revealed one after
-    the other, the hits are at most Binomial(canaries, p) in distribution, as in the one-run audit, which has two
-    candidates. The tail rises with p and so with epsilon, which the bisection rests on.
+    odds by at most e^(2 k eps) (one secret out, the other in; e^(k eps) under ``replace_one``). So any ``top`` of
+    them include the secret with probability at most p = top e^(2 k eps) / (top e^(2 k eps) + R - top). Revealed one by
+    one, the hits are stochastically at most Binomial(canaries, p), as in the one-run audit, which has two candidates.
+    The tail rises with p and so with epsilon; the bisection relies on that.
 
-    With a delta, what may be told beyond that is a second count. Let t be the delta of the exchange of two secrets:
-    delta_k (1 + e^(k eps)), or delta_k under ``replace_one``. Let h be the probability, given the model and the secrets
-    before, that the guesses hold the next one. In E[(h - p)+] every ordered pair of candidates a, b stands with
+    With delta > 0, a second count covers what may leak beyond that. Let t be the delta of the exchange of two secrets:
+    delta_k (1 + e^(k eps)), or delta_k under ``replace_one``. Let h be the probability, given the model and the earlier
+    secrets, that the guesses include the next one. In E[(h - p)+] every ordered pair of candidates a, b contributes
     P_a - e^(2 k eps) P_b over the outputs that guess a and not b, at most t; so it is at most
-    u = (R - 1) t / (top e^(2 k eps) + R - top). Each hit is thus one of the Binomial's or one of a count with an
-    expectation of at most canaries * u, and nothing is known of how the two hang together: the p-value is the largest
-    probability of so many hits that any such pair has. It rises with epsilon, too: u is t (1 - p) times a constant, t
-    rises, and a share of misses 1 - p that falls is made up for by the misses that a larger p turns into hits. (An
-    argument of our own, for more than two candidates.)
+    u = (R - 1) t / (top e^(2 k eps) + R - top). Each hit thus belongs to the Binomial or to a count with an expectation
+    of at most canaries * u, and nothing is known about their dependence: the p-value is the largest probability of this
+    many hits over all such pairs. It rises with epsilon, too: u is t (1 - p) times a constant and t rises, and the
+    misses that a larger p turns into hits make up for the falling share of misses 1 - p. (Our own argument, for more
+    than two candidates.)
 
     >>> round(top_rank_one_training(67, 100, candidates=100, copies=10).eps_lower, 4)
     0.2468
@@ -181,7 +183,7 @@ def _check_top(top: int, candidates: int) -> None:
 def _chance_of_hits(hits: int, canaries: int, rate: float, beyond: float) -> float:
     """Return the largest P[B + G >= hits] of B ~ Bin(canaries, rate) and any count G of mean ``beyond``.
 
-    Where B is j short, G must be j: those outcomes are bought with the expectation, the cheapest first.
+    Where B is j short, G must be j: the expectation pays for those outcomes, the cheapest first.
     """
     chance = float(binom.sf(hits - 1, canaries, rate))
     for short in range(1, hits + 1):
@@ -191,11 +193,11 @@ def _chance_of_hits(hits: int, canaries: int, rate: float, beyond: float) -> flo
 
 
 def _chance_of_sum(eps: float, total: int, trainings: int, candidates: int, terms: Terms) -> float:
-    """Return the probability that the sum of the lowest ranks that (eps, delta)-DP allows is at most ``total``."""
+    """Return the probability that the lowest ranks that (eps, delta)-DP allows sum to at most ``total``."""
     odds = math.exp(min(700.0, terms.copies * eps))
     reached = np.minimum(1.0, odds * np.arange(1, candidates + 1) / candidates + terms.group_delta(eps))
     chances = np.diff(reached, prepend=0.0)
-    # Ranks from 0, so that the sum of N has N (R - 1) + 1 values, and a transform of that length wraps nothing round.
+    # Ranks start at 0, so the sum of N ranks has N (R - 1) + 1 values, and a transform of that length does not wrap.
     length = next_fast_len(trainings * (candidates - 1) + 1, real=True)
     spectrum = np.fft.rfft(chances, length)
     sums = np.fft.irfft(spectrum**trainings, length)

@@ -1,8 +1,8 @@
-"""Membership scores from shadow models: repeated trainings, each on a random half.
+"""Membership scores from shadow models, each trained on a random half.
 
-``shadow`` holds a signal of each example under each model, shape ``(models, examples)``, and ``included`` says whether
-that model was trained on that example. The signal is to be roughly normal: `logit` of the likelihood per token, or the
-log-likelihood minus that of a public model.
+``shadow`` holds the signal of each example under each model, shape ``(models, examples)``. ``included`` says whether
+that model was trained on that example. The signal should be roughly normal: the `logit` of the likelihood per token, or
+the log-likelihood minus that of a public model.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Signals = Mapping[str, Floats]
 FEWEST = 4
 ENOUGH_FOR_OWN_SPREAD = 64
 SLOPES = tuple(round(0.1 * step, 1) for step in range(11))
-COMPARED = ("logit", "reference", "logit_reference")  # roughly normal, so that a normal can be fitted to them
+COMPARED = ("logit", "reference", "logit_reference")  # roughly normal, so that a normal can be fitted
 _LEAST = float(np.finfo(np.float64).tiny)
 
 
 def logit(log_likelihood: ArrayLike) -> Floats:
-    """Return ln(p / (1 - p)) of p = exp(mean log-likelihood of a token), without losing p near 1."""
+    """Return ln(p / (1 - p)) of p = exp(mean log-likelihood of a token), accurate also for p near 1."""
     values = np.asarray(log_likelihood, dtype=np.float64)
     if not (values < 0).all():
         raise DataError(f"{int((~(values < 0)).sum())} of {values.size} log-likelihoods are not below 0.")
@@ -40,17 +40,17 @@ def logit(log_likelihood: ArrayLike) -> Floats:
 
 
 def lira_online(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, spread: Spread = "example") -> Floats:
-    """Return the log-likelihood ratio of membership, by normals fitted to models with and without the example.
+    """Return the log-likelihood ratio of membership, from normals fitted to models with and without the example.
 
     Carlini et al. 2022, "Membership Inference Attacks From First Principles", arXiv 2112.03570, Algorithm 1. The
-    normals stand at the medians, as in the authors' program; but each standard deviation is that of its own side, where
-    that program, with pooled deviations, uses the members' for both.
+    normals are centred at the medians, as in the authors' code. But each side has its own standard deviation; their
+    code, with pooled deviations, uses the members' for both.
 
     Args:
         target: Signals under the attacked model, shape ``(examples,)``.
-        shadow: Under the shadow models, shape ``(models, examples)``.
-        included: Truth values, of the same shape.
-        spread: ``pooled`` has one deviation on each side for all examples, for fewer than about 64 models.
+        shadow: Signals under the shadow models, shape ``(models, examples)``.
+        included: Booleans of the same shape.
+        spread: ``pooled`` fits one deviation per side for all examples, for fewer than about 64 models.
 
     Returns:
         Scores of shape ``(examples,)``; higher means member.
@@ -67,8 +67,8 @@ def lira_online(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, sp
 def lira_offline(target: ArrayLike, shadow: ArrayLike, included: ArrayLike, *, spread: Spread = "example") -> Floats:
     """Return (signal - mean) / deviation over the models without the example, shape ``(examples,)``.
 
-    The offline variant of the same paper, for which no shadow model needs to have seen the example. The paper takes
-    Phi of it, which ranks alike but rounds to 1 some eight deviations up.
+    This is the offline variant of the same paper; no shadow model needs to have seen the example. The paper applies
+    Phi, which ranks alike but rounds to 1 at about eight deviations.
     """
     values, matrix, members = _read(target, shadow, included, sides=1)
     middle = np.nanmean(np.where(members, np.nan, matrix), axis=0)
@@ -81,9 +81,9 @@ def rmia(
 ) -> Floats:  # fmt: skip
     """Return the share of a population with a smaller likelihood ratio than the example.
 
-    Zarifzadeh, Liu and Shokri 2024, "Low-Cost High-Power Membership Inference Attacks", arXiv 2312.03262, offline: the
-    likelihood of x without knowledge of this model is ((1 + a) p_out(x) + 1 - a) / 2, and the score is the share
-    of z with (p(x | model) / p(x)) / (p(z | model) / p(z)) >= gamma.
+    Zarifzadeh, Liu and Shokri 2024, "Low-Cost High-Power Membership Inference Attacks", arXiv 2312.03262, offline. The
+    likelihood p(x) of x without knowledge of the model is ((1 + a) p_out(x) + 1 - a) / 2. The score is the share of z
+    with (p(x | model) / p(x)) / (p(z | model) / p(z)) >= gamma.
 
     Args:
         target: Probabilities of the examples under the attacked model, shape ``(examples,)``, in (0, 1].
@@ -91,7 +91,7 @@ def rmia(
         population: Probabilities of other texts under the attacked model, shape ``(texts,)``.
         population_shadow: The same under those models, shape ``(models, texts)``.
         gamma: How far x must outweigh z.
-        offline_slope: a, to be tuned on a model of your own; from 0 to 1.
+        offline_slope: a, from 0 to 1; tune it on a model that you trained yourself.
 
     Returns:
         Scores from 0 to 1, shape ``(examples,)``.
@@ -107,7 +107,7 @@ def counterfactual_memorisation(signal: ArrayLike, included: ArrayLike) -> Float
     """Return the mean signal of models with the example minus that of models without, shape ``(examples,)``.
 
     Zhang et al. 2023, "Counterfactual Memorization in Neural Language Models", arXiv 2112.12938, equation 1. A value
-    tells about one private example: to be looked at inside, and not to be published.
+    describes one private example: inspect it internally, do not publish it.
     """
     _, matrix, members = _read(None, signal, included, sides=2)
     inside = np.where(members, matrix, 0).sum(axis=0) / members.sum(axis=0)
@@ -119,7 +119,7 @@ def balanced_halves(texts: int, models: int, *, seed: int) -> NDArray[np.bool_]:
 
     Guarantees:
         - Every text is in the training data of exactly half of the models, chosen at random.
-        - The halves depend on ``seed`` and the two numbers alone.
+        - The halves depend only on ``seed`` and the two numbers.
     """
     if not is_whole(models) or models < FEWEST or models % 2:
         raise ConfigurationError(
@@ -136,7 +136,7 @@ class ShadowMatrix:
     """Signals of texts under shadow models."""
 
     signals: Signals  # by name, each of shape ``(models, texts)``
-    included: NDArray[np.bool_]  # whether a model was trained on a text, of the same shape
+    included: NDArray[np.bool_]  # whether a model was trained on a text, same shape
 
     def __repr__(self) -> str:
         return f"ShadowMatrix{self.included.shape}"
@@ -157,15 +157,15 @@ class ShadowMatrix:
 def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[np.int64]) -> dict[str, Floats]:
     """Score each text by the shadow-model attacks, shape ``(texts,)``; higher means member.
 
-    * ``lira_online``, ``lira_offline``: of the signals that are roughly normal, ``logit``, ``reference`` and
-      ``logit_reference`` where there are any; with one deviation for all texts below 64 models.
+    * ``lira_online``, ``lira_offline``: of the roughly normal signals ``logit``, ``reference`` and
+      ``logit_reference``, if present; with one deviation for all texts below 64 models.
     * ``rmia``: of the probability exp(loss) of a generator's token, or of the right passage under an encoder.
 
     Args:
         target: Signals under the attacked model, each of shape ``(texts,)``.
         matrix: The same under shadow models.
-        population: Columns of texts that the target is known, or assumed, not to have been trained on; those that
-            RMIA weighs the others against. They must not be among the texts that are attacked.
+        population: Columns of texts that the target is known, or assumed, not to have been trained on, with which RMIA
+            compares the others. They must not be among the attacked texts.
     """
     if not len(population):
         raise DataError("RMIA needs texts that the target was not trained on, besides the attacked ones.")
@@ -183,7 +183,7 @@ def shadow_scores(target: Signals, matrix: ShadowMatrix, *, population: NDArray[
 
 
 def offline_slope(matrix: ShadowMatrix, population: NDArray[np.int64]) -> float:
-    """Return the slope a of RMIA that leaks most when the first shadow model is attacked by the others."""
+    """Return the RMIA slope a that leaks most when the first shadow model is attacked by the others."""
     attacked = {name: value[0] for name, value in matrix.signals.items()}
     others = ShadowMatrix({name: value[1:] for name, value in matrix.signals.items()}, matrix.included[1:])
     texts = np.setdiff1d(np.arange(matrix.included.shape[1]), population)
@@ -201,7 +201,7 @@ def _rmia_of(target: Signals, matrix: ShadowMatrix, population: NDArray[np.int64
 
 
 def _probability(signals: Signals) -> Floats:
-    """Return RMIA's probability of a text: of its token under a generator, of its passage under an encoder."""
+    """Return the probability that RMIA uses: of a text's token under a generator, of its passage under an encoder."""
     value = np.exp(signals["loss"]) if "loss" in signals else expit(signals["logit"])
     return np.clip(value, _LEAST, 1.0)
 

@@ -1,8 +1,8 @@
 """Load released artefacts, the only permitted inputs of computations without privacy cost.
 
-A function of released artefacts and public data is post-processing (Dwork and Roth 2014, proposition 2.1). So what is
-filtered is a type of its own, `ReleasedQueries`; private queries are refused. A model that scores and was trained on
-private records is free only if the queries were made from it, or it from them.
+A function of released artefacts and public data is post-processing (Dwork and Roth 2014, proposition 2.1). So the
+input of a filter has a type of its own, `ReleasedQueries`; private queries are refused. A scoring model that was
+trained on private records is free only if the queries were generated from it, or it was derived from them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _QUERY_ID, _PASSAGE_ID = ("query-id", "query_id"), ("corpus-id", "corpus_id", "p
 class ReleasedQueries:
     """Released queries, with the passages that they were written for.
 
-    Make it by `load_released`. Whoever calls the constructor declares by it that the queries are public or
-    carry a claim.
+    Use `load_released` to build it. Calling the constructor directly declares that the queries are public or carry a
+    claim.
     """
 
     queries: tuple[ReleasedQuery, ...]
-    passages: Mapping[str, str]  # text by passage id; public, and at least those of the queries
-    provenance: Provenance  # ``card``: a privacy card says what they promise; or ``declared public``
-    # SHA-256 of the privacy cards of the data set and of all that it was made from.
+    passages: Mapping[str, str]  # text by passage id; public, and includes at least the passages of the queries
+    provenance: Provenance  # ``card``: a privacy card states their guarantee; or ``declared public``
+    # SHA-256 of the privacy cards of the data set and of everything that it was derived from.
     ancestors: frozenset[str] = frozenset()
     folder: Path | None = None
-    claim: Path | None = None  # where the card lies that covers them, where it is not the one in ``folder``
+    claim: Path | None = None  # folder of the card that covers them, if it is not ``folder``
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -56,7 +56,7 @@ class ReleasedQueries:
         return replace(self, queries=tuple(q for q, keep in zip(self.queries, kept, strict=True) if keep))
 
     def under(self, claim: Path | None) -> ReleasedQueries:
-        """Put the queries under another card, which covers them and the other inputs of their selection."""
+        """Put the queries under another card, which covers them and the other inputs to their selection."""
         if claim is None:
             return self
         card = read_card(claim)
@@ -64,7 +64,7 @@ class ReleasedQueries:
         return replace(self, claim=claim, ancestors=self.ancestors | names)
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """Return the texts of the queries, and of the passage of each."""
+        """Return the texts of the queries, and of each query's passage."""
         return [query.text for query in self], [self.passages[query.passage_id] for query in self]
 
 
@@ -79,7 +79,7 @@ def require_released(value: object, what: str) -> ReleasedQueries:
 
 
 def require_of_its_folder(released: ReleasedQueries) -> None:
-    """Refuse queries under a card that are not those of the card's folder."""
+    """Refuse queries with a card that are not from the card's folder."""
     if released.provenance != "card" or released.folder is None:
         return
     check_dataset_card(released.folder / CARD_NAME)
@@ -102,13 +102,13 @@ def load_released(
     """Read a folder of synthetic queries (``queries.*``, ``qrels/train.*``, ``corpus.*``) with its claim.
 
     Args:
-        folder: What ``task=synthesize`` wrote, or another in BEIR's layout.
-        corpus: All passages, where more than the folder's own shall be searched.
-        declared_public: Accept a folder without privacy card: nothing private went into it.
+        folder: The output of ``task=synthesize``, or another folder in BEIR's layout.
+        corpus: All passages, to search more than the folder's own.
+        declared_public: Accept a folder without a privacy card: the user declares that nothing private went into it.
 
     Raises:
-        DataError: The folder has no card and was not declared public, its files are not those that its card
-            describes, it is malformed, a query of it has more than one passage, or ``corpus`` contradicts it.
+        DataError: The folder has no card and was not declared public, its files do not match its card, it is
+            malformed, one of its queries has more than one passage, or ``corpus`` contradicts it.
     """
     place = Path(folder)
     parts = folder_parts(str(place), corpus=corpus, knob="task.data")
@@ -143,10 +143,10 @@ def load_released(
 
 
 def _check_same_passages(place: Path, passages: Mapping[str, str], sources: Mapping[str, str]) -> None:
-    """Refuse another corpus in which a passage has another text than the one that its queries were written for."""
+    """Refuse another corpus in which the text of a passage differs from the one that its queries were written for."""
     try:
         own = open_corpus(folder_parts(str(place))["corpus"]).texts
-    except (ConfigurationError, DataError):  # the folder has none: there is nothing to contradict
+    except (ConfigurationError, DataError):  # the folder has no corpus to contradict
         return
     for name in sources.values():
         if name in own and name in passages and own[name] != passages[name]:
@@ -187,21 +187,21 @@ def require_covered(
     """Refuse a model that would introduce private data into the selection of released queries.
 
     Returns:
-        What the claim of what is selected takes on trust then: that a model without a card was declared public, or
-        that no choice on private data is behind one whose card does not say on what its settings were chosen.
+        What the claim of the selection then takes on trust: that a model without a card was declared public, or, for a
+        card that does not say on what data its settings were chosen, that no private data influenced the choice.
 
     Guarantees, after it returns, that one of these holds:
-        - The model is ``bm25`` or ``minilm``, or was declared public and no card, note or ledger in or around its
-          folder tells of a run that trained it.
-        - Its card is that of an artefact that the queries were made from.
-        - It was made by post-processing from such an artefact, or of the same releases as the queries, and its card
-          tells of no private data beside: neither in the choice of its settings nor in an assumption that does not
+        - The model is ``bm25`` or ``minilm``, or it was declared public and no card, note or ledger in or around its
+          folder records a run that trained it.
+        - Its card is that of an artefact from which the queries were derived.
+        - It was derived by post-processing from such an artefact, or from the same releases as the queries, and its
+          card names no further private data: neither in the choice of its settings nor in an assumption that does not
           hold.
 
-    In the last two cases its files are those that its card describes.
+    In the last two cases its files match its card.
 
-    ``declared_public`` says that nothing private went into a model that has no card; ``knob`` is what the user set to
-    name it.
+    ``declared_public`` says that nothing private went into a model without a card; ``knob`` is the setting by which
+    the user named it.
     """
     folder = Path(str(model)).expanduser()
     if (str(model) == "bm25" and knob == "encoder") or (str(model) == "minilm" and not folder.is_dir()):
@@ -239,10 +239,10 @@ def require_covered(
 
 
 def _is_of_one_ledger(card: Mapping[str, Any], released: ReleasedQueries) -> bool:
-    """Return whether a model's card and that of the queries claim the same of the same releases.
+    """Return whether a model's card and that of the queries make the same claim about the same releases.
 
-    So do an export of a retriever of these queries, and a retriever of a filtered part of them. One that came out of a
-    later run, which began with the generator of the queries, has another ledger.
+    This holds for an export of a retriever of these queries, and for a retriever of a filtered part of them. A
+    retriever from a later run that began with the generator of the queries has another ledger.
     """
     place = released.claim or released.folder
     if released.provenance != "card" or place is None:
@@ -253,7 +253,7 @@ def _is_of_one_ledger(card: Mapping[str, Any], released: ReleasedQueries) -> boo
 
 
 def foreign_code(part: object, what: str = "that it looks at nothing private") -> list[Assumption]:
-    """Name, for the card, the class of an external part, and what relies on it."""
+    """Return, for the card, the assumption on an external part: its class, and what relies on its code."""
     kind = type(part)
     if kind.__module__.split(".")[0] == "lit_dpret":
         return []
@@ -262,7 +262,7 @@ def foreign_code(part: object, what: str = "that it looks at nothing private") -
 
 
 def declared(model: str | Path, is_public: bool, knob: str) -> Assumption:
-    """Return the assumption that a model without a privacy card is public; refuse one that was not declared so."""
+    """Return the assumption that a model without a privacy card is public; refuse one not declared public."""
     if not is_public:
         raise ConfigurationError(
             f"{knob}={model} has no privacy card, so it may have been trained on anything. Declare by "
@@ -276,7 +276,7 @@ def declared(model: str | Path, is_public: bool, knob: str) -> Assumption:
 
 
 def trusted_beside(source: Path, claim: Path) -> list[Assumption]:
-    """Return what the card of a set takes on trust and the card at ``claim``, which takes its place, leaves out."""
+    """Return the unverified assumptions of a set's card that the card at ``claim``, which replaces it, leaves out."""
     stated = {plain_assumption(one["text"]) for one in read_card(claim)["assumptions"]}
     found = [one for one in read_card(source)["assumptions"] if one["holds"] == "unverified"]
     left_out = [one for one in found if plain_assumption(one["text"]) not in stated]
@@ -284,7 +284,7 @@ def trusted_beside(source: Path, claim: Path) -> list[Assumption]:
 
 
 def _open_choice(card: Mapping[str, Any], model: str | Path) -> list[Assumption]:
-    """Return the gap that a model leaves whose settings were chosen on unstated data, or on synthetic ones."""
+    """Return the gap left by a model whose settings were chosen on unstated or synthetic data."""
     if card["tuning"]["data"] not in ("unknown", "synthetic"):
         return []
     text = (
@@ -295,7 +295,7 @@ def _open_choice(card: Mapping[str, Any], model: str | Path) -> list[Assumption]
 
 
 def _looked_at_private_data(card: Mapping[str, Any]) -> str | None:
-    """Return the private data that the card of a post-processing names beside its parent's claim."""
+    """Return the private data that a post-processing card names in addition to its parent's claim."""
     if card["tuning"]["data"] == "private":
         return "its settings were chosen on private data (callbacks.card.tuning_data)"
     broken = [a for a in card["assumptions"] if a["holds"] is False and a["consequence"] == "no_guarantee"]
@@ -303,7 +303,7 @@ def _looked_at_private_data(card: Mapping[str, Any]) -> str | None:
 
 
 def shown(model: str | Path) -> str:
-    """Return a model's name for a card: for a folder only its own name, since paths are private.
+    """Return a model's name for a card; for a folder only the last part, since paths are private.
 
     Example:
         >>> shown("cross-encoder/ms-marco-MiniLM-L6-v2"), shown("/home/me/encoder")
