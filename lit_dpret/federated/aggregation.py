@@ -1,9 +1,9 @@
 """Aggregate the clients' weights: FedAvg, and robust rules against malicious silos.
 
-``mean`` is FedAvg (McMahan et al., 1602.05629; equations 5 and 6 of paper 004): one silo moves it as far as
+``mean`` is FedAvg (McMahan et al., 1602.05629; equations 5 and 6 of paper 004): one silo can move it as far as
 ``federated.update_norm`` allows. The robust rules are Flower's own functions, for servers that see every update: the
 median and the trimmed mean of each weight (Yin et al., 1803.01498), and Krum, the update that is nearest to its
-neighbours, or the mean of the nearest (Blanchard et al., NeurIPS 2017). Only trainable floating-point tensors travel.
+neighbours, or the mean of the nearest (Blanchard et al., NeurIPS 2017). Only trainable floating-point tensors are sent.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Weights = dict[str, Tensor]
 
 
 def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: int | None = None) -> dict[str, float]:
-    """Return each client's aggregation weight; not normalised.
+    """Return each client's aggregation weight, not normalised.
 
     Args:
         counts: Train queries of each client.
         weighting: ``examples``, |D_i| as in the paper; ``uniform``; or ``capped``, min(|D_i| / n_hat, 1), which
-            bounds what a large client can do (McMahan et al., 1710.06963, section 2.1).
-        n_hat: Where ``capped`` stops growing; public.
+            bounds the influence of a large client (McMahan et al., 1710.06963, section 2.1).
+        n_hat: The public size at which ``capped`` stops growing.
     """
     empty = next((name for name, count in counts.items() if count < 1), None)
     if empty is not None:
@@ -43,12 +43,12 @@ def client_weights(counts: Mapping[str, int], weighting: Weighting, *, n_hat: in
 
 
 def take_weights(module: nn.Module) -> Weights:
-    """Copy the trainable parameters, float32 on the CPU, each shared one once."""
+    """Copy the trainable parameters to float32 on the CPU; copy a shared parameter once."""
     return {name: p.detach().to("cpu", torch.float32).clone() for name, p in trainable(module).items()}
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Set the trainable parameters; refuse other names, shapes and values than the module's (`check_weights`)."""
+    """Set the trainable parameters; refuse weights that do not fit the module (`check_weights`)."""
     own = trainable(module)
     check_weights("the weights", weights, own)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def check_weights(whose: str, weights: Mapping[str, Tensor], like: Mapping[str, 
 
 
 def check_norm(whose: str, start: Mapping[str, Tensor], update: Mapping[str, Tensor], most: float | None) -> None:
-    """Refuse a change that is too large relative to the weights (L2, over all of them)."""
+    """Refuse a change that is too large relative to the weights (L2 norm over all of them)."""
     if most is None:
         return
     length = math.sqrt(sum(float(value.double().square().sum()) for value in start.values()))
@@ -102,8 +102,8 @@ def weighted_mean(updates: Mapping[str, Mapping[str, Tensor]], weights: Mapping[
     """Return the weighted mean of the clients' tensors (equation 6), summed in float64.
 
     Guarantees:
-        - Each tensor lies within the least and the greatest value of the clients, up to rounding.
-        - The order of the clients changes nothing.
+        - Each value is between the least and the greatest of the clients' values, up to rounding.
+        - The result does not depend on the order of the clients.
     """
     names = sorted(updates)
     first = updates[names[0]]
@@ -133,7 +133,7 @@ def check_enough(stage: Stage1, silos: int, what: str) -> None:
 
 
 def check_silos(run: PddAs2, silos: int) -> None:
-    """Refuse settings that this many silos cannot meet: too few for the rule or for a secure sum."""
+    """Refuse settings that need more silos, for the rule or for a secure sum."""
     check_enough(run.stage1, silos, "the number of clients (federated.clients)")
     if run.secure_sum:
         from lit_dpret.federated.secure_sum import Session, threshold_for
@@ -152,7 +152,7 @@ def next_weights(
     faults: list[str],
     least: int = 1,
 ) -> tuple[Weights, list[str]]:
-    """Return the next global weights, and the silos whose updates they contain: none if the old ones are kept."""
+    """Return the next global weights, and the silos whose updates they contain; none if the old weights are kept."""
     good: dict[str, Mapping[str, Tensor]] = {}
     for name, update in updates.items():
         try:
@@ -168,7 +168,7 @@ def next_weights(
             "federated.stage1.aggregation).",
             kind="too few clients",
         )
-    # The bound holds for the result as well: a rule is not trusted to keep to it.
+    # The bound also applies to the result: a rule is not trusted to stay within it.
     found = weighted_mean(good, shares) if run.stage1.aggregation == "mean" else _robust(good, run.stage1)
     try:
         return good_weights(start, found, run.update_norm), sorted(good)
@@ -178,7 +178,7 @@ def next_weights(
 
 
 def good_weights(start: Mapping[str, Tensor], found: Weights, most: float | None) -> Weights:
-    """Return the result of a round; refuse one that is not finite, or too far from ``start``."""
+    """Return the result of a round; refuse one that is not finite or is too far from ``start``."""
     try:
         check_weights("the result", found, start)
         check_norm("the result", start, found, most)
@@ -197,7 +197,7 @@ def _robust(updates: Mapping[str, Mapping[str, Tensor]], stage: Stage1) -> Weigh
     rules = robust_rules()
     made: dict[str, Callable[..., list[Any]]] = {
         "median": rules["median"],
-        # A quarter more than asked for: the product with the count is a whole number again, whatever its rounding.
+        # A quarter more than requested: multiplied by the count, it truncates to the right number despite rounding.
         "trimmed_mean": partial(rules["trimmed_mean"], proportiontocut=(wrong + 0.25) / count),
         "krum": partial(rules["krum"], num_malicious=wrong, to_keep=0),
         "multi_krum": partial(rules["krum"], num_malicious=wrong, to_keep=count - wrong),

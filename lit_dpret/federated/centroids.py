@@ -2,7 +2,7 @@ r"""Private centroids of embeddings, sent instead of the embeddings as requests 
 
 Lloyd's iterations with noised sums and counts (Blum et al., "Practical Privacy: the SuLQ Framework", PODS 2005, section
 3.1; Su et al., "Differentially Private K-Means Clustering", CODASPY 2016): one centroid of fifty embeddings gets noise
-once, where fifty embeddings would drown in theirs. Everything but the noised tables is computed from released tables.
+once, where fifty embeddings would drown in noise. Everything but the noised tables is computed from released tables.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Noised = Callable[[Tensor, float], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class CentroidPlan:
-    """Settings of private centroids; public."""
+    """Public settings of private centroids."""
 
-    count: int  # of centroids. About one for fifty rows; a constant where the number of rows is private.
+    count: int  # of centroids. About one for fifty rows; a constant if the number of rows is private.
     iterations: int = 3  # releases
-    radius: float = 1.0  # the longest that a row counts as; 1 for requests, whose length plays no part in a ranking
+    radius: float = 1.0  # the length to which rows are bounded; 1 for requests, whose length does not affect a ranking
     normalise: bool = True  # scale every row to length ``radius`` instead of clipping longer ones
     seed: int = 0  # of the initial directions; public
 
@@ -47,18 +47,19 @@ def table_of(
 ) -> Tensor:
     """Return sums and weighted counts of the rows by nearest centroid, float64, ``(count, dim + 1)``, the count last.
 
-    A row x adds (x, radius) to the place of its centroid, x scaled down to length ``radius``; one row of a unit counts.
+    A row x is bounded to length ``radius`` and adds (x, radius) to its centroid's row. Only the first finite row of a
+    unit counts.
 
     Guarantees:
-        - Emptying, adding or removing the rows of one unit moves it by at most ``plan.sensitivity`` (L2), replacing
-          them by at most twice that, whatever the rows are: one that is not finite counts for nothing.
+        - Emptying, adding or removing the rows of one unit moves the table by at most ``plan.sensitivity`` (L2), and
+          replacing them by at most twice that, whatever the rows are: a row that is not finite is ignored.
 
     Args:
         embeddings: Private rows, ``(rows, dim)``, each a function of its own text only (``apart`` of
             `TextEncoder.encode`).
-        centroids: Released before, ``(count, dim)``.
+        centroids: Already released, ``(count, dim)``.
         plan: The bounds.
-        units: The unit of each row; None makes each row a unit of its own.
+        units: The unit of each row; None makes each row its own unit.
     """
     rows = embeddings.detach().double().cpu()
     kept = torch.isfinite(rows).all(dim=1) & _first_of_unit(units, len(rows))
@@ -74,13 +75,13 @@ def table_of(
 def dp_centroids(
     embeddings: Tensor, plan: CentroidPlan, noised: Noised, *, units: Sequence[Hashable] | None = None
 ) -> Tensor:
-    """Return centroids of private rows, ``(count, dim)``, float32: a function only of the results of ``noised``."""
+    """Return centroids of private rows, ``(count, dim)``, float32: a function of the results of ``noised`` only."""
     centroids = plan.start(embeddings.shape[1])
     for _ in range(plan.iterations):
         table = noised(table_of(embeddings, centroids, plan, units), plan.sensitivity)
         counts = table[:, -1:] / plan.radius
         moved = table[:, :-1] / counts.clamp(min=1.0)
-        # A centroid with fewer than one row holds noise: it keeps its direction.
+        # A centroid with less than one row holds mostly noise: keep its direction.
         centroids = torch.where(counts >= 1.0, _shortened(moved, plan.radius), centroids)
     return centroids.float()
 
@@ -96,7 +97,7 @@ def _shortened(rows: Tensor, radius: float) -> Tensor:
 
 
 def _first_of_unit(units: Sequence[Hashable] | None, count: int) -> Tensor:
-    """Mark the first row of every unit: each further one would cost noise for all."""
+    """Mark the first row of every unit: counting more would cost noise for all rows."""
     first = torch.ones(count, dtype=torch.bool)
     if units is not None:
         seen: set[Hashable] = set()

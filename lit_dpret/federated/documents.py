@@ -1,7 +1,7 @@
 """The two YAML documents of a federation between machines: a silo owner's decisions, and the request for a run.
 
-They never mix. A silo's document lies beside its data and is read there; nothing in it comes from the server. A run's
-document travels from whoever submits it to the server's app, as one string; it names no folder of the server to write
+They are kept apart. A silo's document is stored and read next to its data, and nothing in it comes from the server. A
+run's document is sent by its submitter to the server's app, as one string. It names no folder for the server to write
 to.
 """
 
@@ -33,14 +33,14 @@ class SiloSettings:
 
     data: Path  # the silo's folder (`lit_dpret.datamodules.silo_folder`)
     state: Path  # kept between rounds and runs: ledgers, the personal query encoder; as private as the data
-    # The settings that this silo works under; a server with others is refused.
+    # The settings under which this silo works; a server with different ones is refused.
     federated: PddAs2 = field(default_factory=PddAs2)
     model: AS2Maker = field(default_factory=AS2Maker)  # how the model of a round is built
-    share_measures: bool = False  # tell the server the means of the measures; under a budget never
-    share_epsilon: bool = False  # tell the server what was spent of the silo's budget
+    share_measures: bool = False  # report the means of the measures to the server; never under a budget
+    share_epsilon: bool = False  # report to the server how much of the silo's budget is spent
     # The silo's long-term key (``lit-dpret silo --new-signing-key FILE``), with ``federated.roster``.
     signing_key: Path | None = None
-    roster_file: Path | None = None  # the public halves of everybody's, by the silos' names
+    roster_file: Path | None = None  # the public keys of all silos, by name
     secret_file: Path | None = None  # keys the noise; null for the user's state folder
     # One folder of ledgers for all runs on these data, so that a new state folder does not reset the budget; null for
     # ``ledgers`` in ``data``.
@@ -105,7 +105,7 @@ class Patience:
 
 @dataclass(frozen=True, kw_only=True)
 class SuperLinkTarget(Patience):
-    """The SuperLink for a run, and its server's waiting times."""
+    """The SuperLink for a run, and how long the run's server waits."""
 
     superlink: str | None = None
     root_certificates: Path | None = None
@@ -121,11 +121,11 @@ class SuperLinkTarget(Patience):
 class RunRequest(Patience):
     """The request for a run, sent to the server's app."""
 
-    name: str  # of the run. The same name continues what is finished, on the server and at the silos.
+    name: str  # of the run. A run with the same name continues what is finished, on the server and at the silos.
     federated: PddAs2 = field(default_factory=PddAs2)  # its settings
-    model: AS2Maker = field(default_factory=AS2Maker)  # how the server builds the weights to begin with
-    measure: tuple[Phase, ...] = PHASES  # what is measured; without ``stage2`` no stage 2 is run
-    split: str = "test"  # on which questions
+    model: AS2Maker = field(default_factory=AS2Maker)  # how the server builds the initial weights
+    measure: tuple[Phase, ...] = PHASES  # which phases are measured; without ``stage2`` stage 2 is not run
+    split: str = "test"  # of the questions to measure on
 
     def check(self) -> RunRequest:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name):

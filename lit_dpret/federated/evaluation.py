@@ -1,8 +1,8 @@
 """Evaluate answer sentence selection at both levels of the paper: sentences and passages.
 
-A passage scores as its best sentence does (paper 004, equation 9), so *any-hit* measures (``success@k``, MRR) can only
-rise from sentences to passages; the paper's Table 1 has it the other way round for R@20. *Per-relevant* ``recall@k``
-has no such order.
+A passage gets the score of its best sentence (paper 004, equation 9). So *any-hit* measures (``success@k``, MRR) can
+only rise from sentences to passages, although R@20 falls in the paper's Table 1. *Per-relevant* ``recall@k`` has no
+such order.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ LEVELS = ("sentence", "passage")
 class Levels:
     """One ranking at both levels."""
 
-    sentences: TopK  # places in the list of sentences, (queries, depth)
-    passages: TopK  # places in the list of passages, (queries, depth)
+    sentences: TopK  # indices into the list of sentences, (queries, depth)
+    passages: TopK  # indices into the list of passages, (queries, depth)
 
 
 def rank_levels(searcher: Searcher, passage_of: Tensor, *, depth: int = 100) -> Levels:
     """Return the first ``depth`` sentences and the first ``depth`` passages of every query.
 
-    The number of sentences that are searched is doubled until every query has so many passages, or no more sentences.
+    The number of retrieved sentences is doubled until every query has that many passages, or no more sentences.
 
     Guarantees:
-        - The passages are those of the full ranking of sentences, in the order of each one's best sentence.
+        - The passages are those of the full ranking of sentences, in the order of each passage's best sentence.
     """
     total, asked = len(passage_of), min(depth, len(passage_of))
     most = len(torch.unique(passage_of))
@@ -98,7 +98,7 @@ class SentenceCollection:
         return rank_levels(lambda k: index.search(queries, k), self.passage_of, depth=depth)
 
     def passage_qrels(self, qrels: Qrels) -> dict[str, dict[str, int]]:
-        """Return judgements of passages, each with the best grade of its sentences."""
+        """Return judgements of passages; each passage gets the best grade of its sentences."""
         found: dict[str, dict[str, int]] = {}
         for query, judged in qrels.items():
             of_query = found.setdefault(query, {})
@@ -111,7 +111,7 @@ class SentenceCollection:
     def measure(
         self, levels: Levels, query_ids: Sequence[str], qrels: Qrels, metrics: Sequence[str] = METRICS
     ) -> dict[str, Values]:
-        """Return the value of every query, ``(queries,)``, under names like ``sentence/mrr@10``."""
+        """Return the values of all queries, ``(queries,)``, under names like ``sentence/mrr@10``."""
         found: dict[str, Values] = {}
         sides = (
             ("sentence", levels.sentences, self.sentence_ids, qrels),

@@ -1,6 +1,6 @@
 """The server's view of a PDD-AS2 run (Algorithm 1 of paper 004, and its second stage), and its result.
 
-Phases, rounds and the combination of updates are the same for every transport. How silos are asked is not:
+Phases, rounds and the combination of updates are the same for every transport. The way silos are asked is not:
 `lit_dpret.federated.transport` calls them, and `lit_dpret.federated.flower.server_app` sends messages.
 """
 
@@ -24,23 +24,23 @@ from lit_dpret.federated.storage import Traffic, keep_facts, newest_round, save_
 from lit_dpret.progress import ProgressLine
 from lit_dpret.retrieval.metrics import Values
 
-# The measures of each client, one value for each query.
+# The measures of each client, with one value per query.
 PerClient = dict[str, dict[str, Values]]
 
 
 @dataclass
 class FedResult:
-    """The results of a run; values are per query, and as private as the queries."""
+    """The results of a run. Values are per query, and as private as the queries."""
 
-    # By phase and client. A server knows only the means of the silos that share theirs, and gives each query the mean.
+    # By phase and client. A server knows only the means of the silos that share them, and gives each query the mean.
     systems: dict[str, PerClient] = field(default_factory=dict)
-    # The global weights; empty where they are elsewhere, or nothing was trained.
+    # The global weights; empty if they are on another machine, or nothing was trained.
     weights: Weights = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)  # bytes by phase and silo, without envelopes, both ways
-    # Spent of each silo's queries, of those that report it; None where nothing is promised.
+    # Spent on each silo's queries, for the silos that report it; None if nothing is promised.
     epsilon: dict[str, float | None] = field(default_factory=dict)
-    # The silos in each round of stage 1 that this process ran without masks, or as the server of a secure sum, which
-    # does not know whose vector holds no update.
+    # The silos in each round of stage 1 that this process ran without masks, or as the server of a secure sum. That
+    # server does not know whose vector holds no update.
     rounds: dict[int, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)  # silos that were left out, when, and why
 
@@ -56,10 +56,10 @@ class FedResult:
         return float(np.concatenate([values[metric] for values in found.values()]).mean())
 
     def facts(self) -> dict[str, Any]:
-        """Return the server's final knowledge as plain values, without the weights."""
+        """Return what the server knows at the end as plain values, without the weights."""
         of_silo = {name: found for shared in self.systems.values() for name, found in shared.items()}
         return {
-            # A server knows means, so that every value of a silo is the same one.
+            # A server knows only means, so all values of a silo are the same.
             "measures": {
                 system: {name: {metric: float(one[0]) for metric, one in found.items()} for name, found in of.items()}
                 for system, of in self.systems.items()
@@ -74,7 +74,7 @@ class FedResult:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> FedResult:
-        """Return the result from `facts` of a server, with each query's value replaced by its silo's mean."""
+        """Return the result from a server's `facts`, with each query's value replaced by its silo's mean."""
         result = cls(faults=list(facts["faults"]), epsilon=dict(facts["epsilon"]))
         for phase, shared in facts["measures"].items():
             result.systems[phase] = {
@@ -92,11 +92,11 @@ class Federation(ABC):
 
     Guarantees:
         - A run that is started again does not repeat a finished round or refresh.
-        - An answer of wrong shape or with values that are not finite is left out and reported; the round continues
+        - An answer with a wrong shape or with values that are not finite is left out and reported. The round continues
           with the others.
     """
 
-    steps_of_round = 1  # of the progress line
+    steps_of_round = 1  # on the progress line
 
     def __init__(self, settings: PddAs2, start: Mapping[str, Tensor], folder: str | Path, **facts: object) -> None:
         self.settings, self.start, self.folder = settings.check(), dict(start), Path(folder)
@@ -125,7 +125,7 @@ class Federation(ABC):
         return self.result
 
     def train_shared(self) -> Weights:
-        """Run stage 1, each round a local epoch of every silo and their mean; return the global weights."""
+        """Run stage 1 and return the global weights; a round is a local epoch of every silo, then their aggregate."""
         weights, first = newest_round(self.folder, "global") or (self.start, 0)
         rounds = self.settings.stage1.warmup_rounds + self.settings.stage1.rounds
         steps = self.steps_of_round
@@ -134,7 +134,7 @@ class Federation(ABC):
                 begun = number * steps
                 weights = self.round(weights, number, lambda part, begun=begun: progress(begun + part, rounds * steps))  # type: ignore[misc]
                 save_tensors(weights, self.folder / f"global-{number:03}.safetensors")
-                # A later start goes on from the newest weights, and from no others.
+                # A restart continues from the newest weights only.
                 (self.folder / f"global-{number - 1:03}.safetensors").unlink(missing_ok=True)
                 progress(begun + steps, rounds * steps)
         self.result.weights = dict(weights)
@@ -155,7 +155,7 @@ class Federation(ABC):
     def combine(
         self, weights: Weights, updates: Mapping[str, Weights], examples: Mapping[str, int], number: int, *, least: int
     ) -> Weights:
-        """Return the next global weights from updates known in clear."""
+        """Return the next global weights from unmasked updates."""
         stage, where = self.settings.stage1, f"stage 1, round {number}"
         shares = client_weights({name: examples[name] for name in updates}, stage.weighting, n_hat=stage.n_hat)
         with self.giving_reasons(where):

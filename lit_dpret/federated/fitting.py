@@ -1,4 +1,4 @@
-"""Local epochs by an ordinary Trainer, with this package's accountant, and their callbacks."""
+"""Local epochs run by an ordinary Trainer with this package's accountant, and their callbacks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class NotRepeatedError(ResumeError):
 
 
 class RoundAccountant(PrivacyAccountant):
-    """The accountant of one round that continues earlier weights: the silo composes all rounds."""
+    """The accountant of one round that continues from earlier weights: the silo composes all rounds."""
 
     counted_by_others = True
 
     def _reserve(self) -> None:
-        # The noise of all fits is planned together: fresh noise here would cost what the others need.
+        # The noise of all fits is planned together: drawing new noise here would use up budget of the others.
         if self.resume and self._run.attempt:
             raise NotRepeatedError(f"The fit in {self.run_dir} cannot be repeated bit by bit on this machine.")
         super()._reserve()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, ResumeError):  # no step was made; `SiloLedger.settle_broken` settles it
+        if isinstance(exception, ResumeError):  # no step was made, and `SiloLedger.settle_broken` settles the account
             self._close_account()
             self._account = None
         super().on_exception(trainer, pl_module, exception)
@@ -52,7 +52,7 @@ def fit_epochs(
     """Train ``module`` on ``data`` for this many epochs, with its ledger in ``folder``; log and checkpoint nothing.
 
     ``repeat`` repeats an interrupted fit (`broken_attempt`): the steps that its ledger announced get the same noise bit
-    by bit and cost nothing, and the rest is charged as planned.
+    by bit and cost nothing more, and the rest is charged as planned.
     """
     lines = [] if progress is None else [progress]
     quiet = logging.getLogger("lightning.pytorch")
@@ -83,16 +83,16 @@ def fit_epochs(
 
 
 class KeepOptimizer(Callback):
-    """Restore the optimizer's state of an earlier fit, and save the new state at the end.
+    """Restore the optimizer's state from an earlier fit, and save the new state at the end.
 
-    Under a private mode the state is a function of noised gradients only; it stays on this machine either way.
+    Under a private mode the state is a function of noised gradients only. It stays on this machine in any case.
     """
 
     def __init__(self, before: Path, after: Path) -> None:
         self._before, self._after = before, after
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        # Before the accountant begins: the optimizer is part of the state that a repeated step is held against.
+        # Restore before the accountant starts: a repeated step is compared with a state that includes the optimizer's.
         if self._before.is_file():
             trainer.optimizers[0].load_state_dict(torch.load(self._before, weights_only=True))
 
@@ -111,7 +111,7 @@ def attempt_folder(folder: Path) -> Path:
 
 
 def broken_attempt(folder: Path) -> tuple[Path, float] | None:
-    """Return the newest attempt with a ledger, and its noise multiplier; None without one."""
+    """Return the newest attempt whose ledger holds a plan, and its noise multiplier; None if there is none."""
     attempts = sorted(folder.glob(f"attempt-*/{LEDGER_NAME}"), key=lambda path: int(path.parent.name.split("-")[1]))
     for path in reversed(attempts):
         plan = next((record["plan"] for record in _records(path.parent) if record["kind"] == "plan"), None)
@@ -127,12 +127,12 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 class TowardsAnchor(Callback):
     """Add ``strength * (w - anchor)`` to every gradient: the term ``strength / 2 * |w - anchor|^2`` of the loss.
 
-    With the weights of the round's start as the anchor it is FedProx (Li et al., 1812.06127, equation 2); with
-    the mean of the clients' personal models MR-MTL (Liu et al., 2206.07902, section 5). It is a function of released
-    weights only and is added after clipping and noise, so that it costs no privacy.
+    If the anchor is the round's initial weights, this is FedProx (Li et al., 1812.06127, equation 2); if it is the mean
+    of the clients' personal models, MR-MTL (Liu et al., 2206.07902, section 5). The term is a function of released
+    weights only and is added after clipping and noise, so it costs no privacy.
     """
 
-    # The gradients, while the optimizer steps: by a function of released weights only.
+    # Changes the gradients while the optimizer steps, by a function of released weights only.
     public_metrics = ("grad",)
 
     def __init__(self, anchor: Mapping[str, Tensor], strength: float) -> None:

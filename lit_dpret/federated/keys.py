@@ -1,9 +1,9 @@
 """Keys, signatures, boxes, shared secrets and identities for the secure sum and for sealing.
 
-X25519, HKDF-SHA256, ChaCha20-Poly1305 and Ed25519 of the package cryptography; keys are their 32 raw bytes. Every
+X25519, HKDF-SHA256, ChaCha20-Poly1305 and Ed25519 from the package cryptography; keys are their 32 raw bytes. Every
 derived key, signature and box is bound to a `label` that states its purpose. A silo's identity is its long-term signing
-key; the roster of everybody's public keys is written by people and distributed past the federation's server. A silo's
-number is the place of its name in alphabetical order.
+key. People write the roster of all public keys and distribute it without using the federation's server. A silo's number
+is the position of its name in alphabetical order, from 1.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def agreed(key: bytes, other: bytes, *, salt: bytes, info: bytes) -> bytes:
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Encrypt and authenticate under a key; ``about`` is authenticated too, and not sent."""
+    """Encrypt and authenticate under a key; ``about`` is authenticated as well, but not sent."""
     # The nonce is random: one key may seal 2^32 boxes before two nonces are likely to collide.
     nonce = secrets.token_bytes(_NONCE_BYTES)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, content, about)
 
 
 def unseal(key: bytes, box: bytes, about: bytes) -> bytes | None:
-    """Open a box; None if it was changed, or sealed under another key or context."""
+    """Open a box; return None if it was changed, or sealed under another key or context."""
     try:
         return ChaCha20Poly1305(key).decrypt(box[:_NONCE_BYTES], box[_NONCE_BYTES:], about)
     except (InvalidTag, ValueError):
@@ -180,13 +180,13 @@ class Credentials:
         return sign(self.identity, content)
 
     def signed_by(self, number: int, signature: bytes, content: bytes) -> bool:
-        """Return whether this is the signature of the silo with this number."""
+        """Return whether the silo with this number made this signature."""
         public = self.by_number.get(number)
         return public is not None and is_signed(public, signature, content)
 
 
 def make_identity(path: str | Path) -> str:
-    """Write a new signing key, readable by its owner only; return its public half in hexadecimal, for the roster."""
+    """Write a new signing key that only its owner can read; return its public half in hexadecimal, for the roster."""
     private, public = new_identity()
     path = Path(path).expanduser()
     try:
@@ -199,7 +199,7 @@ def make_identity(path: str | Path) -> str:
 
 
 def write_roster(path: str | Path, keys: Mapping[str, str]) -> None:
-    """Write a roster of public keys, in hexadecimal by name."""
+    """Write a roster of public keys, given in hexadecimal by name."""
     facts = {"schema": ROSTER_SCHEMA, "silos": dict(sorted(keys.items()))}
     Path(path).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
@@ -216,7 +216,7 @@ def load_credentials(name: str, key_file: str | Path, roster_file: str | Path) -
         identity = bytes.fromhex(private)
     except OSError as error:
         raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror}.") from error
-    except (ValueError, TypeError, AttributeError) as error:  # without the words of it: they could hold a key
+    except (ValueError, TypeError, AttributeError) as error:  # its message is left out: it could contain a key
         raise ConfigurationError(f"{key_path} is not a signing key, or {roster_path} is not a roster.") from error
     if mode & 0o077:
         raise ConfigurationError(f"{key_path} has mode {mode:04o} and can be read by others. Run: chmod 600 {key_path}")

@@ -1,4 +1,4 @@
-"""Build the model of every round: the same public start each time, from serialisable settings."""
+"""Build the model of every round, always from the same public start, with serialisable settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLANTED = "planted"
 
 @dataclass(frozen=True, kw_only=True)
 class AS2Maker:
-    """Build the `AS2DualEncoder` of a round: for the same arguments the same weights, in any process."""
+    """A builder of the `AS2DualEncoder` of a round: the same arguments give the same weights in any process."""
 
     encoder: str = "distilbert-base-uncased"
     layers: int | None = None
@@ -44,7 +44,7 @@ class AS2Maker:
     seed: int = 0
 
     def check(self) -> AS2Maker:
-        """Load the encoder, so that a missing one is refused first; return the maker."""
+        """Load the encoder, so that a missing one is refused before anything else; return the maker."""
         require_whole("federated.model", self, 1, "max_query_length", "max_sentence_length")
         require_whole("federated.model", self, 1, "layers", null=True)
         _loaded(self)
@@ -71,7 +71,7 @@ class AS2Maker:
 
 
 def start_and_dim(make: Callable[..., AS2DualEncoder]) -> tuple[Weights, int]:
-    """Return the public initial weights of stage 1, and the dimension of an embedding: the shapes of messages."""
+    """Return the public initial weights of stage 1 and the dimension of an embedding: the shapes of messages."""
     module = make(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
     return take_weights(module), module.encoder.dim
 
@@ -82,7 +82,7 @@ def start_of(make: Callable[..., AS2DualEncoder]) -> Weights:
 
 
 def refuse_private_start(make: Callable[..., AS2DualEncoder]) -> None:
-    """Refuse an encoder trained on private data, for a federation with a budget."""
+    """Refuse an encoder trained on private data for a federation with a budget."""
     place = Path(str(getattr(make, "encoder", PLANTED))).expanduser()
     if not place.is_dir():
         return
@@ -110,7 +110,7 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
             raise UnsupportedModelError(
                 f"federated.model.encoder={maker.encoder} holds a transformer for each side. Name an encoder of one."
             )
-        found = towers.query_encoder  # a start, whether it scales its embeddings or not
+        found = towers.query_encoder  # a starting point, whether or not it normalises its embeddings
         encoder = TextEncoder(
             found.backbone, found.tokenizer, replace(found.contract, normalise=True), found.projection
         )  # fmt: skip
@@ -118,7 +118,7 @@ def _loaded(maker: AS2Maker) -> TextEncoder:
     if maker.layers is not None:
         keep_layers(encoder.backbone, maker.layers)
     if not maker.train_embeddings:
-        # The tables of words, positions and types, or the table of words where these are not one module.
+        # The tables of words, positions and types, or only the table of words if these are not in one module.
         backbone: Any = encoder.backbone
         tables = getattr(backbone, "embeddings", None) or getattr(backbone, "get_input_embeddings", lambda: None)()
         if not isinstance(tables, nn.Module):

@@ -1,7 +1,7 @@
 """Negatives from other clients' collections (paper 004, section 2.2): their messages, and the source that draws them.
 
-The asker makes *request rows*, each asked client answers with a *block*, the asker merges the blocks into a *pool*.
-Transports send them; `lit_dpret.federated.trust` states what each kind tells whom.
+The asker sends *request rows*, each asked client answers with a *block*, and the asker merges the blocks into a *pool*.
+Transports send them. `lit_dpret.federated.trust` states what each kind reveals to whom.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def select_clients(asker: str, names: Iterable[str], stage: Stage2, *, seed: int
     """Return the clients to ask (``Select`` of equation 7, unspecified in paper 004), never the asker.
 
     Guarantees:
-        - A function of names and public coins, which ``random`` draws again at every refresh: nothing that a client
-          holds decides whether it is asked.
-        - At most ``select_count`` clients, all others where it is null.
+        - The choice is a function of names and public coins, which ``random`` draws again at every refresh. No client's
+          data decide whether it is asked.
+        - At most ``select_count`` clients are chosen, or all others if it is null.
     """
     others = sorted(set(names) - {asker})
     if stage.select == "random":
@@ -50,13 +50,13 @@ SENT_AS = {"float32": torch.float32, "float16": torch.float16}
 class Block:
     """One client's answer: every embedding once, and for each request row a ranked list of them.
 
-    Neighbouring requests have neighbours in common, so this is several times smaller than a table.
+    Similar requests share neighbours, so a block is several times smaller than a table.
     """
 
-    client: str  # who answers
-    embeddings: Tensor  # ``(unique, dim)``, in the type that was agreed on
+    client: str  # the client that answers
+    embeddings: Tensor  # ``(unique, dim)``, in the agreed dtype
     starts: Tensor  # where each request row's entries begin, long, ``(rows + 1,)``
-    entries: Tensor  # places in ``embeddings``, int32, ``(entries,)``
+    entries: Tensor  # indices into ``embeddings``, int32, ``(entries,)``
 
     def __repr__(self) -> str:
         return f"Block(from {self.client}: {len(self.embeddings)} embeddings)"
@@ -71,7 +71,7 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """Its size when sent, without the envelope."""
+        """The size when sent, without the envelope."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
     def table(self) -> Tensor:
@@ -111,11 +111,11 @@ class Block:
 
 @dataclass(frozen=True, repr=False)
 class FedPool:
-    """Negatives from other clients, as stored by an asker."""
+    """Negatives from other clients, as the asker stores them."""
 
     embeddings: Tensor  # float32, ``(pool, dim)``
-    # Places in the pool for each request row, best first, `MISSING` where there are no more, ``(rows, n)``; None where
-    # the request rows were not queries, and the pool is searched instead.
+    # Indices into the pool for each request row, best first, padded with `MISSING`, ``(rows, n)``. None if the request
+    # rows were not queries: then the pool is searched instead.
     lists: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -125,7 +125,7 @@ class FedPool:
 def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, send_as: str = "float16") -> Block:
     """Answer every request row, ``(rows, dim)``, with its ``n`` candidates of highest dot product.
 
-    Candidates are compared as they are sent, so that the asker, who sees no others, ranks them alike.
+    Candidates are compared in the dtype in which they are sent, so that the asker ranks them in the same order.
     """
     sent = as_sent(candidates, send_as)
     top = search(request_rows.float(), sent.float(), min(n, len(sent)))
@@ -133,7 +133,7 @@ def respond(client: str, request_rows: Tensor, candidates: Tensor, n: int, *, se
 
 
 def respond_uniformly(client: str, candidates: Tensor, n: int, *, seed: int, send_as: str = "float16") -> Block:
-    """Answer an empty request with ``n`` uniformly drawn candidates: one list for one empty row."""
+    """Answer an empty request with ``n`` uniformly drawn candidates, as one list for one empty row."""
     sent = as_sent(candidates, send_as)
     drawn = public_coins(seed, "uniform answer", client).permutation(len(sent))[:n]
     return _block(client, sent, [torch.from_numpy(drawn.copy()).long()])
@@ -151,8 +151,8 @@ def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> Fe
     """Merge answers into the asker's best ``n`` for each of its queries (``TopK`` of equation 8).
 
     Guarantees:
-        - With blocks of at least ``n`` for each row it is the best ``n`` of all their collections together,
-          ties included: what a search of the union would give.
+        - If every block has at least ``n`` for each row, the result is the best ``n`` of all the collections together,
+          ties included, as a search of their union would give.
     """
     if not blocks:
         return FedPool(torch.empty(0, query_embeddings.shape[1]), torch.full((len(query_embeddings), n), MISSING))
@@ -175,7 +175,7 @@ def merge_lists(blocks: Sequence[Block], query_embeddings: Tensor, n: int) -> Fe
 
 
 def pool_of(blocks: Sequence[Block], dim: int) -> FedPool:
-    """Merge answers into a pool with each embedding once, searched with the asker's own queries."""
+    """Merge answers into a pool that holds each embedding once, to be searched with the asker's own queries."""
     ordered = sorted(blocks, key=lambda block: block.client)
     found = [block.embeddings.float() for block in ordered]
     return FedPool(torch.unique(torch.cat(found), dim=0) if found else torch.empty(0, dim))
@@ -187,9 +187,9 @@ def merged_pool(
 ) -> FedPool:  # fmt: skip
     """Merge the answers to a request of ``rows`` into the asker's pool, with lists if the rows are queries.
 
-    Each answer is read with its size; ``refuse`` gets those that cannot be read.
+    Each answer is read with its expected size. ``refuse`` receives those that cannot be read.
     """
-    # A request that says nothing is answered as one empty row, by a sample.
+    # An empty request is answered with a sample, as if it were one empty row.
     size = {"rows": 1, "limit": stage.n} if stage.request == "none" else {"rows": len(rows), "limit": stage.top_k}
     blocks: list[Block] = []
     for sender, read in answers:
@@ -201,7 +201,7 @@ def merged_pool(
 
 
 def kept_pool(pool: FedPool | None, path: Path) -> FedPool:
-    """Write the answered pool to ``path`` and return it; between refreshes read it from there."""
+    """Write the answered pool to ``path`` and return it; between refreshes (None) read it from there."""
     if pool is not None:
         parts = {"embeddings": pool.embeddings, "lists": pool.lists}
         save_tensors({name: part for name, part in parts.items() if part is not None}, path)
@@ -217,12 +217,12 @@ def _block(client: str, sent: Tensor, rows: Sequence[Tensor]) -> Block:
     return Block(client, sent[used], starts, entries.to(torch.int32))
 
 
-_SAME = 1 - 1e-5  # cosine from which two embeddings are taken for one sentence's; half precision loses 1e-7
-_SPARE = 16  # so many of the pool's best may be a row's own answers before fewer than ``depth`` negatives are left
+_SAME = 1 - 1e-5  # cosine from which two embeddings count as the same sentence; half precision loses 1e-7
+_SPARE = 16  # how many of the pool's best may be a row's own answers before fewer than ``depth`` negatives remain
 
 
 class OtherPositives(PassageSource):
-    """The answers of other questions of the client, drawn uniformly: the paper's "gold" negatives.
+    """The answers to other questions of the client, drawn uniformly: the paper's "gold" negatives.
 
     Called *gold passages* by Karpukhin et al., "Dense Passage Retrieval for Open-Domain Question Answering",
     section 3.2. **It couples rows**: the negatives of a row are other people's records, so every mode that clips
@@ -250,10 +250,10 @@ class OtherPositives(PassageSource):
 class FedNegatives(DynamicNegatives):
     """Sentences of other clients, known only as embeddings, in a space with a frozen sentence side.
 
-    With lists (an exact request) a query gets ``per_query`` of its own list; without, the pool is
-    searched with the query encoder as it is at every step. Either way they are drawn uniformly from the best
-    ``depth``: the paper's remedy against query hubness, where the very best are near to every query. Where a pool
-    has too few, sentences of the client's own collection stand in.
+    With lists (an exact request) a query gets ``per_query`` of its own list. Without lists, the pool is searched with
+    the current query encoder at every step. Both draw uniformly from the best ``depth``: the paper's remedy against
+    query hubness, where the very best are near every query. Where a pool has too few, sentences of the client's own
+    collection fill up.
 
     Guarantees:
         - The negatives of a row are a function of that row, the pool, public coins and weights.
@@ -283,12 +283,12 @@ class FedNegatives(DynamicNegatives):
         self.index = torch.cat([own, self.pool.embeddings.to(own.dtype)])
 
     def nearest(self, query_embeddings: Tensor, answers: int) -> TopK:
-        """Return the best of the pool, numbered after the client's own sentences."""
+        """Return the best of the pool, with indices after the client's own sentences."""
         pool, rows = self.pool.embeddings, len(query_embeddings)
         if self.pool.lists is not None or not len(pool):
             return TopK(torch.full((rows, 1), float("-inf")), torch.full((rows, 1), MISSING))
-        # The depth of the search does not depend on ``answers``, the most that a row of this batch has: otherwise the
-        # negatives of a row would depend on how many answers another row has.
+        # The depth of the search does not depend on ``answers``, the maximum over this batch: otherwise the negatives
+        # of a row would depend on how many answers another row has.
         top = search(query_embeddings.float().cpu(), pool, min(self.depth + _SPARE, len(pool)))
         return TopK(top.scores, torch.where(top.indices == MISSING, top.indices, top.indices + self._own))
 

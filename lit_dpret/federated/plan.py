@@ -23,7 +23,7 @@ from lit_dpret.federated.synthetic import PUBLIC, check_generated
 from lit_dpret.federated.transport import ELSEWHERE, FederationRun, check_transport, silo_state
 from lit_dpret.settings import built, require_whole
 
-_HOW = ("secret_file", "note", "stage1", "stage2")  # no result depends on these, but by `FederationPlan.run`
+_HOW = ("secret_file", "note", "stage1", "stage2")  # no result depends on these, except through `FederationPlan.run`
 INSURANCEQA, PLANTED = "insuranceqa", "planted"
 
 
@@ -31,8 +31,8 @@ INSURANCEQA, PLANTED = "insuranceqa", "planted"
 class FederationPlan(Safeguards, SuperLinkTarget):
     """A federation as configured on the command line.
 
-    A null setting follows from the budget: without ``privacy.eps`` it is the paper's, with it what the budget allows.
-    A value that is given and that a budget refuses is refused by name. `SuperLinkTarget` is for ``transport=flower``.
+    A null setting gets the paper's value without ``privacy.eps``, and what the budget allows with it. A given value
+    that the budget does not allow is refused by name. `SuperLinkTarget` is for ``transport=flower``.
     """
 
     transport: str = "inprocess"
@@ -79,7 +79,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         object.__setattr__(self, name, value)
 
     def _refuse_elsewhere(self) -> None:
-        """Refuse settings of silos on other machines for silos that are here, and the reverse."""
+        """Refuse settings for silos on other machines if the silos are local, and the reverse."""
         elsewhere = self.transport in ELSEWHERE
         if self.superlink is not None and not elsewhere:
             raise ConfigurationError(f"federated.superlink={self.superlink} is for federated=flower alone.")
@@ -94,7 +94,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             )
 
     def _refuse_sample(self) -> None:
-        """Refuse a sample of queries where one unit decides which other units are in it."""
+        """Refuse a sample of queries in which one unit decides which other units are included."""
         kept, private = self.sample.get("max_train_queries"), self.privacy
         if self.silos != INSURANCEQA or kept is None or private.eps is None:
             return
@@ -113,7 +113,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
             weighting = "capped" if self.secure_sum and given.get("n_hat") else "uniform"
         first = {"in_batch": not private, "other_positives": 0 if private else 1, "weighting": weighting}
         response = "raw"
-        if self.privacy.eps is not None:  # what costs least
+        if self.privacy.eps is not None:  # the response that costs least
             response = "synthetic" if self.train_on == "synthetic" else "dp_centroid"
             response = "public" if self.declare_public else response
         return first, {
@@ -126,14 +126,14 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         return replace(self.run, seed=seed)
 
     def federation(self, settings: PddAs2, silos: Mapping[str, Path], folder: Path) -> FederationRun:
-        """Return one run of this federation, with its settings and silos, and its state in ``folder``."""
+        """Return one run of this federation with these settings and silos, and its state in ``folder``."""
         return FederationRun(
             settings=settings, silos=silos, make_module=self.model, folder=folder, transport=self.transport,
             secret_file=self.secret_file, link=self.link,
         )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that determines the results; not at which address the SuperLink is."""
+        """Return everything that determines the results; the address of the SuperLink does not."""
         names = {one.name for one in fields(self)} - {one.name for one in fields(SuperLinkTarget)} - set(_HOW)
         found = {name: repr(getattr(self, name)) for name in sorted(names)}
         del found["link"]
@@ -142,8 +142,8 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         return found
 
     def folders(self, folder: Path) -> dict[str, Path]:
-        """Return the data folder of each client; silos built here are written to ``folder``, once."""
-        # The folders of other people's silos are not known here, so there are none.
+        """Return the data folder of each client; silos built here are written to ``folder`` once."""
+        # Silos on other machines have no folder here.
         if self.transport in ELSEWHERE:
             return {}
         if self.silos not in (INSURANCEQA, PLANTED):
@@ -202,7 +202,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
                 check_generated(data, own, settings)
 
     def begin_states(self, silos: Mapping[str, Path], folder: Path) -> None:
-        """Copy the initial state of each silo to ``folder``, unless it already has one there."""
+        """Copy the initial state of each silo to ``folder``, unless the silo already has a state there."""
         for name in silos if self.state is not None else ():
             copy_once(Path(str(self.state)) / name, silo_state(folder, name))
 
@@ -210,7 +210,7 @@ class FederationPlan(Safeguards, SuperLinkTarget):
         if self.silos == PLANTED:
             return planted_silos(self.planted)
         try:
-            # Where the package is missing, the copy in ``$LIT_DPRET_DATA``.
+            # Use the copy in ``$LIT_DPRET_DATA`` if the package is missing.
             copy = Path(os.environ.get("LIT_DPRET_DATA", "")) / "insuranceqa"
             missing = importlib.util.find_spec("insuranceqa_data") is None
             data = InsuranceQADataModule(folder=copy if missing and copy.is_dir() else None)

@@ -1,8 +1,8 @@
 """Messages between silos, sealed so that the relaying server sees only their sizes.
 
-Each silo draws an X25519 key for every refresh and deletes it afterwards. A *letter* is one body for all its readers
-under a key of its own, and for each reader this key in a box, bound to run, refresh, weights, sender, reader, kind and
-the hash of the body. With a roster keys are signed by their owners; without one a server in the middle is trusted.
+Each silo draws an X25519 key for every refresh and deletes it afterwards. A *letter* is one body for all its readers,
+sealed under its own key, and for each reader a box with this key. A box is bound to run, refresh, weights, sender,
+reader, kind and the hash of the body. With a roster, owners sign their keys; without one, the server is trusted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lit_dpret.federated.storage import save_json
 Kind = Literal["request", "answer"]
 _KINDS: tuple[Kind, ...] = ("request", "answer")
 _SALT = b"lit-dpret sealing/1"
-_HEADER = struct.Struct(">BIII")  # kind, refresh, sender, receiver: said in clear, so that a refusal has a reason
+_HEADER = struct.Struct(">BIII")  # kind, refresh, sender, receiver: in clear, so that a refusal can give a reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refresh:
-    """The refresh that a sealed message belongs to."""
+    """The refresh to which a sealed message belongs."""
 
     run: str  # digest of the settings
     number: int
@@ -47,7 +47,7 @@ class Sealer:
     """One silo's key for one refresh, with sealing and opening.
 
     Guarantees:
-        - A letter opens for those it was sealed for, and shows everybody else only its size.
+        - Only its readers can open a letter. All others see only its size.
         - With credentials it neither seals for nor opens from a key that is not signed by the roster.
     """
 
@@ -55,7 +55,7 @@ class Sealer:
         self._path, self._credentials = state / "sealing" / "key.json", credentials
 
     def begin(self, refresh: Refresh, number: int) -> bytes:
-        """Draw a key for a refresh; return its public half, with credentials followed by a signature."""
+        """Draw a key for a refresh; return its public half, followed by a signature if there are credentials."""
         one = self._credentials
         if max(number, refresh.number) >= 2**32:
             raise DataError("The server's numbers are out of range.", kind="bad message")
@@ -67,7 +67,7 @@ class Sealer:
         return public if one is None else public + one.sign(_key_of(refresh, number, public))
 
     def usable(self, refresh: Refresh, keys: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, str]]:
-        """Return the keys that messages can be sealed for, and the fault of each other key, by number."""
+        """Return by number the keys for which messages can be sealed, and the fault of each other key."""
         good: dict[int, bytes] = {}
         bad: dict[int, str] = {}
         own = self._own(refresh)[1]

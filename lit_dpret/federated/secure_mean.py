@@ -1,4 +1,4 @@
-"""The weighted mean of the clients' updates by a secure sum: the masked vectors, and the mean of their sum.
+"""The weighted mean of the clients' updates by a secure sum: the masked vectors, and the mean from their sum.
 
 Vectors are whole numbers modulo 2^32, in which masks cancel exactly. A client's weight is at most 1 and is masked
 together with its change, so that the server divides by the sum of the weights without knowing any of them.
@@ -28,8 +28,8 @@ class FixedPoint:
     """Values in [-limit, limit], with a step such that the sum of ``clients`` of them cannot wrap.
 
     Guarantees:
-        - ``decode`` of the sum modulo 2^32 of at most ``clients`` encodings is the sum of the rounded values;
-          against the sum of the values it is off by at most ``error`` in every coordinate.
+        - ``decode`` of the sum modulo 2^32 of at most ``clients`` encodings is the sum of the rounded values. It
+          differs from the sum of the values by at most ``error`` in every coordinate.
     """
 
     limit: float  # the largest absolute value of one coordinate; larger ones are clipped
@@ -72,9 +72,9 @@ def mean_of(
     """Return the next global weights, given the sum of all clients' vectors.
 
     Guarantees:
-        - No weight moves by more than ``limit`` (before it is rounded to float32), whoever made the sum.
-        - Of clients that keep to the limit, it is within (1 + ``limit``) ``fixed.error`` / W of the weighted mean of
-          their changes, where W is the sum of their weights as it arrives here.
+        - No weight moves by more than ``limit`` (before it is rounded to float32), whatever sum arrives.
+        - If all clients keep to the limit, the change is within (1 + ``limit``) ``fixed.error`` / W of the weighted
+          mean of their changes, where W is the sum of their weights as it arrives here.
     """
     size = sum(value.numel() for value in start.values())
     weight, error = (float(total[-1]) if len(total) == size + 1 else 0.0), fixed.error
@@ -89,14 +89,14 @@ def mean_of(
     at = 0
     for key in sorted(start):
         change = summed[at : at + start[key].numel()].view(start[key].shape) / weight
-        # The mean of changes within the limit is within it. Rounding takes a sum that weighs little further.
+        # The mean of changes within the limit is within it too. If a sum has little weight, rounding can exceed it.
         found[key] = (start[key].double() + change.clamp(-limit, limit)).float()
         at += start[key].numel()
     return good_weights(start, found, norm)
 
 
 def words_for(limit: float, clients: int) -> FixedPoint:
-    """Return the encoding for vectors of this many clients, the same for all of them and the server."""
+    """Return the encoding for vectors of this many clients, the same for all clients and the server."""
     return FixedPoint(limit=max(limit, 1.0), clients=clients)
 
 
@@ -109,9 +109,9 @@ def secure_mean(
     name: str,
     faults: list[str],
 ) -> Weights:
-    """Return ``start`` plus the weighted mean of the clients' changes; all roles in this process, with new keys.
+    """Return ``start`` plus the weighted mean of the clients' changes; all roles run in this process, with new keys.
 
-    Weights lie in (0, 1], and no two sums may share a ``name``. ``faults`` receives the clients that are left out.
+    Weights are in (0, 1], and no two sums may share a ``name``. ``faults`` receives the clients that are left out.
     """
     names = sorted(updates)
     numbers = tuple(range(1, len(names) + 1))

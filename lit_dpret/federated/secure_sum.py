@@ -1,8 +1,8 @@
 """A sum that a server learns without learning any summand, even if some clients drop out during the protocol.
 
-Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), figure 4, with masks
-of ChaCha20 added modulo 2^32. What is promised against whom, why ``colluders`` is the limit, and what is not promised
-(above all, it is no differential privacy) stands in ``docs/federated.md``, section Secure sum.
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (CCS 2017), figure 4, with
+ChaCha20 masks added modulo 2^32. ``docs/federated.md``, section Secure sum, states what is promised against whom, why
+``colluders`` is the limit, and what is not promised: above all, this is not differential privacy.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from lit_dpret.federated.keys import (
 
 Words = NDArray[np.uint32]
 _SALT = b"lit-dpret secure sum/2"
-_PIECE = 2**18  # words of a key stream at a time: a megabyte, however long the vector is
+_PIECE = 2**18  # words of a key stream processed at a time: one megabyte, however long the vector is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """The public facts that all clients and the server of one sum agree on beforehand.
+    """The public facts on which all clients and the server of one sum agree beforehand.
 
     Raises:
         ConfigurationError: There are fewer than three clients, or the threshold is out of range.
     """
 
-    name: str  # of this sum; no two may share one, since masks are derived from it
-    clients: tuple[int, ...]  # everybody's number, from 1; with a roster all who are on it, connected or not
-    threshold: int = 0  # how many must remain at the end; more than half. 0 for more than two thirds.
+    name: str  # of this sum; no two sums may share one, since masks are derived from it
+    clients: tuple[int, ...]  # every client's number, from 1; with a roster all clients on it, connected or not
+    threshold: int = 0  # how many clients must remain at the end; more than half. 0 for more than two thirds.
 
     def __post_init__(self) -> None:
         count = len(self.clients)
@@ -68,12 +68,12 @@ class Session:
 
     @property
     def colluders(self) -> int:
-        """The most clients that may collude with the server, under a roster, and learn only a sum of others."""
+        """The most clients that, with a roster, can collude with the server and still learn only a sum of others."""
         return min(2 * self.threshold - len(self.clients) - 1, self.threshold - 2)
 
 
 def threshold_for(least: int | None, clients: int) -> int:
-    """Return the threshold for a sum begun by this many clients: more than half, for any setting."""
+    """Return the threshold for a sum begun by this many clients: always more than half."""
     return 2 * clients // 3 + 1 if least is None else max(least, clients // 2 + 1)
 
 
@@ -100,18 +100,18 @@ class Client:
     """One client's side of one sum; used once, phase by phase.
 
     Guarantees:
-        - Everything it sends before phase 5 is uniformly distributed to anybody with fewer than ``threshold`` views.
-        - It reveals, for any other client, a share of the seed or of the key, never of both.
+        - Everything it sends before phase 5 is uniformly distributed to a party with fewer than ``threshold`` views.
+        - For any other client it reveals a share of the seed or of the key, never of both.
         - With a roster it signs one list, and reveals shares only for a list that ``threshold`` of its clients signed.
-        - It reveals shares only for a list of which ``threshold`` clients have an update, itself counted, as they say.
-          What it sends before does not depend on who has one, and neither does how it refuses.
+        - It reveals shares only for a list in which ``threshold`` clients, itself included, claim to have an update.
+          Nothing that it sends or refuses earlier depends on which clients have one.
 
     Args:
         session: The sum.
-        number: The client's own.
+        number: The client's own number.
         identity: Its long-term signing key; null trusts the keys that the server relays.
-        roster: With ``identity``, the public halves of everybody's by number.
-        has_update: Whether the vector is an update, and not zeros in place of one.
+        roster: Every client's public key by number; used with ``identity``.
+        has_update: Whether the vector is an update, not zeros in place of one.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Client:
         self._seed = secrets.token_bytes(SECRET_BYTES)
         self._peers: dict[int, Keys] = {}
         self._held: dict[int, tuple[bytes, bytes]] = {}
-        self._with_update = {number} if has_update else set()  # of those whose shares are here
+        self._with_update = {number} if has_update else set()  # among the clients whose shares arrived here
         self._masked = False
-        self.done = False  # it has answered or refused the last act, and does neither again
+        self.done = False  # it has answered or refused phase 5, and does neither again
         self._signed = b""
 
     def advertise(self) -> Keys:
@@ -149,7 +149,7 @@ class Client:
         return Keys(self.number, sealing, mask, signature)
 
     def share(self, advertised: Iterable[Keys]) -> dict[int, bytes]:
-        """Phase 2: return for every peer a sealed pair of shares and whether this client has an update."""
+        """Phase 2: return for every peer a sealed pair of shares and a flag for whether this client has an update."""
         if self._peers:
             raise DataError("This client has shared its secrets in this sum, and does so once.", kind="bad protocol")
         found = list(advertised)
@@ -166,7 +166,7 @@ class Client:
             self._verify(keys)
         self._peers = peers
         holders = sorted(peers)
-        # Everybody holds a share of both secrets; `unmask` reveals one of the two for each client, never both.
+        # Every client holds a share of both secrets; `unmask` reveals one of the two for each client, never both.
         seeds = split(self._seed, threshold=self.session.threshold, holders=holders)
         keys_ = split(self._mask, threshold=self.session.threshold, holders=holders)
         self._held[self.number] = (seeds[self.number], keys_[self.number])
@@ -176,7 +176,7 @@ class Client:
         }
 
     def mask(self, words: Words, sealed: Mapping[int, bytes]) -> Words:
-        """Phase 3: return the vector under all its masks, given the shares of the peers that are still there."""
+        """Phase 3: return the vector under all its masks, given the shares of the remaining peers."""
         if self._masked:
             raise ConfigurationError("A client masks one vector in one sum: two under the same masks would show both.")
         for peer, box in sealed.items():
@@ -193,15 +193,15 @@ class Client:
         for peer in self._held:
             if peer != self.number:
                 pair = pair_key(self.session, self._mask, self._peers[peer].mask, self.number, peer)
-                # The smaller number adds, the larger subtracts: in the sum of both the mask cancels modulo 2^32.
+                # The smaller number adds, the larger subtracts: the mask cancels in their sum modulo 2^32.
                 add_stream(total, pair, subtract=self.number > peer)
         return total
 
     def statement(self, active: Iterable[int], dead: Iterable[int]) -> bytes:
         """Return the statement to sign: the lists, the sum, its clients and threshold, the roster and all keys.
 
-        The keys represent the sealed shares as well: a client shares once under its keys, and nobody else can seal
-        between two honest clients.
+        The keys also cover the sealed shares: a client shares once under its keys, and no third party can seal
+        messages between two honest clients.
         """
         alive, lost = self._checked(active, dead)
         keys = [part for one in sorted(self._peers) for part in (one, self._peers[one].seal, self._peers[one].mask)]
@@ -220,9 +220,9 @@ class Client:
     def unmask(
         self, active: Iterable[int], dead: Iterable[int], signatures: Mapping[int, bytes] | None = None
     ) -> Unmasking:
-        """Phase 5: reveal a seed share of every client whose vector arrived, and a key share of every other one.
+        """Phase 5: reveal a seed share of every client whose vector arrived, and a key share of every other client.
 
-        With a roster the signatures of phase 4 are needed, by client.
+        With a roster it needs the signatures of phase 4, by client.
         """
         if self.done:
             raise DataError("This client has unmasked this sum already, and does so once.", kind="bad protocol")
@@ -237,7 +237,7 @@ class Client:
                     "given other lists.",
                     kind="lists not signed",
                 )
-        # After all other checks: this refusal tells the server something about the clients of a list, and of one only.
+        # After all other checks: this refusal reveals something about the clients of a list, and of one list only.
         self.done = True
         if len(alive & self._with_update) < self.session.threshold:
             raise DataError(
@@ -266,7 +266,7 @@ class Client:
         return alive, lost
 
     def to_state(self) -> dict[str, Any]:
-        """Return the client's complete state as plain values, secrets included: only for its owner's disk."""
+        """Return the client's complete state as plain values. It includes secrets: keep it on the owner's disk only."""
         peers = [[one.client, one.seal.hex(), one.mask.hex(), one.signature.hex()] for one in self._peers.values()]
         return {
             "seal": self._seal.hex(), "mask": self._mask.hex(), "seed": self._seed.hex(),
@@ -276,7 +276,7 @@ class Client:
         }  # fmt: skip
 
     def go_on(self, state: Mapping[str, Any]) -> Client:
-        """Restore `to_state` in another process, for the same session; return the client."""
+        """Restore the state from `to_state`, also in another process, for the same session; return the client."""
         self._seal, self._mask, self._seed = (bytes.fromhex(state[name]) for name in ("seal", "mask", "seed"))
         self._peers = {peer: Keys(peer, *map(bytes.fromhex, keys)) for peer, *keys in state["peers"]}
         self._held = {peer: (bytes.fromhex(seed), bytes.fromhex(key)) for peer, seed, key in state["held"]}
@@ -342,7 +342,7 @@ class Server:
 
     @property
     def dead(self) -> list[int]:
-        """The clients that sent shares, so that others masked against them, but no vector."""
+        """The clients that sent shares, which others used for their masks, but no vector."""
         return sorted(self.sharers - set(self.masked))
 
     def total(self, unmaskings: Iterable[Unmasking]) -> Words:
@@ -363,7 +363,7 @@ class Server:
             if public_of(key) != self.keys[client].mask:
                 raise DataError(f"The shares of client {client} do not make its key.", kind="bad protocol")
             for peer in self.active:
-                # The peer added it where its number is the smaller one, and subtracted it where not.
+                # The peer added the mask if its number is the smaller one, and subtracted it otherwise.
                 pair = pair_key(self.session, key, self.keys[peer].mask, client, peer)
                 add_stream(total, pair, subtract=peer < client)
         return total
@@ -374,7 +374,7 @@ class Server:
 
 
 def add_stream(total: Words, key: bytes, *, subtract: bool = False) -> None:
-    """Add the ChaCha20 key stream under ``key`` to all words, in place; each key serves a single sum."""
+    """Add the ChaCha20 key stream under ``key`` to all words, in place; use each key for one sum only."""
     starts = range(0, len(total), _PIECE)
     sizes = (4 * (min(start + _PIECE, len(total)) - start) for start in starts)
     for start, piece in zip(starts, key_stream(key, sizes), strict=True):
@@ -384,7 +384,7 @@ def add_stream(total: Words, key: bytes, *, subtract: bool = False) -> None:
 
 
 def pair_key(session: Session, own: bytes, other: bytes, one: int, two: int) -> bytes:
-    """Derive the key of the mask between two clients, the same from either side."""
+    """Derive the key of the mask between two clients; both sides get the same."""
     low, high = sorted((one, two))
     return agreed(own, other, salt=_SALT, info=_about(session, "mask", low, high))
 

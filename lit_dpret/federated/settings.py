@@ -1,8 +1,8 @@
 """Settings of a PDD-AS2 run, and its refusals under a privacy budget.
 
-The defaults are the paper's where it states one. With ``privacy.eps`` set the run *fails closed*: whatever would
-release something that no ledger counts is refused by name, before any data is read. The meaning of each setting is
-stated once, in ``configs/federated/inprocess.yaml``.
+The defaults are the paper's where it states one. With ``privacy.eps`` set the run *fails closed*: a setting that would
+release something that no ledger counts is refused by name, before any data is read. Only
+``configs/federated/inprocess.yaml`` explains what each setting means.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lit_dpret.settings import require_choice, require_number, require_switch, r
 
 Weighting = Literal["examples", "uniform", "capped"]
 Stage1Negatives = Literal["static", "bm25", "random"]
-# What can be measured: BM25, the shared model of stage 1, the personal models of stage 2.
+# The phases that can be measured: BM25, the shared model of stage 1, the personal models of stage 2.
 Phase = Literal["bm25", "stage1", "stage2"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -76,7 +76,7 @@ class Stage1:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage2:
-    """A query encoder for each client, with a frozen sentence encoder."""
+    """Training of a query encoder for each client, with a frozen sentence encoder."""
 
     epochs: int = 1
     refresh_every: int = 1
@@ -114,7 +114,7 @@ class Stage2:
 
 @dataclass(frozen=True, kw_only=True)
 class FederatedPrivacy:
-    """The budget of each silo, for everything that leaves it in one run, or in all with its ledger folder."""
+    """The budget of each silo for everything that leaves it in one run, or in all runs that share its ledger folder."""
 
     eps: float | None = None
     delta: float | None = None
@@ -176,7 +176,7 @@ class PddAs2(Safeguards):
 
     @property
     def hides(self) -> bool:
-        """Whether single queries are hidden from the server, which then learns of no failure on them."""
+        """Whether single queries are hidden from the server, which then does not learn of failures on them."""
         return self.privacy.eps is not None or self.secure_sum or self.seal
 
     @property
@@ -231,13 +231,13 @@ class PddAs2(Safeguards):
         return self
 
     def _uncounted(self) -> list[tuple[bool, str]]:
-        """Return each way for something to leave a silo uncounted by a ledger: whether it applies, and the refusal."""
+        """Return each way in which something could leave a silo uncounted: whether it applies, and the refusal."""
         stage1, stage2 = self.stage1, self.stage2
         raw = (
             self.asks and stage2.response == "raw",
             "stage2.response=raw sends embeddings of private sentences. Set it to public, dp_centroid or synthetic.",
         )
-        if self.train_on == "synthetic":  # whatever depends on queries was counted when the generator was trained
+        if self.train_on == "synthetic":  # what depends on queries was charged when the generator was trained
             return [raw]
         coupled = "in_batch=true makes a query's loss depend on the other queries of its batch. Set it to false."
         return [

@@ -1,7 +1,7 @@
-"""One client of a federation, beside its data: its training rounds, requests, answers and measures.
+"""One client of a federation, run where its data are: its training rounds, requests, answers and measures.
 
-Everything that a transport has to move is an argument or a return value here; everything else stays in the silo's
-state folder.
+Everything that a transport has to move is an argument or a return value here. Everything else stays in the silo's state
+folder.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ from lit_dpret.privacy.ledger.run_ledger import LEDGER_NAME
 from lit_dpret.privacy.modes import NoPrivacy, PrivacyMode
 from lit_dpret.retrieval.metrics import Values
 
-if TYPE_CHECKING:  # it needs the package cryptography, which is of an extra
+if TYPE_CHECKING:  # keys needs the package cryptography, which an extra installs
     from lit_dpret.federated.keys import Credentials
 
 
-# Builds the model: takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``.
+# Builds the model. Takes ``privacy``, ``optimizer_lr``, ``towers``, ``passage_tower`` and ``negatives``.
 MakeModule = Callable[..., AS2DualEncoder]
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a silo reports about itself to the server."""
+    """The facts that a silo reports about itself to the server."""
 
     measures: bool = False  # the mean measures and the number of test queries; never under a budget
-    # With every measure, how much of its budget the silo has spent. It depends on the settings and on the number of
+    # How much of its budget the silo has spent, sent with the measures. It depends on the settings and the number of
     # units, not on their content.
     epsilon: bool = False
 
@@ -84,20 +84,20 @@ class SiloClient:
 
     Guarantees:
         - With ``privacy.eps`` set, everything that a method returns and that depends on queries is charged to the
-          silo's ledger before it is returned, and nothing is returned that the budget does not cover. With
-          ``hides_failures``, which `build_client_app` sets, that holds of what a training raises too.
+          silo's ledger before it is returned. Nothing is returned that the budget does not cover. With
+          ``hides_failures``, which `build_client_app` sets, the same holds for errors that training raises.
         - With ``train_on=synthetic`` everything that is trained or sent depends on the silo's own queries only through
-          its generator, which the ledger has counted already.
+          its generator, which the ledger has already counted.
 
     Args:
         data: The client's folder (`lit_dpret.datamodules.silo_folder`).
-        state: A folder for its own use, kept between rounds; private.
+        state: A private folder for the client's own use, kept between rounds.
         settings: The run's settings, checked.
         make_module: Builds the model of each round; the encoder is public.
         secret_file: Keys the noise; null for the user's state folder.
         credentials: The silo's signing key and the roster; needed and used only with ``roster=true``.
         ledgers: Folder of the ledgers; null for one in ``state``. Epsilon composes over all runs with the same folder.
-        told: What the server is told besides.
+        told: The facts that the silo also reports to the server.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SiloClient:
     ) -> None:
         self.settings = settings.check()
         self.told = told
-        # Whether who chose the weights must not hear that a query failed in training. In one process its owner shall.
+        # Hides failed training queries from whoever chose the weights. The owner of a run in one process sees them.
         self.hides_failures = False
         if settings.privacy.eps is not None or settings.train_on != "queries":
             refuse_private_start(make_module)
@@ -150,7 +150,7 @@ class SiloClient:
 
     @property
     def examples(self) -> int:
-        """|D_i|, the number of train queries, for the aggregation weight; private for real queries."""
+        """|D_i|, the number of train queries, used as the aggregation weight; private for real queries."""
         return len(self.queries)
 
     @cached_property
@@ -190,7 +190,7 @@ class SiloClient:
         module = self._fit("stage1", number, start, stage.batch_size, callbacks)
         found = take_weights(module)
         save_tensors(found, done)
-        # Nobody asks again for a round whose update is in the global model.
+        # Once a round's update is in the global model, the server does not ask for that round again.
         for passed in (self.state / f"stage1-{number - 1:03}.safetensors", self._optimizer_path(number - 1)):
             passed.unlink(missing_ok=True)
         return found
@@ -203,7 +203,7 @@ class SiloClient:
         batch_size: int,
         callbacks: list[Callback],
     ) -> AS2DualEncoder:
-        """Train one local epoch and return its model; under a budget an interrupted one is repeated."""
+        """Train one local epoch and return its model; under a budget, repeat an interrupted epoch."""
 
         def begun(noise_multiplier: float | None = None) -> AS2DualEncoder:
             module = start(self.account.mode(kind, number, noise_multiplier=noise_multiplier))
@@ -211,9 +211,9 @@ class SiloClient:
             return module
 
         folder, data = self.state / f"{kind}-{number:03}", self._datamodule(self._batch(batch_size))
-        # A broken fit gets its noise again bit by bit, and is paid for once. If that is not possible on this machine,
-        # everything that it announced stays charged, and the noise of the remaining run is raised to pay for it. If
-        # that leaves nothing, this fit and all later ones leave the weights as they are.
+        # An interrupted fit repeats its noise bit by bit and is charged once. If this machine cannot repeat it,
+        # everything that it announced stays charged, and the rest of the run gets more noise to pay for it. If the
+        # budget leaves nothing, this fit and all later ones leave the weights unchanged.
         broken = None if self.account.noise is None else broken_attempt(folder)
         if self.ledger is not None and broken is not None and self.account.ended is None:
             attempt, noise = broken
@@ -255,15 +255,16 @@ class SiloClient:
         return sources
 
     def _turn_seed(self, kind: str, number: int) -> int:
-        """Return the public seed of one fit: every fit counts its steps from 0, and each shall draw differently."""
+        """Return the public seed of one fit: every fit counts its steps from 0, but must draw differently."""
         return int(public_coins(self.settings.seed, kind, number).integers(2**31))
 
     # -- stage 2 -------------------------------------------------------------------------------
 
     def request(self, weights: Mapping[str, Tensor], refresh: int) -> Tensor:
-        """Return the request rows for other clients, ``(rows, dim)``, computed once for a refresh and kept.
+        """Return the request rows for other clients, ``(rows, dim)``, computed once per refresh and stored.
 
-        There is no row under ``request=none``, and one of zeros, which says nothing, where the budget has nothing left.
+        With ``request=none`` there are no rows. If the budget has nothing left, there is one row of zeros, which
+        reveals nothing.
         """
         stage = self.settings.stage2
         module = self._personal_module(weights)
@@ -273,7 +274,7 @@ class SiloClient:
         if kept.is_file():
             return load_file(kept)["rows"]
         if stage.request == "exact":
-            # Otherwise another silo would tell the server that it cannot search with one of them, even when sealed.
+            # A row that cannot be searched with would be reported to the server by the other silo, even when sealed.
             rows = silenced(module.encode_queries(list(self.queries.values())))
             save_tensors({"rows": rows}, kept)
             return rows
@@ -305,7 +306,7 @@ class SiloClient:
     def serve(self, weights: Mapping[str, Tensor], rows: Tensor, *, refresh: int) -> Block:
         stage = self.settings.stage2
         candidates = self._candidates(weights)
-        if not len(rows):  # a request that says nothing: everybody gets the same sample of this refresh
+        if not len(rows):  # an empty request: every asker gets the same sample in this refresh
             seed = self.settings.seed + refresh
             return respond_uniformly(self.name, candidates, stage.n, seed=seed, send_as=stage.send_as)
         return respond(self.name, rows, candidates, stage.top_k, send_as=stage.send_as)
@@ -314,10 +315,10 @@ class SiloClient:
         return self._personal_path(number).is_file()
 
     def personalise(self, weights: Mapping[str, Tensor], pool: FedPool | None, number: int) -> None:
-        """Train one local epoch of the client's own query encoder, stored in its state folder.
+        """Train one local epoch of the client's own query encoder and store it in the state folder.
 
-        ``pool`` holds other clients' sentences; None for the client's own (``negatives=dynamic``), and between two
-        refreshes for the last answers.
+        ``pool`` holds other clients' sentences. It is None for the client's own sentences (``negatives=dynamic``), and
+        between two refreshes to use the last answers.
         """
         if self.has_personal(number):
             return
@@ -347,10 +348,10 @@ class SiloClient:
     def evaluate(
         self, weights: Mapping[str, Tensor] | None, *, personal: bool, split: str = "test"
     ) -> dict[str, Values]:
-        """Evaluate every query of a split on the client's own collection; as private as the queries.
+        """Evaluate every query of a split on the client's own collection; the result is as private as the queries.
 
-        With ``hides_failures`` a query whose embedding nothing can be searched with, which is an error otherwise, finds
-        the first sentences of the collection.
+        A query whose embedding cannot be searched with is an error. With ``hides_failures`` it finds the first
+        sentences of the collection instead.
         """
         queries, qrels = self.data.evaluation_set(split)
         if weights is None:
@@ -371,7 +372,7 @@ class SiloClient:
     # -- data and models -----------------------------------------------------------------------
 
     def _batch(self, size: int) -> int:
-        """Return the batch size: all queries of a silo with fewer; under a budget `SiloAccount` refuses such a silo."""
+        """Return the batch size: all queries if there are fewer; under a budget `SiloAccount` refuses that silo."""
         return size if self.settings.privacy.eps is not None else min(size, self.examples)
 
     def _datamodule(self, batch_size: int) -> PairsDataModule:
@@ -390,14 +391,14 @@ class SiloClient:
         )
 
     def _global_module(self, weights: Mapping[str, Tensor], **settings: Any) -> AS2DualEncoder:
-        """Return the global model, both towers; the sentence side is frozen."""
+        """Return the global model with two towers; the sentence side is frozen."""
         settings = {"privacy": NoPrivacy(), "negatives": None, **settings}
         module = self._make(optimizer_lr=self.settings.stage2.lr, towers="separate", passage_tower="frozen", **settings)
         module.put_global(weights)
         return module
 
     def _personal_module(self, weights: Mapping[str, Tensor], **settings: Any) -> AS2DualEncoder:
-        """Return the global model with the client's own query encoder, where it has one."""
+        """Return the global model with the client's own query encoder, if it has one."""
         module = self._global_module(weights, **settings)
         newest = sorted(self.state.glob(f"{self._kind}-*.safetensors"))
         if newest:
@@ -409,11 +410,11 @@ class SiloClient:
 
     @property
     def _kind(self) -> str:
-        """The prefix of stage 2's files: runs with other negatives can share a state folder and its stage 1."""
+        """The prefix of stage 2's files. Runs with different negatives can share a state folder and its stage 1."""
         return f"personal-{self.settings.stage2.negatives}"
 
     def _embedded(self, weights: Mapping[str, Tensor], places: Sequence[int] | None = None) -> Tensor:
-        """Embed all or some sentences of the collection by the global sentence encoder, once for each encoder."""
+        """Embed all or some sentences of the collection with the global sentence encoder, once per encoder."""
         module, texts = self._global_module(weights), self.collection.texts
         key, some = module.tower("passage").fingerprint(), None if places is None else tuple(places)
         found = self._sentences.get(some)
@@ -423,7 +424,7 @@ class SiloClient:
         return found[1]
 
     def _candidates(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings that may be sent to others, by the kind of response."""
+        """Return the embeddings that may be sent to others, according to the kind of response."""
         response = self.settings.stage2.response
         if response == "raw":
             return self._embedded(weights)

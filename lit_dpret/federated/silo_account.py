@@ -34,9 +34,9 @@ class SiloAccount:
 
     name: str
     settings: PddAs2
-    ledger: SiloLedger | None  # of what was spent of its queries; None without a budget
+    ledger: SiloLedger | None  # of the spending on its queries; None without a budget
     units: int  # of privacy; 0 without a budget
-    state: Path  # of the run's files
+    state: Path  # folder of the run's files
     synthetic: SyntheticSet | None
 
     @property
@@ -71,8 +71,8 @@ class SiloAccount:
         account = cls(name, settings, ledger, data.n_units, state, synthetic)
         if settings.train_on == "queries":
             fits, kept = account._fits(), state / _NOISE
-            # Noise is chosen once, for everything that was planned when the state folder was begun, and raised where
-            # something that was released is lost (`keep_within`).
+            # The noise is chosen once, for everything that was planned when the state folder was first used. It is
+            # raised if something that was released is lost (`keep_within`).
             if not kept.is_file():
                 noise = split_budget(
                     budget, tuple(fits), requests=account._requests(), request_share=privacy.request_share,
@@ -83,14 +83,14 @@ class SiloAccount:
 
     @property
     def ended(self) -> str | None:
-        """Why the silo makes no more releases in this run; None if it has remaining budget."""
+        """The reason why the silo makes no more releases in this run; None if it has budget left."""
         kept = self.state / _ENDED
         return str(json.loads(kept.read_text(encoding="utf-8"))) if kept.is_file() else None
 
     def end(self, lost: str) -> None:
         """Let the silo continue without releases, with its current weights: no budget remains after what was ``lost``.
 
-        Whether that is so follows from what was announced and from where the process was killed.
+        Whether this happens depends only on what was announced and on when the process was killed.
         """
         why = (
             f"federated.privacy.eps={self.settings.privacy.eps:g} is spent: the interrupted {lost} cannot be repeated "
@@ -114,10 +114,10 @@ class SiloAccount:
         )
 
     def keep_within(self, *, rounds: int = 0, epochs: int = 0, refreshes: int = 0) -> None:
-        """Raise the noise of the remaining run if it would exceed the budget.
+        """Raise the noise for the rest of the run if it would exceed the budget.
 
-        ``rounds`` and ``epochs`` are over, lost ones not among them; requests are still to be made from ``refreshes``
-        on.
+        ``rounds`` and ``epochs`` are over, not counting lost ones. Requests from refresh ``refreshes`` on are still to
+        come.
         """
         planned, ledger = self.noise, self.ledger
         if planned is None or ledger is None:
@@ -130,12 +130,12 @@ class SiloAccount:
             save_json(self.state / _NOISE, asdict(rest))
 
     def _fits(self, rounds: int = 0, epochs: int = 0) -> list[tuple[SamplingLaw, int]]:
-        """Return by which law each stage draws its batches, and how many of them, after so many rounds and epochs."""
+        """Return the sampling law and the number of remaining batches of each stage, after these rounds and epochs."""
         one, two, units = self.settings.stage1, self.settings.stage2, self.units
         planned: list[tuple[SamplingLaw, int]] = []
         all_rounds = one.warmup_rounds + one.rounds
         for batch, times, over in ((one.batch_size, all_rounds, rounds), (two.batch_size, two.epochs, epochs)):
-            if not times:  # a stage 2 that is not run: its batch asks nothing of a silo
+            if not times:  # stage 2 is not run, so its batch size does not matter
                 continue
             if batch > units:
                 raise ConfigurationError(
@@ -146,7 +146,7 @@ class SiloAccount:
         return planned
 
     def _requests(self, first: int = 0) -> int:
-        """Return how many iterations of centroids the requests from an epoch of stage 2 on take."""
+        """Return how many iterations of centroids the requests take from epoch ``first`` of stage 2 on."""
         stage = self.settings.stage2
         if not self.settings.asks or stage.request != "dp_centroid":
             return 0
@@ -165,8 +165,8 @@ def centroids_once(
 ) -> Tensor:
     """Release private centroids, charged to the ledger as ``label``, and store them in a file for free reuse.
 
-    ``rows`` embeds the private texts, none influencing another one's embedding. ``noise`` returns the noise multiplier,
-    given whether an earlier try was broken off: what that released stays charged, and more noise has to pay for it.
+    ``rows`` embeds the private texts, each independently of the others. ``noise`` returns the noise multiplier, given
+    whether an earlier try was interrupted: what that released stays charged, and more noise has to pay for it.
     """
     ledger.settle_broken_releases()
     begun, private = kept.with_suffix(".begun"), rows()
@@ -186,7 +186,7 @@ def collection_centroids(
     secret_file: str | Path | None,
     ledgers: Path,
 ) -> Tensor:
-    """Return private centroids of a collection (`centroids_once`), stored for one sentence encoder."""
+    """Return private centroids of a collection (`centroids_once`), stored per sentence encoder."""
     if kept.is_file():
         return load_file(kept)["rows"]
     privacy, stage, passages = settings.privacy, settings.stage2, len(collection.passage_ids)
@@ -200,7 +200,7 @@ def collection_centroids(
             f"federated.privacy.collection_delta={budget.delta:g} must be below 1/n = {1 / passages:.3g} of the n "
             "passages, or the guarantee allows publishing one of them."
         )
-    # The unit is a passage, in a ledger of its own in ``ledgers``; one sentence of each counts.
+    # The unit is a passage, with its own ledger in ``ledgers``; one sentence of each counts.
     ledger = SiloLedger(ledgers, budget, accountant=privacy.accountant, noise=privacy.noise, secret_file=secret_file)
 
     def noise(begun: bool) -> float:

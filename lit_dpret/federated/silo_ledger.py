@@ -1,8 +1,8 @@
-"""One silo's spending over all rounds, stages and requests, in one file beside its data that the server never sees.
+"""One silo's spending over all rounds, stages and requests, in one file next to its data that the server never sees.
 
-Every round is a private run with a ledger of its own, and all are counted in the silo's data-set ledger
+Every round is a private run with its own ledger. All are counted in the silo's data-set ledger
 (`lit_dpret.privacy.ledger.dataset_ledger`), which reserves before the first noise and composes all releases. Epsilons
-of different units do not add up, so queries have one ledger and a private collection's passages another.
+of different units do not add up, so queries have one ledger and the passages of a private collection another.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from lit_dpret.privacy.noise import KeyedStream, load_secret, noise_source
 
 _DIGITS = 3
 _RELEASES = "releases"
-# The names of a silo's ledgers, of its queries and of its passages, in the folder of its ledgers.
+# The file names of a silo's ledgers, for its queries and for its passages.
 QUERY_LEDGER, PASSAGE_LEDGER = "silo_ledger.query.jsonl", "silo_ledger.passage.jsonl"
 
 
 class SiloLedger:
-    """The budget of one silo for one unit of privacy, and all charges to it.
+    """The budget of one silo for one unit of privacy, and all charges against it.
 
     Guarantees:
-        - No noise is drawn before the release is in a ledger on disk, and none that the budget does not cover.
+        - No noise is drawn before its release is in a ledger on disk and covered by the budget.
         - Rounds compose: `epsilon` covers all releases together, whichever process made them.
-        - A killed run stays charged with what it had reserved, until it goes on, or is given up and charged with
-          everything that its own ledger announced (`settle_broken`).
+        - A killed run stays charged with what it had reserved until it resumes, or until it is abandoned and charged
+          with everything that its own ledger announced (`settle_broken`).
         - If ``folder`` holds the ledger of a request or answer that this file does not know, the file was lost or
           replaced by an older copy, and nothing more is released (`require_whole`).
 
     Args:
-        folder: The folder of the silo's ledgers, created where it is missing; the same for every run on these data.
-        budget: The budget of everything that is released of the silo.
+        folder: The folder of the silo's ledgers, created if missing; the same for every run on these data.
+        budget: The budget of everything that is released about the silo.
         accountant: ``pld`` or ``rdp``.
-        noise: ``gaussian`` or ``discrete``, of everything that is released (`lit_dpret.privacy.noise`).
-        secret_file: Keys the noise; null for the user's state folder. It may not lie in ``folder``.
+        noise: ``gaussian`` or ``discrete``, for everything that is released (`lit_dpret.privacy.noise`).
+        secret_file: Keys the noise; null for the user's state folder. It must not be in ``folder``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SiloLedger:
             theirs = _side(plan.get("unit")) != _side(self.budget.unit) or plan.get("noise_seed") is not None
             if theirs or not any(record.get("kind") == "intent" for record in records):
                 continue
-            if known is None:  # read once, and only where a ledger released something
+            if known is None:  # read once, and only if a ledger released something
                 known = set(self._book.entries)
             if plan.get("run_id") not in known:
                 raise LedgerError(
@@ -125,9 +125,9 @@ class SiloLedger:
     ) -> Iterator[Callable[[Tensor, float], Tensor]]:
         """Yield a mechanism that adds noise to at most ``count`` tables of known sensitivity, each recorded first.
 
-        The function takes a table and its sensitivity C when one unit is emptied, added or removed. All ``count``
-        releases are reserved before the first; ``noise_multiplier`` is the noise's standard deviation over the
-        sensitivity.
+        The mechanism takes a table and its sensitivity C when one unit is emptied, added or removed. All ``count``
+        releases are reserved before the first one. ``noise_multiplier`` is the standard deviation of the noise divided
+        by the sensitivity.
         """
         if not noise_multiplier > 0 or count < 1:
             raise ConfigurationError(
@@ -157,10 +157,10 @@ class SiloLedger:
                 nonlocal done
                 if done == count:
                     raise ConfigurationError(f"{label}: all of the {count} reserved releases are made.")
-                # Rounding to a grid moves the table a little further, which the noise covers.
+                # Rounding to a grid moves the table a little further. The noise covers that too.
                 sensitivity = with_rounding_paid(sensitivity, self.noise)
                 std = noise_multiplier * sensitivity
-                # Before the noise is drawn: a kill in between leaves a release that is charged, never one that is not.
+                # Announce before drawing the noise: a kill in between leaves a release charged but never made.
                 ledger.announce((0, done), release)
                 source = noise_source(self.noise, stream, noise_multiplier=noise_multiplier, coordinates=table.numel())
                 found = source.noised(table, std=std, attempt=0, step=done, parameter=label, salt=nonce)
@@ -173,12 +173,14 @@ class SiloLedger:
             self._ledger.settle(run_id, spent=owed_releases(ledger.records), heads=heads(), name=label)
 
     def settle_broken(self, path: Path) -> None:
-        """Charge an abandoned, interrupted run exactly the releases that its own ledger announced, made or not.
+        """Charge an interrupted and abandoned run exactly the releases that its own ledger announced, made or not.
 
-        What had been reserved beyond is given back. A run that still goes on, or a damaged ledger, raises a
-        `LedgerError`.
+        Everything reserved beyond them is given back.
+
+        Raises:
+            LedgerError: The run is still going on, or its ledger is damaged.
         """
-        # A running release holds its ledger open for writing: if it opens here, nobody does.
+        # A running release holds its ledger open for writing: if it opens here, no process is writing it.
         with PrivacyLedger.open(path) as own:
             run_id = next((str(record["run_id"]) for record in own.records if record["kind"] == "plan"), "")
             entry = self._book.entries.get(run_id)
@@ -194,11 +196,11 @@ class SiloLedger:
                 lock.release()
 
     def settle_broken_releases(self) -> None:
-        """Settle interrupted requests and answers (`settle_broken`); running ones stay unchanged."""
+        """Settle interrupted requests and answers (`settle_broken`); leave running ones unchanged."""
         held = {run_id for run_id, entry in self._book.entries.items() if not entry.settled}
         for path in sorted((self.folder / _RELEASES).glob("*.jsonl")):
             if path.stem.rpartition("-")[2] in held:
-                with suppress(LedgerError):  # it goes on elsewhere
+                with suppress(LedgerError):  # still running in another process
                     self.settle_broken(path)
 
     @property
@@ -210,7 +212,7 @@ class SiloLedger:
         return self._ledger.total() if self.path.exists() else None
 
     def epsilon(self) -> float:
-        """Return the epsilon of all charges, at the smaller of the budget's delta and the file's."""
+        """Return the epsilon of all charges, at the smaller of the budget's delta and the file's delta."""
         total = self.total()
         return 0.0 if total is None else total.epsilon
 
@@ -218,9 +220,12 @@ class SiloLedger:
         return composed(entry.charge for entry in self._book.entries.values())
 
     def require_charged(self, records: Sequence[Mapping[str, Any]], what: str) -> list[Release]:
-        """Return the charge of a private run here, given the records of its own ledger.
+        """Return what a private run was charged here, given the records of its own ledger.
 
-        After it returns, everything that the run released is counted in this file.
+        After it returns, everything that the run released is known to be counted in this file.
+
+        Raises:
+            PrivateDataError: The run is not charged here, started from another private run, or was charged otherwise.
         """
         if self.path.exists():
             self._ledger.require([])
@@ -250,11 +255,11 @@ class SiloLedger:
 class NoisePlan:
     """Noise multipliers that keep the whole plan within a budget."""
 
-    training: float  # of every step of every round
-    request: float | None  # of every iteration of centroids; None where none are planned
+    training: float  # for every step of every round
+    request: float | None  # for every iteration of centroids; None if no request is planned
 
 
-@lru_cache(maxsize=64)  # computed once for all silos of one size
+@lru_cache(maxsize=64)  # computed once for all silos of the same size
 def split_budget(
     budget: PrivacyBudget,
     training: tuple[tuple[SamplingLaw, int], ...],
@@ -264,14 +269,14 @@ def split_budget(
     spent: tuple[Release, ...] = (),
     accountant: AccountantName = "pld",
 ) -> NoisePlan:
-    """Return the least training noise with which all that is planned, composed, is within the budget.
+    """Return the least training noise that keeps the whole plan, composed, within the budget.
 
     Args:
         budget: The budget of one silo.
         training: The law and the number of steps of each stage, over all rounds.
         requests: Iterations of centroids, over all refreshes.
         request_share: The part of epsilon that the requests may cost by themselves, between 0 and 1.
-        spent: What was spent on the same silo's units, before all that is planned.
+        spent: Releases on the same silo's units from before this plan.
         accountant: ``pld`` or ``rdp``.
     """
     asked: list[Release] = [*spent]
@@ -299,7 +304,7 @@ def split_budget(
 
 
 class NothingLeftError(BudgetExceededError):
-    """Unrepeatable releases of a run have exhausted its budget."""
+    """The budget is exhausted by releases of a run that cannot be repeated."""
 
 
 def noise_of_rest(
@@ -311,12 +316,15 @@ def noise_of_rest(
     spent: Sequence[Release] = (),
     accountant: AccountantName = "pld",
 ) -> NoisePlan:
-    """Return the noise of the remaining run after the loss of some releases.
+    """Return the noise for the rest of a run after some releases were lost.
 
     Guarantees:
         - The epsilon of all that is left and all that is charged, composed, is at most ``budget.eps``.
-        - It is the planned noise where that suffices. Otherwise that of training and of requests is raised by one
-          factor, the least of three digits. Where nothing is left, it raises a `NothingLeftError`.
+        - It is the planned noise if that suffices. Otherwise the noise of training and of requests is raised by the
+          same factor, the least with three digits.
+
+    Raises:
+        NothingLeftError: No noise keeps the rest within the budget.
     """
     grid = DecimalGrid(digits=_DIGITS)
 
@@ -347,7 +355,7 @@ def noise_of_rest(
 def silo_budget(
     eps: float, delta: float | None, *, unit: Unit, neighbours: Neighbours, units: int | None
 ) -> PrivacyBudget:
-    """Return a silo's budget; a null delta is 1/(2n) if the number of units is public."""
+    """Return a silo's budget; a null delta becomes 1/(2n) if the number of units is public."""
     public = None if neighbours == "add_or_remove" else units
     if delta is None and public is None:
         raise ConfigurationError(
@@ -363,12 +371,12 @@ def silo_budget(
 
 
 def spent_together(ledgers: Iterable[Path], *, accountant: AccountantName = "pld") -> float:
-    """Return the epsilon of all charges in several ledgers of one silo, with one unit.
+    """Return the epsilon of all charges in several ledgers of one silo with the same unit.
 
     Guarantees:
-        - A run or release that stands in several copies counts once; where copies charge it differently, all that they
-          charge counts.
-        - It is stated at the smallest delta of all, so that it is never less than what one of them says.
+        - A run or release that is recorded in several copies counts once. Where copies charge it differently, every
+          version counts.
+        - The epsilon is stated at the smallest delta of all ledgers, so it is never less than what one of them states.
     """
     books = [DatasetFile.read(path).book for path in ledgers]
     terms = [book.terms for book in books if book.terms is not None]
@@ -387,5 +395,5 @@ def spent_together(ledgers: Iterable[Path], *, accountant: AccountantName = "pld
 
 
 def _side(unit: object) -> str:
-    """Return which records a unit is about: a pair is part of a query, and releases of both add up."""
+    """Return which records a unit is about. A pair is part of a query, and releases of both add up."""
     return "passage" if unit == "passage" else "query"

@@ -1,8 +1,9 @@
 """A silo's part in the secure sum of one round, stored on its disk between messages.
 
-A deployed silo runs each message in a new process, so its secrets of a round are in its state folder from `begin` until
-the sum is unmasked or given up (`forget`). **One update is in one sum**: two sums of a round over different silos would
-differ by single updates, so a silo agrees to one list in a round, and records it before it signs or reveals anything.
+A deployed silo handles each message in a new process. Its secrets of a round are in its state folder from `begin` until
+the sum is unmasked or abandoned (`forget`). **An update enters one sum only**: two sums of a round over different silos
+would differ by single updates. So a silo agrees to one list per round, and records it before it signs or reveals
+anything.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from lit_dpret.progress import tell_here
 
 @dataclass(frozen=True, kw_only=True)
 class SumPlan:
-    """The server's facts at the start of a sum; part of all its keys and signatures."""
+    """The server's facts at the start of a sum; all its keys and signatures cover them."""
 
     run: str  # digest of the settings
     round: int  # of stage 1
-    attempt: str  # drawn by the server, so that a round that is begun again is another sum
-    weights: str  # fingerprint of the global weights that all begin with
-    clients: tuple[int, ...]  # the numbers of all clients; with a roster of all who are on it
+    attempt: str  # drawn by the server, so that a round that is started again is a different sum
+    weights: str  # fingerprint of the global weights from which all clients start
+    clients: tuple[int, ...]  # the numbers of all clients; with a roster, of all clients on it
 
     def session(self, least: int | None) -> Session:
         name = f"stage 1, round {self.round}, attempt {self.attempt} of run {self.run} from {self.weights}"
@@ -50,13 +51,13 @@ class SumPlan:
 
 
 def _one_at_a_time(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Serialise acts on a silo's state folder over all processes."""
+    """Serialise acts on a silo's state folder across all processes."""
 
     @wraps(act)
     def alone(self: SiloSum, *args: Any, **settings: Any) -> Any:
         folder = self._secrets.parent.parent
         folder.mkdir(parents=True, exist_ok=True)
-        # Otherwise a server that sends one message several times at once would have each answered from the same state.
+        # Without the lock, a server that sends one message several times at once would get answers from the same state.
         with open(folder / "sum.lock", "ab") as file:
             if sys.platform != "win32":
                 import fcntl
@@ -71,12 +72,12 @@ class SiloSum:
     """One silo's side of the secure sum, phase by phase.
 
     Guarantees:
-        - Secrets are on the disk during the round, readable by the silo's owner only, and are deleted before the
-          answer that ends it is given.
-        - It signs one list of survivors for each round, and unmasks it once, also after a restart, and only where
-          enough of them have an update. A server learns that they have not for that one list alone; any other refusal
-          changes nothing.
-        - Under ``federated.roster`` it takes part only in sums of the whole roster, under the numbers of the roster,
+        - Secrets are on the disk during the round, readable only by the silo's owner. They are deleted before the
+          answer that ends the round is sent.
+        - It signs one list of survivors per round and unmasks it once, also after a restart, and only if enough of
+          them have an update. A server learns that too few have one for that list only; any other refusal changes
+          nothing.
+        - With ``federated.roster`` it takes part only in sums of the whole roster, under the numbers of the roster,
           whatever the server says, and reveals shares only for a list that enough silos have signed.
     """
 
@@ -91,14 +92,14 @@ class SiloSum:
         self, plan: SumPlan, number: int, start: Mapping[str, Tensor], update: Mapping[str, Tensor] | None, *,
         examples: int,
     ) -> Keys:  # fmt: skip
-        """Phase 1: store the vector of this round, and advertise keys; an earlier sum is abandoned.
+        """Phase 1: store the vector of this round and advertise keys; abandon an earlier sum.
 
-        Where training failed (``update`` is None), or the update may not be sent, it is a vector of zeros, weight
-        included: the mean is that of the others, and the server does not learn who has no update. The other silos do,
-        and unmask no sum in which too few have one.
+        If training failed (``update`` is None) or the update may not be sent, the vector is all zeros, weight included.
+        The mean is then that of the others, and the server does not learn who has no update. The other silos do learn
+        it, and unmask no sum in which too few have one.
         """
         self.forget()
-        # Whatever attempt it belonged to: two sums of a round over different silos differ by single updates.
+        # Whichever attempt it belonged to: two sums of a round over different silos differ by single updates.
         if self._list_of(plan.round).is_file():
             raise _agreed_already(plan.round)
         vector = self._vector(plan.round, start, update, examples)
@@ -163,7 +164,7 @@ class SiloSum:
     ) -> Unmasking:
         """Phase 5: reveal the shares that unmask the sum, and delete the silo's secrets of this round.
 
-        A sum in which too few silos have an update is refused, and ends in the same way.
+        A sum in which too few silos have an update is refused, and ends the same way.
         """
         plan, client = self._known(attempt)
         alive, lost = set(active), set(dead)
@@ -172,7 +173,7 @@ class SiloSum:
             return client.unmask(alive, lost, signatures)
         finally:
             if client.done:
-                # On the disk before any share leaves: a process that is killed in between agrees to no second list.
+                # On disk before any share leaves: a process that is killed in between agrees to no second list.
                 self._agree(plan, statement)
                 self.forget()
 
@@ -201,7 +202,7 @@ class SiloSum:
         raise DataError("This silo has no secrets of this sum: it was unmasked or given up.", kind="no such sum")
 
     def _list_of(self, number: int) -> Path:
-        """Return the file that records which list of a round the silo has agreed to."""
+        """Return the file that records to which list of a round the silo has agreed."""
         return self._agreed / f"round-{number:03}"
 
     def _agree(self, plan: SumPlan, statement: bytes) -> None:

@@ -1,4 +1,4 @@
-"""State of silo and server on disk, written atomically and readable by its owner only: tensors, facts, traffic."""
+"""State of silo and server on disk, written atomically and readable only by its owner: tensors, facts, traffic."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def save_json(path: Path, content: object) -> None:
 
 
 def keep_once(path: Path, fact: str) -> str:
-    """Store a fact under a path permanently, unless there is one already; return the stored one.
+    """Store a fact under a path permanently, unless one is already stored there; return the stored fact.
 
     Guarantees:
-        - Of several processes at once one keeps its own, and all of them get the same.
-        - The fact is on the disk before this returns.
+        - If several processes store at once, one of their facts is kept, and all of them get that one.
+        - The fact is on disk before this returns.
     """
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def keep_once(path: Path, fact: str) -> str:
 
 
 def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
-    """Record under ``name`` the initial settings of a state folder; refuse to continue it with others."""
+    """Record under ``name`` the initial settings of a state folder; refuse to continue it with different ones."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     now = json.loads(json.dumps(facts))
     if name in known:
@@ -76,7 +76,7 @@ def keep_facts(path: Path, name: str, facts: Mapping[str, object]) -> None:
 
 
 def copy_once(source: Path, target: Path) -> None:
-    """Copy a folder atomically, unless it has been copied already."""
+    """Copy a folder atomically, unless the copy already exists."""
     if not target.exists():
         draft = target.with_name(f".{target.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
@@ -85,10 +85,10 @@ def copy_once(source: Path, target: Path) -> None:
 
 
 class Traffic:
-    """Bytes of one run, stored beside the server's state.
+    """The bytes sent in one run, stored next to the server's state.
 
     Guarantees:
-        - What is repeated after an interruption is counted once, and what is not repeated stays counted.
+        - An event that is repeated after an interruption counts once. One that is not repeated stays counted.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -116,28 +116,28 @@ class Traffic:
 class Served:
     """The turns that one silo has answered, each once, so that no server gets more than planned.
 
-    Without it a server could ask for rounds 0, 1, 0 with other weights each time, and get an update of the same queries
-    for each. A turn is recorded with the hash of the question before anything is computed. Asked the same again, the
-    silo repeats its answer; asked anything else, or once a later round was asked for, it refuses. The record is in the
-    state folder, where a new server finds it.
+    Without this record, a server could ask for rounds 0, 1, 0 with different weights each time, and get several updates
+    of the same queries. A turn is recorded with the hash of the question before anything is computed. The silo repeats
+    its answer to the same question. It refuses a different question, and any question once a later round was asked for.
+    The record is in the state folder, so it also binds a new server.
     """
 
     def __init__(self, state: Path) -> None:
         self._folder = state / "served"
 
     def round(self, number: int, weights: dict[str, Tensor]) -> None:
-        """Begin a round of stage 1 from these weights, or repeat the last one."""
+        """Begin a round of stage 1 from these weights, or repeat the last round."""
         self._once(f"round-{number:03}", fingerprint(weights), f"round {number} with other weights")
-        # By the record and not by the answer, which a failed round did not leave: that would tell that it failed.
+        # Check the record, not the answer: a failed round leaves no answer, so that would reveal the failure.
         if any(int(path.name.partition("-")[2]) > number for path in self._folder.glob("round-*")):
             raise _served(f"a later round than {number}")
 
     def stage2(self, digest: str) -> None:
-        """Accept the global weights of stage 2, by hash; refuse others than those accepted before."""
+        """Accept the global weights of stage 2, by hash; refuse any that differ from those accepted before."""
         self._once("weights", digest, "stage 2 with other weights")
 
     def known(self, refresh: int, asked: Sequence[Tensor]) -> list[bool]:
-        """Return which requests belong to the start of this refresh; all of them if they start it."""
+        """Return which requests belong to the start of this refresh; the first call starts it with its requests."""
         digests = [hashlib.sha256(rows.float().numpy(force=True).tobytes()).hexdigest() for rows in asked]
         kept = json.loads(keep_once(self._folder / f"asked-{refresh:03}", json.dumps(sorted(set(digests)))))
         return [digest in kept for digest in digests]

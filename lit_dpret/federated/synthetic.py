@@ -1,8 +1,8 @@
-"""Synthetic queries from a silo's own DP generator instead of real ones: written, verified, charged once.
+"""Synthetic queries from a silo's own DP generator, used instead of real ones: written, verified, charged once.
 
-Using them costs nothing more (post-processing; Dwork and Roth 2014, proposition 2.1): ``response=synthetic`` sends
-their embeddings, ``train_on=synthetic`` trains on them. Before the first is used, the chain from the data set to the
-generator's run is verified; under a budget that run must be charged to this silo's own ledger.
+Using them costs no more privacy (post-processing; Dwork and Roth 2014, proposition 2.1): ``response=synthetic`` sends
+their embeddings, ``train_on=synthetic`` trains on them. Before first use, the chain from the data set to the
+generator's run is verified. Under a budget that run must be charged to this silo's own ledger.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _WHERE = "federated synthetic queries"
 
 @dataclass(frozen=True, repr=False)
 class SyntheticSet:
-    """A silo's synthetic queries, verified."""
+    """The verified synthetic queries of a silo."""
 
     folder: Path
     texts: list[str]  # each once
-    claim: str  # of their card, in a line
-    releases: list[Release]  # charged to this silo's ledger; empty where there is no budget
+    claim: str  # of their card, in one line
+    releases: list[Release]  # charged to this silo's ledger; empty without a budget
 
     def __repr__(self) -> str:
         return f"SyntheticSet({len(self.texts)} queries)"
 
 
 def public_sentences(folder: Path) -> dict[str, str]:
-    """Return the sentences, by id, that the silo declares public: one id per line of ``public_sids.txt``."""
+    """Return by id the sentences that the silo declares public: one id per line of ``public_sids.txt``."""
     path = folder / PUBLIC
     if not path.is_file():
         raise DataError(
@@ -71,12 +71,12 @@ def public_sentences(folder: Path) -> dict[str, str]:
 class GeneratorTerms:
     """Training settings of a silo's generator."""
 
-    eps: float  # the part of the silo's budget that the generator may cost by itself
+    eps: float  # how much of the silo's budget the generator may cost by itself
     epochs: int = 1
     batch_size: int = 32  # on average
 
     def __post_init__(self) -> None:
-        require_number("task", self, "eps")  # no generator is trained without it
+        require_number("task", self, "eps")  # a generator is trained only with it
         require_whole("task", self, 1, "epochs", "batch_size")
         object.__setattr__(self, "eps", float(self.eps))
 
@@ -94,13 +94,13 @@ def train_generator(
     """Train a silo's query generator on its train queries, charged to the ledger of its rounds; return its run folder.
 
     Guarantees:
-        - No noise is drawn that the silo's budget does not cover beside everything else in its ledger.
+        - All noise that is drawn fits in the silo's budget, in addition to everything else in its ledger.
         - The run's card states only the generator's epsilon; the ledger composes it with the rest.
-        - A finished generator is not trained again. One that was killed goes on, its steps repeated bit by bit and paid
-          for once. Where that is not possible, as on a GPU, what it released stays charged, and another is trained
-          with the noise that the budget leaves, or not at all.
+        - A finished generator is not trained again. An interrupted one resumes: its steps are repeated bit by bit and
+          charged once. If they cannot be repeated, as on a GPU, what it released stays charged, and another generator
+          is trained with the noise that the budget leaves, or none.
 
-    ``silo`` is the client's folder, ``state`` as for `SiloClient`, and ``label`` that of a progress line.
+    ``silo`` is the client's folder, ``state`` is as for `SiloClient`, and ``label`` is that of a progress line.
     """
     privacy, root = settings.privacy, Path(state) / GENERATOR
     data, budget = check_generator(silo, settings, terms)
@@ -141,13 +141,13 @@ def train_generator(
 
 
 def finished_generator(state: str | Path) -> Path | None:
-    """Return the run folder of the finished generator in a silo's state folder; None without one."""
+    """Return the run folder of the finished generator in a silo's state folder; None if there is none."""
     runs = sorted((Path(state) / GENERATOR).glob("attempt-*"))
     return next((run for run in runs if (run / MODEL_FOLDER / CARD_NAME).is_file()), None)
 
 
 def check_generator(silo: str | Path, settings: PddAs2, terms: GeneratorTerms) -> tuple[SiloDataModule, PrivacyBudget]:
-    """Refuse what `train_generator` could not train; return the training data, and the silo's whole budget."""
+    """Refuse what `train_generator` could not train; return the training data and the silo's whole budget."""
     batch_size = terms.batch_size
     data, budget = units_and_budget(
         silo, settings.privacy, sampling="poisson", expected_batch_size=batch_size, physical_batch_size=batch_size,
@@ -167,7 +167,7 @@ def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) ->
     folder = Path(silo)
     return synthesize(
         Path(generator) / MODEL_FOLDER,
-        # A query reveals the sentence that it was written for, and the generator's claim protects queries, not
+        # A query reveals the sentence for which it was written, and the generator's claim protects queries, not
         # sentences. So the generator sees only sentences that the silo declares public.
         public_sentences(folder),
         folder / SYNTHETIC,
@@ -177,14 +177,14 @@ def write_synthetic(silo: str | Path, generator: str | Path, **decoding: Any) ->
 
 
 def read_synthetic(silo: str | Path, ledger: SiloLedger | None, *, near: Sequence[str | Path] = ()) -> SyntheticSet:
-    """Read the synthetic queries of a silo, and verify their claim.
+    """Read the synthetic queries of a silo and verify their claim.
 
-    Their generator's card and ledger are looked for in the folders ``near`` as well. ``ledger`` is the silo's, None
-    where the federation promises nothing.
+    The folders ``near`` are also searched for the card and ledger of their generator. ``ledger`` is the silo's, None if
+    the federation promises nothing.
 
     Guarantees, after it returns:
-        - The files are those that the card describes, the card follows from the generator's ledger by an unbroken
-          chain, and no audit contradicts it.
+        - The files are those that the card describes, an unbroken chain leads from the generator's ledger to the card,
+          and no audit contradicts it.
         - No query was written for a sentence of the collection that is not declared public.
         - Unit and neighbours are those of the ledger's budget, and the generator's run is charged to it once.
     """
@@ -268,7 +268,7 @@ def _require_claim(card: Mapping[str, Any], budget: PrivacyBudget | None, folder
 
 
 def _texts(silo: Path, folder: Path) -> list[str]:
-    """Return the queries; refuse a set that was written for sentences which are not public."""
+    """Return the queries; refuse a set with queries for sentences that are not public."""
     read = read_parts(**folder_parts(str(folder)))
     texts = list(dict.fromkeys(text for text in read.queries.values() if text.strip()))
     if not texts:

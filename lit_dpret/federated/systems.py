@@ -1,7 +1,7 @@
 """The rows of the paper's Table 1, each a system that runs once per seed.
 
-Systems of a seed share its stage 1. The baselines without a federation are trained with the same losses, for as many
-epochs as the federation has rounds.
+Systems of the same seed share its stage 1. The baselines without a federation are trained with the same losses, for as
+many epochs as the federation has rounds.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ CENTRAL = "central"
 
 @dataclass
 class SystemResult:
-    """The results of one system with one seed; values are per query, and as private as the queries."""
+    """The results of one system with one seed. Values are per query, and as private as the queries."""
 
-    values: dict[str, dict[str, list[float]]]  # of each client and measure, one value for each query
-    # Spent by each silo for this system, stage 1 included; None promises nothing.
+    values: dict[str, dict[str, list[float]]]  # by client and measure, one value for each query
+    # Spent by each silo on this system, stage 1 included; None if nothing is promised.
     epsilon: dict[str, float | None] = field(default_factory=dict)
     sent: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes by silo and phase
     faults: list[str] = field(default_factory=list)  # clients whose answers were left out, and why
@@ -60,9 +60,9 @@ class SystemRunner:
     """Run systems over one set of silos.
 
     Guarantees:
-        - An interrupted system continues from what is finished; stage 1 of a seed is trained once.
-        - Under a budget every system has ledgers of its own that continue those of stage 1, so that a system's epsilon
-          is what releasing that system alone would cost.
+        - An interrupted system continues from what is finished. Stage 1 of a seed is trained once.
+        - Under a budget every system has its own ledgers, which continue those of stage 1. A system's epsilon is what
+          releasing that system alone would cost.
     """
 
     def __init__(self, plan: FederationPlan, silos: Mapping[str, Path], folder: Path, *, split: str) -> None:
@@ -73,7 +73,7 @@ class SystemRunner:
         settings = self.plan.settings(seed)
         if system == "bm25":
             settings = replace(settings, stage2=replace(settings.stage2, negatives="fed"))
-            elsewhere = self.plan.transport in ELSEWHERE  # where it is all one run
+            elsewhere = self.plan.transport in ELSEWHERE  # there all phases are one run
             folder = self._shared(settings) if elsewhere else self.folder / "bm25"
             found = self._federation(settings, folder, "bm25")
         elif system in FEDERATED:
@@ -86,7 +86,7 @@ class SystemRunner:
         return found
 
     def stage1_model(self, seed: int) -> AS2DualEncoder:
-        """Return the global model of stage 1, if all silos are local, marked as trained on their queries."""
+        """Return the global model of stage 1, marked as trained on the silos' queries; all silos must be local."""
         found = sorted((self._shared(self.plan.settings(seed)) / "server").glob("global-*.safetensors"))
         if not found:
             raise ConfigurationError(
@@ -94,7 +94,7 @@ class SystemRunner:
             )
         made = self.plan.model(privacy=NoPrivacy(), optimizer_lr=1e-3, towers="shared", passage_tower="trained")
         made.put_global(load_file(found[-1]))
-        # Its rounds have a ledger for each silo, which no single run could count as its start.
+        # Its rounds have one ledger per silo, and no single run could count those as its start.
         mark_trained(made, [TrainedIn(f"federation {file_sha256(found[-1])[:16]}", "federated")], whole=True)
         return made
 
@@ -113,7 +113,7 @@ class SystemRunner:
         return spent_in(folders, accountant=self.plan.privacy.accountant, ledger=ledger)
 
     def tidy(self, system: System, seed: int) -> None:
-        """Remove weights that no other system needs; ledgers, and the global model of stage 1, stay."""
+        """Remove weights that no other system needs; keep the ledgers and the global model of stage 1."""
         state = self.folder / f"seed{seed}"
         if system in FEDERATED:
             root = state / (system if (state / system).exists() else "federation") / "silos"
@@ -128,7 +128,7 @@ class SystemRunner:
 
     def _federated(self, system: System, settings: PddAs2) -> SystemResult:
         shared = self._shared(settings)
-        # Negatives will be asked for: under a budget stage 1 leaves room for the requests.
+        # Stage 2 will ask for negatives: under a budget stage 1 leaves room for the requests.
         settings = replace(settings, stage2=replace(settings.stage2, negatives="fed"))
         if system == "stage1":
             return self._federation(settings, shared, "stage1")
@@ -145,7 +145,7 @@ class SystemRunner:
         return self.folder / f"seed{settings.seed}" / "federation"
 
     def _federation(self, settings: PddAs2, folder: Path, what: Phase) -> SystemResult:
-        # Under a budget a generator that a system does not use is not in its ledgers.
+        # Under a budget, keep a generator that the system does not use out of its ledgers.
         if settings.generated or settings.privacy.eps is None:
             self.plan.begin_states(self.silos, folder)
         return run_phase(self.plan, settings, self.silos, folder, what, split=self.split)
@@ -170,7 +170,7 @@ def run_phase(
     run = replace(plan.federation(settings, silos, folder), measure=[phase], split=split)
     found = run_federation(run)
     values = as_lists(found.systems[phase])
-    if phase == "bm25" and plan.transport not in ELSEWHERE:  # there all phases are one run, with its costs and faults
+    if phase == "bm25" and plan.transport not in ELSEWHERE:  # elsewhere all phases are one run with shared costs
         return SystemResult(values)
     sent = {name: dict(count) for name, count in found.traffic.by_silo().items()}
     return SystemResult(values, dict(found.epsilon), sent, list(found.faults))
@@ -185,7 +185,7 @@ def as_lists(found: PerClient) -> dict[str, dict[str, list[float]]]:
 
 
 def check_systems(systems: Sequence[str]) -> list[System]:
-    """Return the systems in the order of the paper's table."""
+    """Return the systems in the order of the paper's table; refuse unknown or repeated ones, and none at all."""
     unknown = sorted(set(systems) - set(SYSTEMS))
     if unknown or not systems or max(Counter(systems).values()) > 1:
         raise ConfigurationError(
@@ -204,7 +204,7 @@ def check_seeds_and_split(seeds: Sequence[int], split: str) -> None:
 
 
 def check_stage2(system: System, run: PddAs2) -> None:
-    """Refuse a system trained by stage 2 if stage 2 has no epoch."""
+    """Refuse a system that is trained in stage 2 if stage 2 has no epoch."""
     if system in ("customised", "fed_negative") and not run.stage2.epochs:
         raise ConfigurationError(
             f"federated.stage2.epochs=0 trains no query encoder for {system} (task.systems). Raise it, or leave "
@@ -213,7 +213,7 @@ def check_stage2(system: System, run: PddAs2) -> None:
 
 
 def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
-    """Refuse systems that need silos' data here, or more of a silo than the run its owner agreed to."""
+    """Refuse systems that need silos' data here, or need more of a silo than the one run its owner agreed to."""
     apart = [system for system in systems if system not in ("bm25", *FEDERATED)]
     if apart:
         raise ConfigurationError(
@@ -232,7 +232,7 @@ def check_elsewhere(systems: Sequence[System], seeds: Sequence[int]) -> None:
 
 
 def alone(settings: PddAs2, negatives: Stage1Negatives = "static") -> PddAs2:
-    """Return the settings of a silo that trains alone: those of stage 1, without budget, server and stage 2."""
+    """Return the settings of a silo that trains alone: those of stage 1, without budget, server or stage 2."""
     return replace(
         settings,
         stage1=replace(settings.stage1, negatives=negatives, strategy="fedavg", strength=0.0),
@@ -249,12 +249,12 @@ def trained_alone(
 ) -> PerClient:
     """Return the results of a system without federation, evaluated on each silo's own collection.
 
-    A `SiloClient` trains without a server: the losses, negatives and batches of stage 1, as many epochs as the
+    A `SiloClient` trains without a server. It uses the losses, negatives and batches of stage 1, as many epochs as the
     federation has rounds, and no budget, since nothing leaves the silo.
 
     Guarantees:
-        - Given a silo's collection, ``pseudo_queries`` depends on no train query. They are made of its sentences, which
-          may be private: what trains on them is not a public model.
+        - Given a silo's collection, ``pseudo_queries`` depends on no train query. The pseudo-queries come from its
+          sentences, which may be private: a model trained on them is not public.
     """
     negatives: dict[str, Stage1Negatives] = {"single_random": "random", "single_bm25": "bm25"}
     settings = alone(settings, negatives.get(system, "static"))
@@ -285,7 +285,7 @@ def trained_alone(
 
 
 def train_alone(client: SiloClient, make_module: MakeModule) -> Weights:
-    """Run all rounds of stage 1 with one client, and return its final weights; finished rounds are kept."""
+    """Run all rounds of stage 1 with one client and return its final weights; finished rounds are kept."""
     stage = client.settings.stage1
     weights, first = newest_round(client.state, "stage1") or (start_of(make_module), 0)
     for number in range(first, stage.warmup_rounds + stage.rounds):

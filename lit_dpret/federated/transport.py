@@ -1,7 +1,7 @@
 """Transports by name: functions that send the messages of a federation (`FederationRun`).
 
-``inprocess`` is the default and needs no server. A transport of your own is registered as a function, or as
-``package.module:function``, which is imported at its first use.
+``inprocess`` is the default and needs no server. A custom transport is registered as a function, or as
+``package.module:function``, which is imported at first use.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class FederationRun:
     """One run of a federation, with everything that a transport needs."""
 
     settings: PddAs2  # of PDD-AS2
-    silos: Mapping[str, Path]  # the data folder of each client by name; none where they are on other machines
+    silos: Mapping[str, Path]  # the data folder of each client by name; empty if they are on other machines
     make_module: MakeModule  # builds the model of a round, the same one every time; can be pickled
-    folder: Path  # of the state of the run; as private as the silos
+    folder: Path  # of the run's state; as private as the silos
     transport: str = "inprocess"  # its registered name
-    # ``bm25``, ``stage1`` (the shared model) and ``stage2`` (the personal ones); without ``stage2`` stage 2 is not run,
+    # ``bm25``, ``stage1`` (the shared model) and ``stage2`` (the personal ones). Without ``stage2`` stage 2 is not run;
     # with ``bm25`` alone nothing is trained.
     measure: Sequence[Phase] = PHASES
-    split: str = "test"  # on which questions
+    split: str = "test"  # of the questions to measure on
     secret_file: str | Path | None = None  # keys the noise; null for the user's state folder
     link: SuperLinkTarget = field(default_factory=SuperLinkTarget)  # the SuperLink, for ``transport=flower``
 
@@ -45,7 +45,7 @@ class FederationRun:
         return silo_state(self.folder, name)
 
     def client(self, name: str) -> SiloClient:
-        """Build a silo on this machine; refuse what its rounds would refuse."""
+        """Build a silo on this machine; refuse now what its rounds would refuse later."""
         return SiloClient(
             self.silos[name], self.state(name), self.settings, self.make_module, secret_file=self.secret_file
         )
@@ -55,8 +55,8 @@ Transport = Callable[[FederationRun], FedResult]
 """Carries one run between a server and its silos.
 
 Guarantees that callers rely on:
-    - Called again with the same run, it continues where it stopped and repeats nothing that is finished.
-    - Stage 1 in ``folder`` is shared by runs whose ``settings.stage2`` differ in ``negatives``.
+    - Called again with the same run, it continues where it stopped and does not repeat what is finished.
+    - Runs whose ``settings.stage2`` differ only in ``negatives`` share stage 1 in ``folder``.
     - Only the phases in ``measure`` are measured. Without ``stage2`` among them, stage 2 is not run.
 """
 
@@ -65,7 +65,7 @@ _TRANSPORTS: dict[str, Transport | str] = {
     "simulation": "lit_dpret.federated.flower.simulation:simulation",
     "flower": "lit_dpret.federated.flower.submit:flower",
 }
-ELSEWHERE = ("flower",)  # the silos are other people's: no data folder is known here
+ELSEWHERE = ("flower",)  # the silos run on their owners' machines: no data folder is known here
 
 
 def silo_state(folder: Path, name: str) -> Path:
@@ -74,7 +74,7 @@ def silo_state(folder: Path, name: str) -> Path:
 
 
 def register(name: str, transport: Transport | str) -> None:
-    """Register a transport, or ``package.module:function`` of one, under the name of ``federated.transport``."""
+    """Register a transport function, or its ``package.module:function``, under a name for ``federated.transport``."""
     _TRANSPORTS[name] = transport
 
 
@@ -91,7 +91,7 @@ def check_transport(name: str) -> Transport:
 
 
 def run_federation(run: FederationRun) -> FedResult:
-    """Run PDD-AS2 over silos and evaluate it on each one's own collection."""
+    """Run PDD-AS2 over silos and evaluate it on each silo's own collection."""
     carry = check_transport(run.transport)
     if not run.silos and run.transport not in ELSEWHERE:
         raise ConfigurationError("A federation needs at least one silo.")
@@ -102,7 +102,7 @@ def run_federation(run: FederationRun) -> FedResult:
 # -- all silos in this process
 #
 # There is no server and there are no messages: what would be sent is passed on, checked and measured. The other
-# transports call the same methods of `SiloClient` and the same functions in between.
+# transports call the same methods of `SiloClient` and the same functions between the calls.
 
 
 def in_process(run: FederationRun) -> FedResult:
@@ -113,7 +113,7 @@ def in_process(run: FederationRun) -> FedResult:
 
 
 class InProcessFederation(Federation):
-    """All clients of one run; the guarantees are those of `Federation`."""
+    """All clients of one run, with the guarantees of `Federation`."""
 
     def __init__(
         self, clients: Sequence[SiloClient], settings: PddAs2, start: Mapping[str, Tensor], folder: str | Path
@@ -147,7 +147,7 @@ class InProcessFederation(Federation):
         examples = {name: self.clients[name].examples for name in updates}
         if not self.settings.secure_sum:
             return self.combine(weights, updates, examples, number, least=1)
-        from lit_dpret.federated.secure_mean import secure_mean  # its package is of an extra
+        from lit_dpret.federated.secure_mean import secure_mean  # needs a package that an extra installs
 
         stage, where = self.settings.stage1, f"stage 1, round {number}"
         shares = client_weights(examples, stage.weighting, n_hat=stage.n_hat)
@@ -157,7 +157,7 @@ class InProcessFederation(Federation):
             except DataError as error:
                 if error.kind != "bad sum":
                     raise
-                # A void round is no reason to end the run: the next one begins with the same weights.
+                # A void round does not end the run: the next round starts from the same weights.
                 self.result.faults.append(f"{where}: {error}")
         return dict(weights)
 

@@ -1,4 +1,4 @@
-"""What each party sees in clear: a table derived from the settings, for reports and for approval of a run."""
+"""A table of what each party sees in clear, derived from the settings, for reports and for approval of a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ class Sight:
     server: str  # the part that the server, which relays everything, can read
     silos: str  # the part that the other silos can read
     protection: str  # the guarantee that limits the harm, or that there is none
-    # What the server, and the other silos, can use to count the queries that the silo trains on; empty where they
-    # cannot.
+    # How the server, and the other silos, can count the queries that the silo trains on; empty if they cannot.
     counts: tuple[str, str] = ("", "")
 
 
 _NONE = "none: in clear"
-#: What each rule of `Stage1.aggregation` makes of the updates.
+#: The result that each rule of `Stage1.aggregation` gives from the updates.
 _NEXT = {
     "mean": "the mean",
     "median": "the median of each weight",
@@ -35,8 +34,8 @@ _NEXT = {
 def sights(run: PddAs2, systems: Collection[str] = ("fed_negative",)) -> list[Sight]:
     """Return everything that leaves a silo in one run of one of ``systems`` under these settings; nothing else does.
 
-    A budget is of all runs that share the silo's folder of ledgers. Each system and each seed of ``task=federated`` has
-    a copy of its own, so that what several of them release costs more.
+    A budget covers all runs that share the silo's folder of ledgers. Each system and each seed of ``task=federated``
+    has its own copy, so releasing several of them costs more.
 
     Without ``seal`` the server can read whatever it relays between silos. Without a ``roster`` the server is trusted to
     map keys to silos.
@@ -50,7 +49,7 @@ def sights(run: PddAs2, systems: Collection[str] = ("fed_negative",)) -> list[Si
         dp = f"differential privacy of each {run.privacy.unit}, eps={eps:g} ({terms}) for all that leaves in one run"
     if run.train_on == "synthetic":
         dp = made if eps is None else f"{made}, within eps={eps:g} ({terms}) of the silo"
-    bare = dp if run.train_on == "synthetic" else _NONE  # the limit of what is sent without noise
+    bare = dp if run.train_on == "synthetic" else _NONE  # what protects the things that are sent without noise
     update = dp
     if eps is not None and run.train_on == "queries":
         update += "; nothing is promised of the sentences that it is trained on"
@@ -81,7 +80,7 @@ def sights(run: PddAs2, systems: Collection[str] = ("fed_negative",)) -> list[Si
     if count := _count(run, found, bare, masks):
         found.insert(1, count)
     kept = "personal query encoders, rankings, measures of single queries"
-    if eps is not None:  # under which measures are never told
+    if eps is not None:  # measures are never reported under a budget
         what, knob = "what is spent of its budget, from which the number of its train queries follows", "share_epsilon"
     else:
         what, knob = "the means of its measures, and how many test queries they are of", "share_measures"
@@ -96,9 +95,9 @@ _TRAIN_QUERIES = "how many train queries a silo has"
 
 
 def _count(run: PddAs2, sent: Sequence[Sight], bare: str, masks: str) -> Sight | None:
-    """Return who can count the queries that a silo trains on, by its weight or by what else it sends; None for nobody.
+    """Return who can count the queries that a silo trains on, by its weight or by what else it sends; None for no one.
 
-    What counts them in clear is not hidden by masks over the weights, nor by seals: sizes stay visible.
+    Masks over the weights and seals do not hide a count that is sent in clear: sizes stay visible.
     """
     server, silos = ([one for one in ways if one] for ways in zip(*(one.counts for one in sent), strict=True))
     limit = bare if server else masks

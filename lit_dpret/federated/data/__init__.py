@@ -1,4 +1,4 @@
-"""Build silos from existing data: split each collection into clients, sentence by sentence."""
+"""Build silos from existing data: assign each collection to clients and split it into sentences."""
 
 from lit_dpret.federated.data.collections import merged_silo, pseudo_silo, silos_by_domain
 from lit_dpret.federated.data.planted import planted_silos, planted_words

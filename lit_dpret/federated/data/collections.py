@@ -1,7 +1,7 @@
-"""Fed-InsuranceQA and Fed-MedQuAD: a retrieval collection whose queries have a domain, one client for each domain.
+"""Fed-InsuranceQA and Fed-MedQuAD: a retrieval collection whose queries have a domain, with one client per domain.
 
-An answer is a passage of several sentences, and nobody marked which of them answers, so all of them count as
-positives: the any-hit measures (`lit_dpret.federated.evaluation`) are the ones to read.
+An answer is a passage of several sentences, with no label for which of them answers, so all of them count as positives.
+Read the any-hit measures (`lit_dpret.federated.evaluation`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def silos_by_domain(
     max_passages: int | None = None,
     seed: int | None = None,
 ) -> list[Silo]:
-    """Make one client for each domain of the queries, the largest first."""
+    """Build one client for each domain of the queries, the largest first."""
     limits = {"max_train_queries": max_train_queries, "max_test_queries": max_test_queries}
     require_whole("task", {"clients": clients, "max_passages": max_passages, **limits}, 1, null=True)
     if not collection.domains:
@@ -46,8 +46,8 @@ def silos_by_domain(
     )
     limits = {split: max_test_queries or max_train_queries for split in ("dev", "test")} | {"train": max_train_queries}
     order = partial(_place, seed)
-    # A client's passages are those of its domain (`Collection.passage_domains`) and those that answer its queries; a
-    # passage that answers in two domains is in both. Splits stay as they are.
+    # A client's passages are those of its domain (`Collection.passage_domains`) and those that answer its queries. A
+    # passage that answers in two domains is in both. Splits stay unchanged.
     return [_silo(collection, name, _first(queries[name], limits, order), max_passages, order) for name in enough]
 
 
@@ -68,7 +68,7 @@ def largest_clients(
 
 
 def _place(seed: int | None, name: str) -> tuple[str, str]:
-    """Return a record's place in the order of a sample: a function only of its id and a public seed."""
+    """Return the sort key of a record in a sample: a function of its id and a public seed only."""
     return ("" if seed is None else hashlib.sha256(f"{seed}/{name}".encode()).hexdigest(), name)
 
 
@@ -106,7 +106,7 @@ def _silo(collection: Collection, domain: str, queries: list[SiloQuery], limit: 
 
 
 def silo_of(name: str, passages: Mapping[str, str], queries: list[SiloQuery]) -> Silo:
-    """Build a silo whose queries are answered by passages, and so by each of their sentences."""
+    """Build a silo whose queries are answered by passages, and so by every sentence of those passages."""
     sentences, passage_of, of_passage = cut(passages)
     answered = [
         SiloQuery(query.qid, query.text, tuple(sid for pid in query.positives for sid in of_passage[pid]), query.split)
@@ -117,7 +117,7 @@ def silo_of(name: str, passages: Mapping[str, str], queries: list[SiloQuery]) ->
 
 
 def cut(passages: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]]]:
-    """Split passages into sentences: by id, with the passage of each, and the sentences of each passage."""
+    """Split passages into sentences; return them by id, the passage of each, and the sentence ids of each passage."""
     of_passage = {pid: sentences_of(text) for pid, text in passages.items()}
     sentences = {f"{pid}-s{at}": one for pid, found in of_passage.items() for at, one in enumerate(found)}
     ids = {pid: [f"{pid}-s{at}" for at in range(len(found))] for pid, found in of_passage.items()}
@@ -125,7 +125,7 @@ def cut(passages: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], di
 
 
 def safe_name(domain: str) -> str:
-    """Turn a domain into the name of a folder.
+    """Turn a domain into a folder name.
 
     Example:
         >>> safe_name("7_SeniorHealth QA"), safe_name("Café/Bar")
@@ -138,7 +138,7 @@ def safe_name(domain: str) -> str:
 
 
 def merged_silo(silos: Sequence[Silo]) -> Silo:
-    """Merge silos into one, the upper bound of a federation; ids are prefixed by the client to be unique."""
+    """Merge silos into one, the upper bound of a federation; prefix ids with the client to make them unique."""
 
     def of(client: str, found: str) -> str:
         return f"{client}.{found}"
@@ -159,11 +159,11 @@ def merged_silo(silos: Sequence[Silo]) -> Silo:
 def pseudo_silo(silo: Silo) -> Silo:
     """Replace a silo's train queries by one pseudo-query per passage; dev and test queries stay.
 
-    A pseudo-query is answered only by the sentence of its passage that has most of its words, which it was made of.
+    A pseudo-query's only answer is the sentence of its passage that contains most of its words: its source.
 
     Guarantees:
-        - Given the sentences, the result does not depend on train queries or their answers. Where a collection was
-          chosen by its queries, that choice remains.
+        - Given the sentences, the result does not depend on train queries or their answers. If a collection was chosen
+          by its queries, that choice remains.
     """
     of_passage: dict[str, dict[str, str]] = {}
     for sid, text in silo.sentences.items():

@@ -1,8 +1,8 @@
 """Silos of invented words with a known structure, for tests and experiments; not private.
 
-A question names an entity, and an attribute in the *dialect* of its client: the same word means another attribute
-elsewhere. So no shared query encoder is right for every client, and a personal one can be (stage 2 of PDD-AS2).
-*Hubs* name many attributes and are near to every question; *near duplicates* tell the same of another entity.
+A question names an entity, and an attribute in the *dialect* of its client: at other clients the same word means
+another attribute. So no shared query encoder is right for every client, but a personal one can be (stage 2 of PDD-AS2).
+*Hubs* name many attributes and are near every question. *Near duplicates* repeat a fact in almost the same words.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class Planted:
 
     clients: int = 3  # how many
     entities: int = 24  # of each client
-    attributes: int = 6  # that an entity can have; as many dialect words
-    told: int = 4  # attributes that a passage tells, one sentence each
-    questions: int = 3  # attributes that are asked about of each entity
-    phrasings: int = 1  # how often each is asked, in other words
+    attributes: int = 6  # that an entity can have; there are as many dialect words
+    told: int = 4  # attributes that a passage states, one sentence each
+    questions: int = 3  # attributes of each entity that are asked about
+    phrasings: int = 1  # how often each is asked, in different words
     hubs: int = 4  # hub sentences of each client
-    # Further sentences that tell the same in almost the same words, for each attribute. Test and dev questions are
-    # judged for all of them, train questions only for the first, as real labels are: the others are false negatives
-    # that a search of the own collection finds.
+    # Further sentences that state the same in almost the same words, for each attribute. Test and dev questions are
+    # judged for all of them. Train questions are judged only for the first, as real labels are: the others are false
+    # negatives that a search of the client's own collection finds.
     duplicates: int = 0
-    # The clients tell of the same entities, each of other attributes: what is near to a question is then in other
+    # All clients describe the same entities, each with different attributes. What is near a question is then in other
     # collections rather than in its own, as fed-negatives suppose.
     common: bool = False
-    shared: float = 0.0  # the share of dialect words that mean the same everywhere
-    skew: float = 1.0  # the last client has ``1 / skew`` of the first one's entities; those between lie between
+    shared: float = 0.0  # the share of dialect words that mean the same at every client
+    skew: float = 1.0  # the last client has ``1 / skew`` of the first one's entities; the others are in between
     seed: int = 0  # of everything
 
     def __post_init__(self) -> None:
@@ -72,19 +72,19 @@ def planted_words(size: Planted) -> list[str]:
 
 
 def planted_silos(size: Planted) -> list[Silo]:
-    """Make the silos, each with train, dev and test questions about every entity's attributes.
+    """Build the silos, each with train, dev and test questions about every entity's attributes.
 
     Guarantees:
-        - The same for the same ``size`` on every machine.
-        - A question is answered by the one sentence that tells its attribute of its entity.
+        - The same ``size`` gives the same silos on every machine.
+        - A question is answered by the sentence that states its attribute of its entity, and by its near duplicates.
     """
     return [_silo(size, number) for number in range(size.clients)]
 
 
 def meaning(size: Planted, client: int) -> list[int]:
-    """Return the attribute meant by each dialect word at one client."""
+    """Return the attribute that each dialect word means at one client."""
     fixed = round(size.shared * size.attributes)
-    # A rotation by the client's number: no two clients of at most `attributes - fixed` agree on any word.
+    # A rotation by the client's number: among at most `attributes - fixed` clients no two agree on any of these words.
     free = list(range(fixed, size.attributes))
     turned = [free[(place + client) % len(free)] for place in range(len(free))] if free else []
     return [*range(fixed), *turned]
@@ -130,7 +130,7 @@ def _silo(size: Planted, client: int) -> Silo:
 
 
 def _split(size: Planted, client: int, entity: int, number: int) -> str:
-    """Hold out whole entities where they are common, other ones at each client; else one question of each."""
+    """Hold out whole entities if they are common, different ones at each client; otherwise one question of each."""
     if size.common:
         place = (entity + client) % 8
         return "test" if place in (0, 4) else "dev" if place == 5 else "train"
@@ -142,7 +142,7 @@ def _entity(size: Planted, client: int, entity: int) -> str:
 
 
 def _told(size: Planted, client: int, entity: int) -> list[int]:
-    """Draw the attributes that a client's passage tells; with common entities no two clients tell the same one."""
+    """Draw the attributes that a client's passage states; with common entities no two clients state the same one."""
     key, first = (0, client * size.told) if size.common else (client + 1, 0)
     order: list[int] = np.random.default_rng((size.seed, key, entity)).permutation(size.attributes).tolist()
     return order[first : first + size.told]

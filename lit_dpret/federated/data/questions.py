@@ -1,7 +1,7 @@
 """Reading comprehension as answer sentence selection: one client per SQuAD article or NewsQA genre.
 
-The positive of a question is the sentence that holds its answer; an answer without offsets makes every sentence with
-its text positive. Fed-NewsQA (paper 004, section 2.5) is read from a user's own files, which may not be redistributed.
+The positive of a question is the sentence that holds its answer. If an answer has no offsets, every sentence with its
+text is positive. Fed-NewsQA (paper 004, section 2.5) is read from a user's own files, which may not be redistributed.
 The paper publishes neither split nor genres: the table of sections below is ours.
 """
 
@@ -25,7 +25,7 @@ from lit_dpret.federated.data.sentences import sentence_spans
 
 @dataclass(frozen=True)
 class Question:
-    """A question on one passage, with its answers: spans if known, otherwise texts."""
+    """A question about one passage, with its answers: spans if known, otherwise texts."""
 
     qid: str
     text: str = field(repr=False)
@@ -43,14 +43,13 @@ def silos_by_article(
     min_train: int = 20,
     min_test: int = 5,
 ) -> tuple[list[Silo], dict[str, int]]:
-    """Make one client for each article, the largest first.
+    """Build one client for each article, the largest first.
 
-    Questions without a split get one by their *passage*: questions about one paragraph never stand on both
-    sides.
+    Questions without a split get one by their *passage*: questions about one paragraph are always in the same split.
 
     Returns:
-        The silos, and how many questions were ``ambiguous`` (several sentences hold the answer) or ``dropped``
-        (none does).
+        The silos, and how many questions were ``ambiguous`` (several sentences hold the answer) or ``dropped`` (no
+        sentence does).
     """
     spans = {pid: sentence_spans(text) for pid, (_, text) in passages.items()}
     counts = {"ambiguous": 0, "dropped": 0}
@@ -64,7 +63,7 @@ def silos_by_article(
         counts["dropped"] += not places
         if places:
             split = question.split
-            if split is None:  # 80 % of all passages into train, 10 % into dev and 10 % into test, by their ids alone
+            if split is None:  # 80 % of all passages to train, 10 % to dev and 10 % to test, by their ids only
                 place = int.from_bytes(stable_hash("lit-dpret silo split", "0", question.pid)[:8], "big") / 2**64
                 split = "train" if place < 0.8 else "dev" if place < 0.9 else "test"
             sids = tuple(f"{question.pid}-s{place}" for place in places)
@@ -92,7 +91,7 @@ def holding(text: str, spans: Sequence[tuple[int, int]], question: Question) -> 
 
 
 def covering(spans: Sequence[tuple[int, int]], start: int, end: int) -> int | None:
-    """Return the sentence with most characters of a span, the earlier of two; None without overlap.
+    """Return the sentence with most characters of a span, the earlier one in a tie; None without overlap.
 
     Example:
         >>> covering([(0, 10), (11, 30)], 8, 20), covering([(0, 10)], 12, 14)
@@ -104,7 +103,7 @@ def covering(spans: Sequence[tuple[int, int]], start: int, end: int) -> int | No
 
 
 def squad_json(articles: Iterable[Mapping[str, Any]], *, split: str | None) -> tuple[dict[str, Any], list[Question]]:
-    """Return passages and questions of the ``data`` of a SQuAD JSON file; unanswerable questions are dropped."""
+    """Return passages and questions from the ``data`` of a SQuAD JSON file; drop unanswerable questions."""
     passages: dict[str, tuple[str, str]] = {}
     questions: list[Question] = []
     try:
@@ -143,7 +142,7 @@ _WORLD = {"asia", "asiapcf", "europe", "africa", "middleeast", "meast", "america
 
 
 def section_of(url: str, *, merge_world: bool = False) -> str | None:
-    """Return the genre in a story's address; None without one.
+    """Return the genre in a story's address; None if it has none.
 
     Two forms are read: ``cnn.com/YYYY/SECTION/...``, and from 2013 on ``cnn.com/YYYY/MM/DD/section/...``.
 
@@ -166,12 +165,12 @@ def section_of(url: str, *, merge_world: bool = False) -> str | None:
 
 
 def story_id(url: str) -> str:
-    """Return the id of the story at an address: its SHA-1, as in the CNN corpus."""
+    """Return the id of the story at an address: the SHA-1 of the address, as in the CNN corpus."""
     return hashlib.sha1(url.strip().encode("utf-8"), usedforsecurity=False).hexdigest()
 
 
 def read_genres(folder: str | Path, *, merge_world: bool = False) -> dict[str, str]:
-    """Read the genre by story id, of all ``*.txt`` lists of addresses in a folder."""
+    """Read the genres by story id, from all ``*.txt`` lists of addresses in a folder."""
     root = Path(folder)
     lists = sorted(root.glob("*.txt")) if root.is_dir() else []
     if not lists:
@@ -197,8 +196,8 @@ def read_newsqa(
     """Read stories and answered questions of ``combined-newsqa-data-v1.json``.
 
     Returns:
-        Genre and text by story, the questions with the span that their annotators agreed on and their official
-        split, and how many questions were left out: ``no_genre``, ``no_answer`` or ``bad_question``.
+        Genre and text by story; the questions, with the answer span that their annotators agreed on and their official
+        split; and how many questions were left out: ``no_genre``, ``no_answer`` or ``bad_question``.
     """
     path = Path(combined)
     if not path.is_file():

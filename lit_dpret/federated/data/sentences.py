@@ -1,7 +1,7 @@
-"""Sentence boundaries by a few rules for edited English, the same on every machine and for every library version.
+"""Sentence boundaries by a few rules for edited English, the same on every machine and with every library version.
 
 A sentence ends at ``.``, ``!`` or ``?`` before white space and something that can begin one, unless the dot belongs to
-an abbreviation, an initial or a number; and at every blank line.
+an abbreviation, an initial or a number. It also ends at every blank line.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _ABBREVIATIONS = frozenset(
 )  # fmt: skip
 _END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s)|\n\s*\n")
 _BEGIN = re.compile(r"\s*[\"'“‘(\[]*[A-Z0-9À-Þ]")
-_MOST = 2000  # characters; a list without a full stop is cut rather than kept whole
+_MOST = 2000  # characters; a list without a full stop is cut instead of being kept whole
 
 
 def sentence_spans(text: str) -> list[tuple[int, int]]:
-    """Return begin and end of every sentence, without surrounding white space.
+    """Return the start and end of every sentence, without surrounding white space.
 
     Guarantees:
         - The spans are in order and do not overlap, and every character outside of them is white space.
@@ -41,7 +41,7 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
 
 
 def sentences_of(text: str) -> list[str]:
-    r"""Return the sentences, with each run of white space as one space.
+    r"""Return the sentences, with each run of white space reduced to one space.
 
     Example:
         >>> sentences_of("One line\ngoes on. Two.")
@@ -66,7 +66,7 @@ def _ends(text: str) -> Iterator[int]:
 
 
 def _stripped(text: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Return the span without its white space, in pieces of at most `_MOST` characters."""
+    """Return the span without surrounding white space, in pieces of at most `_MOST` characters."""
     while start < end and text[start].isspace():
         start += 1
     while end > start and text[end - 1].isspace():

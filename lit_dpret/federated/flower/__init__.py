@@ -1,7 +1,7 @@
 """PDD-AS2 as a pair of Flower apps. The apps transfer weights and embeddings; `SiloClient` trains.
 
-Flower and Ray report their use to their makers unless environment variables, which Flower reads while it is imported,
-say otherwise. This package sets them first: import it before ``flwr``.
+Flower and Ray report usage to their makers unless environment variables say otherwise. Flower reads these while it is
+imported, and this package sets them: import it before ``flwr``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def silent_environment() -> dict[str, str]:
 
 
 def _be_silent() -> None:
-    """Switch off reports of use, and warn where somebody switched them on."""
+    """Switch off usage reports; warn if the user switched them on."""
     os.environ.setdefault(_UPDATE_CHECK, "1")
     for variable, who in _REPORTS.items():
         if os.environ.setdefault(variable, "0") != "0":

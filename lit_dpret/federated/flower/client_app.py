@@ -1,8 +1,8 @@
 """The silo's side: translate messages into calls of `SiloClient` and results into messages, without training itself.
 
-A deployed node runs every message in a new process: whatever has to last is in the silo's state folder, and the length
-and hash of each ledger in Flower's ``Context.state``. Errors stay here: the server learns the kind of an error and not
-its sentence, which may name files, ids and numbers of the silo.
+A deployed node handles every message in a new process. Its lasting data are in the silo's state folder, and the length
+and hash of each ledger in Flower's ``Context.state``. Error texts stay here, since they may name files, ids and numbers
+of the silo: the server learns only the kind of an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lit_dpret.federated.storage import Served, save_tensors
 from lit_dpret.progress import tell_here
 from lit_dpret.settings import is_whole
 
-# Builds the silo of a node, from the settings that its operator gave the node (``context.node_config``).
+# Builds the silo of a node from the settings that its operator gave the node (``context.node_config``).
 MakeClient = Callable[[Context], SiloClient]
 
 T = TypeVar("T")
@@ -55,24 +55,24 @@ _SERVER = "the server"
 
 
 def build_client_app(make_client: MakeClient) -> ClientApp:
-    """Build the app of every silo; ``make_client`` is called once for each process and node.
+    """Build the app of every silo; ``make_client`` is called once per process and node.
 
     Guarantees:
-        - What a message changes or releases is what a method of `SiloClient` does, budget included.
-        - A message is refused where server and silo have different settings, and where a ledger that this node
-          knows is gone or does not begin as it did.
-        - No round, refresh or epoch is served that the silo's own settings do not plan, however often a server asks,
-          and each once, from one set of weights: asked the same again, the silo repeats its answer.
-        - Of an error only its kind leaves the silo. If something is promised of single queries (`PddAs2.hides`), no
-          error depends on one of them, whatever finite weights and pools are sent: refusals depend on the message, the
-          collection and the silo's files before a query is looked at, a query that fails counts for nothing, and work
-          without an answer fails silently (`unheard`). Under masks all silos of a sum report one thing alike: that too
-          few have an update. Other silos learn which have none.
-        - With ``secure_sum`` updates leave the silo only under masks and in sums of enough of them, and the next
-          message of another kind deletes the secrets of a round.
+        - A message changes and releases only what a method of `SiloClient` does, budget included.
+        - A message is refused if server and silo have different settings, or if a ledger that this node knows is gone
+          or no longer begins as it did.
+        - Only rounds, refreshes and epochs that the silo's own settings plan are served, however often a server asks,
+          and each once, from one set of weights. The silo repeats its answer to the same question.
+        - Only the kind of an error leaves the silo. If single queries are protected (`PddAs2.hides`), no error depends
+          on one of them, whatever finite weights and pools are sent: refusals depend on the message, the collection
+          and the silo's files before any query is read, a query that fails is ignored, and work that sends no result
+          fails silently (`unheard`). Under masks all silos of a sum report the same single fact: that too few have an
+          update. Other silos learn which have none.
+        - With ``secure_sum`` updates leave the silo only under masks and in sums of enough of them. The next message of
+          another kind deletes the secrets of a round.
         - With ``seal`` request rows and answers leave the silo only in letters to other silos.
-        - Measures stay in the silo's state folder unless its owner shares them (``share_measures``), and under a
-          budget always, since no ledger counts them.
+        - Measures stay in the silo's state folder unless its owner shares them (``share_measures``). Under a budget
+          they always stay, since no ledger counts them.
     """
     app = ClientApp()
     silos: dict[int, SiloClient] = {}
@@ -91,16 +91,16 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
                 check_ledgers(client, context)
                 if action in SUM_ACTS and not client.settings.secure_sum:
                     raise DataError("The settings have no secure sum.", kind="other settings")
-                # A server that goes on to something else has given up its sum or refresh, whose keys are deleted.
+                # A server that moves on to something else has abandoned its sum or refresh: delete those keys.
                 if client.settings.secure_sum and action not in SUM_ACTS:
                     _sum(client).forget()
                 if client.settings.seal and action not in REFRESH:
                     _sealer(client).forget()
                 try:
                     reply = handler(client, message.content, head)
-                finally:  # a handler that fails may have spent something before
+                finally:  # a handler that fails may have spent budget first
                     remember_ledgers(client, context)
-            except Exception as error:  # the round goes on without this silo
+            except Exception as error:  # the round continues without this silo
                 _note(message.metadata.message_type, error)
                 reason = type(error).__name__ + (f" ({error.kind})" if isinstance(error, DataError) else "")
                 return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
@@ -120,7 +120,7 @@ def build_client_app(make_client: MakeClient) -> ClientApp:
 
 
 def _note(what: str, error: Exception) -> None:
-    """Report a failure, which may show queries, on the silo's terminal; with a traceback unless it is a refusal."""
+    """Report a failure, which may show queries, on the silo's terminal, with a traceback unless it is a refusal."""
     trace = "" if isinstance(error, LitDpretError) else "".join(format_exception(error))
     tell_here(f"Kept on this machine: {what}: {type(error).__name__}: {error}\n{trace}".rstrip("\n"))
 
@@ -128,7 +128,7 @@ def _note(what: str, error: Exception) -> None:
 def unheard(work: Callable[[], T]) -> T | None:
     """Run work that depends on private queries and sends no result; on failure return None, shown on the terminal only.
 
-    Refuse before it whatever may be refused.
+    Make all refusals before calling it.
     """
     try:
         return work()
@@ -138,7 +138,7 @@ def unheard(work: Callable[[], T]) -> T | None:
 
 
 def check_planned(run: PddAs2, head: Head) -> None:
-    """Refuse a turn that the settings do not plan: it would reveal more of the queries, or cost budget."""
+    """Refuse a turn that the settings do not plan: it would reveal more about the queries, or cost budget."""
     turns = {
         "round": range(run.stage1.warmup_rounds + run.stage1.rounds),
         "refresh": [epoch for epoch in range(run.stage2.epochs) if run.stage2.asks(epoch)],
@@ -157,7 +157,7 @@ def remember_ledgers(client: SiloClient, context: Context) -> None:
 
 
 def check_ledgers(client: SiloClient, context: Context) -> None:
-    """Refuse to continue with a lost or shortened ledger: its spending still counts."""
+    """Refuse to continue with a lost or shortened ledger, whose spending still counts."""
     for name, fact in context.state.config_records.get("ledgers", {}).items():
         if name == "schema":
             continue
@@ -176,7 +176,7 @@ def check_ledgers(client: SiloClient, context: Context) -> None:
 def describe(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
     """Return the silo's name, its number on its roster of keys and the roster's length."""
     run = client.settings
-    # Under a budget `PddAs2.check` has refused whatever would report how many queries of its own a silo has.
+    # Under a budget `PddAs2.check` has refused all settings that would report how many queries a silo has.
     counted = run.reports_examples
     one = client.credentials
     number, listed = (0, 0) if one is None else (one.number, len(one.roster))
@@ -184,7 +184,7 @@ def describe(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
 
 
 def train_stage1(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Train one local epoch from the global weights, and answer in clear; refused under ``secure_sum``."""
+    """Train one local epoch from the global weights and answer in clear; refused under ``secure_sum``."""
     if client.settings.secure_sum:
         raise DataError("The server asks for an update in clear, under secure_sum=true.", kind="other settings")
     weights = payloads.weights_of(content, _SERVER, like=client.model[0])
@@ -202,7 +202,7 @@ def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordD
         weights=fingerprint(weights), clients=_numbers(head, "clients"),
     )  # fmt: skip
     number = payloads.whole(head, "number")
-    plan.session(client.settings.sum_threshold)  # refused before anything is learned
+    plan.session(client.settings.sum_threshold)  # refuses before the server learns anything
     client.accept_round(weights, plan.round)
     update = unheard(lambda: client.train_shared(weights, plan.round))
     keys = _sum(client).begin(plan, number, weights, update, examples=client.examples)
@@ -210,13 +210,13 @@ def secagg_setup(client: SiloClient, content: RecordDict, head: Head) -> RecordD
 
 
 def secagg_share(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Receive all keys, return sealed shares."""
+    """Receive all keys; return sealed shares."""
     shares = _sum(client).share(_attempt(head), payloads.keys_of(content, _SERVER))
     return payloads.answer(shares=payloads.bytes_record(shares))
 
 
 def secagg_masked(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Receive sealed shares, return the masked vector."""
+    """Receive sealed shares; return the masked vector."""
     words = _sum(client).mask(_attempt(head), payloads.bytes_of(content, "shares", _SERVER))
     return payloads.answer(masked=payloads.tensors_record({"words": torch.from_numpy(words)}))
 
@@ -230,7 +230,7 @@ def secagg_sign(client: SiloClient, content: RecordDict, head: Head) -> RecordDi
 
 
 def secagg_unmask(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Receive the lists and their signatures, return a share of one secret of every silo."""
+    """Receive the lists and their signatures; return a share of one secret of every silo."""
     signatures = payloads.bytes_of(content, "signatures", _SERVER, size=SIGNATURE_BYTES)
     found = _sum(client).unmask(_attempt(head), _numbers(head, "active"), _numbers(head, "dead"), signatures)
     return payloads.answer(seeds=payloads.bytes_record(found.seeds), lost=payloads.bytes_record(found.keys))
@@ -253,7 +253,7 @@ def _attempt(head: Head) -> str:
 
 
 def _numbers(head: Head, name: str) -> tuple[int, ...]:
-    value = head.get(name, [])  # Flower cannot count the bytes of an empty list, so none is sent
+    value = head.get(name, [])  # Flower cannot count the bytes of an empty list, so the server sends none
     if not isinstance(value, list) or not all(map(is_whole, value)):
         raise DataError(f"The server's {name} are not a list of numbers.", kind="bad message")
     return tuple(value)
@@ -263,7 +263,7 @@ def _numbers(head: Head, name: str) -> tuple[int, ...]:
 
 
 def global_weights(client: SiloClient, content: RecordDict, head: Head) -> Weights:
-    """Return the weights at the end of stage 1, by hash: from the message, or stored from an earlier one."""
+    """Return the weights at the end of stage 1, by hash: from this message, or stored from an earlier one."""
     wanted = str(head.get("weights"))
     if not re.fullmatch(r"[0-9a-f]{64}", wanted):
         raise DataError("The server names no weights.", kind="bad message")
@@ -295,7 +295,7 @@ def fedneg_request(client: SiloClient, content: RecordDict, head: Head) -> Recor
 
 
 def fedneg_serve(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Answer requests of other silos, which are known by number only."""
+    """Answer requests of other silos, which are known only by number."""
     weights, refresh = global_weights(client, content, head), payloads.whole(head, "refresh")
     if client.settings.seal:
         return _sealed_answers(client, content, head, weights)
@@ -305,7 +305,7 @@ def fedneg_serve(client: SiloClient, content: RecordDict, head: Head) -> RecordD
         for asker in range(payloads.whole(head, "askers"))
     ]
     for asker, known in enumerate(Served(client.state).known(refresh, asked)):
-        if known:  # a request that comes later in this refresh is one more than was planned
+        if known:  # a request that comes later in this refresh exceeds the plan
             block = client.serve(weights, asked[asker], refresh=refresh)
             reply[f"block.{asker}"] = payloads.tensors_record(block.parts)
     return reply
@@ -344,7 +344,7 @@ def seal_key(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
 
 
 def _sealed_answers(client: SiloClient, content: RecordDict, head: Head, weights: Weights) -> RecordDict:
-    """Answer each request that opens; once for all of them where requests say nothing."""
+    """Answer each request that opens, or all of them with one answer if requests are empty."""
     refresh, sealer, keys = _refresh(client, head), _sealer(client), payloads.bytes_of(content, "keys", _SERVER)
     says_nothing = client.settings.stage2.request == "none"
     asked: dict[int, Tensor] = {}
@@ -378,13 +378,13 @@ def _sealed_answers(client: SiloClient, content: RecordDict, head: Head, weights
 def _sealed_pool(
     client: SiloClient, content: RecordDict, head: Head, weights: Weights
 ) -> tuple[FedPool, dict[int, str]]:
-    """Merge the pool of all answers to this silo; return it, and whose answers were refused and why."""
+    """Merge the pool of all answers to this silo; return it, and the reason for each refused sender."""
     stage, dim, refresh = client.settings.stage2, client.model[1], _refresh(client, head, "epoch")
     keys = payloads.bytes_of(content, "keys", _SERVER)
     rows, refused = client.request(weights, refresh.number), dict[int, str]()
 
     def read(sender: int, opened: bytes, **size: int) -> Block:
-        # Blocks are merged in the order of names.
+        # Blocks are merged in the order of these names.
         return payloads.block_of_parts(_unpacked(opened, sender), f"{sender:06}", dim=dim, **size)
 
     def refuse(sender: int, error: DataError) -> None:
@@ -401,7 +401,7 @@ def _opened(
     client: SiloClient, content: RecordDict, refresh: Refresh, kind: Kind, keys: Mapping[int, bytes],
     refused: dict[int, str],
 ) -> dict[int, bytes]:  # fmt: skip
-    """Open the letters of a message, by sender; those that do not open are noted in ``refused``."""
+    """Open the letters of a message, by sender; record those that do not open in ``refused``."""
     sealer, found = _sealer(client), {}
     for sender, box in sorted(payloads.bytes_of(content, "boxes", _SERVER).items()):
         try:
@@ -444,7 +444,7 @@ def _sealer(client: SiloClient) -> Sealer:
 
 
 def evaluate(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
-    """Evaluate on the silo's own collection; store every query's value, and report means if agreed."""
+    """Evaluate on the silo's own collection; store every query's values, and report means if the owner agreed."""
     system, split = head.get("system"), head.get("split")
     if system not in PHASES or split not in SPLITS:
         raise DataError(f"The server asks for measures of {system!r} on {split!r}.", kind="bad message")
@@ -469,5 +469,5 @@ def evaluate(client: SiloClient, content: RecordDict, head: Head) -> RecordDict:
 
 
 def measures_file(state: Path, system: str, split: str) -> Path:
-    """Return the path of a silo's per-query measures, so that every report is the same."""
+    """Return the path where a silo's per-query measures are stored, so that every report is the same."""
     return state / f"measures-{system}-{split}.safetensors"

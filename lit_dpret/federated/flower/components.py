@@ -1,7 +1,7 @@
 """The two apps under names for Flower's loader; ``deploy/flower/pyproject.toml`` refers to them.
 
-The run reaches the server's app as one YAML string in its run configuration. A silo acts by a document beside its data,
-whose path its own operator gave (``--node-config 'silo="FILE"'``): none of it comes with a message.
+The run reaches the server's app as one YAML string in its run configuration. A silo follows a document next to its
+data, whose path its own operator gave (``--node-config 'silo="FILE"'``): none of it comes with a message.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def serve(grid: Grid, context: Context) -> None:
         text = context.run_config.get(RUN_CONFIG)
         request = read_run_request(text if isinstance(text, str) else "")
         start, dim = start_and_dim(request.model)
-        chosen = os.environ.get(SERVER_FOLDER)  # the operator's
+        chosen = os.environ.get(SERVER_FOLDER)  # set by the operator
         folder = (Path(chosen) if chosen else default_secret_file().parent / "federations") / request.name
         federation = FlowerFederation(request.federated, start, folder, dim=dim, patience=request)
 

@@ -1,4 +1,4 @@
-"""Connected silos: the server's list of them, and messages to them whose failures are reported by name."""
+"""Connected silos: the server's list of them, and messages to them with failures reported by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lit_dpret.federated.flower.payloads import digest_of, envelope, head_of, pa
 from lit_dpret.federated.settings import PddAs2
 from lit_dpret.settings import is_whole
 
-_LONGEST = 200  # characters of what a node says of its own failure
+_LONGEST = 200  # characters shown of a node's own error message
 _TRAFFIC = {
     "train.stage1": "stage 1",
     "query.seal_key": "requests",
@@ -32,8 +32,8 @@ class ConnectedSilos:
     """The silos of a run by name, with their nodes and all messages to them.
 
     Guarantees:
-        - A silo is identified by the message that it replies to, never by its reply: it can neither answer for another
-          silo nor take the name of one that is connected.
+        - A silo is identified by the message to which it replies, never by its reply. It can neither answer for another
+          silo nor take the name of a connected one.
         - A silo that does not answer well is named in the faults and left out of this exchange, but not of the next.
     """
 
@@ -68,7 +68,7 @@ class ConnectedSilos:
     def about(
         self, weights: Mapping[str, Tensor], name: str, records: Mapping[str, Any] = {}, /, **facts: Any
     ) -> RecordDict:
-        """Return a message about the global weights, with them if the silo does not have them yet."""
+        """Return a message about the global weights; include them if the silo does not have them yet."""
         wanted = fingerprint(weights)
         content = self.message(records, weights=wanted, **facts)
         if self.lacks(name, wanted):
@@ -84,7 +84,7 @@ class ConnectedSilos:
     def exchange(self, kind: str, contents: Mapping[str, RecordDict], where: str) -> dict[str, RecordDict]:
         """Send each silo its message of type ``kind``; return the answers, and count bytes both ways.
 
-        Faults begin with ``where``.
+        Fault messages begin with ``where``.
         """
         answers = self._send(kind, {self._nodes[name]: content for name, content in contents.items()})
         found: dict[str, RecordDict] = {}
@@ -106,7 +106,7 @@ class ConnectedSilos:
     def ask(
         self, kind: str, contents: Mapping[str, RecordDict], read: Callable[[str, RecordDict], Any], where: str
     ) -> dict[str, Any]:
-        """Exchange messages and decode every answer from its name and content; refused ones are reported."""
+        """Exchange messages and decode every answer from its name and content; report those that are refused."""
         found: dict[str, Any] = {}
         for name, content in self.exchange(kind, contents, where).items():
             try:
@@ -115,7 +115,7 @@ class ConnectedSilos:
                 self.faults.append(f"{where}: {error}")
         return found
 
-    # -- who is there --------------------------------------------------------------------------
+    # -- which silos are present ---------------------------------------------------------------
 
     def present(self, where: str) -> list[str]:
         """Return the names of the present silos; new ones introduce themselves, missing ones are reported."""
@@ -151,7 +151,7 @@ class ConnectedSilos:
         return sorted(name for name, node in self._nodes.items() if node in here)
 
     def numbers(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the silos' numbers for each other: from the key roster, or by order of names."""
+        """Return the numbers by which silos know each other: from the key roster, or by order of names."""
         if self.settings.roster:
             return {name: self._numbers[name] for name in names}
         return {name: place for place, name in enumerate(sorted(names), start=1)}
@@ -162,7 +162,7 @@ class ConnectedSilos:
         return Counter(self._listed.values()).most_common(1)[0][0] if self._listed else 0
 
     def _send(self, kind: str, contents: Mapping[int, RecordDict]) -> dict[int, RecordDict | str]:
-        """Map node id to its answer or an error message; a node that did not answer in time is missing."""
+        """Map each node id to its answer or an error message; leave out nodes that did not answer in time."""
         messages = [Message(content, node, kind) for node, content in contents.items()]
         replies = list(self._grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
         node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}

@@ -1,7 +1,7 @@
 """Connections to a SuperLink, checked before Flower connects, with errors reported in one line.
 
-Flower says "connection unavailable" for a certificate of another authority, for a missing TLS and for an unexpected one
-alike, or retries for ever. Temporary failures (nobody listens yet, the network is down) are left to Flower.
+Flower says "connection unavailable" for a certificate from another authority, for missing TLS and for unexpected TLS
+alike, or retries forever. Temporary failures (the server is not listening yet, the network is down) are left to Flower.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 from lit_dpret.errors import ConfigurationError
 
 _SECONDS = 10.0
-_OTHER_NAME = (62, 64)  # of OpenSSL: the certificate is of another host name, or of another address
+_OTHER_NAME = (62, 64)  # of OpenSSL: the certificate is for another host name, or for another address
 _EXPIRED = 10
 _NEW_KEY = "ssh-keygen -t ecdsa -b 384 -N '' -f FILE"
 
@@ -28,12 +28,12 @@ class Connection:
     """A connection to a SuperLink."""
 
     superlink: str  # ``HOST:PORT``
-    key: Path | None = None  # the silo's own ECDSA key, private, as ``ssh-keygen -t ecdsa -b 384`` writes it
-    # Of who signed the server's certificate; null for those that Flower comes with.
+    key: Path | None = None  # the silo's own private ECDSA key, as written by ``ssh-keygen -t ecdsa -b 384``
+    # Of the authority that signed the server's certificate; null for those that come with Flower.
     root_certificates: Path | None = None
     insecure: bool = False  # no TLS: everything that is sent can be read and changed on the way
-    port: int | None = None  # of a silo's own interface on the loopback address; null for a free one
-    # A ``silo`` needs a key, and refusals name its options (``--key``); a submitted ``run`` needs none, and refusals
+    port: int | None = None  # of the silo's interface on the loopback address; null for a free one
+    # A ``silo`` needs a key, and refusals name its options (``--key``). A submitted ``run`` needs none, and refusals
     # name its settings (``federated.insecure``).
     of: Literal["silo", "run"] = "silo"
 
@@ -148,7 +148,7 @@ def _check_key(path: Path) -> None:
 
 
 def _check_certificates(path: Path, option: str) -> None:
-    """Refuse a file without a certificate that is still valid, by the name of its ``option``."""
+    """Refuse a file without a valid, unexpired certificate; the refusal names its ``option``."""
     from cryptography import x509
 
     content = _read(path, option)

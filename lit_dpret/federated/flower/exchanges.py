@@ -1,7 +1,7 @@
-"""The server's side of a masked round, of which it learns only the sum, and of relayed negatives.
+"""The server's side of a masked round, from which it learns only the sum, and of relayed negatives.
 
-A silo may disappear before any message. One that shared nothing is left out; one that shared and sends no vector is
-recovered from the others' shares. With fewer than the threshold left, nothing is unmasked and the round is refused.
+A silo may disappear before any message. One that shared nothing is left out. One that shared but sends no vector is
+recovered from the others' shares. With fewer silos than the threshold, nothing is unmasked and the round is refused.
 Negatives are merged by the server in clear, or sealed and only passed on.
 """
 
@@ -34,9 +34,9 @@ class MaskedRound:
 
     Guarantees:
         - It returns the weighted mean of the silos whose vectors arrived, to the step of `FixedPoint`.
-        - It asks each silo only for shares of the seed of every vector that arrived and of the key of every other.
-        - Lists are signed and a round is unmasked once. A round that fails at that, or whose server was ended in the
-          middle of it, is lost: the weights stay as they were, and the loss is reported.
+        - It asks each silo only for shares of the seed of every vector that arrived and of the key of every other silo.
+        - Lists are signed and a round is unmasked once. If that fails, or the server is killed in the middle of it, the
+          round is lost: the weights stay unchanged, and the loss is reported.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class MaskedRound:
         self._server = Server(self._plan.session(self.settings.sum_threshold))
 
     def run(self, marker: Path) -> tuple[Weights, list[str]]:
-        """Run all phases; return the next global weights, and the names of the contributing silos.
+        """Run all phases; return the next global weights and the names of the contributing silos.
 
         The file ``marker`` records that silos were asked to agree to a list of this round.
         """
         if marker.is_file():
             return self._lost("The server was ended while this round was unmasked.")
         self.gather()
-        # From here on silos sign: a restarted server must not ask them for another list of this round.
+        # From here on silos sign: a restarted server must not ask them for a different list of this round.
         save_json(marker, {"attempt": self._plan.attempt})
         try:
             return self.unmask()
@@ -76,7 +76,7 @@ class MaskedRound:
 
     def gather(self) -> None:
         """Run phases 1 to 3: collect the masked vectors."""
-        self._need(len(self.numbers), "are there", least=self.least)  # before one of them trains for nothing
+        self._need(len(self.numbers), "are there", least=self.least)  # before a silo trains in vain
         sent, clients = {"weights": payloads.tensors_record(self.weights)}, list(self._plan.clients)
         contents = {
             name: self._message(sent, round=self.number, number=number, clients=clients)
@@ -105,7 +105,7 @@ class MaskedRound:
         self._need(len(masked), "sent a vector", least=self.least)
 
     def unmask(self) -> tuple[Weights, list[str]]:
-        """Run phases 4 and 5: return the next global weights, and the contributing silos."""
+        """Run phases 4 and 5: return the next global weights and the contributing silos."""
         active, dead = self._server.active, self._server.dead
         names = sorted(name for name, number in self.numbers.items() if number in active)
         contents = {name: self._message(active=active, **({"dead": dead} if dead else {})) for name in names}
@@ -166,7 +166,7 @@ class MaskedRound:
 # Records of the message ``train.personalise``, by silo.
 Pools = dict[str, dict[str, Any]]
 
-# By sender the message with its letters' bodies, and the boxes in it by receiver.
+# By sender: the message with its letters' bodies, and the boxes in it by receiver.
 Letters = Mapping[str, tuple[RecordDict, dict[int, bytes]]]
 
 
@@ -177,7 +177,7 @@ class Relay:
         self, silos: ConnectedSilos, names: Sequence[str], weights: Weights, refresh: int, *, dim: int
     ) -> None:
         self.silos, self.weights, self.refresh, self.dim = silos, weights, refresh, dim
-        self.settings, self.numbers = silos.settings, silos.numbers(names)  # silos seal under these numbers
+        self.settings, self.numbers = silos.settings, silos.numbers(names)  # the numbers under which silos seal
         self.where = f"refresh {refresh}"
 
     def pools(self) -> Pools:
@@ -219,7 +219,7 @@ class Relay:
         return found
 
     def _asking(self, name: str, rows: list[Tensor]) -> RecordDict:
-        if self.settings.stage2.request == "none":  # requests that say nothing are all the same one
+        if self.settings.stage2.request == "none":  # empty requests are all the same, so send one
             rows = [torch.empty(0, self.dim)]
         records = {f"rows.{place}": payloads.tensors_record({"rows": one.float()}) for place, one in enumerate(rows)}
         return self._message(name, records, askers=len(rows))
@@ -260,7 +260,7 @@ class Relay:
         """Put the letters to one silo into a message: bodies, boxes, and the keys of their senders."""
         boxes: dict[int, bytes] = {}
         for name, (sent, found) in letters.items():
-            own = f"{kind}.{self.numbers[to]}"  # an answer to one silo; a request, or number 0, has one body for all
+            own = f"{kind}.{self.numbers[to]}"  # an answer to one silo; a request, or answer 0, has one body for all
             record = kind if kind == "request" else own if own in sent.array_records else f"{kind}.0"
             try:
                 content[f"{kind}.{self.numbers[name]}"] = payloads.body_record(

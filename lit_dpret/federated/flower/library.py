@@ -50,14 +50,14 @@ __all__ = [
 
 
 def task_commands() -> list[str]:
-    """Return all commands that a server may have a SuperNode start for a message."""
+    """Return all commands that a server may make a SuperNode start for a message."""
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 
     return sorted(str(name) for name in TASK_TYPE_TO_COMMAND.values())
 
 
 def is_registered(address: str, key: Path, root_certificates: Path | None) -> bool | None:
-    """Return whether a SuperLink accepts a silo with this key; None if that cannot be asked."""
+    """Return whether a SuperLink accepts a silo with this key; None if it cannot be determined."""
     try:
         import httpx
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -109,9 +109,9 @@ def robust_rules() -> dict[str, Callable[..., Any]]:
 def run_one_task(load: Callable[[], ClientApp]) -> None:
     """Run Flower's ``flwr-clientapp`` for one message, with our app instead of the one from the server.
 
-    A SuperNode unpacks the app that comes with the message and imports what it names, any code; here nothing of it is
-    unpacked or imported. ``load`` returns our app. Slow imports belong in it: Flower must report within 30 seconds of
-    the task's start that it is alive.
+    A SuperNode unpacks the app that comes with the message and imports what it names, which can be any code. Here none
+    of it is unpacked or imported. ``load`` returns our app and should contain slow imports: Flower must report that it
+    is alive within 30 seconds of the task's start.
     """
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
     from flwr.supernode.runtime import run_clientapp as runtime
@@ -133,7 +133,7 @@ def run_one_task(load: Callable[[], ClientApp]) -> None:
 
 
 def run_simulation(server_app: ServerApp, client_app: ClientApp, *, nodes: int, processors: int) -> None:
-    """Run both apps on Ray, one processor for each busy node, and no GPU."""
+    """Run both apps on Ray, with one processor for each busy node and no GPU."""
     from flwr.simulation import run_simulation as simulated
 
     started = {"num_cpus": processors, "log_to_driver": False, "include_dashboard": False}

@@ -1,8 +1,8 @@
 """A silo's node: the checks before it joins a federation, and the start of Flower's SuperNode.
 
-Stock Flower takes the client's app from the server, with the message, and so runs any code beside the data. Here tasks
-start by commands of our own, which answer with the installed app alone. SuperNode and task talk over the loopback
-address without a password, so the other users of the silo's machine are trusted.
+Stock Flower takes the client's app from the server, with the message, and so runs any code where the data are. Here
+tasks start through our own commands, which answer only with the installed app. SuperNode and task talk over the
+loopback address without a password, so the other users of the silo's machine are trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lit_dpret.federated.synthetic import GENERATOR
 from lit_dpret.federated.trust import trust_table
 from lit_dpret.privacy.budget import show_delta, show_epsilon
 
-ANSWERS = "flwr-clientapp"  # the one command that is answered
+ANSWERS = "flwr-clientapp"  # the only command that answers
 
 
 def check_silo(settings: SiloSettings) -> str:
@@ -60,7 +60,7 @@ def start_silo(settings: SiloSettings, connection: Connection) -> None:
     connection.check()
     program = flower_program("flower-supernode")
     connection.reach()
-    settings.client()  # with the true state folder: another run's is refused now and not in a round
+    settings.client()  # with the real state folder: one that belongs to another run is refused now, not in a round
     home = settings.state / "flower"
     try:
         home.mkdir(mode=0o700, exist_ok=True)
@@ -73,8 +73,8 @@ def start_silo(settings: SiloSettings, connection: Connection) -> None:
     environment = silent_environment() | {"FLWR_HOME": str(home / "home")}
     environment["PATH"] = f"{commands}{os.pathsep}{program.parent}{os.pathsep}{environment.get('PATH', '')}"
     sys.stdout.flush()
-    # Its process is this one, so that whoever started it (a shell, systemd) ends it with SIGINT or SIGTERM; its tasks
-    # end with it. A round that is ended in its middle stays charged.
+    # It replaces this process, so that the process that started it (a shell, systemd) ends it with SIGINT or SIGTERM.
+    # Its tasks end with it. A round that is interrupted stays charged.
     os.execve(program, [str(program), *node_arguments(document, connection)], environment)
 
 
@@ -97,7 +97,7 @@ def node_arguments(document: Path, connection: Connection) -> list[str]:
 
 
 def write_commands(folder: Path) -> Path:
-    """Write all commands by which a SuperNode starts tasks: one answers, the others refuse."""
+    """Write all commands with which a SuperNode starts tasks: one answers, the others refuse."""
     from lit_dpret.federated.flower.library import task_commands
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -127,7 +127,7 @@ def flower_version() -> str:
 
 
 def flower_program(name: str) -> Path:
-    """Return the path of one of Flower's commands, beside this Python or on the search path."""
+    """Return the path of one of Flower's commands, next to this Python or on the search path."""
     flower_version()
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.is_file() else shutil.which(name)
@@ -149,7 +149,7 @@ def _budget_line(client: SiloClient) -> str:
 
 
 def _sum_line(client: SiloClient) -> list[str]:
-    """Say what the secure sum of this roster withstands; refuse a roster that is too small for one."""
+    """State what the secure sum of this roster withstands; refuse a roster that is too small for one."""
     if not client.settings.secure_sum or client.credentials is None:
         return []
     from lit_dpret.federated.secure_sum import Session, threshold_for

@@ -1,7 +1,7 @@
-"""One message at a silo, in a separate process: ``python -m lit_dpret.federated.flower.node_task``.
+"""One message at a silo, handled in a separate process: ``python -m lit_dpret.federated.flower.node_task``.
 
-`lit_dpret.federated.flower.node` puts it in the place of Flower's ``flwr-clientapp``, so that a silo runs the app that
-its owner installed and no code that came from the server.
+`lit_dpret.federated.flower.node` puts it in place of Flower's ``flwr-clientapp``, so that a silo runs the app that its
+owner installed and no code from the server.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from lit_dpret.federated.flower.library import ClientApp, run_one_task
 
 
 def installed_app() -> ClientApp:
-    """Import the app of this installation, torch included, which takes a while."""
+    """Import the app of this installation, including torch, which is slow."""
     from lit_dpret.federated.flower.components import client_app
 
     return client_app
 
 
 def main() -> None:
-    """Answer one message, and end."""
+    """Answer one message, then exit."""
     try:
         run_one_task(installed_app)
     except ConfigurationError as error:

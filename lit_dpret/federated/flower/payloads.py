@@ -1,7 +1,7 @@
 """Encode the content of Flower's records: weights, requests, answers, pools, keys, shares, sealed messages.
 
-Every message has a ``head`` that states the version of this format. Whatever comes from another machine is checked here
-before anything is computed with it, and refused with its sender's name.
+Every message has a ``head`` that states the version of this format. Everything that comes from another machine is
+checked here before anything is computed with it, and refused with its sender's name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def envelope(**facts: Any) -> RecordDict:
 
 
 def answer(**records: ArrayRecord | ConfigRecord) -> RecordDict:
-    """Return a message with these records, and an empty head."""
+    """Return a message with these records and an empty head."""
     return RecordDict({**envelope(), **records})
 
 
@@ -63,7 +63,7 @@ def payload_bytes(content: RecordDict) -> int:
 
 
 def digest_of(settings: PddAs2) -> str:
-    """Return the SHA-256 of a run's settings, by which server and silos check that they agree."""
+    """Return the SHA-256 of a run's settings, with which server and silos check that they agree."""
     return json_sha256(asdict(settings))
 
 
@@ -102,7 +102,7 @@ def checked_rows(rows: Tensor | None, whose: str, *, dim: int) -> Tensor:
 def block_of(
     content: RecordDict, client: str, *, rows: int, dim: int, limit: int | None = None, name: str = "block"
 ) -> Block:
-    """Decode the answer of a client, whose name the server knows from its message."""
+    """Decode the answer of a client, whose name the server knows from the message."""
     return block_of_parts(_tensors(content, name, f"client {client!r}"), client, rows=rows, dim=dim, limit=limit)
 
 
@@ -117,7 +117,7 @@ def pool_record(pool: FedPool, *, send_as: torch.dtype) -> ArrayRecord:
     """Encode a pool losslessly, in the dtype of its answers."""
     parts = {"embeddings": pool.embeddings.to(send_as)}
     if pool.lists is not None:
-        # Its lists, where it has some, travel without the places that hold nothing.
+        # Lists are sent without their padding.
         there = pool.lists != MISSING
         parts["starts"] = torch.cat([torch.zeros(1, dtype=torch.long), there.sum(1).cumsum(0)])
         parts["entries"] = pool.lists[there].to(torch.int32)
@@ -125,7 +125,7 @@ def pool_record(pool: FedPool, *, send_as: torch.dtype) -> ArrayRecord:
 
 
 def pool_of_record(content: RecordDict, whose: str, *, dim: int, rows: int | None) -> FedPool:
-    """Decode a pool with ``rows`` lists; None expects one without lists."""
+    """Decode a pool with ``rows`` lists, or without lists if ``rows`` is None."""
     parts = _tensors(content, "pool", whose)
     if rows is None:
         _require_parts(parts, whose, ("embeddings",))
@@ -138,12 +138,12 @@ def pool_of_record(content: RecordDict, whose: str, *, dim: int, rows: int | Non
 
 
 def bytes_record(found: Mapping[int, bytes]) -> ConfigRecord:
-    """Encode bytes by a silo's number."""
+    """Encode bytes by silo number."""
     return ConfigRecord({str(number): value for number, value in found.items()})
 
 
 def bytes_of(content: RecordDict, name: str, whose: str, *, size: int | None = None) -> dict[int, bytes]:
-    """Decode bytes by a silo's number, each of ``size``; a missing record has none."""
+    """Decode bytes by silo number, each of ``size``; a missing record gives none."""
     found: dict[int, bytes] = {}
     for number, value in content.config_records.get(name, {}).items():
         fits = isinstance(value, bytes) and (size is None or len(value) == size)
@@ -174,7 +174,7 @@ def keys_of(content: RecordDict, whose: str) -> list[Keys]:
 
 
 def words_of(content: RecordDict, whose: str, *, size: int) -> Words:
-    """Decode a masked vector: only its length and type can be checked."""
+    """Decode a masked vector, of which only the length and type can be checked."""
     words = _tensors(content, "masked", whose).get("words")
     if words is None or words.shape != (size,) or words.dtype != torch.uint32:
         raise DataError(f"The message of {whose} has no vector of {size} words.", kind="bad update")
@@ -217,7 +217,7 @@ def _tensors(content: RecordDict, name: str, whose: str) -> dict[str, Tensor]:
         raise DataError(f"The message of {whose} has no {name!r}.", kind="bad message")
     try:
         return {key: torch.from_numpy(np.array(value.numpy())) for key, value in record.items()}
-    except (ValueError, TypeError, OSError, EOFError, MemoryError) as error:  # TypeError: a type that torch lacks
+    except (ValueError, TypeError, OSError, EOFError, MemoryError) as error:  # TypeError: a dtype that torch lacks
         raise DataError(
             f"The message of {whose}: {name!r} holds an array that cannot be read ({in_words(error)}).",
             kind="bad message",

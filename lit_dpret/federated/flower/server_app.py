@@ -1,6 +1,6 @@
 """The server's side, which holds no data: the rounds of `lit_dpret.federated.federation`, between machines.
 
-A silo that is gone, late, broken or sends nonsense is named in ``faults``, the round continues with the others, and the
+A silo that is gone, late, broken or sends nonsense is named in ``faults``. The round continues with the others, and the
 silo is asked again in the next one.
 """
 
@@ -31,7 +31,7 @@ class FlowerFederation(Federation):
     """A run of PDD-AS2 by messages.
 
     Guarantees:
-        - A silo is identified by the message that it replies to, never by what its reply says.
+        - A silo is identified by the message to which it replies, never by the content of its reply.
         - A server that is started again does not repeat a finished round of stage 1 or epoch of stage 2.
     """
 
@@ -52,9 +52,9 @@ class FlowerFederation(Federation):
         self.silos = ConnectedSilos(settings, self.result, patience)
 
     def serve(self, grid: Grid, *, measure: Sequence[Phase] = PHASES, split: str = "test") -> FedResult:
-        """Wait for the silos, run what is needed, and collect shared measures; ``grid`` sends messages.
+        """Wait for the silos, then run as `Federation.run`, collecting the measures they share.
 
-        As `Federation.run`.
+        ``grid`` sends the messages.
         """
         self.silos.connect(grid, self.min_clients)
         return self.run(measure=measure, split=split)
@@ -136,7 +136,7 @@ def build_server_app(
     split: str = "test",
     on_result: Callable[[FedResult], None] | None = None,
 ) -> ServerApp:
-    """Build the server's app, which runs the federation and writes ``federation.json`` beside its weights."""
+    """Build the server's app, which runs the federation and writes ``federation.json`` next to its weights."""
     app = ServerApp()
 
     def main(grid: Grid, context: Context) -> None:

@@ -1,7 +1,7 @@
 """``federated=simulation``: the same apps in Flower's simulation, all silos on this machine, in Ray's worker processes.
 
-It calls ``flwr.simulation.run_simulation``, which Flower calls deprecated in favour of ``flwr run`` and still ships:
-that command would start a server of its own and give back a log where this gives back a result.
+It calls ``flwr.simulation.run_simulation``, which Flower deprecates in favour of ``flwr run`` but still ships. That
+command would start its own server and return a log, whereas this returns a result.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _POLL = 0.1  # seconds
 def simulation(run: FederationRun) -> FedResult:
     """Run by messages between processes of this machine; a transport (`lit_dpret.federated.transport`).
 
-    Silos are asked one after another where there is one processor, and side by side where there are more.
+    Silos run one after another if there is one processor, and in parallel if there are more.
     """
-    try:  # a Ray that cannot be imported would leave Flower's server waiting for nodes without end
+    try:  # if Ray cannot be imported, Flower's server would wait for nodes forever
         importlib.import_module("ray")
     except ImportError as error:
         raise ConfigurationError(
@@ -46,7 +46,7 @@ def simulation(run: FederationRun) -> FedResult:
         return run.client(names[int(context.node_config["partition-id"])])
 
     for name in names:
-        run.client(name)  # refuse here what a round would refuse in a worker process
+        run.client(name)  # refuses now what a round would refuse in a worker process
         for phase in run.measure:
             measures_file(run.state(name), phase, run.split).unlink(missing_ok=True)
     start, dim = start_and_dim(run.make_module)
@@ -75,7 +75,7 @@ def simulation(run: FederationRun) -> FedResult:
     finally:
         stopped.set()
         quiet.setLevel(level)
-    # The server knows no measures, but all silos are on this machine and of one owner.
+    # The server knows no measures, but all silos are on this machine and have one owner.
     found = federation.result
     for phase in run.measure:
         found.systems[phase] = {
@@ -90,8 +90,8 @@ def simulation(run: FederationRun) -> FedResult:
 class UntilStopped:
     """A grid whose server stops waiting for answers once the simulation has ended.
 
-    The server runs in a thread of its own, and a waiting thread would keep the process from ending after an interrupt
-    or a crash of Ray.
+    The server runs in its own thread. A waiting thread would keep the process from ending after an interrupt or a crash
+    of Ray.
     """
 
     def __init__(self, grid: Grid, stopped: threading.Event) -> None:

@@ -1,7 +1,7 @@
 """``federated=flower``: submit a run to a SuperLink, follow its log, and read the server's result.
 
-The silos are elsewhere, started by their owners (``lit-dpret silo``). The result holds what the server may know: the
-means of the measures that silos choose to share, bytes, and faults. The weights stay at the server.
+The silos are on other machines, started by their owners (``lit-dpret silo``). The result holds what the server may
+know: the means of the measures that silos choose to share, bytes, and faults. The weights stay on the server.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def flower(run: FederationRun) -> FedResult:
     """Run on a SuperLink; a transport (`lit_dpret.federated.transport`).
 
     Guarantees:
-        - A run whose result is here already is not handed over again, whichever part of it is asked for.
-        - An interrupt stops the run at the server as well; the same command continues what is finished.
-        - A phase whose measures no silo shares has none in the result; what silos share of their spending, and who
-          was left out and why, are in it all the same.
+        - A run whose result is already here is not submitted again, whichever part of it is requested.
+        - An interrupt also stops the run on the server. The same command continues what is finished.
+        - A phase whose measures no silo shares is empty in the result. What silos share of their spending, and which
+          silos were left out and why, are in it nevertheless.
     """
     settings, link, folder, model = run.settings, run.link, run.folder, run.make_module
     if not isinstance(model, AS2Maker):
@@ -90,7 +90,7 @@ def flower(run: FederationRun) -> FedResult:
             "federated.superlink=HOST:PORT."
         )
     connection = connection_of(link)
-    # Whichever part is asked for, one run has all phases: its silos and their budgets are of that run.
+    # One run has all phases, whichever part is requested: its silos and their budgets belong to that run.
     phases = tuple(phase for phase in PHASES if phase != "stage2" or settings.stage2.epochs)
     request = RunRequest(
         name=f"{link.run_name}-{digest_of(settings)[:8]}", federated=settings, model=model,
@@ -108,7 +108,7 @@ def flower(run: FederationRun) -> FedResult:
 
 
 def silo_document(settings: PddAs2, model: AS2Maker) -> str:
-    """Return the document that a silo's owner completes and agrees to (``lit-dpret silo --settings``)."""
+    """Return the document that a silo's owner completes and approves (``lit-dpret silo --settings``)."""
     choices: dict[str, Any] = {"share_measures": False, "share_epsilon": False}
     if settings.roster:
         choices |= {"signing_key": None, "roster_file": None}
@@ -121,10 +121,10 @@ def _run(request: RunRequest, folder: Path, link: SuperLinkTarget) -> dict[str, 
     app, config = folder / "app", folder / "run.toml"
     app.mkdir(exist_ok=True)
     (app / "pyproject.toml").write_text(APP, encoding="utf-8")
-    config.write_text(f"{RUN_CONFIG} = {json.dumps(request.to_yaml())}\n", encoding="utf-8")  # JSON strings are TOML's
+    config.write_text(f"{RUN_CONFIG} = {json.dumps(request.to_yaml())}\n", encoding="utf-8")  # a JSON string is TOML
     environment, name = silent_environment(), str(link.superlink)
     if link.by_address:
-        # A Flower configuration for this run, with the one address.
+        # Write a Flower configuration for this run, with this one address.
         home, how = folder / "flower", "insecure = true" if link.insecure else ""
         home.mkdir(exist_ok=True, mode=0o700)
         if link.root_certificates and not link.insecure:
