@@ -1,7 +1,7 @@
-"""Releases and sampling laws as data: frozen public facts that survive JSON and can be added up by anyone.
+"""Releases and sampling laws as data: frozen public facts that survive JSON and that anyone can add up.
 
-A law says how a batch was really drawn. "Shuffled, accounted as Poisson" is the commonest false claim in public code,
-so the two are different classes here and the accountant reads the class.
+A law states how a batch was really drawn. "Shuffled, accounted as Poisson" is the most common false claim in public
+code, so the two are different classes here and the accountant reads the class.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SamplingLaw(ABC):
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SamplingLaw:
-        """Return the law that `to_dict` wrote, of whichever kind; refuse an unknown kind or field by name."""
+        """Return the law that `to_dict` wrote, of any kind; refuse an unknown kind or field by name."""
         law: SamplingLaw = _build(_LAWS, data, "sampling law")
         return law
 
@@ -74,8 +74,8 @@ class TruncatedPoisson(SamplingLaw):
     """Poisson sampling, then a uniform subset of ``cap`` units if more were drawn: fixed shapes."""
 
     kind: ClassVar[str] = "truncated_poisson"
-    sample_rate: float  # probability of one unit's coin, in (0, 1]
-    cap: int  # most units in a batch, 1 to n
+    sample_rate: float  # the probability of each unit's coin, in (0, 1]
+    cap: int  # maximum units in a batch, 1 to n
     # Units in the data set. Public under ``zero_out`` and ``replace_one``; under ``add_or_remove`` a constant that the
     # user declared.
     n: int
@@ -127,8 +127,8 @@ class FixedSize(_OfOneSize):
 class Shuffle(_OfOneSize):
     """Batches in shuffled order, each unit once per epoch. No amplification is claimed: none is proved.
 
-    The accountant charges one unsampled Gaussian per epoch begun. Every release in a list starts an
-    epoch of its own: an epoch that goes on after a break is stated as one release.
+    The accountant charges one unsampled Gaussian per epoch begun. Every release in a list starts its own epoch: an
+    epoch that continues after a break is stated as one release.
     """
 
     kind: ClassVar[str] = "shuffle"
@@ -136,7 +136,7 @@ class Shuffle(_OfOneSize):
     @property
     def steps_per_epoch(self) -> int:
         """Batches in an epoch; the last one may be smaller and is kept."""
-        # Rounded up in whole numbers: a float quotient may be a batch too many or too few.
+        # Rounded up in integers: a float quotient may be one batch too many or too few.
         return -(-self.n // self.batch_size)
 
     def epochs(self, steps: int) -> int:
@@ -163,11 +163,11 @@ class GaussianRelease:
 
     kind: ClassVar[str] = "gaussian"
     # Standard deviation of the noise over the bound C on one unit's contribution, under every relation. Replacing a
-    # unit moves the sum by up to 2C; the accountant takes care of that. 0 means no noise: epsilon is infinite.
+    # unit moves the sum by up to 2C; the accountant takes that into account. 0 means no noise: epsilon is infinite.
     noise_multiplier: float
     law: SamplingLaw  # how the units of the sum were drawn
     count: int = 1  # how many such releases, each with fresh noise and, where the law samples, a fresh draw
-    # What they were for: ``train``, ``histogram`` and so on. Part of the identity of a release.
+    # The purpose: ``train``, ``histogram`` and so on. Part of the identity of a release.
     label: str = "train"
 
     def __post_init__(self) -> None:
@@ -194,7 +194,7 @@ class NonPrivateRelease:
     """A release without any protection. A list that contains one has an infinite epsilon."""
 
     kind: ClassVar[str] = "non_private"
-    label: str  # what it was, for the card
+    label: str  # the content of the release, for the card
     count: int = 1  # how often
 
     def __post_init__(self) -> None:
@@ -218,16 +218,16 @@ def release_from_dict(data: Mapping[str, Any]) -> Release:
 
 
 def merge(releases: Iterable[Release]) -> list[Release]:
-    """Join releases that differ in nothing but ``count``, in order of first appearance.
+    """Join releases that differ only in ``count``, in order of first appearance.
 
-    Epsilon is conserved under every accountant, and so shuffled releases are joined only where they are whole epochs:
+    Epsilon is preserved under every accountant. Therefore shuffled releases are joined only if they are whole epochs:
     the halves of two epochs may hold the same unit.
     """
     counts: dict[Release, int] = {}
     merged: list[Release] = []
     for release in releases:
         law = release.law if isinstance(release, GaussianRelease) else None
-        # A part of an epoch stays by itself: two parts may hold one unit twice, and a joined count would hide it.
+        # A part of an epoch stays separate: two parts may hold one unit twice, and a joined count would hide that.
         if isinstance(law, Shuffle) and release.count % law.steps_per_epoch:
             merged.append(release)
             continue
@@ -252,7 +252,7 @@ def _build(classes: Mapping[str, Any], data: Mapping[str, Any], what: str) -> An
         raise ConfigurationError(f"{what} kind={kind!r} is not one of {', '.join(classes)}.")
     chosen = classes[kind]
     wanted = {field.name for field in fields(chosen)}
-    # An unknown field may change what the release means, so it is not passed over.
+    # An unknown field may change the meaning of the release, so it is not ignored.
     if unknown := sorted(set(values) - wanted):
         raise ConfigurationError(f"{what} {kind!r} has no field {', '.join(map(repr, unknown))}.")
     if isinstance(values.get("law"), Mapping):

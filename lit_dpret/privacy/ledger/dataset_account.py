@@ -1,7 +1,7 @@
 """A run's account in the data-set ledger: opened before the first random draw, settled at the end.
 
-A copy of a run folder is the same run to that ledger, so a copy that goes on beside its original would take over the
-reservation that the original still spends. A lock beside the ledger (``flock``), held from reservation to settlement,
+To that ledger, a copy of a run folder is the same run. A copy that continues alongside its original would take over the
+reservation that the original still spends. A lock next to the ledger (``flock``), held from reservation to settlement,
 refuses that.
 """
 
@@ -33,11 +33,11 @@ from lit_dpret.privacy.ledger.run_ledger import (
 class RunLock:
     """A lock held by at most one object in all processes that name the same ledger and run.
 
-    It ends with its process, however that ends, and leaves no file behind when it is let go.
+    It ends with its process, however the process ends, and leaves no file behind when it is released.
     """
 
     def __init__(self, ledger: Path, run_id: str) -> None:
-        # Resolved: two paths to one file must meet at one lock.
+        # Resolved: two paths to one file must lead to one lock.
         ledger = ledger.expanduser().resolve()
         self.path = ledger.with_name(f"{ledger.name}.{run_id}.lock")
         self._run_id = run_id
@@ -63,7 +63,7 @@ class RunLock:
                 raise
             if _is_at(file, self.path):
                 self._file, self._pid = file, os.getpid()
-            else:  # whoever had it removed the file after this object had opened it
+            else:  # the previous holder removed the file after this object had opened it
                 file.close()
 
     def release(self) -> None:
@@ -71,7 +71,7 @@ class RunLock:
         file, self._file = self._file, None
         if file is None:
             return
-        # A fork shares the lock: a worker that ends must not let its parent's go.
+        # A fork shares the lock: a worker that ends must not release its parent's lock.
         if os.getpid() == self._pid:
             if _is_at(file, self.path):
                 self.path.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ class RunLock:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether ``path`` still leads to ``file``."""
+    """Return whether ``path`` still leads to ``file``."""
     ours = os.fstat(file.fileno())
     try:
         theirs = os.stat(path)
@@ -93,10 +93,10 @@ class RunAccount:
     """The charge of one run in its data-set ledger: reserved, and settled when the run ends.
 
     Guarantees:
-        - A run whose own ledger refutes its claim is counted without privacy (`owed_releases`), and a model that it
-          starts from is counted with it, once for all runs that do, unless that one's run was.
-        - From the first reservation until it is settled or closed, no other object reserves for the same
-          run: a copy of the run folder cannot go on beside its original.
+        - A run whose own ledger refutes its claim is counted without privacy (`owed_releases`). A model that it starts
+          from is counted with it, once for all runs that start from it, unless the model's own run was counted.
+        - From the first reservation until the account is settled or closed, no other object reserves for the same run:
+          a copy of the run folder cannot continue alongside its original.
     """
 
     def __init__(self, ledger: DatasetLedger, run: PrivateRun, earlier: Sequence[EarlierRun] = ()) -> None:
@@ -105,7 +105,7 @@ class RunAccount:
         self._held = False
 
     def charge(self, due: Iterable[Release] | None) -> Total:
-        """Reserve ``due``, the run's whole charge once its planned steps are made; None where it makes no more."""
+        """Reserve ``due``, the run's whole charge once its planned steps are made; None if it makes no more steps."""
         self._lock.take()
         state = self._state()
         owed = state["spent"].own
@@ -117,7 +117,7 @@ class RunAccount:
         except BaseException as error:
             if isinstance(error, BudgetExceededError):
                 note_not_counted(self._run, self._ledger)
-            # A second reservation that is refused leaves the first one, and its lock, in place.
+            # A refused second reservation leaves the first one, and its lock, in place.
             if not self._held:
                 self._lock.release()
             raise
@@ -125,7 +125,7 @@ class RunAccount:
         return total
 
     def settle(self) -> None:
-        """Return the unused reservation, and note the total in the run's ledger; once."""
+        """Return the unused reservation, and record the total in the run's ledger; once."""
         if not self._held:
             return
         total = self._ledger.settle(self._run.run_id, **self._state())
@@ -149,8 +149,8 @@ class DatasetAccount(RunAccount):
 
     Guarantees:
         - The gate grants no step that is not reserved.
-        - A run whose steps cost more than it reserved (less noise, another law) reserves again before
-          its next step, and is refused where the limit does not cover it.
+        - A run whose steps cost more than it reserved (less noise, another law) reserves again before its next step,
+          and is refused if the limit does not cover it.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ def reserved(
 ) -> Iterator[Callable[[int], None]]:
     """Count the releases of a run without training in its data-set ledger; settle when the block ends.
 
-    Yields a function that reserves for the releases from one step on, and is called before such a step is announced.
+    Yield a function that reserves for the releases from one step on, to be called before such a step is announced.
     Without ``dataset`` it does nothing.
     """
     if dataset is None:
@@ -189,7 +189,7 @@ def reserved(
     def reserve(first: int) -> None:
         records = run.ledger.records
         due = forthcoming_releases(records, release, first=first, until=steps, attempt=run.attempt)
-        account.charge(None if first >= steps else due)  # what is only repeated is charged already
+        account.charge(None if first >= steps else due)  # a mere repetition is charged already
 
     try:
         reserve(steps)
@@ -204,15 +204,15 @@ def require_room(
 ) -> None:
     """Refuse a run that its data-set ledger does not cover, before anything is written.
 
-    A run that the ledger counts already is let through, unless it goes on elsewhere or its own ledger is an older one:
-    its reservation is replaced when it goes on. So is one that names this ledger and was killed before the reservation,
-    which then decides.
+    A run that the ledger already counts is let through, unless it is running elsewhere or its own ledger is an older
+    one: its reservation is replaced when it continues. A run that names this ledger and was killed before the
+    reservation is let through too; the reservation then decides.
     """
     records = PrivacyLedger.read(path).records if path.exists() else []
-    # The file is not made by asking: a run that is refused leaves nothing behind.
+    # The check does not create the file: a refused run leaves nothing behind.
     if ledger.path.exists():
         known = ledger.run_ids() & {record["run_id"] for record in records if record["kind"] == "plan"}
-        for run_id in known:  # now, while the folder is as it was: the reservation would come after its next record
+        for run_id in known:  # now, while the folder is unchanged: the reservation would come after its next record
             lock = RunLock(ledger.path, run_id)
             lock.take()
             lock.release()
@@ -229,7 +229,7 @@ def require_room(
 
 
 def note_not_counted(run: PrivateRun, ledger: DatasetLedger) -> None:
-    """Note in a run's ledger that its data-set ledger refused it, so that it may continue; not if counted."""
+    """Record in a run's ledger that its data-set ledger refused it, so that it may continue; not if counted."""
     identity = ledger.begin()
     if run.run_id not in ledger.run_ids() and not was_reserved(run.ledger.records, identity):
         text = "privacy.dataset_ledger refused this run and counts nothing of it"

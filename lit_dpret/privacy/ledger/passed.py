@@ -1,8 +1,8 @@
-"""Values that the weights of a run have had after each of its steps, known again in this process.
+"""Values that the weights of a run had after each of its steps, recognised again in this process.
 
-Code of the user's may copy weights, or an average of them, after any step, and a later run may begin with the copy. So
-each step leaves fingerprints, of a few values of every tensor: dense noise changes nearly all of them. They are kept
-as whole numbers of 64 bits, and told apart when a module is looked at: a step costs a dozen operations on one vector.
+The user's code may copy weights, or an average of them, after any step, and a later run may start from the copy. So
+each step leaves fingerprints of a few values of every tensor: dense noise changes nearly all of them. They are stored
+as 64-bit integers and compared only when a module is examined, so a step costs a dozen operations on one vector.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from torch.optim import Optimizer
 
 from lit_dpret.privacy.user_code import dict_of
 
-# So many values of a tensor are looked at after a step, and at the end of a run: weights that a run without noise
-# trained may differ from those before in a few rows alone.
+# How many values of a tensor are read after a step, and at the end of a run: a run without noise may change the weights
+# in a few rows only.
 _LOOKED_AT = 32
 _AT_THE_END = 4096
-# Fewer values can be equal by chance after rounding: they are compared in float32 alone.
+# Fewer values than this may be equal by chance after rounding: they are compared in float32 only.
 _FEW = 16
-# Averages are held in containers of a few hundred tensors; longer ones hold rows.
+# Averages are in containers of a few hundred tensors; longer containers hold rows.
 _MOST = 4096
 _DEPTH = 4
-# float32 as it is; then bfloat16 of it, and of its float16, so that a copy in any of the three is known again.
+# float32 unchanged; then its bfloat16, and the bfloat16 of its float16, so that a copy in any of the three is
+# recognised.
 _CASTS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda drawn: drawn,
     lambda drawn: drawn.bfloat16().float(),
     lambda drawn: drawn.half().bfloat16().float(),
 )
 
-# So many tensors of an optimizer are looked at after a step that no run notes; their values wait on the device.
+# How many tensors of an optimizer are read after a step that no run records; their values wait on the device.
 _TENSORS = 16
 _WAITING = 256
 
@@ -46,7 +47,7 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 
 class _Noted:
-    """The fingerprints of one run, in this process for good; it holds no tensor."""
+    """The fingerprints of one run, permanently in this process; it holds no tensor."""
 
     def __init__(self, runs: Iterable[Any], begun: np.ndarray) -> None:
         self.runs, self._begun = frozenset(runs), np.unique(begun)
@@ -65,7 +66,7 @@ class _Noted:
             self._new.clear()
 
     def begin(self, digests: np.ndarray) -> None:
-        """Take these for values from before a first step, but for those that another training left."""
+        """Treat these as values from before a first step, except those that another training left."""
         self._sort()
         self._begun = np.union1d(self._begun, np.setdiff1d(digests, self._sorted))
 
@@ -81,9 +82,9 @@ _noted: list[_Noted] = []
 
 
 class OutsideSteps:
-    """The values that optimizers of this process made of weights in steps that no run of this package notes.
+    """The values that optimizers of this process gave weights in steps that no run of this package records.
 
-    Of each optimizer a few tensors are looked at, evenly chosen; those in shards are not.
+    For each optimizer a few tensors are read, evenly chosen; sharded tensors are not.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class OutsideSteps:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Ignore the steps within the block: a run notes them."""
+        """Ignore the steps within the block: a run records them."""
         before, self._off = self._off, True
         try:
             yield
@@ -102,7 +103,7 @@ class OutsideSteps:
             self._off = before
 
     def before(self, optimizer: Optimizer, stepped: Container[Tensor]) -> bool:
-        """Note the values of weights before their first step, if this is it; those in ``stepped`` have made theirs."""
+        """Record the values of weights before their first step, if this is it; those in ``stepped`` had theirs."""
         if self._off or optimizer in self._chosen or torch.compiler.is_compiling():
             return False
         found = [each for group in optimizer.param_groups for each in group["params"] if is_readable(each)]
@@ -111,12 +112,12 @@ class OutsideSteps:
         return True
 
     def after(self, optimizer: Optimizer) -> None:
-        """Note what the weights are after a step."""
+        """Record the values of the weights after a step."""
         if not (self._off or torch.compiler.is_compiling()):
             self._wait([each for each in self._chosen.get(optimizer, ()) if is_readable(each)], first=False)
 
     def so_far(self) -> Callable[[Tensor], bool]:
-        """Return a search that says whether a tensor has the values of one after a step until now."""
+        """Return a function: does a tensor have the values of a tensor after one of the steps so far?"""
         self._take_up()
         noted = self._noted.so_far()
         return lambda tensor: is_readable(tensor) and any(digest in noted for digest in _looked(tensor))
@@ -147,13 +148,14 @@ class Passed:
         self._views, self._places = list[Tensor](), list[int]()
 
     def note(self, weights: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
-        """Note the values of ``weights``, the same tensors at each call, and of ``others``, which need not be."""
+        """Record the values of ``weights``, the same tensors at each call, and of ``others``, which may change."""
         if self._noted not in _noted:
             _noted.append(self._noted)
         if weights:
             places = [each.data_ptr() for each in weights]
             if places != self._places:
-                # Of what is not contiguous `_spread` makes copies, which do not follow it: they are made each time.
+                # For a non-contiguous tensor `_spread` returns a copy, which does not follow it: copies are made each
+                # time.
                 self._places = places if all(each.is_contiguous() for each in weights) else []
                 self._views, self._shapes = [_spread(each) for each in weights], _shapes(weights)
             self._noted.add(_digests_of(self._views, self._shapes))
@@ -181,16 +183,16 @@ def _looked(tensor: Tensor) -> list[np.int64]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether it has values of its own that can be looked at."""
+    """Return whether a tensor has its own readable values."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
     plain = plain and not (tensor.is_quantized or tensor.is_nested)
     if not (plain and tensor.numel() and tensor.is_floating_point()) or is_functorch_wrapped_tensor(tensor):
         return False
-    return tensor.untyped_storage().nbytes() > 0  # FSDP2 frees what it gathered, and leaves the tensor of it
+    return tensor.untyped_storage().nbytes() > 0  # FSDP2 frees what it gathered, but leaves its tensor
 
 
 def held_by(objects: Iterable[object], shapes: frozenset[tuple[int, ...]]) -> list[Tensor]:
-    """Return the tensors of ``shapes`` in attributes of callbacks, in modules and containers there: averages."""
+    """Return the tensors of ``shapes`` in attributes of callbacks, and in modules and containers there: averages."""
     others = [each for each in objects if type(each).__module__.partition(".")[0] != "lit_dpret"]
     found = (tensor for each in others for tensor in _tensors(vars(each), _DEPTH))
     return [tensor for tensor in found if tuple(tensor.shape) in shapes and is_readable(tensor)]
@@ -218,20 +220,21 @@ def _inside(held: object) -> Iterable[object]:
 
 
 def looked_at(tensor: Tensor) -> Tensor | None:
-    """Return the values of a tensor by which it is known at the end of a run; None where it has none here."""
+    """Return the values by which a tensor is recognised at the end of a run; None if it has none here."""
     return _spread(tensor, _AT_THE_END) if is_readable(tensor) else None
 
 
 def fingerprint_of(values: Tensor) -> int:
-    """Return a number that copies of such values share, bfloat16 casts too from 16 values on."""
+    """Return a number that copies of these values share; from 16 values on, bfloat16 casts share it too."""
     exact, rounded, _ = _digests_of([values], ((),))[:, 0]
     return int(exact if len(values) < _FEW else rounded)
 
 
 def is_common(values: Tensor) -> bool:
-    """Whether unrelated runs may have such values: a constant, or a few that are so but for Adam's first step.
+    """Return whether unrelated runs may have these values: a constant, or a short, nearly constant tensor.
 
-    That step moves each by the learning rate, up, down or not at all, so a short bias has few patterns.
+    Adam's first step moves each value by the learning rate, up, down or not at all, so a short bias that was constant
+    has few patterns.
     """
     distinct, count = len(torch.unique(values)), len(values)
     return distinct == 1 or (count < _LOOKED_AT and distinct < min(4, count))
@@ -253,13 +256,13 @@ def _shapes(tensors: Iterable[Tensor]) -> _Shapes:
 
 
 def _digests_of(views: Sequence[Tensor], shapes: _Shapes) -> np.ndarray:
-    """Return a whole number for each cast and tensor; tensors of other shapes have others."""
+    """Return an integer for each cast and tensor; tensors of other shapes have other integers."""
     drawn = _joined(views).cpu().float()
     segment, factors, seeds = _layout(tuple(map(len, views)), shapes)
     rows = []
     for number, cast in enumerate(_CASTS):
         bits = cast(drawn).view(torch.int32).long()
-        # Rounded values have other seeds than exact ones, which a few values of a half-precision module may equal.
+        # Rounded values get other seeds than exact ones, as a few values of a half-precision module may equal them.
         rows.append(seeds[min(number, 1)].index_add(0, segment, bits * factors))
     found: np.ndarray = torch.stack(rows).numpy()
     return found
@@ -273,7 +276,7 @@ def _joined(views: Sequence[Tensor]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _layout(sizes: tuple[int, ...], shapes: _Shapes) -> tuple[Tensor, Tensor, Tensor]:
-    """Return to which tensor each value belongs, its factor, and two seeds for each tensor."""
+    """Return which tensor each value belongs to, its factor, and two seeds for each tensor."""
     counts = torch.tensor(sizes)
     segment = torch.arange(len(sizes)).repeat_interleave(counts)
     place = torch.cat([torch.arange(size) for size in sizes])

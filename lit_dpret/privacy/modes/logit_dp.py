@@ -1,9 +1,9 @@
 """Logit-DP: clip the gradient of each pair's similarity (Kong, Munoz Medina and Ribero, 2310.03104).
 
-Each gradient of S_ij depends on two records; how far one record turns the coefficients is what the loss proves
+Each gradient of S_ij depends on two records. The loss proves how far one record changes the coefficients
 (`PairwiseLoss.sensitivity`). For the softmax that is about 2 (1 + e^(2 / temperature)), at most about 2 n /
-temperature: no advantage over clipping rows at temperatures of 0.01 to 0.1. docs/derivations.md says what differs from
-the paper.
+temperature: no advantage over clipping rows at temperatures of 0.01 to 0.1. docs/derivations.md lists the differences
+from the paper.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lit_dpret.privacy.plan import PrivacyPlan
 from lit_dpret.settings import require_choice, require_whole
 
 SensitivityRule = Literal["proof", "paper"]
-#: What coefficients may depart from the derivative of the row losses, relative to the largest: rounding in float32.
+#: How far coefficients may deviate from the derivative of the row losses, relative to the largest: float32 rounding.
 TOLERANCE, TINY = 1e-3, 1e-12
 
 
 class PairLoss(Protocol):
-    """The loss interface of this mode, on the matrix of similarities; `lit_dpret.losses.PairwiseLoss` is one."""
+    """The loss interface of this mode, on the matrix of similarities; `lit_dpret.losses.PairwiseLoss` implements it."""
 
     @property
     def claim(self) -> LossClaim: ...
@@ -53,25 +53,25 @@ class LogitDP(CoupledMode):
     """Clip the gradient of each pair's similarity, for losses of all similarities in a sub-batch.
 
     Guarantees:
-        - Taking one unit out moves the sum of a step by at most ``max_logit_grad_norm`` times the
-          loss's sensitivity at ``n_max``; that holds for any encoder and any temperature.
-        - What a pair is clipped by is a function of its two records alone.
-        - The coefficients of a loss from outside this package are compared with the derivative of its row losses in
-          every sub-batch; another function, such as one that remembers earlier tables, is refused.
+        - Removing one unit moves the sum of a step by at most ``max_logit_grad_norm`` times the loss's sensitivity at
+          ``n_max``; that holds for any encoder and any temperature.
+        - A pair's clip factor depends only on its two records.
+        - In every sub-batch, the coefficients of a loss from outside this package are compared with the derivative of
+          its row losses. Any other function, such as one that remembers earlier tables, is refused.
         - With ``sensitivity=paper`` nothing is claimed: the card says that it is not proved.
-        - Dropout is off in the step, and every pass runs in float32 or wider, whatever the Trainer's precision:
-          the norms and the gradient are of one function.
+        - Dropout is off in the step, and every pass runs in float32 or wider, whatever the Trainer's precision: norms
+          and gradient come from one function.
 
     Args:
         max_logit_grad_norm: L2 bound B on the gradient of one pair's similarity.
-        l2_sensitivity: The total in its place, B times the loss's sensitivity, which the paper tunes.
-        norms: How the norms are found: ``pair_ghost``, ``jacobian``, ``linear_head`` and ``brute_force`` are
-            exact, ``k_blocks`` is exact for two towers and a proved bound for a shared one, ``auto`` takes
-            the cheapest that is exact.
+        l2_sensitivity: The total instead, B times the loss's sensitivity, which the paper tunes.
+        norms: How the norms are computed: ``pair_ghost``, ``jacobian``, ``linear_head`` and ``brute_force`` are exact;
+            ``k_blocks`` is exact for two towers and a proved bound for a shared one; ``auto`` takes the cheapest that
+            is exact.
         sensitivity: ``proof``, or ``paper`` for Lemma 4.5, which is refuted.
         rows_at_once: Rows that go through the encoder together in the second pass.
         pairs_at_once: With ``pair_ghost``, pairs that go through it together; null for a part's size.
-        delta: As for `GaussianMode`; it must be given.
+        delta: As for `GaussianMode`, but it must be given.
     """
 
     name: ClassVar[str] = "logit_dp"
@@ -79,7 +79,7 @@ class LogitDP(CoupledMode):
     bounded: ClassVar[Bounded] = "pair"
     bound_key: ClassVar[str] = "max_logit_grad_norm"
 
-    max_grad_norm: float | None = field(init=False, default=None)  # it is max_logit_grad_norm
+    max_grad_norm: float | None = field(init=False, default=None)  # set from max_logit_grad_norm
     max_logit_grad_norm: float | None = None
     norms: NormsName = "auto"
     sensitivity: SensitivityRule = "proof"
@@ -156,10 +156,10 @@ class LogitDP(CoupledMode):
         self._watch.before()
         with evaluation_mode(self._module):
             pairs = module.pair_batch(batch.rows)
-            # Norms first, since the second pass weighs each pair's gradient by its factor.
+            # Norms first, since the second pass weights each pair's gradient by its factor.
             norms = self._norms.table(pairs)
             queries, passages = embed_all(pairs, rows_at_once=self.rows_at_once)
-            # Scores in float32: coefficients of scores that were rounded otherwise are those of another function.
+            # Scores in float32: coefficients of differently rounded scores belong to another function.
             with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
                 scores = queries @ passages.T
                 coefficients = self._loss.coefficients(scores, answers)
@@ -168,7 +168,7 @@ class LogitDP(CoupledMode):
                 bound = room_for_rounding(self._plan.max_grad_norm, parameters.values(), PAIR_ROUNDING)
                 factors, broken = clipped_pair_factors(norms, bound)
                 module.note_loss(float(self._loss.row_losses(scores, answers).nan_to_num().sum()))
-            # One backward pass of the weighted similarities is the sum of all clipped gradients.
+            # One backward pass of the weighted similarities gives the sum of all clipped gradients.
             weights = coefficients.to(factors) * factors
             found = weighted_backward(pairs, weights, parameters, rows_at_once=self.rows_at_once)
         self._watch.after()
@@ -184,8 +184,8 @@ class LogitDP(CoupledMode):
 
 
 def _refuse_other_coefficients(loss: Any, scores: Tensor, answers: Tensor | None, found: Tensor) -> None:
-    """Refuse coefficients that are not the derivative of the row losses: the loss is what is checked for memory."""
-    # Of a new object, without what the loss keeps besides its settings.
+    """Refuse coefficients that are not the derivative of the row losses: only the loss is checked for memory."""
+    # From a new object, without anything the loss stores besides its settings.
     fresh: Any = replace(loss) if is_dataclass(type(loss)) else loss
     with torch.enable_grad():
         table = scores.detach().requires_grad_()
