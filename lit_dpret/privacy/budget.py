@@ -31,22 +31,22 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 EACH_ROW = "each row"
-"""`PrivacyBudget.unit_by` of data whose rows are units, because nothing names the units of several."""
+"""The `PrivacyBudget.unit_by` of data whose rows are units, because no field names units of several rows."""
 
 PARTLY_NAMED = "each row without an id, and all rows of each id"
-"""`PrivacyBudget.unit_by` of a log in which some records have ids: which ones have may be another matter elsewhere."""
+"""The `PrivacyBudget.unit_by` of a log in which some records have ids; another log may have other records with ids."""
 
 ALL_OF_ONE = "all rows of one "
-"""Begins `PrivacyBudget.unit_by` of rows grouped by a function of the user's; the name of the unit follows."""
+"""The prefix of `PrivacyBudget.unit_by` for rows grouped by the user's function; the name of the unit follows."""
 
 UNNAMED = "what unit_of names"
-"""`PrivacyBudget.unit_by` of rows grouped by a function of the user's, of which nobody said what it names."""
+"""The `PrivacyBudget.unit_by` of rows grouped by the user's function, without a name for what it returns."""
 
 UNSAID = "what the DataModule groups"
-"""`PrivacyBudget.unit_by` of a DataModule that does not say what rows make one unit."""
+"""The `PrivacyBudget.unit_by` of a DataModule that does not say what rows make one unit."""
 
 ROUNDING_SHARE = 2.0**-16
-"""The share of the sensitivity, and so of the noise, that is paid for rounding a sum to the grid of `noise_source`."""
+"""The share of the sensitivity, and so of the noise, that pays for rounding a sum to the grid of `noise_source`."""
 
 
 def show_epsilon(value: float | None) -> str:
@@ -76,7 +76,7 @@ def show_delta(value: float) -> str:
     return f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.3g}"
 
 
-#: A delta above the first is cautioned of; the second is usual.
+#: A delta above the first causes a warning; the second is usual.
 LARGE_DELTA, USUAL_DELTA = 1e-3, 1e-5
 
 
@@ -89,7 +89,7 @@ def large_delta(delta: float, units: int | None) -> str:
     )
 
 
-#: An epsilon above it is hardly a protection, and often a slip of the keyboard.
+#: An epsilon above this is hardly a protection, and often a typing error.
 LARGE_EPSILON = 20.0
 
 
@@ -122,14 +122,18 @@ class PrivacyBudget:
 
     eps: float  # of the whole run, positive and finite
     delta: float  # of the whole run, in (0, 1); below 1/n where n is public
-    unit: Unit = "query"  # whose data one neighbouring data set lacks or changes
-    neighbours: Neighbours = "zero_out"  # how it differs; an epsilon means nothing without this word beside it
+    unit: Unit = "query"  # whose data a neighbouring data set lacks or changes
+    neighbours: Neighbours = "zero_out"  # how it differs; an epsilon means nothing without this word next to it
     duplicates: Duplicates = "keep"
-    """Whether equal texts under different ids are units of their own, or one: ``datamodule.duplicates``, as the plan
-    finds it. A unit of the one kind is not a unit of the other."""
+    """Whether equal texts under different ids are separate units, or one: ``datamodule.duplicates``.
+
+    The plan sets it from the data. A unit of one kind is not a unit of the other.
+    """
     unit_by: str | None = None
-    """What rows make one unit, as the plan finds it in the data, where ``unit`` leaves that open: `EACH_ROW`,
-    `UNNAMED`, or all rows of one ``datamodule.unit_name``. None where ids of the data say it."""
+    """What rows make one unit, as found in the data, where ``unit`` leaves that open.
+
+    One of `EACH_ROW`, `UNNAMED`, or all rows of one ``datamodule.unit_name``. None where ids in the data define it.
+    """
 
     def __post_init__(self) -> None:
         if not (isinstance(self.eps, (int, float)) and math.isfinite(self.eps) and self.eps > 0):
@@ -146,7 +150,7 @@ class PrivacyBudget:
         require_choice("datamodule.duplicates", self.duplicates, get_args(Duplicates))
 
     def refuse_large_delta(self, units: int) -> None:
-        """Refuse a delta that permits publishing one whole unit of ``units`` public many."""
+        """Refuse a delta that permits publishing one whole unit, given the public number of ``units``."""
         if self.delta >= 1 / units:
             raise ConfigurationError(
                 f"privacy.delta={self.delta:g} is not below 1/n = {1 / units:.3g} for n={units} units: "
@@ -204,7 +208,7 @@ class PrivacyBudget:
 
     @property
     def unit_name(self) -> str:
-        """The unit's name in cards and messages: for a record, the one that the owner of the data gave it."""
+        """The unit's name in cards and messages; for a record, the name that the owner of the data gave it."""
         named = (self.unit_by or "").removeprefix(ALL_OF_ONE)
         return named if self.unit == "record" and named not in ("", self.unit_by) else self.unit
 

@@ -1,8 +1,9 @@
 """Draw normal variates, rounded to a grid, exactly: with integers, from a cryptographic stream.
 
-By rejection (after Karney 2016, arXiv 1303.6257): the first bits of a candidate decide, unless a number is nearer than
-`torch.exp` can be trusted; then more bits are drawn and compared in decimal arithmetic. So no decision is made on an
-inexact number, and a draw is the same on every machine and device. docs/derivations.md has the distribution.
+By rejection (after Karney 2016, arXiv 1303.6257): the first bits of a candidate decide, unless a number is closer than
+the accuracy for which `torch.exp` is trusted. Then more bits are drawn and compared in decimal arithmetic. So no
+decision depends on an inexact number, and a draw is the same on every machine and device. docs/derivations.md has the
+distribution.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from lit_dpret.privacy.chacha import WORDS, keystream
 from lit_dpret.threads import in_threads
 
 BLOCK = 1 << 16
-"""Numbers that come from candidates of their own: whoever wants one of them draws those before it in its block."""
+"""The number of values with their own candidates: to get one of them, all before it in its block are drawn."""
 
 X_BITS = 56
-"""Bits of x that are drawn at once; of 64 bits one more is the sign."""
+"""The number of bits of x that are drawn at once; one more of the 64 bits is the sign."""
 
 MOST_BITS = 52
-"""The finest grid: so many bits after the binary point of a standard normal."""
+"""The finest grid: the number of bits after the binary point of a standard normal."""
 
 AT_ONCE = {"cpu": 4, "cuda": 32}
 """How many blocks are drawn at once."""
@@ -36,13 +37,13 @@ _CELLS_BITS = 1
 _CELLS = 1 << _CELLS_BITS  # in one deviation
 _MORE = 32 * WORDS  # bits of one block of the stream
 _X_LOW, _X_HIGH, _W, _MORE_OF_X, _MORE_OF_W = range(5)  # lanes of the stream
-_OF_A_BLOCK = 1 << 20  # blocks of the stream for each block of numbers: a hundred times what are needed
-_BLOCKS_OF_MORE = 1 << 10  # of the stream, for each candidate that its first bits leave open
+_OF_A_BLOCK = 1 << 20  # blocks of the stream for each block of numbers: a hundred times as many as needed
+_BLOCKS_OF_MORE = 1 << 10  # of the stream, for each candidate that its first bits leave undecided
 
 
 @lru_cache
 def _weights(digits: int) -> tuple[list[Decimal], Decimal, Fraction]:
-    """The probabilities that k is below 1, 2, ..., 1 over S, and a bound on what each of them is off."""
+    """Return the probabilities that k is below 1, 2, ..., then 1 over S, and a bound on the error of each of them."""
     context = Context(prec=digits + 10)
     last = _CELLS * (math.isqrt(5 * digits) + 4)
     terms = [context.exp(context.divide(Decimal(-k * k), 2 * _CELLS**2)) for k in range(last)]
@@ -51,7 +52,8 @@ def _weights(digits: int) -> tuple[list[Decimal], Decimal, Fraction]:
     return below, context.divide(Decimal(1), sums[-1]), Fraction(1, 10**digits)
 
 
-# The whole parts of those probabilities times 2^32: a word above one says that k is larger, one below that it is not.
+# The integer parts of those probabilities times 2^32: a word above one means that k is larger, a word below that it is
+# not.
 _BELOW = sorted({min(int(value * 2**_WORD), 2**_WORD - 1) for value in _weights(40)[0]})
 # For each k, 2^32 times the probability of a smaller one; and 2^32 over S.
 _SMALLER = [0.0, *(float(value * 2**_WORD) for value in _weights(40)[0][: len(_BELOW)])]
@@ -59,7 +61,7 @@ _SHARE = float(_weights(40)[1] * 2**_WORD)
 
 
 def rounded_normals(key: bytes, count: int, *, start: int, bits: int, device: torch.device) -> Tensor:
-    """Return ``count`` exact normals of deviation ``2**bits``, rounded, int64; each by its key and place alone."""
+    """Return ``count`` exact normals of deviation ``2**bits``, rounded, int64; each depends on key and index alone."""
     found = torch.empty(count, dtype=torch.int64, device=device)
     together, stop = AT_ONCE[device.type], start + count
 
@@ -71,7 +73,7 @@ def rounded_normals(key: bytes, count: int, *, start: int, bits: int, device: to
         if end % BLOCK:
             parts.append(_numbers(key, block + whole, 1, end % BLOCK, bits, device))
         drawn = torch.cat(parts)
-        # Numbers come by rejection, so nobody can jump into a block: its head is drawn and thrown away.
+        # Numbers are drawn by rejection, so a block has no random access: its head is drawn and discarded.
         head = max(start - begin, 0)
         found[begin + head - start : end - start] = drawn[head:]
 
@@ -80,16 +82,16 @@ def rounded_normals(key: bytes, count: int, *, start: int, bits: int, device: to
 
 
 def _numbers(key: bytes, block: int, blocks: int, count: int, bits: int, device: torch.device) -> Tensor:
-    """The first ``count`` numbers of each of ``blocks`` blocks, one after the other."""
+    """Return the first ``count`` numbers of each of ``blocks`` blocks, concatenated."""
     candidates = int(1.2 * count + 4 * math.sqrt(count)) + 64
     while True:
         sizes, kept = _candidates(key, block, blocks, candidates, bits, device)
         place = kept.cumsum(1) - 1
         if bool((place[:, -1] + 1 >= count).all()):
             break
-        # From the beginning again: what a key gives must not depend on how often there were too few.
+        # From the beginning again: the result for a key must not depend on how often there were too few.
         candidates *= 2
-    # By arithmetic and not by a mask, whose size a GPU would have to tell first: what is not wanted goes to the end.
+    # By arithmetic instead of a mask, whose size a GPU would have to report first: unwanted numbers go to the end.
     wanted = kept & (place < count)
     place += count * torch.arange(blocks, device=device).unsqueeze(1)
     place.masked_fill_(~wanted, blocks * count)
@@ -100,7 +102,7 @@ def _numbers(key: bytes, block: int, blocks: int, count: int, bits: int, device:
 def _candidates(
     key: bytes, block: int, blocks: int, count: int, bits: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The numbers that the first ``count`` candidates of each block would be, and which of them are kept."""
+    """Return the numbers that the first ``count`` candidates of each block would be, and which are kept."""
     x, w = _words(key, block, blocks, count, device)
     negative, x = x & 1, (x >> 1) & ((1 << X_BITS) - 1)
     whole = torch.zeros_like(w, dtype=torch.uint8)
@@ -111,16 +113,16 @@ def _candidates(
     ahead = (x.double().mul_(2.0**-X_BITS) + whole).square_().mul_(-0.5 / _CELLS**2).exp_().mul_(_SHARE)
     ahead += torch.tensor(_SMALLER, dtype=torch.float64, device="cpu").to(device)[whole]
     ahead -= w
-    # The number that decides lies between w and w + 1, and the exponential is trusted to 1.
+    # The deciding number is between w and w + 1, and the exponential is trusted to within 1.
     kept = ahead >= 2
     unknown = (ahead < 2) & (ahead > -1) | tie
-    # Where floats or 32 bits cannot tell, once in some billion, exact arithmetic decides.
+    # Where floats or 32 bits cannot decide, about once in a billion, exact arithmetic does.
     if bool(unknown.any()):
         for row, column in unknown.nonzero().tolist():
             place = (block + row) * _OF_A_BLOCK * WORDS + column
             found = decide(key, place, x=int(x[row, column]), w=int(w[row, column]))
             whole[row, column], kept[row, column] = found
-    # To one bit more than the grid has, and that bit rounded: the bits of x that follow cannot change it.
+    # Cut to one bit more than the grid has, and round that bit: later bits of x cannot change it.
     sizes = (
         (whole << X_BITS)
         .bitwise_or_(x)
@@ -132,7 +134,7 @@ def _candidates(
 
 
 def _words(key: bytes, block: int, blocks: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """64 bits for the sign and x, and 32 bits for w, of the first ``count`` candidates of each block."""
+    """Return 64 bits for the sign and x, and 32 bits for w, of the first ``count`` candidates of each block."""
     columns = -(-count // WORDS)
     numbers = torch.arange(block, block + blocks, device=device).unsqueeze(1) * _OF_A_BLOCK
     numbers = (numbers + torch.arange(columns, device=device)).view(-1)
@@ -147,9 +149,9 @@ def _words(key: bytes, block: int, blocks: int, count: int, device: torch.device
 
 
 def decide(key: bytes, place: int, *, x: int, w: int) -> tuple[int, bool]:
-    """Return the integer part of a candidate and whether it is kept, by as many more bits as it takes.
+    """Return the integer part of a candidate and whether it is kept, using as many more bits as needed.
 
-    ``place`` is the candidate's place in the stream; ``x`` and ``w`` are the bits of it that are known.
+    ``place`` is the candidate's position in the stream; ``x`` and ``w`` are its bits that are known.
     """
     more = 0
     while True:
@@ -161,14 +163,14 @@ def decide(key: bytes, place: int, *, x: int, w: int) -> tuple[int, bool]:
         )
         below, share, off = _weights(digits)
         whole = sum(Fraction(value) + off <= w_low for value in below)
-        # The bits so far do not decide the whole part: take more.
+        # The bits so far do not decide the integer part: take more.
         if whole == len(below) or not w_high <= Fraction(below[whole]) - off:
             continue
         smaller = Fraction(below[whole - 1]) if whole else Fraction(0)
         least, most = (
             smaller + Fraction(share) * _exp_minus(((whole + t) / _CELLS) ** 2 / 2, digits) for t in (x_high, x_low)
         )
-        # Off by that much each, the two summands and the factor, which is below 1.
+        # The two summands and the factor, which is below 1, are each off by at most that much.
         if w_high <= least - 3 * off:
             return whole, True
         if w_low >= most + 3 * off:
@@ -176,7 +178,7 @@ def decide(key: bytes, place: int, *, x: int, w: int) -> tuple[int, bool]:
 
 
 def _between(key: bytes, place: int, lane: int, first: int, bits: int, more: int) -> tuple[Fraction, Fraction]:
-    """Between what a number in [0, 1) lies, by its ``first`` bits and ``more`` that follow them."""
+    """Return the bounds of a number in [0, 1), from its ``first`` bits and the ``more`` bits that follow them."""
     blocks = place * _BLOCKS_OF_MORE + torch.arange(more // _MORE, device="cpu")
     following = int.from_bytes(keystream(key, blocks, lane=lane).T.contiguous().numpy().tobytes(), "big")
     known = (first << more) + following
@@ -184,6 +186,6 @@ def _between(key: bytes, place: int, lane: int, first: int, bits: int, more: int
 
 
 def _exp_minus(exponent: Fraction, digits: int) -> Fraction:
-    """The exponential of ``-exponent``, which is not negative, off by less than 10 to the power of ``-digits``."""
+    """Return the exponential of ``-exponent``, with ``exponent`` at least 0, off by less than 10 ** ``-digits``."""
     context = Context(prec=digits + 10)
     return Fraction(context.exp(context.divide(Decimal(-exponent.numerator), Decimal(exponent.denominator))))

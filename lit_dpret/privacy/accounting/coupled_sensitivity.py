@@ -1,7 +1,7 @@
 """Sensitivity of losses that couple the units of a batch: which units interact, and how far one unit moves the sum.
 
-A logical batch falls into ``sub_batches`` parts, by a coin for each unit, whose units see only each other; none holds
-more than ``n_max``, the surplus being left out uniformly. docs/derivations.md says what that means under each relation.
+One coin per unit splits a logical batch into ``sub_batches`` parts, whose units see only each other. No part holds more
+than ``n_max`` units; the surplus is left out uniformly. docs/derivations.md says what that means under each relation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lit_dpret.privacy.budget import Neighbours
 from lit_dpret.settings import require_choice, require_whole
 
 Bounded = Literal["sub_batch", "row", "pair"]
-# As in `lit_dpret.losses.pairs.base`: neither room imports the other, and accounting loads no torch.
+# As in `lit_dpret.losses.pairs.base`: neither package imports the other, and accounting does not load torch.
 Relation = Literal["add_or_remove", "replace_one"]
 LossClaim = Literal["proved", "declared", "refuted"]
 
@@ -28,9 +28,9 @@ BOUNDED_TEXTS: Mapping[Bounded, str] = {
     "row": "the gradient of each row",
     "pair": "the gradient of each pair's similarity",
 }
-# What cuts may add to delta in all steps together, as a share of it: less than noise multipliers are rounded up by.
+# What cuts may add to delta in all steps together, as a share of delta: less than the rounding up of noise multipliers.
 _SHARE = 1e-6
-# Standard deviations above the mean size of a sub-batch at which the default n_max lies.
+# The default n_max is this many standard deviations above the mean size of a sub-batch.
 _MARGIN = 6.0
 
 
@@ -40,11 +40,11 @@ class Coupling:
 
     bounded: Bounded  # what is clipped to ``max_grad_norm``: a ``sub_batch``, a ``row``, or a ``pair``
     sub_batches: int  # parts of a logical batch
-    n_max: int  # most units of a part
-    expected: float  # units of a part on average; a public constant, for losses that are divided by it
-    loss: str = ""  # the loss that the sensitivity was computed for, in a phrase; part of the plan
-    # Where the sensitivity comes from: ``proved`` here, ``declared`` by the user for a loss of their own, or
-    # ``refuted``, kept for comparison. Behind the last one nothing may be claimed.
+    n_max: int  # the maximum number of units in a part
+    expected: float  # the mean number of units in a part; a public constant, for losses that are divided by it
+    loss: str = ""  # the loss for which the sensitivity was computed, as a phrase; part of the plan
+    # Where the sensitivity comes from: ``proved`` here, ``declared`` by the user for a custom loss, or ``refuted``,
+    # kept for comparison. If it is refuted, nothing may be claimed.
     claim: LossClaim = "proved"
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ def largest_batch(law: SamplingLaw, units: int | None = None) -> int | None:
 def resolve_n_max(
     n_max: int | None, *, law: SamplingLaw, sub_batches: int, expected: float, units: int | None = None
 ) -> int:
-    """Return the bound on a sub-batch, as declared or one that is hardly ever reached, by public facts alone."""
+    """Return the bound on a sub-batch, as declared or else one that is hardly ever reached, from public facts alone."""
     mean = expected / sub_batches
     if n_max is not None:
         if n_max < math.floor(mean):
@@ -97,13 +97,13 @@ def resolve_n_max(
 def least_n_max(law: SamplingLaw, *, sub_batches: int, steps: int, units: int, delta: float) -> int:
     """Return the least sub-batch bound that keeps amplification valid under ``zero_out`` and ``replace_one``.
 
-    *Why.* Off the event that the unit is drawn into a sub-batch that is cut, a step is dominated by the pair of plain
-    sampling: either nobody was left out, or both neighbours show the batch without the unit. The event is one of
-    coins alone, with probability at most q P[Binomial(n - 1, q / k) >= n_max] in a step, and what happens on it adds
-    at most its probability to delta. Here ``steps`` times that is at most a millionth of delta.
+    *Why.* Outside the event that the unit is drawn into a sub-batch that is cut, a step is dominated by the pair of
+    plain sampling: either no unit was left out, or both neighbours show the batch without the unit. The event depends
+    on coins alone, and has probability at most q P[Binomial(n - 1, q / k) >= n_max] in a step. On it, the step adds at
+    most that probability to delta. Here ``steps`` times that is at most a millionth of delta.
 
-    Laws without coins for each unit need no bound: without amplification the batch without the unit is compared with
-    nothing, and in ``fixed_size`` batches a unit that is not drawn is replaced, in its slot, by one that is.
+    Laws without coins for each unit need no bound. Without amplification, the batch without the unit is compared with
+    nothing. In ``fixed_size`` batches, a unit that is not drawn is replaced, in its slot, by one that is.
     """
     if not isinstance(law, (Poisson, TruncatedPoisson)) or law.sample_rate == 1:
         return 1
@@ -143,13 +143,13 @@ def holds_under(
     if read_as == planned:
         return True
     if planned_neighbours == "replace_one" and isinstance(planned_law, (FullBatch, Shuffle)):
-        # Half a replacement, which is less than taking a unit out.
+        # Half a replacement, which is less than removing a unit.
         return neighbours == "replace_one" and isinstance(law, (FullBatch, Shuffle))
     if neighbours == "add_or_remove":
         counted = change_of_a_sub_batch(planned_neighbours, planned_law, n_max=coupling.n_max)
         return counted in ("replace_one", change_of_a_sub_batch(neighbours, law, n_max=coupling.n_max))
     largest = largest_batch(law, units)
-    # Never cut, so that nothing depends on how many others were drawn.
+    # Never cut, so nothing depends on how many others were drawn.
     if largest is not None and largest <= coupling.n_max:
         return True
     if units is None:

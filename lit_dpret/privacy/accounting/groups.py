@@ -1,6 +1,6 @@
 """The guarantee for a person with several units, or for a text that occurs several times.
 
-Of a user's k units a Poisson batch holds Binomial(k, q), and j of them move the sum by at most j C: a mixture of
+A Poisson batch holds Binomial(k, q) of a user's k units, and j of them move the sum by at most j C: a mixture of
 Gaussians (Choquette-Choo et al. 2024, arXiv 2310.15526, Corollary 4.7). Truncation is paid for out of delta;
 docs/derivations.md has the argument.
 """
@@ -56,7 +56,7 @@ from lit_dpret.settings import is_whole
 
 MOST_UNITS = 1000
 
-# Values of the privacy loss that are told apart, at most, and those times the parts of the mixture.
+# The maximum number of distinct values of the privacy loss, and of those times the parts of the mixture.
 _MOST_BUCKETS = 200_000
 _MOST_TERMS = 4_000_000
 
@@ -67,10 +67,12 @@ def group_epsilon(
     """Return the epsilon of all ``releases`` for a person with up to ``units`` units, or for copies of one text.
 
     Guarantees:
-        - A pessimistically discretised upper bound, rising with ``units``; for one unit it is `epsilon` by ``pld``.
-        - Under Poisson sampling at most what group privacy makes of the curve for one unit (Vadhan 2017, "The
-          Complexity of Differential Privacy", Lemma 2.2); without sampling, that of a noise multiplier over ``units``.
-        - Infinite above `LARGEST_EPSILON`, without privacy, and where truncation alone uses up ``delta``.
+        - It is a pessimistically discretised upper bound that rises with ``units``; for one unit it is `epsilon` by
+          ``pld``.
+        - Under Poisson sampling it is at most what group privacy derives from the curve for one unit (Vadhan 2017, "The
+          Complexity of Differential Privacy", Lemma 2.2). Without sampling it is that of the noise multiplier divided
+          by ``units``.
+        - It is infinite above `LARGEST_EPSILON`, without privacy, and where truncation alone uses up ``delta``.
     """
     return epsilon_of_several([(releases, units)], delta=delta, neighbours=neighbours)
 
@@ -84,7 +86,7 @@ def epsilon_of_several(
     for _, units in made:
         check_max_units(units)
     releases = [release for own, _ in made for release in own]
-    # One unit is the ordinary claim, which more laws and relations have.
+    # One unit is the ordinary claim, which supports more laws and relations.
     if all(units == 1 for _, units in made):
         return epsilon(releases, delta=delta, neighbours=neighbours)
     for release in releases:
@@ -95,13 +97,13 @@ def epsilon_of_several(
         return math.inf
     if not together:
         return 0.0
-    # Run by run: each has its own number of units, and one law may stand in several.
+    # Run by run: each has its own number of units, and several runs may share a law.
     parts = [(part, units) for own, units in made for part in composable_parts(own) or ()]
     if all(isinstance(part.law, FullBatch) for part, _ in parts):
         wider = [GaussianRelease(noise_multiplier=p.noise_multiplier / units, law=p.law) for p, units in parts]
         return epsilon(wider, delta=delta, neighbours=neighbours)
     lost = [units * truncation_delta(p.law, p.count) for p, units in parts if isinstance(p.law, TruncatedPoisson)]
-    # A cut batch may give each of the units away; what is left of delta goes to the untruncated law.
+    # A cut batch may reveal each of the units; the rest of delta goes to the untruncated law.
     spare = delta - math.fsum(lost)
     return _composed_epsilon(tuple(parts), spare) if spare > 0 else math.inf
 
@@ -165,7 +167,7 @@ def _composed_epsilon(parts: tuple[tuple[Part, int], ...], delta: float) -> floa
 
 @lru_cache(maxsize=32)
 def _composed(parts: tuple[tuple[Part, int], ...]) -> PrivacyLossDistribution | None:
-    """The distribution of all parts with one person's units in each; None where epsilon is too large to tell apart."""
+    """Return the distribution of all parts with one person's units in each; None if epsilon is too large."""
     if sum(part.count * mean_loss(*_mixture(part, units)) for part, units in parts) > LARGEST_EPSILON:
         return None
     # One width for all parts: distributions of different widths do not compose.
@@ -187,30 +189,30 @@ def _in_batch(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mixture(part: Part, units: int) -> tuple[np.ndarray, np.ndarray]:
-    """The chances of a batch's numbers of units, and how many noise deviations each moves the sum."""
+    """Return the probabilities of a batch's numbers of units, and how many noise deviations each moves the sum."""
     counts, chances = _in_batch(part, units)
     return chances, counts / part.noise_multiplier
 
 
 class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
-    """dp-accounting's privacy loss of the mixture, its inverse found for all values at once."""
+    """dp-accounting's privacy loss of the mixture, with its inverse computed for all values at once."""
 
     def get_delta_for_epsilon(self, epsilon: Any) -> Any:
         if np.ndim(epsilon) == 0:
             return super().get_delta_for_epsilon(epsilon)
         deltas = deltas_at(self, self.inverse_privacy_losses, np.asarray(epsilon, dtype=float), self._sampling_prob)
-        # Rounding may make them rise, which the library corrects one by one.
+        # Rounding may break their order, which the library corrects one by one.
         return np.maximum.accumulate(deltas[::-1])[::-1]
 
     def inverse_privacy_losses(self, privacy_losses: np.ndarray, precision: float = 1e-7) -> np.ndarray:
-        """The points at which the privacy loss has the given values, in the same order."""
-        # Beyond it both densities are zero in floating point.
+        """Return the points at which the privacy loss has the given values, in the same order."""
+        # Beyond this both densities are zero in floating point.
         reach = 40 * self._standard_deviation + 2 * self._max_sens
         sign = 1.0 if self.adjacency_type == AdjacencyType.REMOVE else -1.0
         # Both losses fall with x; as functions of y = -sign x their logarithmic sum rises and is convex.
         grid = np.linspace(-reach, reach, 20_001)
         wanted = sign * np.asarray(privacy_losses, dtype=float)
-        # A start so near that Newton's method on a convex function cannot overshoot for long.
+        # A starting point so close that Newton's method on a convex function cannot overshoot for long.
         y = np.interp(wanted, self._log_sum(grid)[0], grid)
         for _ in range(50):
             value, slope = self._log_sum(y)
@@ -224,10 +226,11 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
         return np.asarray(-sign * y)
 
     def _log_sum(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The logarithm of the mixture's density over the Gaussian's, ``y`` towards it, and its slope."""
+        """Return the logarithm of the mixture's density over the Gaussian's, ``y`` towards the former, and its slope.
+        """
         scaled = self.sensitivities[:, None] / self._variance
         terms = np.log(self.sampling_probs)[:, None] + scaled * (y[None, :] - self.sensitivities[:, None] / 2)
-        # logsumexp by hand, since its weights are the slope's too.
+        # logsumexp written out, since its weights are the slope's too.
         top = terms.max(axis=0)
         weights = np.exp(terms - top)
         mass = weights.sum(axis=0)
@@ -236,9 +239,9 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
 
 @within_memory
 def _mixture_pld(part: Part, units: int, width: float) -> PrivacyLossDistribution:
-    """The privacy loss distribution of one release: connect-the-dots, as the library does it."""
+    """Return the privacy loss distribution of one release by connect-the-dots, as the library does it."""
     counts, chances = _in_batch(part, units)
-    if len(counts) == 1:  # every unit is in the batch; of one component the library's search for a tail finds none
+    if len(counts) == 1:  # every unit is in the batch; with one component the library's search for a tail finds none
         return gaussian_pld(part.noise_multiplier / float(counts[0]), 1.0, RELATIONS["add_or_remove"], width)
 
     def one_way(adjacency: AdjacencyType) -> Any:
@@ -251,6 +254,6 @@ def _mixture_pld(part: Part, units: int, width: float) -> PrivacyLossDistributio
 
 
 def _width(part: Part, units: int) -> float:
-    """The discretisation: as fine as everywhere else, or what keeps time and memory in bounds."""
+    """Return the discretisation: as fine as everywhere else, or as time and memory permit."""
     furthest = float(log_ratio(*_mixture(part, units), np.array([units / part.noise_multiplier + 10.0]))[0])
     return max(FINE, furthest / min(_MOST_BUCKETS, _MOST_TERMS // (units + 1)))

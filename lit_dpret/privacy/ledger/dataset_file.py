@@ -1,7 +1,7 @@
 """The file of a data-set ledger: the charge of each run, the permitted order of records, and the total.
 
 The total composes the releases of all runs as one list; docs/derivations.md says where that is proved. Runs that begin
-with the weights of one earlier run have seen one release of these weights: a charge names that run, and a sum over
+with the weights of one earlier run have seen one release of these weights. A charge names that run, and a sum over
 charges counts it once.
 """
 
@@ -19,7 +19,7 @@ from lit_dpret.privacy.budget import AccountantName, Neighbours, PrivacyBudget
 from lit_dpret.privacy.ledger.chain import Book, ChainedFile
 
 TOTAL_EVENT = "dataset_total"
-"""The event of a run's ledger that holds the total of its data set when the run ended."""
+"""The event in a run's ledger that holds the total of its data set at the end of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,11 @@ class Total:
     """The epsilon of everything released or reserved from one data set."""
 
     epsilon: float  # of all runs together; infinite where one of them has no guarantee
-    delta: float  # the delta that it holds at
-    accountant: str  # how it was composed: ``pld``, ``rdp``, or a phrase where only basic composition was left
+    delta: float  # the delta at which it holds
+    accountant: str  # how it was composed: ``pld``, ``rdp``, or a phrase where only basic composition was possible
     total_eps: float  # the limit
-    runs: int  # runs that are charged
-    running: int  # those of them that hold a reservation: they run, or were killed and not resumed
+    runs: int  # the number of charged runs
+    running: int  # how many of them hold a reservation: they are running, or were killed and not resumed
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values; an infinite epsilon is null."""
@@ -39,7 +39,7 @@ class Total:
 
 
 def noted_total(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the last total noted in a run's ledger, as `Total.to_dict` gives it; None without one."""
+    """Return the last total recorded in a run's ledger, as `Total.to_dict` gives it; None without one."""
     noted = [record for record in records if record.get("kind") == "event" and record.get("name") == TOTAL_EVENT]
     return {item.name: noted[-1].get(item.name) for item in fields(Total)} if noted else None
 
@@ -49,9 +49,9 @@ def compose_across_runs(
 ) -> tuple[float, str]:
     """Return the epsilon of the releases of all runs together at ``delta``, and the composition used.
 
-    One composition by one accountant wherever one judges them all: by ``rdp`` where that was asked for, else by
-    ``pld``, or the other of the two. Otherwise each accountant's releases get an equal share of ``delta``, and the
-    epsilons add up.
+    If one accountant judges all releases, it composes them at once: first ``rdp``, then ``pld`` if ``rdp`` was
+    requested; otherwise first ``pld``, then ``rdp``. If neither judges them all, each accountant's releases get an
+    equal share of ``delta``, and the epsilons add up.
     """
     releases = merge(releases)
     names: tuple[AccountantName, ...] = ("rdp", "pld") if accountant == "rdp" else ("pld", "rdp")
@@ -70,7 +70,7 @@ def compose_across_runs(
 
 
 def _judge_of(release: Release, names: Sequence[AccountantName], neighbours: Neighbours) -> AccountantName:
-    """The first accountant that judges the release's law; any would do where there is no law to judge."""
+    """Return the first accountant that judges the release's law; any will do where there is no law to judge."""
     if isinstance(release, NonPrivateRelease):
         return names[0]
     try:
@@ -85,12 +85,13 @@ def _judge_of(release: Release, names: Sequence[AccountantName], neighbours: Nei
 class EarlierRun:
     """A run whose model other runs start from.
 
-    Two are the same only if all is: copies of one run folder that went on by themselves share the identity alone.
+    Two are the same only if all fields are equal: copies of one run folder that were continued separately share only
+    the identity.
     """
 
-    run: str  # its lasting identity, as `ledger_identity` gives it
-    head: str  # the last record of its ledger that tells of a step: what a resume at the end adds releases nothing
-    releases: tuple[Release, ...]  # what its model cost
+    run: str  # its permanent identity, as `ledger_identity` gives it
+    head: str  # the last record of a step in its ledger: records that a resume at the end adds release nothing
+    releases: tuple[Release, ...]  # the cost of its model
 
     @classmethod
     def of_start(cls, start: Mapping[str, Any] | None) -> tuple[EarlierRun, ...]:
@@ -114,7 +115,7 @@ class Charge:
     """The charge of one run; created by `of`."""
 
     own: tuple[Release, ...]  # its own releases, merged
-    earlier: tuple[EarlierRun, ...] = ()  # the runs that it begins with and that nothing else in the ledger counts
+    earlier: tuple[EarlierRun, ...] = ()  # the runs that it starts from and that nothing else in the ledger counts
 
     @classmethod
     def of(cls, given: Charge | Sequence[Release], earlier: Sequence[EarlierRun] = ()) -> Charge:
@@ -142,7 +143,7 @@ class Charge:
             return cls(tuple(whole))
         own = tuple(release_from_dict(release) for release in parts["own"])
         charge = cls(own, tuple(EarlierRun.from_dict(run) for run in parts["earlier"]))
-        # Both stand in the file, so that a reader without the parts cannot be shown less.
+        # The file holds both, so that a reader without the parts cannot be shown less.
         if charge.releases != whole:
             raise LedgerError("its parts are not the releases that it states.")
         return charge
@@ -168,13 +169,13 @@ class Entry:
     head: str
     settled: bool
     name: str
-    sweep: str | None = None  # held for a trial of this sweep that has not begun
-    delta: float | None = None  # of its claim, where that is smaller than the file's
+    sweep: str | None = None  # set if held for a trial of this sweep that has not begun
+    delta: float | None = None  # of its claim, if smaller than the file's
 
 
 @dataclass
 class DatasetBook:
-    """The runs of a data-set ledger; refuses an unknown schema and records out of order."""
+    """The runs of a data-set ledger; it refuses an unknown schema and records out of order."""
 
     terms: dict[str, Any] | None = None
     identity: str | None = None

@@ -1,8 +1,8 @@
 """Norms of all pairs from one Jacobian per record: d cotangents instead of n.
 
-The blocks K = J J^T of each side say everything for two towers. For shared parameters they give a bound (``KBlocks``),
-and inner products of both sides the norm (``JacobianNorms``); a linear head has a closed form (``LinearHead``).
-docs/derivations.md derives all three.
+For two towers, the blocks K = J J^T of each side determine the norms. For shared parameters they give a bound
+(``KBlocks``), and together with inner products of both sides the norm (``JacobianNorms``). A linear head has a closed
+form (``LinearHead``). docs/derivations.md derives all three.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from lit_dpret.privacy.clipping.pairs.factors import (
 )
 from lit_dpret.privacy.clipping.pairs.norms import ROWS_AT_ONCE, PairNorms
 
-#: Elements of Jacobian factors to hold for one side: where all records of both are needed together, and where a few do.
+#: Elements of Jacobian factors to hold for one side: where all records of both sides are needed together, and where a
+#: few are enough.
 HELD, HELD_FOR_BLOCKS = 1 << 25, 1 << 22
-#: Rounding errors, in units of the type's roundoff times a row's squared terms, that are added to squared norms.
+#: Rounding errors, in units of the dtype's roundoff times a row's squared terms, that are added to squared norms.
 SLACK = 8
 
 
@@ -60,7 +61,7 @@ class FromJacobians(PairNorms):
         self._engine = GhostClipping(module, max_grad_norm=1.0)  # reads Jacobians only: the bound is not used
 
     def _reach(self, side: Side) -> Reach:
-        """Run one row through, for one column."""
+        """Run one row through the encoder, for one column."""
         found = self._factors(side, slice(0, 1), None)
         held = [each.held for factors in found.values() for each in factors]
         return Reach(frozenset(found), sum(inputs for inputs, _ in held), sum(outputs for _, outputs in held))
@@ -81,7 +82,7 @@ class FromJacobians(PairNorms):
         return self.rows_at_once or max(1, min(side.count, self.held // max(1, reach.inputs + reach.outputs * columns)))
 
     def _factors(self, side: Side, rows: slice, before: Tensor | None, names: frozenset[str] | None = None) -> Jacobian:
-        """The Jacobian of some rows by parameter; without ``before`` that of the sum of their coordinates."""
+        """Return the Jacobian of some rows by parameter; without ``before``, that of the sum of their coordinates."""
         count = len(range(side.count)[rows])
 
         def outputs() -> Tensor:
@@ -135,7 +136,7 @@ class KBlocks(FromJacobians):
                     )
             parts.append(torch.cat(blocks, 1))
         (own_queries, shared_queries), (own_passages, shared_passages) = parts
-        # The triangle inequality on the shared parameters, which is why this is a bound and no norm.
+        # The triangle inequality on the shared parameters makes this a bound instead of the norm.
         both = shared_queries.sqrt() + shared_passages.T.sqrt()
         squares: Tensor = own_queries + own_passages.T + both.square()
         return squares.sqrt()
@@ -156,7 +157,7 @@ class JacobianNorms(FromJacobians):
             of_queries = self._factors(queries, i, e, reaches[0].names)
             with torch.no_grad():
                 squares[i] += quadratic(_joined(of_queries), f, len(e[i]))
-            # Without shared parameters no inner product is wanted, and passages are needed once.
+            # Without shared parameters no inner product is needed, and passages are needed once.
             for j in columns if common or i.start == 0 else ():
                 of_passages = held or self._factors(passages, j, f, reaches[1].names)
                 held = of_passages if len(columns) == 1 else None
@@ -165,12 +166,12 @@ class JacobianNorms(FromJacobians):
                         squares[:, j] += quadratic(_joined(of_passages), e, len(f[j])).T
                     for query, passage in _aligned(of_queries, of_passages):
                         squares[i, j] += 2 * inner_products(query, passage, e[i], f[j])
-        # Rounding may leave a little below zero; `quadratic` has added its slack before.
+        # Rounding may go slightly below zero; `quadratic` has already added its slack.
         return squares.clamp(min=0).sqrt()
 
 
 def _split(found: Jacobian, common: frozenset[str]) -> tuple[list[Factors], list[Factors]]:
-    """The factors of parameters of one side only, and those of shared ones."""
+    """Return the factors of parameters of one side only, and those of shared parameters."""
     own = {name: factors for name, factors in found.items() if name not in common}
     return _joined(own), _joined({name: found[name] for name in found if name in common})
 
@@ -180,7 +181,7 @@ def _joined(found: Jacobian) -> list[Factors]:
 
 
 def _aligned(queries: Jacobian, passages: Jacobian) -> list[tuple[Factors, Factors]]:
-    """The factors of shared parameters, side by side and in the same form."""
+    """Return the factors of shared parameters, paired and in the same form."""
     pairs: tuple[list[Factors], list[Factors]] = [], []
     for name in [name for name in queries if name in passages]:
         both: list[Sequence[Factors]] = [queries[name], passages[name]]
@@ -194,8 +195,8 @@ def _aligned(queries: Jacobian, passages: Jacobian) -> list[tuple[Factors, Facto
 def quadratic(factors: Sequence[Factors], vectors: Tensor, rows: int) -> Tensor:
     """Return f_j' K_i f_j for the rows i of the factors and all vectors j, (rows, vectors) in float64.
 
-    A share of the size of rounding errors is added: where a row's terms cancel, the result must not fall below the
-    true value, since norms are divided by.
+    A share of the size of rounding errors is added: where a row's terms cancel, the result must not fall below the true
+    value, since norms are divisors.
     """
     columns = vectors.shape[1]
     total = torch.zeros(rows, columns, columns, dtype=torch.float64, device=vectors.device)
@@ -223,8 +224,8 @@ class Head:
 class LinearHead(PairNorms):
     """The closed form: ``norms=linear_head``, exact, n squared times (features + dim) multiplications.
 
-    Each side is a bias-free nn.Linear on features that nothing trained has touched, normalised to length 1
-    (or frozen); values and gradients are compared with that form in every batch.
+    Each side is a bias-free nn.Linear on features that no trained parameter affects, normalised to length 1 (or
+    frozen). Values and gradients are compared with that form in every batch.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -241,7 +242,7 @@ class LinearHead(PairNorms):
             lengths = query.a.square().sum(1)[:, None] + passage.a.square().sum(1)
             cross = 2 * s * (query.a @ passage.a.T) if query.weight == passage.weight else 0
             slack = SLACK * max(torch.finfo(p.dtype).eps for p in self._engine.parameters.values())
-            # Slack on top, since a norm that is too small would let a pair pass its bound.
+            # Slack is added, since a norm that is too small would let a pair exceed its bound.
             return ((1 - s.square()).clamp(min=0) * (lengths - cross) + slack * lengths).sqrt()
 
     def _head(self, side: Side, embeddings: Tensor) -> Head:
@@ -252,7 +253,7 @@ class LinearHead(PairNorms):
         return Head(names.pop(), torch.cat([part.a for part in parts]), torch.cat([part.embeddings for part in parts]))
 
     def _part(self, side: Side, rows: slice, before: Tensor) -> Head:
-        """Some rows, in float64, where 1 - S^2 keeps its digits."""
+        """Return some rows in float64, where 1 - S^2 keeps its digits."""
 
         def outputs() -> Tensor:
             embedded = side.embedded(rows)
@@ -273,14 +274,14 @@ class LinearHead(PairNorms):
             length = torch.linalg.vector_norm(projected, dim=1, keepdim=True)
             e = projected / length
             self._compare(name, e, before.double(), before.dtype)
-            # The derivative of the sum of normalised coordinates, by hand; autograd's is compared with it.
+            # The derivative of the sum of normalised coordinates, in closed form; autograd's is compared with it.
             slope = (1 - e * e.sum(1, keepdim=True)) / length
             scale = length.nan_to_num(1.0)
             self._compare(name, slope * scale, use.g[:, 0].double() * scale, use.g.dtype)
             return Head(name, h / length, e)
 
     def _compare(self, name: str, form: Tensor, found: Tensor, dtype: torch.dtype) -> None:
-        """Broken rows say nothing: their pairs get norms that are not finite."""
+        """Refuse a difference; broken rows are ignored, as their pairs get norms that are not finite."""
         if bool(((form - found).abs().amax(1) > TOLERANCE[dtype]).any()):
             raise self._refusal(f"the embeddings are not those of {name} on its inputs, normalised to length 1")
 
