@@ -1,8 +1,9 @@
 """A histogram of private units over public bins, with Gaussian noise, charged like every other release.
 
-A unit of m counts moves it by C = m (``replace_one``: m / sqrt(2), as accountants double it), with one count a bin by
-sqrt(m); docs/derivations.md derives these. Several may be released in turn over bins that the earlier ones chose: that
-is adaptive composition. Bins must be public: boundaries chosen by looking at private queries would let out more.
+A unit with m counts moves it by C = m (``replace_one``: m / sqrt(2), as accountants double it); with at most one count
+per bin, by sqrt(m). docs/derivations.md derives these. Several may be released in turn over bins that the earlier ones
+chose: that is adaptive composition. Bins must be public: boundaries chosen by looking at private queries would reveal
+more.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def votes_plan(
     """Return the plan of ``releases`` histograms, with at most ``max_votes`` distinct votes per unit in each."""
     plan = PrivacyPlan.build(
         budget,
-        # The batch size is what `build` would divide by, which a histogram does not.
+        # The batch size is the divisor in `build`, which a histogram does not use.
         PlainSamplingRequest(sampling="full_batch", expected_batch_size=1, physical_batch_size=1),
         steps=releases,
         max_grad_norm=histogram_sensitivity(max_votes, budget.neighbours, distinct=True),
@@ -116,18 +117,19 @@ def release_histogram(
     step: int = 0,
     grant: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """Count, announce in the ledger, add noise, and confirm; the noised counts are whole numbers, ``(bins,)``.
+    """Count, announce in the ledger, add noise, and confirm; the noised counts are integers, ``(bins,)``.
 
-    The order of ``contributions`` depends on nothing but the unit. ``spec`` is a fingerprint of the bins: another one
-    never shares noise with it. ``grant`` is called before a release is announced that the ledger does not hold yet.
+    The order within each unit of ``contributions`` must depend only on that unit. ``spec`` is a fingerprint of the
+    bins: different bins never share noise. ``grant`` is called before announcing a release that the ledger does not
+    hold yet.
 
     Guarantees:
-        - No unit adds more than ``max_count`` counts, and under a plan of votes more than one to a bin, whatever
+        - No unit adds more than ``max_count`` counts, and under a plan of votes no more than one to a bin, whatever
           ``contributions`` holds.
-        - The ledger on the disk announces the release before its noise is drawn.
-        - Made again on the same counts, it gives the same numbers and is charged once; on other counts or bins it is a
-          release of its own, with fresh noise, and charged as one.
-        - A release that the plan's budget does not cover beside those that the ledger holds is not announced.
+        - The ledger on disk announces the release before its noise is drawn.
+        - Repeated on the same counts, it gives the same numbers and is charged once. On other counts or bins it is a
+          separate release with fresh noise, and is charged separately.
+        - A release that the plan's budget does not cover, in addition to those in the ledger, is not announced.
     """
     distinct = plan.mode == EVOLUTION  # several votes of one unit for one candidate count once
     bound = histogram_sensitivity(max_count, plan.budget.neighbours, distinct=distinct)
@@ -135,7 +137,7 @@ def release_histogram(
         raise ConfigurationError(
             f"max_count={max_count} is more than the plan's sensitivity {plan.sensitivity:g} covers."
         )
-    # Cut here and not by the caller, for the sensitivity rests on it.
+    # Cut here and not by the caller, because the sensitivity depends on it.
     counts = exact_counts(contributions, bins=bins, max_count=max_count, distinct=distinct)
     # The bins are part of the tag: the same counts over other bins must not share noise.
     tag = sum_tag(run.stream, {f"{HISTOGRAM} {spec}": counts})
@@ -174,7 +176,7 @@ def exact_counts(
     contributions: Iterable[Sequence[int]], *, bins: int, max_count: int, distinct: bool = False
 ) -> torch.Tensor:
     """Return the counts without noise, at most ``max_count`` per unit; private, shape ``(bins,)``."""
-    # Whole numbers up to 2^53 are exact in float64.
+    # Integers up to 2^53 are exact in float64.
     counts = torch.zeros(bins, dtype=torch.float64)
     for unit in contributions:
         for place in list(dict.fromkeys(unit) if distinct else unit)[:max_count]:
@@ -213,7 +215,7 @@ class ReleasedHistogram:
     counts: tuple[float, ...]  # noised counts, as released; some may be below zero
     bins: Mapping[str, Any]  # how texts are put into bins; public
     noise_std: float  # standard deviation of the noise on each count
-    max_count: int  # counts that one unit added at most
+    max_count: int  # the maximum number of counts that one unit added
 
     @property
     def target(self) -> np.ndarray:
@@ -229,7 +231,7 @@ class ReleasedHistogram:
             "bins": dict(self.bins),
         }
         path = folder / HISTOGRAM_NAME
-        # Renamed when it is whole: a run that was killed here reads it, or does not find it.
+        # Renamed once it is complete: after a kill here, a run reads the whole file or does not find it.
         beside = path.with_suffix(".tmp")
         beside.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return beside.replace(path)

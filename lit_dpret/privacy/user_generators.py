@@ -1,8 +1,8 @@
-"""The global generators of torch, ``random`` and numpy, which user code draws from.
+"""The global generators of torch, ``random`` and numpy, from which user code draws.
 
-They are seeded for every unit and step from the run's secret (`Draw.seed`), so that one unit's rows move nobody else's
-coins. In ``per_row_loss`` a batch has one seed, which must be too long to try out: torch keeps 32 bits of a seed on a
-CPU, so its whole state is filled from a hash (`seed_torch`). docs/derivations.md has the argument.
+They are seeded for every unit and step from the run's secret (`Draw.seed`), so that one unit's rows do not change any
+other unit's coins. In ``per_row_loss`` a batch has one seed, which must be too long to guess: on a CPU, torch keeps 32
+bits of a seed, so its whole state is filled from a hash (`seed_torch`). docs/derivations.md has the argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from lit_dpret.errors import ConfigurationError
 
 _WORDS = 624  # of the state of a Mersenne twister
-_FIRST_WORD = 24  # byte of torch's state: before it stand the seed, counters, and two flags
+_FIRST_WORD = 24  # offset in torch's state, after the seed, counters, and two flags
 _DEVICE_SEED = (1 << 63) - 1
 
 
@@ -50,7 +50,7 @@ def seed_everywhere(seed: int) -> None:
 
 @cache
 def _has_accelerator() -> bool:
-    """Without one, torch keeps each seed and a traceback for when it should come, which takes milliseconds."""
+    """Return whether an accelerator exists; without one, torch stores each seed for later, which takes milliseconds."""
     return torch.accelerator.is_available()
 
 
@@ -58,7 +58,7 @@ def seed_torch(generator: torch.Generator, seed: int) -> None:
     """Fill the whole state of a CPU generator from a hash of ``seed``, of which ``manual_seed`` keeps 32 bits."""
     hashed = hashlib.shake_256(b"%x" % seed).digest(8 + 4 * _WORDS)
     state = _fresh_state().copy()
-    # Where torch keeps what `initial_seed()` returns.
+    # Where torch stores the value that `initial_seed()` returns.
     state[:8].view(np.uint64)[:] = int.from_bytes(hashed[:8], "little") & _DEVICE_SEED
     state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS].view(np.uint64)[:] = np.frombuffer(hashed, dtype="<u4", offset=8)
     generator.set_state(torch.from_numpy(state))
@@ -66,11 +66,11 @@ def seed_torch(generator: torch.Generator, seed: int) -> None:
 
 @cache
 def _fresh_state() -> np.ndarray:
-    """Return the bytes of torch's state right after a seed, when the next number is made of all words anew."""
+    """Return the bytes of torch's state right after a seed, when the next number regenerates all words."""
     state: np.ndarray = torch.Generator().manual_seed(5).get_state().numpy()
     words = state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS].view(np.uint64)
     _, same, *_ = np.random.RandomState(5).get_state()  # of the same twister, seeded in the same way
-    # The offsets above are torch's private layout: checked once, against a twister that is documented.
+    # The offsets above are torch's private layout: checked once, against a documented twister.
     if not np.array_equal(words, same):
         raise ConfigurationError(
             f"torch {torch.__version__} keeps the state of its generator in another way than this program knows, so "
@@ -100,24 +100,24 @@ _OF_ONE_WORD: dict[str, tuple[str, Callable[..., Tensor]]] = {
 
 @cache
 def _draw_every_number() -> torch.library.Library | None:
-    """Let dropout on a CPU draw each number from torch's generator, and return what keeps it so.
+    """Make dropout on a CPU draw each number from torch's generator, and return the object that keeps it so.
 
-    On processors of Intel, MKL draws a whole tensor of Bernoulli or exponential numbers from one 32-bit word of the
-    generator: whoever knows what a layer was given can try out all words. The same operations get what torch itself
-    computes on other processors.
+    On Intel processors, MKL draws a whole tensor of Bernoulli or exponential numbers from one 32-bit word of the
+    generator: anyone who knows a layer's input can try out all words. Here the same operations compute what torch
+    itself computes on other processors.
     """
     found = [each for name, each in _OF_ONE_WORD.items() if _draws_one_word(name)]
     if not found:
         return None
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # undone where nobody holds it
-    with warnings.catch_warnings(action="ignore"):  # that something of torch's own is replaced, which is meant
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # undone once it is no longer referenced
+    with warnings.catch_warnings(action="ignore"):  # about replacing an operation of torch's, which is intended
         for overload, draw in found:
             library.impl(overload, draw, "CPU")  # type: ignore[no-untyped-call]
     return library
 
 
 def _draws_one_word(name: str) -> bool:
-    """Whether few numbers leave the generator as many do."""
+    """Return whether drawing few numbers leaves the generator in the same state as drawing many."""
     after = []
     for count in (1000, 2000):  # where few are drawn, a library may do so one by one
         generator = torch.Generator().manual_seed(0)

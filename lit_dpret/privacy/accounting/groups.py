@@ -226,8 +226,7 @@ class _MixtureLoss(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
         return np.asarray(-sign * y)
 
     def _log_sum(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logarithm of the mixture's density over the Gaussian's, ``y`` towards the former, and its slope.
-        """
+        """Return the logarithm of the mixture's density over the Gaussian's, ``y`` towards the first, and its slope."""
         scaled = self.sensitivities[:, None] / self._variance
         terms = np.log(self.sampling_probs)[:, None] + scaled * (y[None, :] - self.sensitivities[:, None] / 2)
         # logsumexp written out, since its weights are the slope's too.

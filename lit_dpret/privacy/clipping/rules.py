@@ -46,7 +46,7 @@ SCALES = {
 #: y = x @ weight + bias, with a weight of shape (in, out).
 TRANSPOSED_LINEAR = {"transformers.pytorch_utils.Conv1D"}
 
-#: Subclasses of nn.Embedding that look up once in their own weight, with ids or a result of their own making.
+#: Subclasses of nn.Embedding that look up once in their own weight, with ids or a result that they compute themselves.
 LOOKUPS = {
     "transformers.models.bart.modeling_bart.BartLearnedPositionalEmbedding",
     "transformers.models.bart.modeling_bart.BartScaledWordEmbedding",
@@ -70,7 +70,7 @@ POSITIONED = {
 #: Classes whose ``get_prompt(batch_size)`` embeds virtual tokens once and repeats the result for every row.
 PROMPTED = {"peft.peft_model.PeftModel"}
 
-#: Kinds of peft prompts that are embedded row by row already.
+#: Kinds of peft prompts that are already embedded row by row.
 ROW_BY_ROW_PROMPTS = {"PREFIX_TUNING", "CARTRIDGE"}
 
 WAYS_OUT = (
@@ -117,7 +117,7 @@ def kind_of(module: nn.Module) -> Kind | str:
         return "its forward was replaced on the instance"
     forward = type(module).forward
     kind: Kind
-    # By the method, not by the class: a subclass with a forward of its own may compute anything.
+    # By the method, not by the class: a subclass with its own forward may compute anything.
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
         kind = "linear"
     elif qualified_name(module) in TRANSPOSED_LINEAR:
@@ -165,9 +165,9 @@ def refuse_embedding(name: str, module: nn.Module) -> None:
 
 
 def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: bool = False) -> Plan:
-    """Find the covered modules; refuse a trainable parameter outside of them, with its owner and the ways out.
+    """Find the covered modules; refuse a trainable parameter outside them, with its owner and the ways out.
 
-    With ``fallback`` a module without a rule, and everything in it, becomes a function to differentiate row by row.
+    With ``fallback``, a module without a rule, and everything in it, becomes a function to differentiate row by row.
     """
     names = {id(p): name for name, p in trainable.items()}
     sites: list[Site] = []
@@ -206,14 +206,14 @@ def make_plan(module: nn.Module, trainable: dict[str, nn.Parameter], fallback: b
 
 
 def kind_as_function(module: nn.Module) -> Kind | None:
-    """Return whether vmap may run ``module`` row by row; the rest is checked at run time."""
+    """Return ``function`` if vmap may run ``module`` row by row, else None; the rest is checked at run time."""
     if "forward" in vars(module) or isinstance(module, (nn.RNNBase, nn.Embedding)):
         return None
     return "function"
 
 
 def _keeps_parameters_in_children(module: nn.Module, trainable: Mapping[int, str]) -> bool:
-    """Whether ``module`` computes with trainable parameters of a child that only stores them."""
+    """Return whether ``module`` computes with trainable parameters of a child that only stores them."""
     stores: list[nn.Module] = [c for c in module.children() if isinstance(c, (nn.ParameterDict, nn.ParameterList))]
     if is_parametrized(module):
         stores.append(module.get_submodule("parametrizations"))

@@ -1,8 +1,8 @@
 """Measure the noise of every step before the step counts, without trusting the privacy mode.
 
-Update times denominator minus sum, over the planned deviation, is standard normal if the mode does what the plan says.
-By Ville's inequality an honest run of any length raises an alarm with probability `LEVEL` at most; docs/derivations.md
-has level, power and alternatives. What was measured stays inside the job; the verdict is public.
+Update times denominator minus sum, over the planned deviation, is standard normal if the mode follows the plan. By
+Ville's inequality, an honest run of any length raises an alarm with probability at most `LEVEL`; docs/derivations.md
+has level, power and alternatives. The measurements stay inside the job; the verdict is public.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LEVEL = 1e-9
 """Probability of a false alarm in one process, over a run of any length."""
 
 BLOCK = 4096
-"""Coordinates of a parameter that are tested together, beside the parameter as a whole."""
+"""The number of coordinates of a parameter that are tested together, in addition to the whole parameter."""
 
 SAMPLE = 64
-"""Coordinates of a parameter, its first ones, whose noise is compared with other noise."""
+"""The number of leading coordinates of a parameter whose noise is compared with other noise."""
 
 RATIOS = np.array([1e-3, 1e-2, 0.1, 0.25, *(1 - 0.5 ** np.arange(1, 11))])
 CORRELATIONS = np.array([0.5, 0.9, 0.999, -0.5, -0.9, -0.999])
@@ -41,10 +41,10 @@ class NoiseCheck:
     """Test the noise of each step against the plan.
 
     Guarantees:
-        - Nothing that a mode reports makes noise look larger than it was; a smaller deviation that it reports (and
-          is charged) is what is tested.
-        - The sums are kept by reference, from `expect` to `verdict`; beyond them, the memory of one parameter at a
-          time is taken.
+        - Nothing that a mode reports makes noise look larger than it was. If it reports a smaller deviation (and is
+          charged for it), that deviation is tested.
+        - The sums are kept by reference, from `expect` to `verdict`. Apart from them, the check uses the memory of one
+          parameter at a time.
     """
 
     def __init__(self, plan: PrivacyPlan) -> None:
@@ -60,10 +60,10 @@ class NoiseCheck:
     def verdict(self, update: Update) -> str | None:
         """Return the fault in the noise of the step, without any measured number; None if there is none."""
         sums, self._sums = self._sums, {}
-        # A mode that admits less is charged with less; one that says more is still held to the plan.
+        # A mode that reports less noise is charged for less; one that reports more is still held to the plan.
         std = min(self._plan.noise_std, update.noise_std)
         if not std > 0:
-            return None  # it is charged as what it says: no noise
+            return None  # it is charged as reported: no noise
         noises: list[Tensor] = []
         parameters: list[_Parameter] = []
         for name in sorted(update.gradients):
@@ -73,7 +73,7 @@ class NoiseCheck:
             total, version = sums.get(name, (None, None))
             if total is None:
                 return f"{name} was released and its clipped sum was not shown"
-            # Changed in place, the sum is gone, and the difference below would be zero or noise of nobody knows what.
+            # If the sum was changed in place, it is lost, and the difference below would be zero or meaningless noise.
             if version != _version(total):
                 return f"the sum of {name} was changed in place, so its noise cannot be measured: return new tensors"
             total = place_of(total)[0].detach().reshape(-1)
@@ -112,9 +112,9 @@ class NoiseCheck:
         return None
 
     def _look(self, gradient: Tensor, total: Tensor, std: float) -> Tensor:
-        """The energy of each block of the standardised noise, and its first coordinates."""
+        """Return the energy of each block of the standardised noise, and its first coordinates."""
         wide = torch.promote_types(torch.promote_types(gradient.dtype, total.dtype), torch.float32)
-        # (gradient * denominator - sum) / std in one temporary: standard normal, if the plan was kept.
+        # (gradient * denominator - sum) / std in one temporary: standard normal, if the plan was followed.
         noise = torch.sub(total.to(wide), gradient, alpha=self._plan.denominator).div_(-std)
         # Blocks too: weak noise on a small part of a large parameter does not show in the whole.
         whole = len(noise) - len(noise) % BLOCK
@@ -146,7 +146,7 @@ class _Parameter:
 
 
 class _State:
-    """The logarithms of all statistics of a run, and what they are computed from."""
+    """The logarithms of all statistics of a run, and the values from which they are computed."""
 
     def __init__(self, parameters: Sequence[_Parameter]) -> None:
         self.parameters = list(parameters)
@@ -166,11 +166,11 @@ class _State:
         self._alarm = math.log((len(self._per_step) + self._repeated[..., 0].size) / LEVEL)
 
     def _references(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each sampled coordinate, the one of another parameter and the one before it; -1 where there is none."""
+        """Return for each sampled coordinate that of another parameter and the one before it; -1 if there is none."""
         others, neighbours = [], []
         latest: dict[tuple[int, ...], int] = {}
         for index, parameter in enumerate(self.parameters):
-            # Of equal shape where there is one: a mode that keys noise by shape would give both the same.
+            # Of equal shape if possible: a mode that keys noise by shape would give both the same.
             other = latest.get(parameter.shape, index - 1)
             latest[parameter.shape] = index
             common = min(parameter.sampled, self.parameters[other].sampled) if index else 0
@@ -205,7 +205,7 @@ class _State:
         return dict(zip((p.name for p in self.parameters), np.split(sample, self._first_sampled[1:]), strict=True))
 
     def _name(self, cell: int) -> str:
-        """The parameter that a statistic of the scale is about; blocks come before whole parameters."""
+        """Return the parameter that a statistic of the scale is about; blocks come before whole parameters."""
         blocks = len(self._per_step) - len(self.parameters)
         index = cell - blocks if cell >= blocks else int(np.searchsorted(self._first_block, cell, side="right")) - 1
         return self.parameters[index].name
@@ -222,7 +222,7 @@ def _average(evidence: np.ndarray) -> np.ndarray:
     # logsumexp: evidence grows with every step and would overflow.
     top = evidence.max(-1)
     top = np.where(np.isfinite(top), top, 0.0)
-    with np.errstate(divide="ignore", over="ignore"):  # no evidence at all is -inf, without end inf
+    with np.errstate(divide="ignore", over="ignore"):  # no evidence at all is -inf, unbounded evidence inf
         found: np.ndarray = np.log(np.exp(evidence - top[..., None]).mean(-1)) + top
     return found
 

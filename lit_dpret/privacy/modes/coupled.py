@@ -1,7 +1,7 @@
 """Base of the modes for coupled losses, where every unit of a sub-batch can move the terms of all others.
 
-They clip something smaller than that whole and know how far one unit can still move the sum, which is written into the
-plan (`Coupling`), so that ledger and card can say it.
+They clip something smaller than that whole, and know how far one unit can still move the sum. The plan records it
+(`Coupling`), so that ledger and card can state it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class CoupledMode(GaussianMode):
     """A private mode for losses that couple the units of a sub-batch.
 
     Guarantees:
-        - Each drawn unit is assigned to one of ``sub_batches`` parts by a coin of its own; neighbouring
-          data differ in one unit of one part.
+        - Each drawn unit is assigned to one of ``sub_batches`` parts by its own coin; neighbouring data differ in one
+          unit of one part.
         - No part holds more than ``n_max`` units: the sampler drops the surplus at random, and a larger batch from
           elsewhere is refused.
         - The noise is calibrated to ``n_max``, never to the realised size, and added once to the sum over all parts.
 
     Args:
         max_grad_norm: L2 bound on what is clipped.
-        l2_sensitivity: How far one unit may move the sum, in the place of ``max_grad_norm``, which follows from it.
-        sub_batches: Into how many parts a logical batch falls; negatives come from the own part.
-        n_max: Most units of a part, public; null for one that is hardly ever reached. Units beyond it
-            are left out of the step, uniformly. Where batches are drawn by coins, that must be next to impossible,
-            but under ``add_or_remove`` (`lit_dpret.privacy.accounting.coupled_sensitivity.least_n_max`).
+        l2_sensitivity: How far one unit may move the sum, given instead of ``max_grad_norm``, which follows from it.
+        sub_batches: The number of parts of a logical batch; negatives come from the same part.
+        n_max: Maximum number of units in a part, public; null for a number that is hardly ever reached. Further units
+            are left out of the step, uniformly. Where batches are drawn by coins, that must be almost impossible,
+            except under ``add_or_remove`` (`lit_dpret.privacy.accounting.coupled_sensitivity.least_n_max`).
     """
 
     bounded: ClassVar[Bounded]
@@ -75,7 +75,7 @@ class CoupledMode(GaussianMode):
 
     def plan(self, request: SamplingRequest, *, units: int, steps: int, module: Any = None) -> PrivacyPlan:
         """Return the plan, with the sensitivity of ``module``'s loss in sub-batches of ``n_max`` units."""
-        # Before the noise is chosen, which holds for one row of a unit.
+        # Before the noise is chosen, which is valid for one row of a unit.
         if request.rows_per_unit != "one":
             raise ConfigurationError(
                 f"datamodule.rows_per_unit={request.rows_per_unit} cannot go with privacy={self.name}: several rows of "
@@ -98,8 +98,8 @@ class CoupledMode(GaussianMode):
         change = change_of_a_sub_batch(self.neighbours, draft.law, n_max=n_max)
         reach = self._sensitivity(n_max, change, loss)
         if self.neighbours == "replace_one" and isinstance(draft.law, (FullBatch, Shuffle)):
-            # Without amplification a replacement is judged by what it moves, which the accountant takes for
-            # twice the sensitivity.
+            # Without amplification a replacement is judged by how far it moves the sum, which the accountant takes to
+            # be twice the sensitivity.
             reach = self._sensitivity(n_max, "replace_one", loss) / 2
         if not reach > 0:
             raise ConfigurationError(
@@ -124,7 +124,7 @@ class CoupledMode(GaussianMode):
         )
 
     def _without_cuts(self, n_max: int, draft: PrivacyPlan, parts: int, units: int) -> int:
-        """A bound on a sub-batch that leaves amplification by sampling as it is; one that was declared must be so."""
+        """Return a bound on a sub-batch that keeps amplification by sampling; refuse a declared one that does not."""
         least = least_n_max(draft.law, sub_batches=parts, steps=draft.steps, units=units, delta=draft.budget.delta)
         if self.n_max is not None and self.n_max < least:
             raise ConfigurationError(
@@ -141,7 +141,7 @@ class CoupledMode(GaussianMode):
         self._refuse_uncoupled(module)
 
     def _read_loss(self, module: Any, expected: float) -> Any:
-        """The loss that the sensitivity is of; ``expected`` is the public mean size of a sub-batch."""
+        """Return the loss that determines the sensitivity; ``expected`` is the public mean size of a sub-batch."""
         return getattr(module, "loss", None)
 
     @abstractmethod

@@ -1,8 +1,8 @@
 r"""DP-SGD: clip each unit's contribution, add Gaussian noise once per step.
 
-Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1, with the sum divided
-by a public constant instead of the realised batch size. One unit is one query with all its rows
-(or one pair, or one user); its loss must depend on its own rows and on public data alone.
+Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1, with the sum divided by a public constant
+instead of the realised batch size. One unit is one query with all its rows (or one pair, or one user); its loss must
+depend on its own rows and on public data alone.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ class DPSGD(GaussianMode):
     """Per-unit clipping and Gaussian noise.
 
     Guarantees:
-        - Removing one unit, or replacing its queries by nothing, moves the sum of a step by at
-          most ``max_grad_norm`` before noise, however the parameters are grouped for clipping.
-        - With ``clip_fraction_budget=f`` a unit also adds plus or minus a constant, clipped or not, and nothing where
-          it has no gradient; both together move the sum by at most ``max_grad_norm / sqrt(1 - f)``.
-        - What `GaussianMode` guarantees.
+        - Removing one unit, or replacing its queries by nothing, moves the sum of a step by at most ``max_grad_norm``
+          before noise, however the parameters are grouped for clipping.
+        - With ``clip_fraction_budget=f`` a unit also adds a constant, with a sign that depends on whether it was
+          clipped, and nothing if it has no gradient; both together move the sum by at most
+          ``max_grad_norm / sqrt(1 - f)``.
+        - All guarantees of `GaussianMode`.
 
     Args:
         max_grad_norm: L2 bound on one unit's gradient. The command line sets 0.1 (``configs/privacy/_clipped.yaml``),
-            which suits the text models here; 1.0 is what other libraries take.
+            which suits the text models here; other libraries use 1.0.
         engine: ``ghost`` (fast, exact), ``ghost_tf32`` or ``ghost_bf16`` (its products with low-precision inputs, for
-            accelerators; norms bounded from above), ``vmap`` (as ghost, and torch.func for layers that ghost
-            refuses), ``opacus`` or ``loop`` (to check against).
+            accelerators; norms bounded from above), ``vmap`` (as ghost, and torch.func for layers that ghost refuses),
+            ``opacus`` or ``loop`` (for comparison).
         clip: ``abadi`` scales by min(1, C/norm), ``automatic`` by C/(norm + 0.01).
-        clip_groups: ``flat`` clips the gradient of all parameters together to C = ``max_grad_norm``;
-            ``per_layer`` that of each of the model's K layers to C/sqrt(K), which bounds all
-            together by C too (He et al. 2023, 2212.01539). The noise is the same.
-        clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing
-            the noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
+        clip_groups: ``flat`` clips the gradient of all parameters together to C = ``max_grad_norm``; ``per_layer``
+            clips that of each of the model's K layers to C/sqrt(K), which also bounds all together by C (He et al.
+            2023, 2212.01539). The noise is the same.
+        clip_fraction_budget: The share of each step's budget, above 0 and at most 0.1, that pays for releasing the
+            noised share of units that were clipped (`lit_dpret.privacy.clip_fraction`); null releases none.
     """
 
     name: ClassVar[str] = "dp_sgd"

@@ -1,8 +1,8 @@
 """Jacobians of embeddings in factored form, and their products for pair norms.
 
-Of a linear layer the inputs are the same for all coordinates of an embedding, and the output gradients are not; blocks
-and inner products need no matrix (docs/derivations.md). Where positions are many and matrices small, they are written
-out. Counting operations decides, so the way depends on shapes alone.
+The inputs of a linear layer are the same for all coordinates of an embedding; its output gradients are not. Blocks and
+inner products need no matrix (docs/derivations.md). Where positions are many and matrices small, the matrices are
+computed in full. Counted operations decide, so the method depends on shapes alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lit_dpret.privacy.clipping.contributions import (
 )
 from lit_dpret.privacy.clipping.units import RowGroup
 
-#: What reading and writing one element of a temporary costs, in multiplications of a large product.
+#: The cost of reading and writing one element of a temporary, in multiplications of a large product.
 PASS = 100
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """``value`` is (rows, columns, parameters): a Jacobian written out."""
+    """A Jacobian computed in full: ``value`` is (rows, columns, parameters)."""
 
     value: Tensor
 
@@ -59,12 +59,12 @@ class Matrices:
 class Products:
     """A Jacobian stored as its factors, over positions."""
 
-    # (rows, positions, in), the same for all columns; or token ids (rows, positions), which stand for unit vectors of
+    # (rows, positions, in), the same for all columns; or token ids (rows, positions), which represent unit vectors of
     # length ``into``.
     inputs: Tensor
     outputs: Tensor  # the output gradients of each column, (rows, columns, positions, out)
     into: int  # the width of the inputs
-    turned: bool = False  # whether the parameter is (in, out), as that of an embedding is, and not (out, in)
+    turned: bool = False  # whether the parameter is (in, out), as in an embedding, instead of (out, in)
 
     @property
     def width(self) -> int:
@@ -152,7 +152,7 @@ def _looked_up(
 
 
 def _products(columns: Sequence[Sequence[Contribution]], whole: RowGroup, dtype: torch.dtype) -> list[Factors] | None:
-    """Products, one for each group of channels; None where there is no input that all columns share."""
+    """Return products, one for each group of channels; None if the columns share no input."""
     uses = [[use for use in each if isinstance(use, (Outer, Convolution))] for each in columns]
     groups = {use.groups for use in uses[0]}
     if any(len(kept) != len(each) for kept, each in zip(uses, columns, strict=True)) or len(groups) != 1:
@@ -176,7 +176,7 @@ def _products(columns: Sequence[Sequence[Contribution]], whole: RowGroup, dtype:
 
 
 def _is_turned(calls: Sequence[Outer | Convolution]) -> bool | None:
-    """Whether it is the second factor that all columns share, as in a transposed linear layer; None: neither."""
+    """Return whether all columns share the second factor, as in a transposed linear layer; None: neither factor."""
     first = calls[0]
     if isinstance(first, Convolution):
         return False
@@ -189,7 +189,7 @@ def _is_turned(calls: Sequence[Outer | Convolution]) -> bool | None:
 def _same(one: Tensor, other: Tensor) -> bool:
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape:
         return True
-    # NaN equals nothing, itself included, and a broken row must not look like another input.
+    # NaN equals nothing, including itself, and a broken row must not look like another input.
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
@@ -198,7 +198,7 @@ def gram_blocks(factors: Factors) -> Tensor:
     if isinstance(factors, Products):
         columns, positions, out = factors.outputs.shape[1:]
         gram = positions * (positions * factors.into + columns * out * (positions + columns))
-        # Whichever order of multiplication is cheaper; both give the same block.
+        # The cheaper order of multiplication; both give the same block.
         if factors.looks_up or gram <= columns * factors.width * (positions + columns):
             turned = factors.likeness()[:, None] @ factors.outputs
             return turned.flatten(2) @ factors.outputs.flatten(2).mT
@@ -250,7 +250,7 @@ def inner_products(query: Factors, passage: Factors, e: Tensor, f: Tensor) -> Te
 
 
 def _between_matrices(query: Factors, e: Tensor, passage: Factors, f: Tensor) -> Tensor:
-    """All columns of all queries times all columns of all passages, contracted with the embeddings afterwards."""
+    """Multiply all columns of all queries by those of all passages, then contract with the embeddings."""
     size = max(1, chunk_of(e.device) // (e.numel() + f.numel()))
     products = e.new_zeros(e.numel(), f.numel())
     for x, y in zip(query.parts(size), passage.parts(size), strict=True):
@@ -260,7 +260,7 @@ def _between_matrices(query: Factors, e: Tensor, passage: Factors, f: Tensor) ->
 
 
 def _gram(query: Products, e: Tensor, passage: Products, f: Tensor) -> Tensor:
-    """Pair by pair, the products of inputs times those of output gradients, over all pairs of positions."""
+    """Multiply, pair by pair, products of inputs by those of output gradients, over all pairs of positions."""
     i, j, t, s = len(e), len(f), query.outputs.shape[2], passage.outputs.shape[2]
     u = (f @ query.outputs.flatten(2)).view(i, j, t, -1)
     v = (e @ passage.outputs.flatten(2)).view(j, i, s, -1).transpose(0, 1)

@@ -1,7 +1,7 @@
-r"""The norm of every pair's similarity gradient, or a bound on it that is a function of the pair alone.
+r"""The norm of every pair's similarity gradient, or a bound on it that depends on the pair alone.
 
 :math:`S_{ij} = \langle e_i, f_j \rangle` has the gradient :math:`g_{ij}`. Clipping each to B (Logit-DP: Kong, Munoz
-Medina and Ribero 2025, Algorithm 1) takes their norms alone, and any :math:`N_{ij} \ge |g_{ij}|` keeps the guarantee.
+Medina and Ribero 2025, Algorithm 1) needs only their norms, and any :math:`N_{ij} \ge |g_{ij}|` keeps the guarantee.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lit_dpret.privacy.clipping.pairs.batch import (
     refuse_randomness,
 )
 
-#: Pairs that go through the model together, at least; else as many as there are records.
+#: Minimum number of pairs that go through the model together; otherwise as many as there are records.
 PAIRS_AT_ONCE = 32
 #: Rows that are embedded together where there is no graph.
 ROWS_AT_ONCE = 64
-#: Rounding errors of a similarity's gradient, in units of the type's roundoff times a gradient that does not cancel.
+#: Rounding errors of a similarity's gradient, in units of the dtype's roundoff times a gradient that does not cancel.
 NOISE = 32
 
 
@@ -41,7 +41,8 @@ class PairNorms(ABC):
         - ``table(batch)[i, j]`` is at least the norm of the gradient of S_ij over all trainable parameters of the
           module, up to rounding; with ``exact`` it is that norm. The entries of a broken pair are not finite.
         - It depends on records i and j (and the module) alone: another record changes it by rounding at most.
-        - Memory does not grow with n squared times the parameters (``BruteForce`` apart); the module does not change.
+        - Memory does not grow with n squared times the parameters (except in ``BruteForce``); the module does not
+          change.
         - Passes run in fp32 (or float64) even under the caller's autocast.
     """
 
@@ -74,14 +75,14 @@ class PairNorms(ABC):
     def _table(self, batch: PairBatch) -> Tensor: ...
 
     def _with_noise(self, norms: Tensor, batch: PairBatch, embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """The norms, and what rounding may add to the gradient in the pass that sums it up.
+        """Return the norms plus what rounding may add to the gradient in the pass that sums it up.
 
-        Where the texts of a pair are alike and the encoder is shared, S is near 1 and its gradient a difference of
-        nearly equal terms: what is computed is rounding errors, other ones in either pass, and the norm of the
-        one says nothing about the other. They are of the size of the roundoff times the gradient of the
-        embedding along a direction that does not cancel, for which two fixed ones stand.
+        Where the texts of a pair are alike and the encoder is shared, S is near 1 and its gradient is a difference of
+        nearly equal terms. The computed gradient then consists of rounding errors, which differ between the two passes,
+        and the norm of one says nothing about the other. They are of the size of the roundoff times the gradient of the
+        embedding along a direction that does not cancel; two fixed directions represent it.
         """
-        # A generator of its own: the model's random streams stay as they are.
+        # A separate generator: the model's random streams are not changed.
         generator = torch.Generator().manual_seed(embeddings[0].shape[1])
         directions = torch.randn(2, embeddings[0].shape[1], generator=generator, dtype=torch.float64)
         directions = torch.nn.functional.normalize(directions).to(embeddings[0])
@@ -94,18 +95,18 @@ class PairNorms(ABC):
         return (norms.square() + unit**2 * (squares[0][:, None] + squares[1])).sqrt()
 
     def _along(self, side: Side, rows: slice, before: Tensor, direction: Tensor) -> Tensor:
-        """The norms of the gradients of some rows' embeddings along a direction; zero where nothing is trained."""
+        """Return the norms of the gradients of some rows' embeddings along a direction; zero if nothing is trained."""
         raise NotImplementedError
 
 
 @torch.no_grad()
 def _refuse_mixing(side: Side) -> None:
-    """Refuse embeddings of some rows that are others when further rows are in the batch; broken rows say nothing."""
+    """Refuse embeddings of rows that change when further rows are in the batch; broken rows are ignored."""
     count = min(side.count, ROWS_AT_ONCE)
     if count < 2:
         return
     together = side.embedded(slice(0, count))
-    # Both halves: a net that runs over the rows as over time lets the later ones alone depend on others.
+    # Both halves: in a net that runs over the rows as over time, only the later rows depend on others.
     alone = torch.cat([side.embedded(half) for half in (slice(0, count // 2), slice(count // 2, count))])
     gap = (together - alone).abs().amax(1)
     tolerance = TOLERANCE.get(alone.dtype, LOW_PRECISION_TOLERANCE)
@@ -167,7 +168,7 @@ def _grad(similarity: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor | 
 class PairGhost(PairNorms):
     """Each pair as one row of the ghost engine: ``norms=pair_ghost``, exact for any towers.
 
-    A row is a query and a passage, its loss their similarity; nothing is summed. About 0.9 n ordinary steps.
+    A row is a query and a passage, and its loss is their similarity; nothing is summed. About 0.9 n ordinary steps.
     """
 
     def __init__(self, module: nn.Module, *, pairs_at_once: int | None = None) -> None:
