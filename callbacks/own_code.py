@@ -1,4 +1,4 @@
-"""User code in a private run: refusals and trials before the first step, and trusted parts."""
+"""User code in a private run: refusals and trials before the first step, and the parts that are trusted."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lit_dpret.privacy.user_generators import kept_generators, own_generators
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _KNOWN = ("lit_dpret.", "lightning.", "pytorch_lightning.")
-#: More objects than these are not looked at for code of the user's.
+#: At most this many objects are searched for user code.
 _OBJECTS = 50_000
-#: A setting has at most so many values, and a text in it so many characters.
+#: The maximum number of values in a setting, and of characters in one of its texts.
 _SETTINGS, _LONGEST = 64, 500
 
 
 def refuse_random_layers(module: Any) -> None:
-    """Refuse dropout in a layer that has no rule: torch.func runs its rows alone, and lets none draw random numbers."""
+    """Refuse active dropout in a layer without a clipping rule: torch.func runs its rows without random numbers."""
     if getattr(module.privacy, "engine", None) != "vmap":
         return
     plan = make_plan(module, trainable(module), fallback=True)
@@ -53,7 +53,7 @@ def refuse_random_layers(module: Any) -> None:
 
 
 def refuse_changed_batches(module: Any, data: Any) -> None:
-    """Refuse hooks that change a batch on its way to the device: rows could no longer be compared."""
+    """Refuse hooks that change a batch on its way to the device: rows could then not be compared."""
     for owner in (module, data):
         for hook in _HOOKS:
             if getattr(type(owner), hook, None) not in (getattr(DataHooks, hook), None):
@@ -76,7 +76,7 @@ def refuse_replaced_weighting(module: Any) -> None:
 
 
 def refuse_remembering_collation(module: Any, dataset: Any, sampler: PrivateBatchSampler) -> None:
-    """Compare the collation of rows alone, after others and with others, and learning rates, before the first step."""
+    """Compare how rows are collated alone, after others and with others, and learning rates, before the first step."""
     examine = getattr(module, "examine_collation", None)
     if examine is None or dataset is None:
         return
@@ -92,7 +92,7 @@ def _first_rows(dataset: Any, units: Sequence[int]) -> list[Any]:
 
 
 def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
-    """List the claim's trusted assumptions about code outside this package and Lightning, for the card."""
+    """Return the claim's trusted assumptions about code outside this package and Lightning, for the card."""
     mode = type(module.privacy)
     own = dict.fromkeys(_own_code([module, data, trainer], apart=mode))
     if module.privacy.guarantee == "inherited":
@@ -131,7 +131,7 @@ def trusted_code(trainer: L.Trainer, module: Any, data: Any) -> list[str]:
 def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
     """Yield the names of classes and functions from outside this package and known libraries, except ``apart``.
 
-    Objects of libraries are searched further, such as a module that was given a loss; user objects are only named.
+    Library objects are searched further, since a module may hold a user's loss; user objects are only named.
     """
     waiting, seen = list(reversed(roots)), set[int]()
     while waiting and len(seen) < _OBJECTS:
@@ -149,7 +149,7 @@ def _own_code(roots: Sequence[Any], *, apart: type) -> Iterator[str]:
             if not is_library(value.__module__):
                 yield value.__qualname__.replace("<locals>.", "")
         else:
-            kind = value.__class__  # of a weak proxy, that of what it stands for
+            kind = value.__class__  # for a weak proxy, that of its referent
             if kind is not apart and not is_library(kind.__module__):
                 yield kind.__name__
             elif hasattr(value, "__dict__"):
@@ -168,7 +168,7 @@ def refuse_saved_data(module: Any, data: Any) -> None:
 
 
 def _keep_states(owners: Sequence[Any]) -> Iterator[str]:
-    """Yield the names of classes whose own code puts something into checkpoints."""
+    """Yield the names of classes whose own code adds state to checkpoints."""
     for owner in owners:
         for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
             hooks = (getattr(part, name, None) for name in ("state_dict", "on_save_checkpoint", "get_extra_state"))
@@ -179,7 +179,7 @@ def _keep_states(owners: Sequence[Any]) -> Iterator[str]:
 def holds_data(value: Any, *, small: int = 0) -> bool:
     """Return whether a value is more than a setting: many values, a tensor, an array, a data set, bytes, a long text.
 
-    A tensor with up to ``small`` elements is so many values.
+    A tensor with at most ``small`` elements counts as that many values.
     """
     found = [each for _, each in islice(settings_in(value), _SETTINGS + 1)]
     few = [each for each in found if isinstance(each, Tensor) and 0 < each.numel() <= small]
@@ -194,7 +194,7 @@ def holds_data(value: Any, *, small: int = 0) -> bool:
 
 
 def _saved(module: Any, data: Any) -> Iterator[tuple[str, str, Any]]:
-    """The hyper-parameters of classes from outside this package: whose, their names and values."""
+    """Yield the hyper-parameters of classes from outside this package: class name, parameter name, value."""
     for owner in (getattr(module, "keeps_hparams_of", module), data):
         kind = type(owner)
         if not kind.__module__.startswith(_KNOWN):
@@ -202,7 +202,7 @@ def _saved(module: Any, data: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int = 8) -> Iterator[tuple[str, Any]]:
-    """Yield the values that containers and objects of the user's hold, by place; ``keys`` of mappings as well."""
+    """Yield the values that containers and user objects hold, with their paths; with ``keys``, mapping keys too."""
     held: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         held = items_of(value)
@@ -230,12 +230,12 @@ def settings_in(value: Any, where: str = "", *, keys: bool = False, depth: int =
 
 
 def _is_collection(value: Any) -> bool:
-    """Return whether a value gives others by number or name, as a data set or a table of pandas does."""
+    """Return whether a value is indexed by number or name, like a data set or a pandas table."""
     setting = isinstance(value, (str, type, GenericAlias, nn.Module, np.generic, np.dtype, Enum))
     return hasattr(type(value), "__getitem__") and not setting
 
 
-#: After so many units without a named row, a data set is not asked for the others.
+#: If the units up to this number have no named row, a data set is not asked for the rest.
 UNNAMED = 99
 
 
@@ -259,12 +259,12 @@ def _refuse_fetching_together(dataset: Any) -> None:
 
 
 def refuse_first_asked(loader: Any, sampler: PrivateBatchSampler) -> None:
-    """Refuse an external training data set whose rows depend on which unit was asked for first.
+    """Refuse an external training data set whose rows depend on which unit was requested first.
 
-    Ask before the loader does: once a first batch has set a scale, it stays, and nothing shows whose it is.
+    This runs before the loader reads: a scale set by the first batch stays, and nothing shows whose it is.
     """
     dataset = loader.dataset
-    if _is_ours(dataset):  # `refuse_first_come` asks it by row
+    if _is_ours(dataset):  # `refuse_first_come` checks it row by row
         return
     units = range(min(sampler.units, FIRST))
     if depends_on_the_first([dataset], [partial(_rows_of, dataset, unit) for unit in units]):
@@ -279,8 +279,9 @@ def _is_ours(dataset: Any) -> bool:
 def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
     """Read every unit of an external training data set once, and refuse units that share rows.
 
-    Ours is built unit by unit. Where rows have no names (`row_key`) nothing can be seen, and asking ends early. Returns
-    whether the rows of one unit are known to be all rows of one query, user or image.
+    This package's data sets are built unit by unit and not read. If the first rows have no names (`row_key`), reading
+    ends early, since nothing can be compared. Returns whether all rows of a unit are known to be of one query, user or
+    image.
     """
     dataset = loader.dataset
     if hasattr(dataset, "__len__") and len(dataset) != sampler.units:
@@ -297,7 +298,7 @@ def refuse_other_units(loader: Any, sampler: PrivateBatchSampler) -> bool:
                 "false: group them by the unit passed to datamodule.use_unit.",
                 trap="T38",
             )
-        if hasattr(units, "dataset"):  # of the user's, and asked by row
+        if hasattr(units, "dataset"):  # a user's data set, read row by row
             _refuse_remembering(dataset, sampler)
         return True
     _refuse_fetching_together(dataset)
@@ -326,7 +327,7 @@ _COMPARED = 16
 
 
 def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
-    """Refuse a data set whose rows of a unit follow from which unit was asked for before it."""
+    """Refuse a data set whose rows of a unit depend on the unit requested before, or on a generator of its own."""
     asked = [unit for unit in range(min(sampler.units, UNNAMED)) if len(answer_of(_ask(dataset, unit))[1])][:4]
     for before, unit, other in zip(asked, asked[1:], asked[2:], strict=False):
         found, own = [], []
@@ -334,7 +335,7 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
             _ask(dataset, first)
             found.append(content_of_rows(list(answer_of(_ask(dataset, unit))[1])))
             own.append(own_generators(islice(objects_in(dataset), _OBJECTS)))
-        # The first answer may have filled a cache, and be another object than the next ones.
+        # The first answer may fill a cache and be a different object from later ones.
         if found[1] != found[2] or own[1] != own[2]:
             raise DataError(
                 "The training data set draws rows from a generator of its own, which units share, so one unit changes "
@@ -347,7 +348,7 @@ def _refuse_remembering(dataset: Any, sampler: PrivateBatchSampler) -> None:
 
 
 def refuse_shared_draws(loader: Any, units: int) -> None:
-    """Refuse worker processes of the training loader that share an open file with this one."""
+    """Refuse worker processes of the training loader that share an open file with this process."""
     dataset = loader.dataset
     refuse_shared_files(
         loader, lambda unit: _ask(dataset, unit), units, whose="The training data set", knob="datamodule.num_workers"
@@ -355,9 +356,9 @@ def refuse_shared_draws(loader: Any, units: int) -> None:
 
 
 def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> None:
-    """Refuse data that changed, in content or order, since their fingerprint ``begun`` was written into the ledger.
+    """Refuse data whose content or order changed since their fingerprint ``begun`` was written to the ledger.
 
-    Rows that a callback shuffles later would give one person's rows to several units, and differ between ranks.
+    Rows that a callback shuffles later could put one person's rows into several units, and differ between ranks.
     """
     if begun not in (None, data.data_fingerprint(bytes.fromhex(stream.tag("data-fingerprint")))):
         raise DataError(
@@ -369,17 +370,17 @@ def refuse_replaced_rows(data: Any, stream: KeyedStream, begun: str | None) -> N
 
 
 class UnchangedUnits:
-    """Compare some units of the training data set with what they were when the run began.
+    """Compare some units of the training data set with their content at the start of the run.
 
-    A callback may change a data set during the run, as by repeating the rows with the largest losses: a unit then
-    depends on others. Worker processes have copies, of which some draws are compared.
+    A callback may change a data set during the run, for example repeat the rows with the largest losses. A unit then
+    depends on others. Worker processes have copies of the data set, so some of their draws are compared too.
     """
 
     def __init__(self, dataset: Any, sampler: PrivateBatchSampler) -> None:
         self._dataset, units = dataset, sampler.units
         self._units = range(0, units, max(1, units // _COMPARED))
         self._begun = self._contents(self._units)
-        # As many as a batch holds before it is collated: then a pool of as many buffers is in use again.
+        # Read as many units as a batch holds before collation, so that a pool of that many buffers is reused.
         together = range(0, units, max(1, units // max(_COMPARED, sampler.physical_batch_size)))
         contents = self._begun if together == self._units else self._contents(together)
         read = [self._rows_of(Draw(unit, 0, 0, False, seed=unit)) for unit in together]
@@ -392,7 +393,7 @@ class UnchangedUnits:
                 )
 
     def compare(self) -> None:
-        """Refuse a data set in which one of these units has other rows now, with the same random numbers."""
+        """Refuse a data set that now gives other rows for one of these units, with the same random numbers."""
         now = self._contents(self._units)
         for unit, before, after in zip(self._units, self._begun, now, strict=True):
             if None not in (before, after) and before != after:
@@ -425,12 +426,12 @@ class UnchangedUnits:
             return answer_of(found)[1]
         except KeyboardInterrupt:
             raise
-        except BaseException:  # it ends the run where the unit is drawn, by what is known of such ends
+        except BaseException:  # raised again where the unit is drawn, and judged there (`ends_by_rows`)
             return None
 
 
 def _ask(dataset: Any, unit: int) -> Any:
-    """Ask a data set for a unit, with the same random numbers each time."""
+    """Request a unit from a data set, with the same random numbers each time."""
     (found,) = [dataset[draw] for draw in SeededDraws([Draw(unit, 0, 0, False, seed=unit)])]
     return found
 

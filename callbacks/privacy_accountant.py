@@ -1,8 +1,8 @@
-"""The accountant: calibrate the noise, grant and record every release before it is made, and stop within the budget.
+"""The accountant: calibrate the noise, grant and record every release in advance, and stop within the budget.
 
 Before a logical step may draw noise, the gate checks that the budget covers it and appends an *intent* to a ledger on
-disk; after the step it appends what was really done. A run that is killed in between has paid for the step. Epsilon is
-always computed from that ledger, never from the configuration.
+disk. After the step it appends what was actually done. A run that is killed in between has paid for the step. Epsilon
+is always computed from that ledger, never from the configuration.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from lit_dpret.privacy.noise import KeyedStream
 from lit_dpret.privacy.state_watch import copy_parts
 from lit_dpret.settings import require_choice
 
-#: Advice of Lightning's that does not hold here: the sampler resumes by the step number, and the checkpoint holds the
-#: state after the update, both by design.
+#: Lightning's advice that does not apply here: by design, the sampler resumes by step number, and a checkpoint holds
+#: the state after the update.
 _NOT_FOR_US = ("your dataloader is not resumable", "pre-optimization state")
 
 
@@ -68,40 +68,40 @@ class PrivacyAccountant(RunLedgers):
     """Compose every release into ``privacy/eps_spent``; end the run within its budget.
 
     Guarantees:
-        - No noise is drawn before the ledger on disk says so.
-        - The step that would overspend is refused by an exception before it runs, the first one
-          included; ``min_epochs`` and ``min_steps`` cannot overrule it.
+        - No noise is drawn before the ledger on disk records it.
+        - The step that would overspend is refused by an exception before it runs, even if it is the
+          first; ``min_epochs`` and ``min_steps`` cannot overrule this.
         - After a crash, epsilon is never less than was spent. A step is repeated under its old
-          noise only where the state before it and its clipped sum are bit for bit the same.
-        - Weights that another run is known to have trained on private data are refused under a claim, however they
-          came into the module, unless ``init_from`` names a run that counts them; so is every checkpoint but the
-          run's own.
+          noise only if the state before it and its clipped sum are bit for bit the same.
+        - Under a claim, weights that another run is known to have trained on private data are refused, however they
+          came into the module, unless ``init_from`` names a run that counts them. So is every checkpoint of another
+          run.
         - A resume with another noise multiplier, clip norm, sampling law or data set is refused, and so is one that
-          leaves the ledger of its data set. One with fewer steps ends there, and claims the steps that were planned.
+          leaves the ledger of its data set. A resume with fewer steps ends earlier, and claims the planned steps.
         - With ``privacy.dataset_ledger``, no step is made that would bring the total of all runs on
-          the data set past ``privacy.total_eps``; each fit reserves its own steps, also a second one
+          the data set past ``privacy.total_eps``. Each fit reserves its own steps, also a second one
           with the same object.
-        - Nobody logs what is not declared public, and no logger learns when a step was made (`LogGate`).
-        - On several ranks there is one ledger, that of rank 0: what it grants or refuses holds on all.
+        - Only values declared public are logged, and no logger learns when a step was made (`LogGate`).
+        - On several ranks there is one ledger, that of rank 0, whose grants and refusals hold on all ranks.
 
     Args:
-        run_dir: Where the ledger lies; null for the Trainer's ``default_root_dir``.
-        resume: Go on with the ledger found there. False refuses an existing ledger, true a missing one.
-        resume_reserve: Extra steps that the calibration pays for in advance, so that re-executed
-            steps after a crash do not end the run early.
+        run_dir: The folder of the ledger; null for the Trainer's ``default_root_dir``.
+        resume: Continue the ledger found there. False refuses an existing ledger, true a missing one.
+        resume_reserve: Extra steps that the calibration pays for in advance, so that steps repeated
+            after a crash do not end the run early.
         replay: ``auto`` repeats steps bit by bit on a CPU in float32 or float64; ``never`` always
             draws fresh noise after a crash, and charges it.
-        eps_log_points: How often epsilon is computed and logged during the run, at most.
+        eps_log_points: The maximum number of times that epsilon is computed and logged during the run.
         init_from: The run whose model this one starts from; its cost goes into the ledger and the claim.
-            ``privacy.eps`` stays the budget of this run alone.
-        init_from_is_public: Declares that nothing private went into that model; without ``init_from``, into the
+            ``privacy.eps`` remains the budget of this run alone.
+        init_from_is_public: Declares that no private data went into that model or, without ``init_from``, into the
             weights that were set after the module was built. The card names the declaration.
         trial_of: The folder of the sweep that the run is a trial of. The run takes over one of the reservations that
-            the sweep made in its ledger of the data set, and its own ledger and card name the sweep.
+            the sweep made in its data-set ledger; the run's own ledger and card name the sweep.
     """
 
     counts_releases = True
-    #: Whether somebody else composes this run with those that trained its weights before (the rounds of a federation).
+    #: Whether a caller composes this run with those that trained its weights before (rounds of federated learning).
     counted_by_others = False
 
     def __init__(
@@ -129,7 +129,7 @@ class PrivacyAccountant(RunLedgers):
         self._forget_earlier_fit()
 
     def _forget_earlier_fit(self) -> None:
-        """Let nothing of an earlier fit with this object stand for this one: not its reservation, nor its place."""
+        """Discard all state of an earlier fit with this object, including its reservation and position."""
         self._close_account()
         self._account = None
         self._allow_calls()
@@ -144,14 +144,14 @@ class PrivacyAccountant(RunLedgers):
         self._strange: str | None = None
         self._unchanged: UnchangedUnits | None = None
         self._updates.reset()
-        for name in ("_run", "_gate", "_between", "_identity"):  # a missing one says that setup did not come so far
+        for name in ("_run", "_gate", "_between", "_identity"):  # a missing one means that setup did not get this far
             vars(self).pop(name, None)
 
     def epsilon(self) -> float:
         """Epsilon spent so far, from the ledger; on ranks other than 0, as last shared."""
         return self._gate.epsilon()
 
-    # -- getting ready: plan, open the ledger, put the gates in place -------------------------
+    # -- setup: plan, open the ledger, install the gates --------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -167,7 +167,7 @@ class PrivacyAccountant(RunLedgers):
             self.run_dir = Path(trainer.default_root_dir)
         self._calls = refuse_called(trainer, module, self, data)
 
-        # Every rank plans by itself, and all must have planned the same.
+        # Every rank plans by itself, and all plans must agree.
         begun_with = ranks.share(self._begun_with)
         own_plan = ranks.together(lambda: self._planned(trainer, module, data, begun_with))
         planned = ranks.share(lambda: own_plan)
@@ -179,11 +179,11 @@ class PrivacyAccountant(RunLedgers):
         planned = fit_physical_batch(trainer, module, data, planned, ranks)
         self.plan, self.planned_steps = planned.plan, planned.steps_to_make
         tell_plan(self.plan, self.planned_steps)
-        if trainer.max_epochs == -1 and takes_whole_epochs(trainer):  # as a progress bar shows, beside max_steps
+        if trainer.max_epochs == -1 and takes_whole_epochs(trainer):  # for a progress bar; max_steps ends the run
             trainer.fit_loop.max_epochs = math.ceil(planned.steps / planned.steps_per_epoch)
             self._counts_epochs = True
 
-        # Rank 0 opens the ledger; what it grants or refuses later is shared by the gate.
+        # Rank 0 opens the ledger; the gate later shares its grants and refusals.
         run_id = ranks.share(lambda: self._open(trainer, module, data, planned, secret))
         self._identity = ranks.share(lambda: self._run.identity)
         self._in_dataset = ranks.share(lambda: self._dataset is not None)
@@ -194,7 +194,7 @@ class PrivacyAccountant(RunLedgers):
         self.sampler.before_first_draw = lambda: self._begin_to_draw(trainer, pl_module)
         own = None
         if ranks.is_first:
-            # Until the account reserves, nothing is: a step that came too early would be refused.
+            # Nothing is reserved until the account does so: a step before that is refused.
             reserved_until = None if self._dataset is None else 0
             own = ReleaseGate(self._run, self.plan, mode, self.sampler, reserved_until=reserved_until)
         strategy = strategy_name(trainer)
@@ -217,7 +217,7 @@ class PrivacyAccountant(RunLedgers):
     def _attach(self, trainer: L.Trainer, module: Any, data: Any, stream: KeyedStream) -> None:
         mode: PrivacyMode = module.privacy
         if averaging(trainer) is not None and hasattr(module, "prepare"):
-            self._ranks.in_turn(lambda: module.prepare(data))  # what is copied for the average has its final shapes
+            self._ranks.in_turn(lambda: module.prepare(data))  # the average copies weights in their final shapes
         attach_batches(trainer, module, data, self.sampler)
         keep_the_sampler(trainer)
         self._shared = place_early(trainer, module)
@@ -252,7 +252,7 @@ class PrivacyAccountant(RunLedgers):
         self._restored = Position.from_dict(state_dict, place="The checkpoint") if state_dict else None
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse another run's checkpoint, and set the counters to this run's own: it may count batches otherwise."""
+        """Refuse another run's checkpoint, and recompute the counters, since it may count batches differently."""
         module: Any = pl_module
         if trainer.state.fn != "fit" or "_gate" not in vars(self):
             return
@@ -278,7 +278,7 @@ class PrivacyAccountant(RunLedgers):
             self.log_gate.training = True
         self._between.note_requeue_quietly()
         self._begin(trainer, pl_module)
-        # Lightning has fetched a batch, though the checkpoint may stand at another step.
+        # Lightning has fetched a batch already, but the checkpoint may be at a different step.
         if self._early and (fetcher := trainer.fit_loop._data_fetcher) is not None:
             self.sampler.next_step = self._gate.steps_done
             iter(fetcher)
@@ -298,7 +298,7 @@ class PrivacyAccountant(RunLedgers):
         self._with_rows = False
 
     def _begin_to_draw(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Ask the data set before the loader does, and begin: Lightning fetches before ``on_train_start``."""
+        """Check the data set before the loader reads it, and begin: Lightning fetches before ``on_train_start``."""
         loader: Any = trainer.train_dataloader
         if self.plan is not None and not self._asked and loader is not None:
             self._asked = self._with_rows = True
@@ -307,10 +307,10 @@ class PrivacyAccountant(RunLedgers):
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Settle where to go on, and reserve the steps, before the first coin is tossed."""
+        """Determine where to continue, and reserve the steps, before the first random draw."""
         if self._begun:
             return
-        if not trainer.strategy.optimizers:  # whose schedule asks for `trainer.estimated_stepping_batches`
+        if not trainer.strategy.optimizers:  # a schedule being built asked for `trainer.estimated_stepping_batches`
             self._early = True
             return
         self._begun = True
@@ -330,12 +330,12 @@ class PrivacyAccountant(RunLedgers):
             tell_restored_settings(self._rates, optimizer_settings(trainer))
         wrapped: Any = module.optimizers()
         optimizer = wrapped.optimizer if hasattr(wrapped, "optimizer") else wrapped
-        # FSDP2 makes missing state by a step at learning rate 0 while a checkpoint is saved.
+        # FSDP2 creates missing optimizer state by a step at learning rate 0 while a checkpoint is saved.
         self._updates.watch(optimizer, lambda: self._in_batch and not self._between.saving)
         deterministic = pl_module.device.type == "cpu" and str(trainer.precision) in ("32-true", "64-true")
         whole = strategy_name(trainer) in ("one_device", "ddp")  # rank 0 sees the whole sum, model and optimizer
         replays = self.replay == "auto" and deterministic and whole
-        # A sum over another number of ranks, or of other physical batches, has other last bits.
+        # The last bits of a sum depend on the number of ranks and on the physical batches.
         state = partial(
             state_hash, pl_module, optimizer, summed=(self.sampler.physical_batch_size, self._ranks.world_size)
         )
@@ -350,7 +350,7 @@ class PrivacyAccountant(RunLedgers):
         self._ranks.share(self._reserve)
 
     def refuse_unseen_writes(self) -> None:
-        """Refuse, before weights are saved, writes made outside a step."""
+        """Refuse writes made outside a step, before weights are saved."""
         if self._module.privacy.guarantee == "dp":
             self._writes.refuse_before_saving(self._checkpoint_gate)
 
@@ -368,7 +368,7 @@ class PrivacyAccountant(RunLedgers):
         self._between.begin_batch(batch.step)
         if self.plan is not None:
             self._require_drawn(batch)
-        if batch.part == self._ranks.rank:  # the first of its step here
+        if batch.part == self._ranks.rank:  # the first of its step on this rank
             try:
                 self._gate.require_budget(batch.step)
             except BudgetExceededError:
@@ -376,22 +376,22 @@ class PrivacyAccountant(RunLedgers):
                 raise
 
     def _try_states(self) -> None:
-        """Refuse states of callbacks after the first step: when the first checkpoint is due, all may be spent."""
+        """Check callback states after the first step: by the first checkpoint, the whole budget may be spent."""
         if (gate := self._checkpoint_gate) is not None:
             callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
             gate.check({"callbacks": {each.state_key: each.state_dict() for each in callbacks}})
 
     def _save_paid(self, trainer: L.Trainer, save: Callable[[Path], None]) -> None:
-        """Write a checkpoint of all steps that were made, from which a resume writes their model."""
+        """Write a checkpoint of all completed steps, from which a resume can write the model."""
         folders = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
         if self._gate.steps_done and (folder := next(filter(None, folders), None)) is not None:
             last = Path(folder) / "last.ckpt"
-            if last.is_symlink() and self._ranks.is_first:  # what it points to stays as it was
+            if last.is_symlink() and self._ranks.is_first:  # keep the file that it points to
                 last.unlink()
             save(last)
 
     def _require_drawn(self, batch: Any) -> None:
-        """Refuse a step with other units than were drawn, on all ranks, before it is released."""
+        """Refuse on all ranks, before its release, a step whose units are not those drawn."""
         try:
             self.sampler.require_drawn(batch)
             if self._unchanged is not None:
@@ -401,14 +401,14 @@ class PrivacyAccountant(RunLedgers):
         if not batch.last:
             return
         if (found := next(filter(None, self._ranks.gather(self._strange, quick=True)), None)) is not None:
-            self._gate.void_attempt()  # on all ranks: all of them gathered it
+            self._gate.void_attempt()  # on all ranks, since all gathered it
             raise DataError(found, trap="T38")
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         self._updates.count("Lightning")
 
     def _require_granted(self, updates: int) -> None:
-        """Refuse an update that nobody granted, as a ``training_step`` of one's own makes it, and the claim."""
+        """Forfeit the claim and raise on an update that was not granted, as from a custom ``training_step``."""
         if self.plan is None or updates <= self._gate.granted:
             return
         self._gate.forfeit()
@@ -448,11 +448,11 @@ class PrivacyAccountant(RunLedgers):
         try:
             self._ranks.together(self._unchanged.compare)
         except DataError:
-            self._gate.void_attempt()  # nobody knows since when
+            self._gate.void_attempt()  # the data may have changed in any earlier step
             raise
 
     def _note_private(self, name: str) -> None:
-        """Write down that a private number is shown, for the card; once the run has ended, it is too late for that."""
+        """Record for the card that a private number is shown; refuse once the run has ended, when it is too late."""
         if name in self._noted:
             return
         if self._ended:
@@ -462,33 +462,33 @@ class PrivacyAccountant(RunLedgers):
             self.ledger.append("event", name=PRIVATE_LOG_EVENT, logged=name)
 
     def _note_kept(self, name: str) -> None:
-        """Write down that a checkpoint holds a private number; after the end its card claims nothing anyway."""
+        """Record that a checkpoint holds a private number; not after the end, when its card claims nothing anyway."""
         if not self._ended:
             self._note_private(name)
 
     def _complete(self, checkpoint: dict[str, Any]) -> None:
-        """Complete a checkpoint: remember its weights, set its counters to a whole step, and check what it holds."""
+        """Complete a checkpoint: remember its weights, set its counters to a whole step, and check its contents."""
         trainer = self._trainer
-        # The second is there where an average took the first's place.
+        # The second key exists where an average replaced the weights under the first.
         states = [checkpoint[name] for name in ("state_dict", "current_model_state") if name in checkpoint]
         for state in states:
             copy_parts(state)
         if self._weights is not None:
             for state in states:
                 self._weights.remember(state.items())
-            self._weights.remember(merged_values(self._module))  # whoever loads the checkpoint may merge its adapters
+            self._weights.remember(merged_values(self._module))  # a user of the checkpoint may merge its adapters
         loops = trainer._checkpoint_connector._get_loops_state_dict()
         checkpoint |= {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
         self._between.set_back(checkpoint, self._gate.steps_done)
         if self.plan is not None and self.sampler.physical_batches_per_step is None:
             hide_batches(checkpoint, self._gate.steps_done)
         if (gate := self._checkpoint_gate) is not None:
-            # After an error, the other ranks may not have met it.
+            # After an error on this rank, the others may not reach this point.
             ranks = Ranks() if trainer.interrupted else self._ranks
             if not (trainer.interrupted or self._ended):
                 ranks.together(self._writes.refuse_after_last_batch)
             ranks.together(lambda: gate.check(checkpoint))
-        if hasattr(self._module, "complete_checkpoint"):  # a module that is no PrivateModule need not
+        if hasattr(self._module, "complete_checkpoint"):  # a custom module may lack it
             self._module.complete_checkpoint(checkpoint)
 
     # -- the end -----------------------------------------------------------------------------
@@ -496,13 +496,13 @@ class PrivacyAccountant(RunLedgers):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._compare_units()
         self._ended = True
-        self._allow_calls()  # what is called now teaches nothing: a model of last month may be compared with this one
+        self._allow_calls()  # calls no longer train anything: an older model may be compared with this one
         self._remember(pl_module)
-        # A batch that a hook passed over ends the epoch, and with it the run: it may have been one of bad rows.
+        # A hook that skips a batch ends the epoch and so the run, perhaps because of the batch's rows.
         short = self.plan is not None and self._gate.steps_done < self.planned_steps and not trainer.should_stop
         self._ranks.share(lambda: self._finish(FAILED if short else "finished"))
         if self._ranks.world_size > 1:
-            self._gate.share_epsilon()  # for who asks another rank when the run is over
+            self._gate.share_epsilon()  # so that every rank can report it after the run
 
     def _finish(self, reason: str) -> None:
         self._gate.take_forfeits()
@@ -511,7 +511,7 @@ class PrivacyAccountant(RunLedgers):
         self.ledger.append("end", reason=reason, steps=self._gate.steps_done)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End a run resumed after its last step: Lightning then skips training, and ``on_train_end``."""
+        """End a run resumed after its last step, for which Lightning skips training and ``on_train_end``."""
         if not self._ended and hasattr(self, "_gate"):
             self._begin(trainer, pl_module)
             self.on_train_end(trainer, pl_module)
@@ -523,7 +523,7 @@ class PrivacyAccountant(RunLedgers):
         self._allow_calls()
         self._remember(pl_module)
         begun = hasattr(self, "_gate") and not self._ended  # once ended, the card names the ledger's last record
-        # A coupling or an uncovered weight that is found late may have been there in the steps before.
+        # A coupling or an uncovered weight that is found late may have affected earlier steps.
         late = begun and isinstance(exception, UnsupportedModelError) and self.plan is not None
         try:
             if late and self._gate.steps_done:
@@ -534,7 +534,7 @@ class PrivacyAccountant(RunLedgers):
                 self._save_paid(trainer, self._between.rescue)
             if begun and hasattr(self, "_run"):  # this rank holds the ledger
                 if isinstance(exception, OSError) and not failed:
-                    self._gate.take_forfeits()  # nothing more may fit on the disk; an end can be written on resume
+                    self._gate.take_forfeits()  # the disk may be full; a resume can write the end
                 else:
                     self._finish(FAILED if failed else type(exception).__name__)
         finally:
@@ -543,12 +543,12 @@ class PrivacyAccountant(RunLedgers):
                 self._close()
 
     def _ends_by_rows(self, error: BaseException) -> bool:
-        """Judge by this rank's own error, or by what the rank that went before said, and say so to the others."""
+        """Judge by this rank's own error, or by the verdict of the rank that failed first; leave it for the others."""
         by_rows, by_none = (f"{self._identity} {self._gate.attempt} {word}" for word in ("rows", "no row"))
         if is_of_lost_rank(error):
             found = self._ranks.word_was_left(by_rows) or not self._ranks.word_was_left(by_none)
         else:
-            # Once a step is recorded, its update is made of what was released.
+            # After a step is recorded, its update depends only on released values.
             of_update = self._gate.steps_done > self._step and fails_in_update(error)
             found = ends_by_rows(error, at_hand=self._with_rows or (self._in_batch and not of_update))
         self._ranks.leave_word(by_rows if found else by_none)
@@ -562,7 +562,7 @@ class PrivacyAccountant(RunLedgers):
         if stage != "fit":
             return
         self._allow_calls()
-        self._remember(pl_module)  # once more: a callback may have put an average in the weights' place
+        self._remember(pl_module)  # again: a callback may have replaced the weights by an average
         self._count_no_epochs(trainer)
         if hasattr(self, "_between"):
             self._between.release()

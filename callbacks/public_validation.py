@@ -1,8 +1,8 @@
 """Validation within a private run by a module's own ``validation_step``, on public data.
 
-Lightning's validation loop is refused there, since nothing says whose its rows are. A metric of public rows costs
-nothing; this callback runs the step, and the hooks around it, on a loader that is declared public. What the loss keeps
-of private rows, as in a metric that both steps update, is put back before (`CouplingCheck`).
+Lightning's validation loop is refused in a private run, since nothing says whose rows it reads. A metric of public rows
+costs nothing: this callback runs the step, and the hooks around it, on a loader that is declared public. State that the
+loss keeps of private rows, as in a metric that both steps update, is reset first (`CouplingCheck`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lit_dpret.privacy.ledger.judgement import DECLARED_EVENT
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import require_whole
 
-#: What Lightning calls around the steps of a validation.
+#: The hooks that Lightning calls before and after the steps of a validation.
 _BEFORE, _AFTER = ("on_validation_start", "on_validation_epoch_start"), ("on_validation_epoch_end", "on_validation_end")
 
 
@@ -42,26 +42,26 @@ class PublicValidation(Callback):
     """Run the ``validation_step`` of the module in `make_private` on public data, every few steps.
 
     Guarantees:
-        - What is logged has a name in ``metrics``, which declares it to be of public rows; the card says so.
-        - Rows of the training data set are refused, also held-out ones and those that another object gives, as far as
-          their content is found (`count_equal_rows`); what was not compared, the card names.
-        - Nothing is drawn from any random stream, so that the run is the same with and without it.
-        - Once before the first step all of it is tried; the result, and what the module kept of it, are discarded.
-        - An `EarlyStopping` that monitors one of the metrics is asked after each validation.
+        - Every logged name is in ``metrics``, which declares it to be of public rows; the card says so.
+        - Rows of the training data set are refused if their content is found (`count_equal_rows`), including held-out
+          rows and rows that another object returns. The card states what was not compared.
+        - Nothing is drawn from any random stream, so the run is the same with and without validation.
+        - Everything is tried once before the first step. The result, and what the module kept of it, are discarded.
+        - An `EarlyStopping` that monitors one of the metrics decides after each validation.
 
     Args:
-        dataloader: Batches as ``validation_step`` takes them, of public rows. Every process reads all of them.
+        dataloader: Batches of public rows, as ``validation_step`` takes them. Every process reads all of them.
         metrics: The names that the module logs by ``self.log`` or ``self.log_dict``: numbers, which are averaged over
-            rows, or metrics and collections of torchmetrics.
-        every_n_steps: Validate after every so many logical steps, and after the last one.
-        equal_rows: How many of the rows may hold what a row of the training holds, as public short texts do by
-            coincidence; the card says so.
+            rows, or torchmetrics metrics and collections.
+        every_n_steps: Validate each time this many logical steps are done, and after the last one.
+        equal_rows: How many of the rows may equal a training row, as short public texts do by coincidence; the card
+            states it.
 
     Raises:
         ConfigurationError: A setting is out of range, or the module logs other names.
     """
 
-    #: Nobody else may log a number, or keep one in an attribute or checkpoint, by declaring one of these names.
+    #: No other code may declare one of these names to log a number, or to keep one in an attribute or checkpoint.
     tells_itself = True
 
     def __init__(
@@ -93,7 +93,7 @@ class PublicValidation(Callback):
             )
 
     def refuse_protected(self, module: Any, data: Any) -> None:
-        """Refuse rows that hold what rows of the training hold, whichever object gives them."""
+        """Refuse rows whose content equals that of training rows, whichever object returns them."""
         found, self._compared = count_equal_rows(self.dataloader, data)
         rows: Any = getattr(self.dataloader, "dataset", None)
         if hasattr(rows, "__len__"):
@@ -135,7 +135,7 @@ class PublicValidation(Callback):
             ask_stoppers(trainer, pl_module, self.public_metrics)
 
     def _measure(self, trainer: L.Trainer, pl_module: L.LightningModule, *, on_trial: bool = False) -> dict[str, float]:
-        """Return what the module logs in one pass over the public data, by name."""
+        """Return, by name, what the module logs in one pass over the public data."""
         private: Any = pl_module
         inner: Any = private.module
         logged = _Logged()
@@ -177,7 +177,7 @@ class PublicValidation(Callback):
 
 
 class _Logged:
-    """Takes what a validation logs, as Lightning does: numbers weighted by rows, and metrics at the end."""
+    """Collects what a validation logs, as Lightning does: numbers weighted by rows, and metrics at the end."""
 
     def __init__(self) -> None:
         self.batch: Any = None
@@ -224,10 +224,10 @@ class _Logged:
 
 
 def stop_by(trainer: L.Trainer, names: Collection[str]) -> list[EarlyStopping]:
-    """Return each `EarlyStopping` that monitors one of ``names``, which is then not asked at the end of an epoch.
+    """Return each `EarlyStopping` that monitors one of ``names``, and stop Lightning from asking it after an epoch.
 
-    Lightning asks it there where no validation loop runs; its patience would count epochs of physical batches, in the
-    place of validations.
+    Without a validation loop Lightning asks it there, and its patience would count epochs of physical batches instead
+    of validations.
     """
     found = [each for each in trainer.callbacks if isinstance(each, EarlyStopping) and each.monitor in names]  # type: ignore[attr-defined]
     for each in found:
@@ -236,7 +236,7 @@ def stop_by(trainer: L.Trainer, names: Collection[str]) -> list[EarlyStopping]:
 
 
 def ask_stoppers(trainer: L.Trainer, module: L.LightningModule, names: Collection[str]) -> None:
-    """Let each `EarlyStopping` decide that monitors one of ``names``, as after a validation loop of Lightning's."""
+    """Let each `EarlyStopping` that monitors one of ``names`` decide, as after a validation loop of Lightning."""
     for each in stop_by(trainer, names):
         each.on_validation_end(trainer, module)
 
@@ -251,19 +251,19 @@ _NOT_SETS = (str, bytes, list, tuple, Mapping, set, range, Tensor, np.ndarray, n
 
 
 def count_equal_rows(loader: Any, data: Any) -> tuple[int, bool]:
-    """Count the rows of ``loader`` that are rows of the training data set, its held-out ones included.
+    """Count the rows of ``loader`` that are rows of the training data set, including its held-out rows.
 
-    A row is compared as the loader's data set gives it, and as each one behind that does (`Subset`, `ConcatDataset`,
-    and attributes that hold a data set of the same length), which finds it before a transform; and as it lies in
-    attributes that hold a value for each row, such as ``data`` of torchvision's. Data sets of Hugging Face that are
-    parts of one Arrow table are parts of one set. Of a loader without a data set, the rows of its batches are compared.
-    Single numbers, such as labels, are left out.
+    Rows are compared in each form found: as the loader's data set returns them; as each data set inside it does
+    (`Subset`, `ConcatDataset`, and attributes that hold a data set of the same length), which finds rows before a
+    transform; and as stored in attributes with one value per row, such as ``data`` of torchvision data sets. Hugging
+    Face data sets that are parts of one Arrow table count as one data set. If a loader has no data set, the rows of its
+    batches are compared. Single numbers, such as labels, are ignored.
 
     Returns:
-        How many there are, and whether every row could be compared.
+        The count, and whether every row could be compared.
 
     Guarantees:
-        - The global generators are as before.
+        - The global generators are restored.
     """
     with kept_generators():
         seed_everywhere(0)
@@ -276,7 +276,7 @@ def count_equal_rows(loader: Any, data: Any) -> tuple[int, bool]:
 
 
 def _forms_of(loader: Any, own: set[int]) -> Iterator[set[bytes] | None]:
-    """Yield the digests of each row in all its forms, none where they are unknown; None if one of ``own`` gives it."""
+    """Yield each row's digests, an empty set if unknown; None for a row that comes from a data set in ``own``."""
     dataset = getattr(loader, "dataset", None)
     if dataset is not None and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
         part = cache(lambda number: not own.isdisjoint(_buffers(known[number])))
@@ -294,7 +294,7 @@ def _forms_of(loader: Any, own: set[int]) -> Iterator[set[bytes] | None]:
 
 def _forms_trained_on(trained: list[Any], data: Any) -> Iterator[bytes]:
     for each in trained:
-        if not isinstance(each, (Subset, ConcatDataset)):  # which give the rows of others
+        if not isinstance(each, (Subset, ConcatDataset)):  # their rows come from other data sets
             for index in range(len(each)):
                 yield from _forms(each, index)
     if not trained:
@@ -304,9 +304,9 @@ def _forms_trained_on(trained: list[Any], data: Any) -> Iterator[bytes]:
 
 
 def _forms(dataset: Any, index: int) -> Iterator[bytes]:
-    """Yield the digests of a row as the data set gives it, and as it lies in columns; of what can be read."""
+    """Yield the digests, where readable, of a row as the data set returns it and as its columns store it."""
     row = ()
-    with suppress(Exception):  # a row that nobody asks for may be a broken one
+    with suppress(Exception):  # a row that is never requested may be broken
         row = dataset[index]
     columns = [value for value in _attributes(dataset) if isinstance(value, (list, tuple, Tensor, np.ndarray))]
     raw = [value[index] for value in columns if getattr(value, "ndim", 1) and len(value) == len(dataset)]
@@ -316,7 +316,7 @@ def _forms(dataset: Any, index: int) -> Iterator[bytes]:
 
 
 def _places(dataset: Any, index: int, seen: tuple[int, ...] = ()) -> Iterator[tuple[Any, int]]:
-    """Yield each data set that a row comes through, and its number there, as far as that is known."""
+    """Yield each data set that a row comes through, and its index there, as far as known."""
     yield dataset, index
     if isinstance(dataset, Subset):
         yield from _places(dataset.dataset, int(dataset.indices[index]), seen)
@@ -331,14 +331,14 @@ def _places(dataset: Any, index: int, seen: tuple[int, ...] = ()) -> Iterator[tu
 
 
 def _buffers(dataset: Any) -> set[int]:
-    """Return where the Arrow table of a data set of Hugging Face lies in memory, which its parts share."""
+    """Return the memory addresses of a Hugging Face data set's Arrow buffers, which parts of one table share."""
     table: Any = getattr(getattr(dataset, "data", None), "table", None)
     chunks = () if not hasattr(table, "itercolumns") else (c for column in table.itercolumns() for c in column.chunks)
     return {each.address for chunk in chunks for each in chunk.buffers() if each is not None and each.size}
 
 
 def _sets_behind(dataset: Any) -> Iterator[Any]:
-    """Yield a data set and all those that it holds, at any depth."""
+    """Yield a data set and all data sets inside it, at any depth."""
     seen: set[int] = set()
     left = [] if dataset is None else [dataset]
     while left:

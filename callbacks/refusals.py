@@ -1,6 +1,6 @@
-"""Refuse settings under which the claim of a run would be false, before it starts.
+"""Refuse, before a run starts, settings under which its claim would be false.
 
-One list of checks serves a fit, which raises the first refusal, and ``task=doctor``, which reports all of them.
+One list of checks serves both a fit, which raises the first refusal, and ``task=doctor``, which reports all of them.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ from lit_dpret.texts import queries_of, refuse_quoted
 
 Check: TypeAlias = Callable[["Candidate"], None]
 
-#: What can be monitored and follows from the plan and the number of steps, whatever the rows are. The gate of logged
-#: numbers lets nobody else write under these names.
+#: Quantities to monitor that follow from the plan and the number of steps, whatever the rows are. The gate of logged
+#: numbers lets no other code write under these names.
 _DECIDED_BEFORE = frozenset({"privacy/eps_spent", "privacy/delta", "epoch", "step"})
 
 
@@ -90,12 +90,12 @@ class Candidate:
         return [*self.trainer.callbacks, *(own if isinstance(own, (list, tuple)) else [own])]  # type: ignore[attr-defined]
 
     def metrics(self, *, of_other_claims: bool) -> set[str]:
-        """Return the declared names: those that cost nothing, or those whose own epsilon is in no claim of this run."""
+        """Return the declared names: those that cost nothing, or those whose epsilon is in no claim of this run."""
         found = [one for one in self.callbacks if self._spends_another_claim(one) == of_other_claims]
         return {name for callback in found for name in getattr(callback, "public_metrics", ())}
 
     def _spends_another_claim(self, callback: Callback) -> bool:
-        """Return whether it evaluates on a synthetic set other than the one that the run claims for."""
+        """Return whether it evaluates on a synthetic set other than the one that this run's claim covers."""
         if getattr(callback, "data", None) != "synthetic":
             return False
         inherited = getattr(getattr(self.module, "privacy", None), "guarantee", "none") == "inherited"
@@ -132,7 +132,7 @@ def refuse_broken_claims(trainer: L.Trainer, module: Any, data: Any) -> None:
 
 
 def complaints(trainer: L.Trainer, module: Any, data: Any) -> list[LitDpretError]:
-    """Return everything that `refuse_broken_claims` would raise, one after the other."""
+    """Return every error that `refuse_broken_claims` would raise if the ones before were fixed."""
     candidate, found = Candidate(trainer, module, data), []
     for check in candidate.checks:
         try:
@@ -140,7 +140,7 @@ def complaints(trainer: L.Trainer, module: Any, data: Any) -> list[LitDpretError
         except LitDpretError as error:
             found.append(error)
             if check in _SHAPE:
-                break  # the other checks look at what is missing
+                break  # the other checks need what is missing
     return found
 
 
@@ -152,7 +152,7 @@ def _is_private_module(run: Candidate) -> None:
 
 
 def _is_built(run: Candidate) -> None:
-    """Refuse weights that are not there yet: nobody could say what they start from, nor how many there are."""
+    """Refuse weights without a shape: neither their initial values nor their number are known."""
     for name, parameter in run.module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigurationError(
@@ -162,7 +162,7 @@ def _is_built(run: Candidate) -> None:
 
 
 def _starts_from_numbers(run: Candidate) -> None:
-    """Refuse weights that are not numbers: no unit would add anything, and the steps would be paid for noise alone."""
+    """Refuse weights that are not finite: no unit would contribute, and the steps would pay for noise alone."""
     for name, parameter in run.module.named_parameters():
         if not parameter.is_meta and not bool(parameter.detach().isfinite().all()):
             raise ConfigurationError(
@@ -172,14 +172,14 @@ def _starts_from_numbers(run: Candidate) -> None:
 
 
 def refuse_endless_losses(module: Any) -> None:
-    """Refuse a loss that is not finite on rows that are no data (`PrivateModule.probe_losses`), at no privacy cost."""
+    """Refuse a loss that is not finite on rows that are not data (`PrivateModule.probe_losses`), at no privacy cost."""
     if any(parameter.is_meta for parameter in module.parameters()):
         return
     if not is_library(type(module).setup.__module__):  # it may build what the loss needs, and is called later
         return
     try:
         losses = module.probe() if hasattr(module, "probe") else None
-    except MisconfigurationException:  # a loss that logs, which Lightning takes from a step alone
+    except MisconfigurationException:  # the loss logs, which Lightning allows only within a step
         return
     if losses is not None and not bool(losses.isfinite().any()):
         raise ConfigurationError(
@@ -190,7 +190,7 @@ def refuse_endless_losses(module: Any) -> None:
 
 
 def _is_not_compiled(run: Candidate) -> None:
-    if getattr(run.module, "_compiler_ctx", None) is not None:  # what Lightning leaves of torch.compile(module)
+    if getattr(run.module, "_compiler_ctx", None) is not None:  # set by torch.compile(module)
         raise ConfigurationError(
             f"{type(run.module).__name__} was given to trainer.fit inside torch.compile, which cannot follow a step. "
             "Build the module again and give trainer.fit the module itself."
@@ -233,7 +233,7 @@ def _carries_a_card(run: Candidate) -> None:
 
 
 def _reads_what_its_claim_covers(run: Candidate) -> None:
-    """Refuse a file beside the data whose own privacy card tells of releases that the card of this run would not."""
+    """Refuse a file read in addition to the data if its privacy card states releases that this run's claim omits."""
     files = dict(run.module.files_read()) if hasattr(run.module, "files_read") else {}
     if (keep := getattr(run.data, "keep", None)) is not None:
         files["datamodule.keep"] = keep
@@ -243,7 +243,7 @@ def _reads_what_its_claim_covers(run: Candidate) -> None:
         check_dataset_card(path)
         card, claim = read_card(path), card_of_data(run.data)
         names = card_names(path, card)
-        if card["mechanism"].get("kind") == "post_processing":  # it adds nothing to the claim of its nearest parent
+        if card["mechanism"].get("kind") == "post_processing":  # adds nothing to the claim of its nearest parent
             names |= {str(parent["sha256"]) for parent in card["parents"][:1]}
         if claim is None or not names & names_behind(claim, read_card(claim)):
             raise ConfigurationError(
@@ -261,7 +261,7 @@ def _starts_unseen(run: Candidate) -> None:
 
 
 def _shows_nothing_beside_a_total(run: Candidate) -> None:
-    """Refuse to count a run in a total whose own card will prove nothing."""
+    """Refuse to count a run in a data-set total if its own card will prove nothing."""
     ledger = getattr(run.module.privacy, "dataset_ledger", None)
     if ledger is None:
         return
@@ -279,7 +279,7 @@ def _shows_nothing_beside_a_total(run: Candidate) -> None:
 
 def _chooses_by_public_metrics(run: Candidate) -> None:
     known = run.metrics(of_other_claims=False) | run.metrics(of_other_claims=True) | _DECIDED_BEFORE
-    if run.module.privacy.guarantee == "inherited":  # what is computed on the rows of training is within the claim
+    if run.module.privacy.guarantee == "inherited":  # metrics of the training rows are within the claim
         known |= {"train/loss", *getattr(run.module, "public_metrics", ())}
     for callback in run.choosing:
         if callback.monitor not in known:
@@ -330,12 +330,12 @@ def refuse_protected_queries(trainer: L.Trainer, module: Any, data: Any) -> None
         if hasattr(callback, "refuse_queries_behind"):
             callback.refuse_queries_behind(behind, data)
     if module.privacy.guarantee == "dp":
-        with kept_generators():  # rows may be made with random numbers as they are read
+        with kept_generators():  # reading rows may draw random numbers
             refuse_quoted(queries_of(data), *_published(trainer, module, data), because=_PUBLISHED)
 
 
 def _artefacts_behind(trainer: L.Trainer, module: Any, data: Any) -> list[Path]:
-    """Return the folders of what this run's claim rests on: the data that it inherits it from, or its start."""
+    """Return the folders of what this run's claim rests on: the data it inherits the claim from, or its start."""
     if module.privacy.guarantee == "inherited":
         card = getattr(data, "privacy_card_path", None)
         return [] if card is None else [Path(card).parent]
@@ -348,12 +348,12 @@ _PUBLISHED = (
     "it is published, and the queries are protected. Take a text of public data, or leave a hyper-parameter out, as by "
     "self.save_hyperparameters(ignore=[...])."
 )
-#: Attributes of loggers with these in their names are places, which are not sent.
+#: Logger attributes with one of these in their names are locations, which are not sent.
 _OF_THE_MACHINE = ("dir", "path", "uri")
 
 
 def _published(trainer: L.Trainer, module: Any, data: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return texts, and names, that stand on the card, in checkpoints or at a logger's service, by their settings."""
+    """Return, by setting, the texts and names that appear on the card, in checkpoints or at a logger's service."""
     texts, folder = {}, Path(trainer.default_root_dir)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if "note" in (tuning := getattr(callback, "tuning", {})):
@@ -373,7 +373,7 @@ def _published(trainer: L.Trainer, module: Any, data: Any) -> tuple[dict[str, st
 
 
 def _strings(content: Any) -> Iterator[tuple[str, str]]:
-    """Yield the texts in a setting, those of its keys too, with their places."""
+    """Yield the texts in a setting, including its keys, with their paths."""
     found = (each for each in settings_in(content, keys=True) if isinstance(each[1], str))
     for number, (where, text) in enumerate(found):
         yield (f"{where} ({number})" if where.startswith("a key of ") else where), text
@@ -395,7 +395,7 @@ def _whole_batches(run: Candidate) -> None:
 
 
 def _takes_its_steps(run: Candidate) -> None:
-    """Refuse what keeps a logical batch from ever being finished, under any mode."""
+    """Refuse, under any mode, settings that keep a logical batch from being finished."""
     if batches := getattr(run.trainer, "fast_dev_run", False):
         raise ConfigurationError(
             f"trainer.fast_dev_run={batches} ends in the middle of a logical batch. Use trainer.max_steps, or try it "
@@ -411,7 +411,7 @@ def _takes_its_steps(run: Candidate) -> None:
 
 
 def _has_not_trained(run: Candidate) -> None:
-    """Refuse a Trainer that goes on counting the steps of an earlier fit, and might make none."""
+    """Refuse a Trainer that continues the step count of an earlier fit, and might make no steps."""
     if run.trainer.global_step and not run.resumes:
         raise ConfigurationError(
             f"This Trainer has made {run.trainer.global_step} steps in an earlier fit, and would make fewer than are "
@@ -420,8 +420,8 @@ def _has_not_trained(run: Candidate) -> None:
 
 
 def _has_fresh_callbacks(run: Candidate) -> None:
-    """Refuse callbacks of Lightning that go on with numbers of an earlier fit: no claim of this run covers those."""
-    if run.resumes:  # they get the numbers of its checkpoint
+    """Refuse Lightning callbacks that hold numbers of an earlier fit, which no claim of this run covers."""
+    if run.resumes:  # they get the numbers from the run's checkpoint
         return
     for callback in run.callbacks:
         kept: Any = None
@@ -453,7 +453,7 @@ def _known_precision(run: Candidate) -> None:
 
 
 def _tells_no_times(run: Candidate) -> None:
-    """Refuse what writes down, or acts by, how long private steps take or how much memory they need."""
+    """Refuse whatever records, or acts on, the duration or memory use of private steps."""
     found = type(run.trainer.profiler)  # type: ignore[attr-defined]
     if found is not PassThroughProfiler:
         raise ConfigurationError(
@@ -496,7 +496,7 @@ _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 
 def _ends_for_no_private_row(run: Candidate) -> None:
-    """Refuse torch's search for NaN gradients, which ends the run at a row that would contribute zero."""
+    """Refuse torch's anomaly detection, which ends the run at a row that would contribute zero."""
     if getattr(run.trainer, "_detect_anomaly", False):
         raise ConfigurationError(
             "trainer.detect_anomaly=true ends the run at the first private row whose gradient is not a number, which "
@@ -509,7 +509,7 @@ _TIMES = (
     "{} writes down, or ends the run by, times, memory or losses of private steps, which depend on the data in them. "
     "Remove it, and fix the length by trainer.max_steps; callbacks=with_throughput shows the speed on the terminal."
 )
-#: Callbacks of Lightning's that no run under a guarantee has: the kinds, the trap, and why.
+#: Lightning callbacks refused in every run under a guarantee: the classes, the trap, and the reason.
 _REFUSED_CALLBACKS: tuple[tuple[tuple[type, ...], str, str], ...] = (
     (
         (LearningRateFinder, BatchSizeFinder), "T25",

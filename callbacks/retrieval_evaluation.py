@@ -1,8 +1,8 @@
-"""Validation within a run: retrieval metrics of the current model, and the kind of their queries.
+"""Validation within a run: retrieval metrics of the current model on public, synthetic or private queries.
 
-On public queries, or on synthetic ones that have a privacy card of their own, a metric costs nothing more. On private
-dev queries it is a release that no noise covers, whatever the mode: it is refused, or declared, and then the card
-states no epsilon; also where the training queries are others, since a user may have queries in both.
+A metric costs nothing on public queries, and nothing more on synthetic ones that have their own privacy card. On
+private dev queries it is a release that no noise covers, whatever the mode. It is refused unless declared, and then the
+card states no epsilon, even if the training queries are different ones: a user may have queries in both.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from lit_dpret.texts import normalise, train_queries
 
 DevData = Literal["public", "synthetic", "private"]
 
-#: The share of public queries that may be train queries as well: common questions are asked in every log, and which
-#: of them a benchmark holds says nothing about this one.
+#: The share of public queries that may also be train queries: common questions occur in every log, so a benchmark's
+#: overlap up to this says nothing about this log.
 SHARED_BY_CHANCE = 0.1
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RetrievalEvaluation(Callback):
-    """Rank the passages for one split's queries every few steps, and log the means as ``val/ndcg@10``.
+    """Rank the passages for one split's queries every few steps, and log the mean metrics, such as ``val/ndcg@10``.
 
     Guarantees:
-        - Under a mode that promises something, nothing is computed on data that is not declared.
-        - ``data=private`` needs ``card_entry=true``. The ledger then has an event with a `NonPrivateRelease` on
-          the disk before each evaluation, and the card says what was let out and states no epsilon.
-        - ``data=public`` is refused where the queries are those that the run protects, whatever their split is called,
-          or those that its claim is about where it inherits one (``privacy=synthetic``) or starts from another run, if
-          `training_behind` recognises their log.
-        - ``data=synthetic`` is held against the privacy card of the data.
-        - Nothing is drawn from any random stream, so that the run is the same with and without it.
-        - On several ranks, rank 0 evaluates, and all learn the means.
-        - Where a callback averages the weights, the average is evaluated.
-        - An `EarlyStopping` that monitors one of the metrics is asked after each evaluation.
+        - Under a mode with a guarantee, nothing is computed on undeclared data.
+        - ``data=private`` needs ``card_entry=true``. Before each evaluation, an event with a `NonPrivateRelease` is
+          then in the ledger on disk; the card says what was released and states no epsilon.
+        - ``data=public`` is refused if the queries are those that the run protects, whatever their split is called. It
+          is also refused if they are those behind an inherited claim (``privacy=synthetic``) or behind the run that
+          this one starts from, provided that `training_behind` recognises their log.
+        - ``data=synthetic`` is checked against the privacy card of the data.
+        - Nothing is drawn from any random stream, so the run is the same with and without evaluation.
+        - On several ranks, rank 0 evaluates, and all ranks get the means.
+        - If a callback averages the weights, the average is evaluated.
+        - An `EarlyStopping` that monitors one of the metrics decides after each evaluation.
 
     Args:
-        data: Whose the evaluated queries are: ``public``, ``synthetic`` or ``private``. Null is for
+        data: The kind of the evaluated queries: ``public``, ``synthetic`` or ``private``. Null is for
             ``privacy=none`` alone.
-        card_entry: Declares that metrics of private dev queries may be let out, with no guarantee left.
+        card_entry: Declares that metrics of private dev queries may be released, which leaves no guarantee.
         datamodule: A DataModule to evaluate on; null for the run's own.
         split: The split of its queries.
-        every_n_steps: Evaluate after every so many logical steps, and after the last one.
-        metrics: What to measure, as ``ndcg@10``.
-        top_k: How deep to rank; at least the deepest of the metrics.
-        max_queries: Evaluate on the first so many queries by id; null for all.
+        every_n_steps: Evaluate each time this many logical steps are done, and after the last one.
+        metrics: The metrics to compute, such as ``ndcg@10``.
+        top_k: How deep to rank; at least the deepest cutoff of the metrics.
+        max_queries: Evaluate on this many queries, the first by id; null for all.
         prefix: The prefix of the logged names.
 
     Raises:
@@ -81,7 +81,7 @@ class RetrievalEvaluation(Callback):
     top_k: int = 100
     max_queries: int | None = None
     prefix: str = "val"
-    #: Nobody else may log a number, or keep one in an attribute or checkpoint, by declaring one of these names.
+    #: No other code may declare one of these names to log a number, or to keep one in an attribute or checkpoint.
     tells_itself: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class RetrievalEvaluation(Callback):
         self.last: EvaluationResult | None = None
         self._loaded: tuple[dict[str, str], dict[str, dict[str, int]], dict[str, str]] | None = None
 
-    # -- what it may look at -----------------------------------------------------------------
+    # -- which queries it may evaluate -------------------------------------------------------
 
     @property
     def declared_leak(self) -> str | None:
@@ -115,7 +115,7 @@ class RetrievalEvaluation(Callback):
 
     @property
     def public_metrics(self) -> tuple[str, ...]:
-        """The logged names that may stop a run or keep a checkpoint: on public or synthetic queries."""
+        """The logged names that may stop a run or select a checkpoint: on public or synthetic queries."""
         return tuple(f"{self.prefix}/{name}" for name in self.metrics) if self.data in ("public", "synthetic") else ()
 
     def refuse_undeclared(self, module: Any, data: Any) -> None:
@@ -153,7 +153,7 @@ class RetrievalEvaluation(Callback):
             self._check_synthetic(source)
 
     def refuse_protected(self, module: Any, data: Any) -> None:
-        """Refuse queries declared public that are train queries of ``data``, which is set up."""
+        """Refuse queries declared public that are train queries of ``data``, which must be set up."""
         if self.data != "public" or getattr(getattr(module, "privacy", None), "guarantee", "none") != "dp":
             return
         source = self.datamodule if self.datamodule is not None else data
@@ -167,7 +167,7 @@ class RetrievalEvaluation(Callback):
             )
 
     def refuse_queries_behind(self, folders: Sequence[Path], data: Any) -> None:
-        """Refuse queries declared public that an artefact in ``folders``, behind the claim, was trained on."""
+        """Refuse queries declared public on which an artefact in ``folders``, part of the claim, was trained."""
         if self.data != "public":
             return
         source = self.datamodule if self.datamodule is not None else data
@@ -240,7 +240,7 @@ class RetrievalEvaluation(Callback):
             accountant_of(trainer), "planned_steps", trainer.max_steps
         ):
             module: Any = pl_module
-            whole = module.whole() if hasattr(module, "whole") else nullcontext()  # not every module is ours
+            whole = module.whole() if hasattr(module, "whole") else nullcontext()  # a custom module may lack it
             with averaged(trainer, pl_module), whole:
                 self.last = Ranks.here().share(lambda: self._evaluate(trainer, pl_module, done))
             found = {f"{self.prefix}/{name}": mean for name, mean in self.last.means.items()}
@@ -254,7 +254,7 @@ class RetrievalEvaluation(Callback):
         return self.measure(module)
 
     def measure(self, module: Any) -> EvaluationResult:
-        """Return the metrics of a module, with intervals and values per query; ``setup`` loads the data."""
+        """Return the metrics of a module, with intervals and values per query; ``setup`` must have loaded the data."""
         if self._loaded is None:
             raise ConfigurationError("RetrievalEvaluation has no data before the fit has set it up.")
         queries, qrels, passages = self._loaded
@@ -271,8 +271,8 @@ class RetrievalEvaluation(Callback):
 def trains_on(data: Any, queries: Mapping[str, str], *, users_of: Any = None) -> bool:
     """Return whether more of ``queries`` are train queries of ``data`` than chance explains, compared by text.
 
-    With ``users_of``, the DataModule of the queries, those of users who have train queries count as well. Data whose
-    rows have no ``query`` are taken on trust.
+    With ``users_of``, the DataModule of the queries, queries of users who have train queries count as well. Data
+    without train queries that can be read as texts are trusted.
     """
     trained = set(map(normalise, train_queries(data)))
     ours: Any = getattr(data, "collection", None)
