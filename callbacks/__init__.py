@@ -1,7 +1,7 @@
 """Callbacks of a run: accountant, card, evaluation, audit, progress and loggers. Import as ``lit_dpret.callbacks``.
 
 The package is long because a fit refuses, by name, each known way in which a Trainer, a strategy or user code would
-make an uncounted release; each refusal is a few lines and a message with the way out.
+make an uncounted release. Each refusal is a few lines and a message that says what to do instead.
 """
 
 from typing import TYPE_CHECKING

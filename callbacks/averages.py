@@ -1,8 +1,8 @@
 """Averages of the weights over steps, which are evaluated, saved and exported if a callback keeps one.
 
-Each step of a private run releases its weights, so that an average of them is post-processing: it costs nothing, and
-the card says so. Lightning's `WeightAveraging`, `EMAWeightAveraging` and `StochasticWeightAveraging` are used as they
-are; here stands what a private run adds to them.
+Each step of a private run releases its weights, so an average of them is post-processing: it costs nothing, and the
+card says so. Lightning's `WeightAveraging`, `EMAWeightAveraging` and `StochasticWeightAveraging` are used unchanged;
+this module adds what a private run needs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def exponential_average(
     """Build Lightning's `EMAWeightAveraging`, for ``callbacks=with_averaging``.
 
     Args:
-        decay: How much of the average each update keeps, from 0 to below 1.
+        decay: The share of the average that each update keeps, from 0 to below 1.
         update_every_n_steps: Steps from one update to the next.
         update_starting_at_step: The first step that is averaged; null for all of them.
         use_buffers: Average the buffers too.
@@ -59,7 +59,7 @@ def averaged(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
     """Put the averaged weights into ``module`` within the block, if a callback has begun an average."""
     callback = averaging(trainer)
     if isinstance(callback, WeightAveraging) and isinstance(module, L.LightningModule):
-        # It may stand later in the list of callbacks; of one step it takes the weights once.
+        # The callback may come later in the list of callbacks; it takes a step's weights only once.
         callback.on_train_batch_end(trainer, module, None, None, 0)
     average = _average_of(callback)
     if average is None:
@@ -73,7 +73,7 @@ def averaged(trainer: L.Trainer, module: nn.Module) -> Iterator[None]:
 
 
 def describe(trainer: L.Trainer) -> dict[str, str]:
-    """Describe for the card what was averaged how; empty without averaging."""
+    """Describe for the card what was averaged and how; empty without averaging."""
     callback = averaging(trainer)
     if callback is None:
         return {}
@@ -140,7 +140,7 @@ def go_on_averaging(trainer: L.Trainer, module: Any) -> None:
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     before = [group["lr"] for group in groups]
     callback.on_train_epoch_start(trainer, module)
-    for group, rate in zip(groups, before, strict=True):  # a new schedule takes a step of its own
+    for group, rate in zip(groups, before, strict=True):  # a new schedule takes a step when it is created
         group["lr"] = rate
 
 
@@ -166,7 +166,7 @@ def _average_of(callback: Any) -> nn.Module | None:
 
 
 def _decay_of(callback: EMAWeightAveraging) -> float | None:
-    """The decay, which Lightning keeps in a closure alone."""
+    """Return the decay, which Lightning keeps only in a closure."""
     average: Any = callback._kwargs.get("avg_fn")
     cells = getattr(getattr(average, "__wrapped__", average), "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, int | float)), None)

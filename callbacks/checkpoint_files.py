@@ -1,7 +1,7 @@
-"""Checkpoint files: written atomically, found again, and held against the ledger when a run is resumed.
+"""Checkpoint files: written atomically, found again, and checked against the ledger when a run is resumed.
 
-Lightning moves a checkpoint from the machine's temporary folder; between two file systems that is a copy, and a kill
-leaves half of it. An unreadable checkpoint costs no more than the steps since the one before it: the ledger knows
+Lightning moves a checkpoint from the machine's temporary folder. Between two file systems this is a copy, which a kill
+can leave half done. An unreadable checkpoint costs no more than the steps since the one before it: the ledger knows
 which steps were released, and charges those that are repeated.
 """
 
@@ -28,14 +28,14 @@ from lit_dpret.privacy.ledger.chain import storage_error, sync_folder
 from lit_dpret.privacy.ledger.private_run import Position, PrivateRun
 from lit_dpret.privacy.ledger.trained import TrainedIn, mark_trained
 
-#: The name of a file while it is written.
+#: The name of a file while it is being written.
 DRAFT = ".{}.tmp"
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Write checkpoints so that a kill at any moment leaves under a name the old file, the new one, or none.
+    """Write checkpoints so that, under their names, a kill at any moment leaves the old file, the new one, or none.
 
-    When ``save_checkpoint`` returns, the file and its name are on the disk. A path with a scheme is left to Lightning.
+    When ``save_checkpoint`` returns, the file and its name are on disk. A path with a scheme is left to Lightning.
     """
 
     def save_checkpoint(
@@ -69,11 +69,11 @@ def remove_drafts(folder: Path) -> None:
 
 
 def newest_checkpoint(folder: Path, *, run_id: str | None = None, quiet: bool = False) -> Path | None:
-    """Return the readable checkpoint in ``folder`` with the most steps; None without one.
+    """Return the readable checkpoint in ``folder`` with the latest attempt and step; None without one.
 
-    A checkpoint that is damaged, or of another run than ``run_id``, is passed over with a warning, or without one where
-    ``quiet``. Attempt and step stand inside the file; its name and its time play no part. What Lightning writes where
-    SLURM requeues a job lies beside the folder, and is one of them.
+    A checkpoint that is damaged, or of another run than ``run_id``, is skipped, with a warning unless ``quiet``.
+    Attempt and step are read from the file; its name and time are ignored, except that ``last.ckpt`` wins a tie.
+    Checkpoints that Lightning writes next to the folder when SLURM requeues a job are included.
     """
     pass_over = (lambda path, why: None) if quiet else _pass_over
     ranked: list[tuple[tuple[int, int, bool], Path]] = []
@@ -84,7 +84,7 @@ def newest_checkpoint(folder: Path, *, run_id: str | None = None, quiet: bool = 
                 pass_over(path, f"of {found.run_id or 'a run without a ledger'}, and the ledger is of {run_id}")
                 continue
             ranked.append(((found.attempt, found.steps_done, path.name == "last.ckpt"), path))
-        except ResumeError:  # whole, and of a newer version
+        except ResumeError:  # intact, but of a newer version
             if not quiet:
                 raise
         except (OSError, RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
@@ -132,7 +132,7 @@ def refuse_checkpoint_of_other_run(module: Any, found: Position | None, own: Pos
 def refuse_other_positions(
     trainer: L.Trainer, restored: Position | None, run: PrivateRun | None, run_dir: Path | None, ranks: Ranks
 ) -> None:
-    """Refuse ranks with different checkpoints, and a restart while a checkpoint of a run with releases is left."""
+    """Refuse ranks with different checkpoints, and a restart of a run with releases that still has a checkpoint."""
     for rank, position in enumerate(positions := ranks.gather(restored)):
         if position != positions[0]:
             raise ResumeError(
@@ -152,9 +152,9 @@ def refuse_other_positions(
 
 
 def _own_checkpoint(trainer: Any, run: PrivateRun, run_dir: Path | None) -> str | None:
-    """Return a checkpoint of this run that lies where its callbacks, or Lightning, put them."""
+    """Return a checkpoint of this run from the folders where its callbacks, or Lightning, write them."""
     kept = {Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath}
-    root = Path(run_dir or ".")  # no deeper: it may be a project, with other runs below it
+    root = Path(run_dir or ".")  # not searched deeper: it may be a project with other runs below it
     for folder in sorted(kept | {root, *root.glob("*/"), *root.glob("lightning_logs/*/checkpoints")}):
         if (found := newest_checkpoint(folder, run_id=run.run_id, quiet=True)) is not None:
             return str(found)
@@ -164,7 +164,7 @@ def _own_checkpoint(trainer: Any, run: PrivateRun, run_dir: Path | None) -> str 
 def tell_repeated(run: PrivateRun, first: int, planned: int) -> None:
     """Report which steps, from ``first`` to ``planned``, a resume repeats, and whether they are charged again."""
     begun = run.intents
-    free = (run.attempt, first) in begun  # as far as this attempt came; another had other keys
+    free = (run.attempt, first) in begun  # up to where this attempt came; other attempts had other keys
     last = max((step for attempt, step in begun if not free or attempt == run.attempt), default=-1) + 1
     last = min(last, planned)
     if last > first:
@@ -173,7 +173,7 @@ def tell_repeated(run: PrivateRun, first: int, planned: int) -> None:
 
 
 def refuse_short_schedules(trainer: L.Trainer, planned: int) -> None:
-    """Refuse a schedule of a fixed length, such as OneCycleLR, that raises an error before the last planned step."""
+    """Refuse a schedule of fixed length, such as OneCycleLR, that raises an error before the last planned step."""
     for config in trainer.lr_scheduler_configs:
         length = getattr(config.scheduler, "total_steps", None)
         if isinstance(length, int) and config.interval == "step" and planned // config.frequency > length:
@@ -185,7 +185,7 @@ def refuse_short_schedules(trainer: L.Trainer, planned: int) -> None:
 
 
 def optimizer_settings(trainer: L.Trainer) -> list[dict[str, float]]:
-    """Return the numbers of each group of parameters: under a schedule, the rate at which it began."""
+    """Return the numbers of each parameter group; under a schedule, the initial learning rate."""
     found = []
     for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
         numbers = {name: float(value) for name, value in group.items() if isinstance(value, (int, float))}
@@ -195,7 +195,7 @@ def optimizer_settings(trainer: L.Trainer) -> list[dict[str, float]]:
 
 
 def tell_restored_settings(configured: list[dict[str, float]], restored: list[dict[str, float]]) -> None:
-    """Say what ``configure_optimizers`` sets otherwise than the checkpoint, whose numbers are used."""
+    """Warn if ``configure_optimizers`` sets other numbers than the checkpoint, whose numbers are used."""
     for own, used in zip(configured, restored, strict=False):
         for name in own.keys() & used.keys():
             if own[name] == own[name] and not math.isclose(own[name], used[name], rel_tol=1e-6):

@@ -1,8 +1,8 @@
 """Checkpoints of a private run: taken between two logical steps, without values that no noise covers.
 
-Within a logical step only Lightning's counters have moved, so a checkpoint that is requested there becomes the one
-from before the step. Noise covers the trained parameters, and what optimizers, schedules, loops and averages make of
-them. Everything else passes only as it was before the first private batch.
+Within a logical step only Lightning's counters change, so a checkpoint requested there becomes the one from before the
+step. Noise covers the trained parameters, and what optimizers, schedules, loops and averages derive from them.
+Everything else passes only if it is unchanged since before the first private batch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class BetweenSteps:
     """Restrict the checkpoints of one fit to moments between logical steps.
 
     Guarantees:
-        - A checkpoint that is requested within a logical step resumes with the whole of that step.
-        - None is written while an update is made: a request is refused, and after an error skipped with a warning.
-        - A checkpoint is handed to ``complete`` when every callback and the module added their part, also after the
-          fit. One that it refuses is not written; after an error it is skipped with a warning.
-        - SLURM's request to requeue the job is met after its step, by all ranks at once.
+        - A checkpoint requested within a logical step resumes with the whole of that step.
+        - None is written during an update: a request is refused, or after an error skipped with a warning.
+        - A checkpoint goes to ``complete`` once every callback and the module have added their parts, also after the
+          fit. If it is refused there, it is not written; after an error it is skipped with a warning.
+        - SLURM's request to requeue the job is served after the current step, by all ranks at once.
 
     The Trainer's ``save_checkpoint`` is replaced until `release`, and ``dump_checkpoint`` until its next fit.
     """
@@ -53,7 +53,7 @@ class BetweenSteps:
         self._before: dict[str, int] = {}
         self._requeue_signal: int | None = None
         self._requeue_asked = False
-        self.release()  # of an earlier fit that an error ended
+        self.release()  # from an earlier fit that ended by an error
         self._save = trainer.save_checkpoint
         vars(trainer)["save_checkpoint"] = self._save_between
         connector = trainer._checkpoint_connector
@@ -66,7 +66,7 @@ class BetweenSteps:
         vars(self._trainer).pop("save_checkpoint", None)
 
     def begin_batch(self, step: int) -> None:
-        """Record a physical batch of step ``step``; Lightning has already counted it as ready."""
+        """Record the counters before step ``step``, at its first physical batch, which Lightning counts as ready."""
         if step == self._step:
             return
         loop = self._trainer.fit_loop.epoch_loop
@@ -103,7 +103,7 @@ class BetweenSteps:
         warnings.warn(f"The checkpoint {filepath} was skipped: {reason}. Earlier ones are complete.", stacklevel=2)
 
     def rescue(self, path: Path) -> None:
-        """Write a checkpoint after an error; where a callback of the user's is refused or fails, without them."""
+        """Write a checkpoint after an error; if user callbacks are refused or fail, write it without them."""
         if getattr(self._module, "updating", False):
             return
         trainer: Any = self._trainer
@@ -113,7 +113,7 @@ class BetweenSteps:
             try:
                 self._save(path, None, None)
                 return
-            except Exception as error:  # the run ends by another one
+            except Exception as error:  # the run already ends by another error
                 warnings.warn(f"{path} could not be written with {len(callbacks)} callbacks: {error}", stacklevel=2)
             finally:
                 trainer.callbacks = everyone
@@ -131,7 +131,7 @@ class BetweenSteps:
     # -- SLURM -------------------------------------------------------------------------------
 
     def note_requeue_quietly(self) -> None:
-        """Record SLURM's requeue signal, instead of Lightning's checkpoint within the signal handler."""
+        """Record SLURM's requeue signal instead of letting Lightning write a checkpoint in the signal handler."""
         environment = self._trainer._accelerator_connector.cluster_environment
         if not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
             return
@@ -153,7 +153,7 @@ class BetweenSteps:
 
 
 def hide_batches(checkpoint: dict[str, Any], steps_done: int) -> None:
-    """Count steps instead of physical batches in ``checkpoint``, if their number may be private."""
+    """Count steps instead of physical batches in ``checkpoint``, whose number may be private."""
     loop = checkpoint["loops"]["fit_loop"]
     loop["epoch_loop.state_dict"].pop("_batches_that_stepped", None)
     for part in ("total", "current"):
@@ -162,10 +162,10 @@ def hide_batches(checkpoint: dict[str, Any], steps_done: int) -> None:
 
 
 def count_by_steps(checkpoint: dict[str, Any], steps_done: int, sampler: PrivateBatchSampler) -> None:
-    """Set the loops' counters in ``checkpoint`` as this fit would have after ``steps_done`` steps.
+    """Set the loops' counters in ``checkpoint`` to those that this fit would have after ``steps_done`` steps.
 
-    Lightning ends an epoch at a number of batches, and the sampler at a number of steps: where they disagree, an epoch
-    is trained twice or ends inside a step.
+    Lightning ends an epoch at a number of batches, and the sampler at a number of steps. If they disagree, an epoch is
+    trained twice or ends inside a step.
     """
     if steps_done == 0:
         return
@@ -185,14 +185,14 @@ def count_by_steps(checkpoint: dict[str, Any], steps_done: int, sampler: Private
 
 _Path = tuple[str, ...]
 _TRUSTED = ("lightning.", "lit_dpret.")
-#: What is a function of released updates and of the schedule, or is set again by the accountant.
+#: Functions of released updates and of the schedule, or values that the accountant sets again.
 _RELEASED: set[_Path] = {
     ("optimizer_states",), ("lr_schedulers",), ("averaging_state", "n_averaged"), ("epoch",), ("global_step",),
 }  # fmt: skip
 _WEIGHTS = ("state_dict", "current_model_state")
-#: A tensor in a callback's state with so many values may be a setting.
+#: A tensor in a callback's state with at most this many values may be a setting.
 _SMALL = 8
-#: What Lightning puts into a checkpoint. Hyper-parameters are looked at before (`refuse_saved_data`).
+#: The keys that Lightning puts into a checkpoint. Hyper-parameters are checked earlier (`refuse_saved_data`).
 _OF_LIGHTNING = frozenset({
     "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks", "optimizer_states",
     "lr_schedulers", "hparams_name", "hparams_type", "hyper_parameters", "datamodule_hparams_name",
@@ -201,15 +201,16 @@ _OF_LIGHTNING = frozenset({
 
 
 class CheckpointGate:
-    """Allow a checkpoint with the run's releases, unchanged initial values, and values declared public.
+    """Allow only checkpoints that hold the run's releases, unchanged initial values, and values declared public.
 
     Guarantees:
-        - Buffers, hyper-parameters, states of callbacks, modules, metrics, loaders and DataModules, attributes of a
-          state dict or tensor that are pickled with it, and whatever ``on_save_checkpoint`` adds are refused by name
-          when they changed since the first private batch, unless a part of the name is listed in ``public_metrics``.
-          With ``declare``, which is called with the name, they pass.
-        - What user code puts beside the weights from the start is no data: few values, no tensor, no query of the run.
-        - States of this package's and Lightning's own callbacks pass as these callbacks give them.
+        - A value that changed since the first private batch is refused by name, unless a part of the name is listed in
+          ``public_metrics``. With ``declare``, which is called with the name, it passes. This covers buffers,
+          hyper-parameters, states of callbacks, modules, metrics, loaders and DataModules, attributes pickled with a
+          state dict or tensor, and whatever ``on_save_checkpoint`` adds.
+        - What user code saves in addition to the weights from the start is not data: few values, no large tensor, no
+          query of the run.
+        - States of this package's and Lightning's own callbacks pass as these callbacks return them.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class CheckpointGate:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         public = self._public
         expected = self._start | dict(self._fingerprints(self._own(callbacks)))
-        # Metadata of a part name some of the runs that the checkpoint names.
+        # Some of the runs that the checkpoint names are named only in a part's metadata.
         runs = {found for path, found in expected.items() if TRAINED_KEY in path}
         for path, found in self._fingerprints(checkpoint):
             name = ".".join(path)
@@ -273,11 +274,11 @@ class CheckpointGate:
                 )
             self._declare(f"{'.'.join(path)} in a checkpoint")
         if (texts or names) and self._declare is None:
-            with kept_generators():  # rows may be made with random numbers as they are read
+            with kept_generators():  # reading rows may draw random numbers
                 refuse_quoted(queries_of(trainer.datamodule), texts, names)
 
     def _of_users(self, start: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
-        """Yield what code from outside this package and Lightning puts into a checkpoint beside the weights."""
+        """Yield what code from outside this package and Lightning adds to a checkpoint, except weights."""
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         trusted = self._own(callbacks)
         for key, value in start.items():
@@ -292,7 +293,7 @@ class CheckpointGate:
                 yield ("state_dict", key), start["state_dict"].get(key)
 
     def _version_of(self, path: _Path) -> str | None:
-        """Return the fingerprint of a part's format where PyTorch notes that, for parts that were built meanwhile."""
+        """Return the fingerprint of a part's format version, as PyTorch notes it, for parts built in the meantime."""
         _, *place = path
         if place[:1] != ["_metadata"] or place[-1] != "version":
             return None
@@ -312,15 +313,15 @@ class CheckpointGate:
         weights = {name for name, p in self._module.named_parameters(remove_duplicate=False) if p.requires_grad}
         for path, value in _leaves(checkpoint, ()):
             if path[0] in _WEIGHTS:
-                path = ("state_dict", *path[1:])  # one name, where an average took the place of the weights
+                path = ("state_dict", *path[1:])  # one name, even if an average replaced the weights
                 if isinstance(value, Tensor) and ".".join(path[1:]) in weights:
                     continue
             yield path, _fingerprint(value)
 
 
 def _leaves(content: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
-    """The values in nested dicts and lists, but for what is released or put in anew by the accountant."""
-    loops = path[:1] == ("loops",) and "combined_loader" not in path  # of which a user's loader keeps the state
+    """Yield the values in nested dicts and lists, except what is released or set again by the accountant."""
+    loops = path[:1] == ("loops",) and "combined_loader" not in path  # the latter holds the state of a user's loader
     if path in _RELEASED:
         return
     nested = isinstance(content, (Mapping, list, tuple))
@@ -330,7 +331,7 @@ def _leaves(content: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
     elif not loops:
         yield path, content
     if nested or type(content) in (Tensor, Parameter):
-        for key, value in getattr(content, "__dict__", {}).items():  # which is pickled too
+        for key, value in getattr(content, "__dict__", {}).items():  # pickled too
             yield from _leaves(value, (*path, key))
 
 

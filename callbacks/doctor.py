@@ -1,7 +1,7 @@
 """Examine a run without training: which traps are absent, present, or impossible?
 
-The examination calls what a fit calls, in its order, and stops before the first release; a few units are clipped and
-forgotten. A fit stops at the first refusal; here all are reported.
+The examination calls what a fit calls, in the same order, and stops before the first release; it clips a few units and
+discards the results. A fit stops at the first refusal; the examination reports all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lit_dpret.privacy.sampling import PrivateBatchSampler
 Status = Literal["passed", "by construction", "refused", "declared", "not reached", "does not apply", "yours"]
 
 REHEARSED_UNITS = 8
-# Draws are looked through for units that have rows; a data set without any is found out long before.
+# Search this many steps' draws for units that have rows; a data set without any is found much earlier.
 REHEARSED_STEPS = 20
 
 
@@ -47,9 +47,9 @@ REHEARSED_STEPS = 20
 class Finding:
     """The finding for one trap (``T1`` and so on; ``other`` for a refusal outside the list).
 
-    ``refused``: a fit would raise ``text``. ``declared``: a fit would run, and its card say so. ``not reached``: an
-    earlier refusal is in the way. ``yours``: no examination can see it. ``text`` says what is true instead, or what to
-    do.
+    ``refused``: a fit would raise ``text``. ``declared``: a fit would run, and its card would say so. ``not reached``:
+    an earlier refusal is in the way. ``yours``: no examination can see it. ``text`` says what is true instead, or what
+    to do.
     """
 
     trap: str
@@ -61,7 +61,7 @@ class Finding:
 
 @dataclass
 class Examination:
-    """All findings about one run: one for each trap, and one more for each further refusal."""
+    """All findings about one run: one for each trap, and one for each further refusal."""
 
     privacy: str
     findings: list[Finding] = field(default_factory=list)
@@ -108,10 +108,10 @@ class Examination:
 
 
 def examine(trainer: L.Trainer, module: Any, data: Any) -> Examination:
-    """Examine what ``trainer.fit(module, datamodule=data)`` would run; ``data`` is set up already.
+    """Examine what ``trainer.fit(module, datamodule=data)`` would run; ``data`` must be set up.
 
-    Nothing is released and no weight is changed. A secret is made where there is none yet, as a fit would do. Returns
-    one finding for each trap, and one more for each further refusal.
+    Nothing is released and no weight is changed. If there is no secret yet, one is created, as in a fit. Returns one
+    finding for each trap, and one for each further refusal.
     """
     mode = getattr(module, "privacy", None)
     look = _Look()
@@ -182,7 +182,7 @@ class _Look:
 
 
 def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun | None:
-    """Everything after the settings, in the order of a fit; each stage as far as the earlier ones allow."""
+    """Examine everything after the settings, in the order of a fit; each stage as far as earlier ones allow."""
     accountant, mode = accountant_of(trainer), module.privacy
     planned: PlannedRun | None = None
     try:
@@ -203,7 +203,7 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
             load_secret(mode.secret_file, run_dir=run_dir)
     if planned is None:
         return None
-    # Never the run's own streams: what is drawn here must say nothing about the run.
+    # Never the run's own streams: draws made here must reveal nothing about the run.
     stream = KeyedStream(secrets.token_bytes(32), "doctor")
     sampler = planned.sampler(data, stream)
     with look.at("loader"):
@@ -226,7 +226,7 @@ def _rest(look: _Look, trainer: L.Trainer, module: Any, data: Any) -> PlannedRun
 
 
 def _some_batches(loader: Any, sampler: PrivateBatchSampler) -> list[UnitBatch]:
-    """A few units that have rows, as two physical batches of one step; none where a unit would be alone."""
+    """Return a few units that have rows, as two physical batches of one step; none if a unit would be alone."""
     drawn = {
         draw.unit: draw
         for step in range(REHEARSED_STEPS)
@@ -246,7 +246,7 @@ def _some_batches(loader: Any, sampler: PrivateBatchSampler) -> list[UnitBatch]:
 
 
 def _bounded(plan: PrivacyPlan, coupling: Coupling) -> tuple[Status, str]:
-    """State the bound in place of "no row changed the loss of another one" where a mode proves one."""
+    """State the bound instead of "no row changed the loss of another one" if a mode proves one."""
     text = (
         f"The loss couples units, and that is counted: {coupling.describe(plan.max_grad_norm)}; one unit moves the sum "
         f"by at most {plan.sensitivity:g}. No layer keeps statistics of a batch."
@@ -257,7 +257,7 @@ def _bounded(plan: PrivacyPlan, coupling: Coupling) -> tuple[Status, str]:
 
 
 def _declared(module: Any, callbacks: list[Any]) -> dict[str, str]:
-    """Return the leaks that settings of module and callbacks ask for, by trap."""
+    """Return, by trap, the leaks that settings of the module and the callbacks ask for."""
     told = {}
     shown = [leak for callback in callbacks if (leak := getattr(callback, "declared_leak", None))]
     if getattr(module, "log_private_loss", False):

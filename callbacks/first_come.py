@@ -1,6 +1,6 @@
-"""Refuse data and collations whose first rows decide how later ones are read.
+"""Refuse data and collations whose first rows determine how later ones are read.
 
-A vocabulary that grows, or a scale that is set at the first call, is made of private rows: one unit changes all others.
+A vocabulary that grows, or a scale set at the first call, is derived from private rows: one unit changes all others.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from lit_dpret.privacy.user_code import HOLD_NO_CODE, CachedFunction, Space, dic
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 
 _NUMBERS = (int, float, complex, np.generic)
-#: So many rows or units are asked for, and so many objects are looked at for what they hold.
+#: The number of rows or units to read, and the maximum number of objects to search for what they hold.
 FIRST, _REACHED = 8, 5_000
-#: Of a longer container only what it grows by is put back, and only so many of its values are looked into.
+#: A longer container is only cut back to its old length, and only this many of its values are searched.
 _COPIED, _LOOKED_INTO, _BYTES = 10_000, 64, 1 << 16
-#: Others of their kind may be filled in another way, or not at all.
+#: Subclasses may be filled in another way, or not at all.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 def refuse_first_come(module: Any, data: Any) -> None:
     """Refuse rows and a ``collate_rows`` that depend on the order of requests, such as a growing vocabulary.
 
-    The first rows are read twice, in opposite orders. In between, all containers, attributes, closures and globals
-    that user code reaches are restored, unless there is an iterator or a file among them, which cannot be restored.
-    This runs before anything else reads the rows; what was set earlier is not seen. A warning names numbers that
-    change as rows are read, such as a count of tokens. They keep their values: one may be the offset in a file.
+    The first rows are read twice, in opposite orders. In between, all containers, attributes, closures and globals that
+    user code reaches are restored, unless an iterator or a file is among them, which cannot be restored. This runs
+    before anything else reads the rows; earlier changes are not seen. A warning names numbers that change as rows are
+    read, such as a token count. These numbers keep their values: one may be an offset in a file.
     """
     dataset = getattr(data, "dataset", None)
     if dataset is None or not hasattr(data, "train_units"):
@@ -50,7 +50,7 @@ def refuse_first_come(module: Any, data: Any) -> None:
         refuse_other_rows()
     with kept_generators():
         found = [dataset[row] for row in rows]
-    pairs = [found[at : at + 2] for at in range(0, len(found), 2)]  # a scale of a single row may be no number
+    pairs = [found[at : at + 2] for at in range(0, len(found), 2)]  # the scale of a single row may be NaN
     if depends_on_the_first([module], [partial(module.collate_rows, pair) for pair in pairs], numbers):
         raise UnsupportedModelError(
             f"privacy={module.privacy.name} cannot train {type(module).__name__}: what collate_rows makes of a row "
@@ -68,7 +68,7 @@ def refuse_first_come(module: Any, data: Any) -> None:
 def depends_on_the_first(
     roots: Sequence[Any], calls: Sequence[Callable[[], Any]], numbers: set[str] | None = None
 ) -> bool:
-    """Return whether the results of ``calls`` depend on their order; add to ``numbers`` the names of those changed."""
+    """Return whether the results of ``calls`` depend on their order; add names of changed numbers to ``numbers``."""
     found = list(_holders(roots))
     held = [(each, _read(each)) for each in found if not isinstance(each, _Stream)]
     moves_on = len(held) < len(found)
@@ -83,7 +83,7 @@ def depends_on_the_first(
             return False
         backward = [_answer(number, call) for number, call in reversed(list(enumerate(calls)))]
         if forward == backward[::-1]:
-            return False  # user code left both what this round changed and whatever belongs to it
+            return False  # user code kept what this round changed, and also what goes with it
         if not moves_on:
             _put_back(held)
     return True
@@ -95,7 +95,7 @@ def _answer(number: int, call: Callable[[], Any]) -> bytes | None:
 
 
 def _read(holder: Any) -> Any:
-    """Return what a container or a `Space` holds; of a long container its length."""
+    """Return what a container or a `Space` holds; for a long container, its length."""
     if isinstance(holder, CachedFunction):
         return holder.cache_info().currsize
     if isinstance(holder, Space):
@@ -106,7 +106,7 @@ def _read(holder: Any) -> Any:
 
 
 def _put_back(held: Sequence[tuple[Any, Any]]) -> bool:
-    """Restore what holders held; return whether one of them held something else."""
+    """Restore the contents of holders; return whether any of them had changed."""
     changed = False
     for holder, before in held:
         now = _read(holder)
@@ -151,10 +151,10 @@ def _cut_back(holder: Any, size: int) -> None:
 
 
 def _holders(roots: Sequence[Any]) -> Iterator[Any]:
-    """Yield all that ``roots`` and user functions reach and that can change.
+    """Yield everything mutable that ``roots`` and user functions reach.
 
-    These are dicts, lists, cached functions, and the `Space` of each object, class and function from outside
-    libraries; a `_Stream` stands for each iterator and file.
+    This includes dicts, lists, cached functions, and the `Space` of each object, class and function from outside
+    libraries. A `_Stream` represents each iterator and file.
     """
     waiting, seen = deque(roots), set[int]()
     while waiting and len(seen) < _REACHED:  # the nearest first
@@ -166,7 +166,7 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
         seen.add(id(value))
         if type(value) in _CONTAINERS or isinstance(value, CachedFunction):
             yield value
-        if hasattr(type(value), "__next__") and type(value) not in ProxyTypes:  # files have it as well
+        if hasattr(type(value), "__next__") and type(value) not in ProxyTypes:  # files have it too
             yield _Stream()
         if isinstance(value, (dict, list, tuple, set, frozenset)):
             waiting += islice(value.values() if isinstance(value, dict) else value, _LOOKED_INTO)
@@ -191,11 +191,11 @@ def _holders(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 class _Stream:
-    """Stands for an iterator or a file, whose offset cannot be restored."""
+    """Represents an iterator or a file, whose position cannot be restored."""
 
 
 def _is_small(value: Any) -> bool:
-    """Return whether a value is a tensor or an array that is written in place at little cost."""
+    """Return whether a value is a writeable tensor or array that is cheap to copy."""
     if isinstance(value, np.ndarray):
         return value.flags.writeable and value.nbytes <= _BYTES
     if type(value) is not Tensor or value.layout is not torch.strided:

@@ -1,8 +1,8 @@
 """Batches of one shape, for compiling devices and low precision, and early placement of modules.
 
-In low precision the gradient of a row is another one when the batch has another shape, or when texts are padded
-further. A bound on what one unit moves rests on the other units' gradients being the same without it. So under a
-guarantee batches get one shape, and every unit keeps its place in it; where that cannot be had, the run is refused.
+In low precision, the gradient of a row changes when the batch has another shape, or when texts are padded further. A
+bound on one unit's effect assumes that the other units' gradients are the same without it. So under a guarantee all
+batches have one shape, and every unit keeps its position in the batch. A run for which this is impossible is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def attach_batches(trainer: L.Trainer, module: Any, data: Any, sampler: PrivateB
     mode.fixed_shapes = asks_for_one_program(trainer, module)
     sampler.scatters = shape is not None and mode.neighbours == "add_or_remove"
     collate, apart = collate_of(trainer, module), mode.guarantee == "dp"
-    # Where a function of the user's names the units, two of them may hold the same query and passage.
+    # If a user's function names the units, two of them may hold the same query and passage.
     or_row, one = not hasattr(data, "unit_of"), data.rows_per_unit
     own = bool(trusted_code(trainer, module, data))
     settings = {"unit": mode.unit, "or_row": or_row, "shape": shape, "apart": apart, "own": own}
@@ -96,7 +96,7 @@ def refuse_changing_rows(trainer: L.Trainer, module: Any) -> None:
 
 
 def precision_assumptions(trainer: L.Trainer, module: Any) -> list[str]:
-    """List the claim's trusted assumptions about low precision, for the card."""
+    """Return the claim's trusted assumptions about low precision, for the card."""
     if not rests_on_shapes(trainer, module):
         return []
     return [
@@ -124,15 +124,15 @@ def refuse_changing_shapes(trainer: L.Trainer, module: Any) -> None:
 
 
 def place_early(trainer: L.Trainer, module: L.LightningModule) -> Shared:
-    """Move the module to its XLA device early; return the names of shared ones for `tie_again`.
+    """Move the module to its XLA device early; return the names of shared parameters for `tie_again`.
 
-    There, unlike on a GPU, moving makes new parameters, and unties those that are shared, as Lightning does again when
-    it moves the module back to the CPU.
+    Unlike on a GPU, moving to XLA creates new parameters and unties shared ones. Lightning's move back to the CPU does
+    so again.
     """
     device = trainer.strategy.root_device
     if not is_lazy(device):
         return []
-    shared: Any = find_shared_parameters(module)  # lists of names, though it is declared as names
+    shared: Any = find_shared_parameters(module)  # returns lists of names, although annotated as names
     module.to(device)
     set_shared_parameters(module, shared)
     use_full_precision(device)

@@ -1,7 +1,7 @@
 """The gate between a private run and all displays of numbers: loggers, ``callback_metrics``, the progress bar.
 
-A logger leaks what is logged, since a loss on private rows is an uncounted release; and when, since the duration of a
-step depends on its private texts, and most loggers stamp each number with the time.
+A logger leaks by what is logged, since a loss on private rows is an uncounted release; and by when, since the duration
+of a step depends on its private texts, and most loggers stamp each number with the time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def tell(trainer: L.Trainer, metrics: Mapping[str, float], step: int) -> None:
-    """Log public numbers by logical step; the number of physical batches may be private."""
+    """Log public numbers by logical step, since the number of physical batches may be private."""
     gate: LogGate | None = getattr(accountant_of(trainer), "log_gate", None)
     with nullcontext() if gate is None else gate.opened():
         for logger in trainer.loggers:
@@ -38,10 +38,10 @@ class LogGate:
 
     Guarantees:
         - A number whose name is not declared public reaches no logger, no ``callback_metrics`` and no progress bar,
-          unless ``declare`` has noted it on the ledger.
-        - A logger that stamps times gets its numbers when the fit ends, also by an exception; after a kill it has none.
-          ``metrics.jsonl`` has no times and is written at once.
-        - A name is logged at most once for each logical step, whatever its number of physical batches.
+          unless ``declare`` has recorded it in the ledger.
+        - A logger that stamps times gets its numbers when the fit ends, also by an exception; after a kill it gets
+          none. ``metrics.jsonl`` has no times and is written at once.
+        - A name is logged at most once per logical step, whatever its number of physical batches.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LogGate:
         callbacks = list(self.trainer.callbacks)
         known = set(public_names([self._module, *callbacks]))
         for monitor in callbacks:
-            if isinstance(monitor, LearningRateMonitor):  # which logs what the schedule, not the data, decides
+            if isinstance(monitor, LearningRateMonitor):  # it logs what the schedule decides, not the data
                 known |= {*monitor.lrs, *monitor.last_momentum_values, *monitor.last_weight_decay_values}
         for name, value in metrics.items():
             if name not in known and not tells_progress(name, value, self.trainer):
@@ -90,7 +90,7 @@ class LogGate:
         self._declare(what)
 
     def new(self, logger: Any, metrics: Mapping[str, Any], step: int | None) -> tuple[dict[str, Any], int | None]:
-        """Return the ``metrics`` not yet logged in this step, as plain numbers, and the step."""
+        """Return the step, and the ``metrics`` not yet logged in it as plain numbers."""
         numbers = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics.items()}
         if self.open:
             return numbers, step
@@ -127,7 +127,7 @@ class _Nowhere(DummyLogger):
 
 
 class _Watched(dict[str, Any]):
-    """A dict of metrics that asks the gate; a copy that Lightning makes of it asks nobody."""
+    """A dict of metrics that checks updates with the gate; a copy made by Lightning does not."""
 
     def __init__(self, content: Mapping[str, Any] = {}, gate: LogGate | None = None) -> None:
         super().__init__(content)
@@ -152,11 +152,11 @@ class _Watched(dict[str, Any]):
         return self
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)  # Lightning copies what a checkpoint may be chosen by
+        return dict, (dict(self),)  # Lightning copies the metrics by which it may choose a checkpoint
 
 
 class _Gated(Logger):
-    """The front of a logger's class while a private run trains."""
+    """Wraps a logger's class while a private run trains."""
 
     _gate: LogGate
     _held: dict[Any, Callable[[], Any]]
@@ -197,7 +197,7 @@ class _Gated(Logger):
         return real if self._gate.open else _Refusing(real, self)
 
     def _deliver(self, call: Callable[[], Any], name: Any = None) -> None:
-        """Make a call now, or when the run is over; a later one of the same name replaces an earlier one."""
+        """Make a call now, or when the run is over; a later call with the same name replaces an earlier one."""
         if getattr(self, "writes_no_times", None) is True or isinstance(self, CSVLogger):
             with self._gate.opened():
                 call()
@@ -208,7 +208,7 @@ class _Gated(Logger):
 
 
 class _Refusing:
-    """The service behind a logger, as anybody but the logger sees it."""
+    """Wraps the service of a logger for all code except the logger itself."""
 
     def __init__(self, real: Any, logger: Any) -> None:
         self._real, self._logger = real, logger
@@ -219,7 +219,7 @@ class _Refusing:
 
 
 class _GatedWriter:
-    """The front of a `CSVLogger`'s experiment, which somebody may have taken before the fit."""
+    """Wraps a `CSVLogger`'s experiment, to which other code may hold a reference from before the fit."""
 
     _gate: LogGate
 
@@ -248,7 +248,7 @@ def _watch(logger: Any, gate: LogGate) -> None:
 
 
 def _let_go(logger: Any) -> list[Callable[[], Any]]:
-    """Restore the logger's class; return the calls it was held back from."""
+    """Restore the logger's class; return the calls that were held back."""
     logger._gate.trainer.log_every_n_steps = logger._gate.every
     logger.__class__ = type(logger).__mro__[2]
     if isinstance(writer := getattr(logger, "_experiment", None), _GatedWriter):

@@ -1,7 +1,7 @@
 """Loggers for a private run: ``metrics.jsonl``, and external services, which receive only public values.
 
-W&B, MLflow and TensorBoard collect the command line, paths of private files, the console, the code and measurements of
-the machine. All of that is off here. No text is logged, since a private query looks like a public one.
+By default W&B, MLflow and TensorBoard collect the command line, paths of private files, console output, code and
+measurements of the machine. All of that is off here. No text is logged, since a private query looks like a public one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class MetricsFile(Logger):
     """A Lightning logger that appends to ``metrics.jsonl`` in the run folder, on rank 0.
 
     It never writes hyper-parameters: a configuration may name private paths, and the run folder
-    holds it already.
+    contains it already.
 
     Args:
         run_dir: The folder of the file.
     """
 
     writes_no_times = True
-    """Metrics of a private run are written at once: a line says which step, never when."""
+    """Metrics of a private run are written at once: a line has the step, never the time."""
 
     def __init__(self, run_dir: str | Path) -> None:
         super().__init__()
@@ -76,15 +76,15 @@ _CLAIM = ("guarantee", "epsilon", "delta", "unit", "neighbours")
 
 
 class _PublicLogger(Logger):
-    """The common part of the loggers of services; it stands before the class of Lightning.
+    """The common base of the service loggers; in a class's bases it precedes the Lightning logger.
 
     Guarantees:
-        - The service gets curves, numbers and the card: no text, path, command line, code or console output, and
-          neither arguments nor a graph of the module.
-        - The service begins its run with the first number that it gets. Under a guarantee that is when training is
-          over (`LogGate`), so that none of its times depends on a private step.
-        - When the run ends, the service gets the settings that are numbers, switches and names of classes, and the
-          claim of the card.
+        - The service gets curves, numbers and the card. It gets no text, path, command line, code or console output,
+          and neither the arguments nor a graph of the module.
+        - The service begins its run with the first number that it gets. Under a guarantee that is after training
+          (`LogGate`), so none of its times depends on a private step.
+        - When the run ends, the service gets the settings that are numbers, booleans or class names, and the claim of
+          the card.
     """
 
     _begun = _claimed = False
@@ -95,7 +95,7 @@ class _PublicLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The run of the service; it begins when something of it is used, not when Lightning prepares a fit."""
+        """The run of the service; it begins when an attribute is used, not when Lightning prepares a fit."""
         below: Any = super()
         return below.experiment if self._begun else _Later(self._begin)
 
@@ -105,10 +105,10 @@ class _PublicLogger(Logger):
         return below.experiment
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: what a module keeps of its arguments may name private paths."""
+        """Do nothing: the arguments that a module keeps may name private paths."""
 
     def log_graph(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: it is drawn with rows."""
+        """Do nothing: tracing the graph needs rows."""
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
@@ -130,17 +130,16 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     """A W&B Lightning logger that receives only public values (`_PublicLogger`).
 
     Guarantees:
-        - That holds of W&B's files, offline or online; W&B's own debug logs, which stay on this machine, are not part
-          of them.
-        - When the run ends, the claim of its card stands in the summary, and the card beside the curves.
+        - This also holds for W&B's files, offline or online, except W&B's own debug logs, which stay on this machine.
+        - When the run ends, the claim of its card is in the summary, and the card is next to the curves.
 
     Args:
         save_dir: The run folder, where W&B keeps its files and the card is looked for.
-        project: W&B's project.
+        project: The W&B project.
         name: The run's name; null lets W&B choose.
         offline: Write to ``save_dir`` and send nothing; ``wandb sync`` uploads it later.
         log_model: Upload checkpoints: ``true``, ``false`` or ``all``.
-        settings: Groups of settings; the numbers and switches in them, and names of classes, become W&B's config.
+        settings: Groups of settings; their numbers, booleans and class names become W&B's config.
 
     Raises:
         ConfigurationError: wandb is not installed.
@@ -158,7 +157,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     ) -> None:
         wandb = self._keep("wandb", save_dir, settings)
         where = os.environ.get("WANDB_MODE") or "online"
-        # W&B itself takes any other word for online, and asks for the key after the training.
+        # W&B treats any other word as online, and asks for the key after the training.
         require_choice("WANDB_MODE", where, ("online", "run", "shared", "offline", "dryrun", "disabled"))
         told = wandb.Settings(
             console="off",
@@ -189,7 +188,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
             raise ConfigurationError("logger=wandb has no key. Run: wandb login. Or set logger.wandb.offline=true.")
 
     def log_text(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse, like ``log_table``: they send texts."""
+        """Refuse, as does ``log_table``: both send texts."""
         raise ConfigurationError(
             "logger=wandb: log_text() and log_table() would send texts, which may be private queries. Log numbers; "
             "the card is logged automatically."
@@ -206,7 +205,7 @@ class PublicWandbLogger(_PublicLogger, WandbLogger):
     def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
         import wandb
 
-        if page is not None:  # no table of W&B's: its file would name the owner's home
+        if page is not None:  # not a W&B table, whose file would contain the user's home path
             self.experiment.log({"privacy/card": wandb.Html(page.read_text(encoding="utf-8"), inject=False)})
         self.experiment.summary.update({f"privacy/{name}": value for name, value in claim.items()})
 
@@ -215,12 +214,12 @@ class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
     """A TensorBoard Lightning logger that receives only public values, in ``tensorboard/`` of the run.
 
     Guarantees:
-        - No text but the claim's, and no name of the machine stands in the folder.
-        - What its file is named by tells nothing of private steps.
+        - The folder contains no text except the claim's, and no name of the machine.
+        - The name of its file reveals nothing about private steps.
 
     Args:
         save_dir: The run folder, where the card is looked for.
-        settings: Groups of settings; the numbers and switches in them, and names of classes, become its HPARAMS.
+        settings: Groups of settings; their numbers, booleans and class names become its HPARAMS.
 
     Raises:
         ConfigurationError: tensorboard is not installed.
@@ -238,7 +237,7 @@ class PublicTensorBoardLogger(_PublicLogger, TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Close the file, renamed without machine and process."""
+        """Close the file, and remove the machine and the process from its name."""
         super().finalize(status)
         for file in sorted(Path(self.log_dir).glob("events.out.tfevents.*.*")):
             names = (file.with_name(f"events.out.tfevents.{number}") for number in count(1))
@@ -249,16 +248,16 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
     """An MLflow Lightning logger that receives only public values (`_PublicLogger`).
 
     Guarantees:
-        - No name of a user or of a script and no commit is sent or stored either. A database on this machine has two
-          paths of MLflow's own: where it keeps the card, and where it was made.
-        - When the run ends, its tags have the claim of its card, and its artifacts the card.
+        - Nor is the name of a user or script, or a commit, sent or stored. A database on this machine holds two paths
+          of MLflow's own: where it keeps the card, and where it was created.
+        - When the run ends, its tags have the claim of its card, and its artifacts include the card.
 
     Args:
         save_dir: The run folder, where the card is looked for.
-        experiment_name: MLflow's experiment.
-        run_name: Null lets MLflow choose.
+        experiment_name: The MLflow experiment.
+        run_name: The run's name; null lets MLflow choose.
         tracking_uri: A server or a database; null takes ``MLFLOW_TRACKING_URI``, or a database in the run folder.
-        settings: Groups of settings; the numbers and switches in them, and names of classes, become MLflow's params.
+        settings: Groups of settings; their numbers, booleans and class names become MLflow's params.
 
     Raises:
         ConfigurationError: mlflow is not installed, or has no store at ``tracking_uri``.
@@ -273,7 +272,7 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         tracking_uri: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell mlflow.org when a run begins
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would report to mlflow.org when a run begins
         self._keep("mlflow", save_dir, settings)
         self._experiment_name, self._run_name, self._run_id = experiment_name, run_name, None
         self._prefix = ""  # read before the run begins
@@ -282,14 +281,14 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         self._artifact_location = None
         if not self._tracking_uri.startswith("sqlite:"):
             self._connect()
-            return  # a database notes when it was made: it is opened when training is over
+            return  # a database records its creation time, so it is opened after training
         folder = Path(self._tracking_uri.removeprefix("sqlite:///")).absolute().parent
         self._artifact_location = (folder / "mlartifacts").as_uri()
         if given and not folder.is_dir():
             raise ConfigurationError(f"logger.mlflow.tracking_uri={given}: the folder of that file is not there.")
 
     def _connect(self) -> None:
-        """Open the store; one that does not answer is refused at once."""
+        """Open the store; refuse at once one that does not answer."""
         import mlflow
 
         patience = mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES
@@ -311,7 +310,7 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
 
     @property
     def version(self) -> str | None:
-        return self._run_id  # none yet where the run has not begun: asking for it begins none
+        return self._run_id  # None before the run begins: reading the version does not begin it
 
     @property
     def save_dir(self) -> str:
@@ -328,7 +327,7 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
 
     @rank_zero_only
     def _make_run(self) -> None:
-        """Make a run without what MLflow finds out about user, script and commit."""
+        """Create a run without the user, script and commit that MLflow detects."""
         self._connect()
         client, place = self._mlflow_client, self._place
         if place is None:
@@ -336,7 +335,7 @@ class PublicMlflowLogger(_PublicLogger, MLFlowLogger):
         else:
             self._experiment_id = place.experiment_id
         self._run_id = client.create_run(self._experiment_id, run_name=self._run_name).info.run_id
-        self._initialized = True  # otherwise Lightning makes the store that of every later run of this process
+        self._initialized = True  # otherwise Lightning sets this store for every later run of this process
 
     def _log_claim(self, claim: Mapping[str, Any], page: Path | None) -> None:
         for name, value in claim.items():
@@ -355,7 +354,7 @@ class _Later:
 
 
 def public_settings(groups: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the numbers, booleans and class names among settings, by dotted name.
+    """Yield the numbers, booleans and class names among settings, by dotted name.
 
     Example:
         >>> dict(public_settings({"privacy": {"_target_": "lit_dpret.privacy.modes.DPSGD", "eps": 3.0,

@@ -1,8 +1,8 @@
-"""A one-run audit for any training: canaries included by coin flips, and guesses of the coins at the end.
+"""A one-run audit of any training: include canaries by coin flips, and guess the coins from the trained model.
 
-The canaries are planted before the run is planned, as private units like all others, and scored before its first step
-and after its last. How many coins can be guessed bounds epsilon from below (`lit_dpret.audit.statistics.one_run`).
-Where the bound contradicts the ledger, model and card are written first, and then the run ends with an error.
+Canaries are planted before the run is planned, as private units like all others, and scored before the first step and
+after the last. The number of coins guessed correctly bounds epsilon from below (`lit_dpret.audit.statistics.one_run`).
+If the bound contradicts the ledger, the model and the card are written first, and then the run ends with an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lit_dpret.settings import require_choice, require_whole
 
 @dataclass(frozen=True)
 class Best:
-    """What perfect guesses would show: the bound at the claim's delta, and whether it raises (None: no claim)."""
+    """The outcome of perfect guesses: the bound at the claim's delta, and whether it raises (None: no claim)."""
 
     eps_lower: float
     alarms: bool | None
@@ -68,9 +68,9 @@ def audit_results(
 ) -> list[AttackResult]:
     """Return the bound at the claim's delta, and the point of the claimed curve that the guesses contradict most.
 
-    The scores behind them belong to planted rows and public words, so the numbers are post-processing of the released
-    model. ``counts`` holds guesses and right ones, the largest number of guesses first; ``at_point`` is the bound at
-    the delta of ``refutation``, at the confidence of the alarm.
+    The underlying scores belong to planted rows and public words, so the numbers are post-processing of the released
+    model. ``counts`` holds pairs of guesses and correct guesses, the largest number of guesses first. ``at_point`` is
+    the bound at the delta of ``refutation``, at the confidence of the alarm.
     """
     guesses, right = counts[0]
     found = [
@@ -106,7 +106,7 @@ def audit_results(
 
 
 def stands_already(result: AttackResult, known: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a card has this result, up to rounding by the accountant, which varies."""
+    """Return whether a card already has this result, up to the accountant's rounding, which varies."""
     told = result.to_dict()
     return any(one.keys() == told.keys() and all(_alike(one[name], told[name]) for name in told) for one in known)
 
@@ -127,28 +127,28 @@ _log = logging.getLogger(__name__)
 class OneRunAudit(Callback):
     """Plant coin-flipped canaries, guess the coins from the trained model, and test the claim with the guesses.
 
-    It stands after `PrivacyAccountant`, which has it plant, and after `PrivacyCard`, to whose card it adds what it
-    found. The model that is released is the one that was trained on the canaries, and the card says so.
+    It must come after `PrivacyAccountant`, which makes it plant, and after `PrivacyCard`, to whose card it adds its
+    findings. The released model is the one trained on the canaries, and the card says so.
 
     Guarantees:
-        - Flipping a canary's coin makes a neighbour of the data set under the relation of the claim.
-        - How many canaries are guessed, and at which confidence, stands in the ledger before the first release,
-          and so does a hash of canaries and coins.
-        - Model, ledger and card, with the findings on it, are on the disk before the run ends with an error.
+        - Flipping a canary's coin yields a neighbouring data set under the relation of the claim.
+        - Before the first release, the ledger holds how many canaries are guessed, at which confidence, and a hash of
+          canaries and coins.
+        - The model, the ledger and the card with the findings are on disk before the run ends with an error.
         - A true claim is contradicted with a probability of at most 1e-4.
         - A resumed run has the same canaries, coins and first scores; other settings are refused.
 
     Args:
-        run_dir: The run folder; null for the Trainer's ``default_root_dir``. ``canaries.json`` (secrets and coins) and
-            ``audit_scores.json`` there are for nobody else before the audit is over.
-        resume: Go on with the canaries found there.
-        canaries: How many; null for 1 percent of the units, and no more than 1,000. Under
-            ``privacy.neighbours=add_or_remove`` it has to be declared.
+        run_dir: The run folder; null for the Trainer's ``default_root_dir``. Keep its ``canaries.json`` (secrets and
+            coins) and ``audit_scores.json`` secret until the audit is over.
+        resume: Continue with the canaries found there.
+        canaries: Their number; null for 1 percent of the units (``max_share``), and no more than 1,000. Required under
+            ``privacy.neighbours=add_or_remove``.
         max_share: Refuse more canaries than this share of the units.
-        kind: What a canary of a text looks like: ``random_passage`` (a query of public words and ten digits, with
+        kind: The form of a text canary: ``random_passage`` (a query of public words and ten digits, with
             any public passage), ``own_passage``, or ``echo`` (rare words for digits).
-        queries: Where the words before the digits come from: ``pseudo`` (public passages), or a file of public
-            queries: records with a ``text`` (.jsonl, .tsv, .csv, .parquet), or a text with one in a line.
+        queries: The source of the words before the digits: ``pseudo`` (public passages), or a file of public
+            queries: records with a ``text`` (.jsonl, .tsv, .csv, .parquet), or a text file with one query per line.
         confidence: The confidence level of the bound on the card.
         seed: The seed of canaries and coins; null takes one from the operating system. It reveals the coins.
 
@@ -274,7 +274,7 @@ class OneRunAudit(Callback):
             write_scores(self._scores, folder)
 
     def _register(self, ledger: Any) -> None:
-        """Write down what will be done, before the first release; a resume that would do otherwise is refused."""
+        """Record the audit's settings before the first release; refuse a resume with other settings."""
         facts = {
             "canaries": len(self._coins.rows),
             "sha256": self._coins.facts["sha256"],
@@ -304,13 +304,13 @@ class OneRunAudit(Callback):
             )  # fmt: skip
 
     def _score(self, module: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the scores of the canaries and, where they stand in for them, of their twins."""
+        """Return the scores of the canaries and, where twins replace omitted canaries, of the twins."""
         with torch.random.fork_rng(devices=[module.device] if module.device.type == "cuda" else []):
             rows = module.canary_scores(list(self._coins.rows))
             twins = module.canary_scores(list(self._coins.twins)) if self._neighbours == "replace_one" else ()
         return tuple(map(float, rows)), tuple(map(float, twins))
 
-    # -- after it ----------------------------------------------------------------------------
+    # -- after the run -----------------------------------------------------------------------
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._judge(trainer, pl_module)

@@ -1,7 +1,7 @@
 """The origin of a run's initial weights, and whether its claim counts the private runs that trained them.
 
-Known origins are the folders that modules and transformers remember, the runs that trained weights in this
-process (`lit_dpret.privacy.ledger.trained`), and the run that ``init_from`` names.
+Known origins are the folders that modules and transformers remember, the runs that trained weights in this process
+(`lit_dpret.privacy.ledger.trained`), and the run that ``init_from`` names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lit_dpret.privacy.ledger.trained import (
 
 
 class OwnWeights:
-    """The weights of one fit, recognisable by later runs; values that it leaves unchanged are not its own."""
+    """The weights of one fit, recognisable by later runs; values that the fit leaves unchanged are not its own."""
 
     def __init__(self, module: Any, run: TrainedIn, start: Start | None, *, callbacks: Sequence[Any] = ()) -> None:
         self._run, self._before, self._marked = run, fingerprints(module), False
@@ -53,22 +53,22 @@ class OwnWeights:
         self._shapes = frozenset(tuple(each.shape) for each in held)
         self._held, self._passed = held, Passed([run], [*held, *held_by(callbacks, self._shapes)])
         places = [*_origins(module, start), *([] if start is None else [model_folder(start.folder)])]
-        # If this run is under privacy=none, no card counts these runs; only the notes it writes still name them.
+        # Under privacy=none, no card counts these runs; only the notes that this run writes still name them.
         behind = runs_behind(module).union(*map(_runs_behind, places))
         self._began_with = {run for run in behind if run.privacy != "none"}
 
     def mark_trained(self, module: Any) -> None:
-        """Mark a trained module once, with all runs behind it."""
+        """Mark a trained module, once, with all runs that trained it."""
         if not self._marked:
             self._marked = True
             mark_trained(module, [self._run, *self._began_with])
 
     def note_step(self) -> None:
-        """Remember what the weights, and the averages of them that callbacks hold, are after a step."""
+        """Remember the values, after a step, of the weights and of averages of them that callbacks hold."""
         self._passed.note(self._held, held_by(self._callbacks, self._shapes))
 
     def remember(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Remember values as this run's: of a module, or of its state dict."""
+        """Remember values of a module, or of its state dict, as this run's."""
         remember(values, self._before, [self._run])
 
 
@@ -99,15 +99,15 @@ def refuse_other_weights(module: Any, accountant: Any, data: Any, *, part: nn.Mo
 def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -> RemovableHandle:
     """Refuse calls of modules whose weights no claim counts, until the handle is removed or the fit fails.
 
-    That holds for weights that `refuse_other_weights` refuses, and for those that an optimizer of this process changed
-    before the fit, unless declared public. Every module is checked at its first call, also in forked workers, however
-    the loss reaches it. Weights read without a call, and results computed earlier, are not seen.
+    This applies to weights that `refuse_other_weights` refuses and, unless declared public, to weights that an
+    optimizer of this process changed before the fit. Every module is checked at its first call, also in forked workers,
+    however the loss reaches it. Weights read without a call, and results computed earlier, are not seen.
     """
-    met, changed = WeakSet(module.modules()), changed_before(module)  # asked about before training begins
+    met, changed = WeakSet(module.modules()), changed_before(module)  # determined before training begins
 
     def ask(called: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # dynamo would compile this for each module; the looks at the first batch call them uncompiled
+            return  # dynamo would recompile this for each module; the checks of the first batch run uncompiled
         if called not in met and not trainer.interrupted:
             with temporarily_clear_interpreter_stack():  # a loss may call it inside torch.func.vmap
                 refuse_other_weights(module, accountant, data, part=called)
@@ -119,14 +119,14 @@ def refuse_called(trainer: L.Trainer, module: Any, accountant: Any, data: Any) -
 
 
 def refuse_set_later(module: Any, accountant: Any, data: Any) -> None:
-    """Refuse weights and buffers that are neither as built, nor as a counted run left them, nor declared public."""
+    """Refuse weights and buffers that are not as built, not as a counted run left them, and not declared public."""
     _refuse_unknown(set_later, module, accountant, data, module)
 
 
 def _refuse_unknown(
     unknown: Callable[[nn.Module, Collection[str]], list[str]], part: nn.Module, accountant: Any, data: Any, module: Any
 ) -> None:
-    """Refuse what ``unknown`` finds in ``part``, the module in training or one that it calls, given the known runs."""
+    """Refuse the weights that ``unknown`` finds in ``part``, the trained module or one that it calls."""
     start = accountant.start()
     if accountant.counted_by_others or (start is None and accountant.init_from_is_public):
         return
@@ -147,7 +147,7 @@ def _refuse_unknown(
 
 
 def assumed_weights(module: Any, accountant: Any) -> list[str]:
-    """Return for the card what is assumed of the weights that the module begins with, besides the start's own."""
+    """Return, for the card, assumptions about the initial weights other than those of the start."""
     start = accountant.start()
     if start is None:
         if not accountant.init_from_is_public:
@@ -177,9 +177,9 @@ def assumed_weights(module: Any, accountant: Any) -> list[str]:
 
 
 def _other_weights_in(start: Start, module: Any) -> Path | None:
-    """Return a file of the start that holds other parameters under names and shapes of the module's, if all do.
+    """Return a file of the start that has other values for parameters with names and shapes of the module's.
 
-    One equal parameter is enough for none to be returned: others may be new.
+    Returns None if there is no such file, or if any parameter is equal: then the others may be new.
     """
     own: dict[tuple[str, ...], set[int | None]] = {}
     for name, each in module.named_parameters():
@@ -199,7 +199,7 @@ def _kind(name: str, tensor: Tensor) -> tuple[str, ...]:
 
 
 def _tensors_saved_in(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """Yield the tensors in model files and checkpoints below ``folder``; pass over files that cannot be read."""
+    """Yield the tensors in model files and checkpoints below ``folder``; skip files that cannot be read."""
     for file in sorted(folder.rglob("*")):
         with suppress(OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError):
             if file.suffix == ".safetensors":
@@ -223,7 +223,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _origins(module: Any, start: Start | None) -> list[Path]:
-    """Return the folders, other than the start's, that a module's settings or transformers say weights came from."""
+    """Return the folders, except the start's, that weights came from by a module's settings or by transformers."""
     own = None if start is None else model_folder(start.folder).resolve()
     parts = [part for part in modules_and_tensors_in(module) if isinstance(part, nn.Module)]
     remembered = (getattr(getattr(part, "config", None), "_name_or_path", None) for part in parts)
@@ -240,7 +240,7 @@ def _folders(named: Iterable[Any]) -> list[Path]:
 
 
 def _base_model_in(folder: Path) -> list[Any]:
-    """The model that a folder of adapters names: transformers loads that one beside them."""
+    """Return the base model that a folder of adapters names: transformers loads both."""
     try:
         facts = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -250,7 +250,7 @@ def _base_model_in(folder: Path) -> list[Any]:
 
 def _runs_behind(place: Path) -> frozenset[TrainedIn]:
     noted = noted_in(place)
-    known = {run.run for run in noted}  # a note also gives the mode of a run that a ledger mentions only as a start
+    known = {run.run for run in noted}  # a note also has the mode of a run that a ledger mentions only as a start
     return noted.union(run for ledger in ledgers_of(place) for run in _runs_in(ledger) if run.run not in known)
 
 

@@ -1,8 +1,8 @@
 """`datamodule.physical_batch_size=auto`: measure how many units fit on the device at once.
 
-Before the first release, batches of random tokens of full length are clipped and forgotten, twice as many each time,
-until memory runs out: nothing about private texts is learned. Where a batch of the run does not fit after all, the
-step begins again in smaller ones (`lit_dpret.modules.physical_batches`).
+Before the first release, batches of random tokens of full length are clipped and discarded, doubling in size until
+memory runs out: nothing about private texts is learned. If a batch of the run does not fit after all, the step starts
+again with smaller ones (`lit_dpret.modules.physical_batches`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from lit_dpret.privacy.batches import UnitBatch
 from lit_dpret.privacy.clipping.base import trainable
 from lit_dpret.privacy.noise import KeyedStream
 
-#: A CPU works no faster on more rows than this, and its allocator hands out memory that is not there.
+#: A CPU is no faster with more rows than this, and its allocator hands out memory that it does not have.
 MOST_ON_CPU = 32
 #: The share of a machine's free memory that batches on a CPU may take.
 SHARE_ON_CPU = 0.5
-#: Tried at most: beyond it a GPU is busy anyway.
+#: The largest size to try: beyond it a GPU is busy anyway.
 MOST = 4096
 
-# Values of an optimizer for each weight: two moments, and the float32 copy of a weight in half precision.
+# Optimizer values per weight: two moments. The float32 copy of a half-precision weight is counted separately.
 _STATES = 2
 
 
 def fit_physical_batch(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun, ranks: Ranks) -> PlannedRun:
-    """Return the planned run with the largest physical batches that fit on every rank; unchanged for a given number."""
+    """Return the planned run with the largest physical batches that fit on every rank; unchanged for a fixed size."""
     if not getattr(data, "finds_physical_batch_size", False):
         return planned
     own = ranks.together(lambda: _find(trainer, module, data, planned))
@@ -68,12 +68,12 @@ def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> in
             "allocates weights and states later. Set a number (task=plan estimates one)."
         )
     if strategy == "fsdp":
-        module.configure_model()  # cuts the parameters up, as it would a moment later
+        module.configure_model()  # shards the parameters, as it would a moment later
     else:
         module = trainer.precision_plugin.convert_module(module)
         module.to(device)
     weights = [parameter.detach() for parameter in trainable(module).values()]
-    beside = sum(_STATES * 4 * place_of(weight)[0].numel() for weight in weights)  # of what this process keeps
+    beside = sum(_STATES * 4 * place_of(weight)[0].numel() for weight in weights)  # for this process's part
     beside += sum(4 * weight.numel() for weight in weights if weight.element_size() < 4)  # the float32 copies
     with module.whole():
         most = _most(module, data, planned, device)
@@ -85,10 +85,10 @@ def _find(trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun) -> in
 
 
 def _most(module: Any, data: Any, planned: PlannedRun, device: torch.device) -> int:
-    """Attach the mode, and return the number of rows to try at most."""
-    # Never the run's own streams: what is drawn here must say nothing about the run.
+    """Attach the mode, and return the maximum number of rows to try."""
+    # Never the run's own streams: draws made here must reveal nothing about the run.
     module.privacy.attach(module, planned.plan, KeyedStream(secrets.token_bytes(32), "physical_batch_size"))
-    # What is found is published: where the number of units is private, it must not be the bound.
+    # The size found is published: if the number of units is private, it must not be the bound.
     drawn = largest_batch(planned.law, module.privacy.public_units(data.n_units)) or data.expected_batch_size or MOST
     return min(MOST if device.type != "cpu" else MOST_ON_CPU, drawn)
 
@@ -103,9 +103,9 @@ def _try(trainer: L.Trainer, module: Any, beside: int, device: torch.device, siz
 def largest_that_fits(
     attempt: Callable[[int], None], *, most: int, room: Callable[[], tuple[int, int] | None] = lambda: None
 ) -> int:
-    """Return the largest power of two up to ``most`` for which ``attempt`` does not run out of memory.
+    """Return the largest size up to ``most``, found by doubling, for which ``attempt`` does not run out of memory.
 
-    Where attempts do not fail when memory is short, ``room`` returns the peak bytes so far and the free bytes; doubling
+    If attempts do not fail when memory is short, ``room`` returns the peak bytes so far and the free bytes. Doubling
     stops before it would take more than `SHARE_ON_CPU` of what is free.
     """
     best, size, before = 0, 1, room()
@@ -146,7 +146,7 @@ def _batch(rows: Any, size: int, device: torch.device) -> UnitBatch:
 
 
 def _room() -> tuple[int, int] | None:
-    """The peak of this process and the free memory of the machine, in bytes; None where the system does not say."""
+    """Return this process's peak memory and the machine's free memory, in bytes; None if the system does not say."""
     found = []
     for file, field in (("/proc/self/status", "VmHWM:"), ("/proc/meminfo", "MemAvailable:")):
         try:

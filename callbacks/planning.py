@@ -1,7 +1,7 @@
-"""From settings to the planned run: the plan, the law, the number of steps, and the agreement of all ranks.
+"""From settings to the planned run: the plan, the sampling law, the number of steps, and the agreement of all ranks.
 
 A process with an older checkout, another file or another setting would draw other units: at best the job hangs, at
-worst the claim is about nothing that happened. So each rank hashes what it is about to do, and all must agree.
+worst the claim describes nothing that happened. So each rank hashes what it is about to do, and all must agree.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def ledger_of(trainer: L.Trainer) -> Any:
 class PlannedRun:
     """The plan of a run, decided before its first step."""
 
-    plan: PrivacyPlan | None  # what is promised; None where nothing is
-    law: SamplingLaw  # by which batches are drawn
-    units: int  # how many units there are; private under ``add_or_remove``
-    unit: str  # what a unit is, ``privacy.unit``
+    plan: PrivacyPlan | None  # the promise; None without one
+    law: SamplingLaw  # the law by which batches are drawn
+    units: int  # the number of units; private under ``add_or_remove``
+    unit: str  # the kind of unit, ``privacy.unit``
     steps: int  # logical steps
     steps_per_epoch: int  # logical steps in one pass over the units
-    sub_batches: int | None = None  # into how many parts a logical batch falls whose units see each other
-    ends_at: int | None = None  # the step that a resume ends at, where it asks for fewer than were planned
+    sub_batches: int | None = None  # the number of parts of a logical batch within which units see each other
+    ends_at: int | None = None  # the step at which a resume ends, if it asks for fewer than were planned
 
     @property
     def steps_to_make(self) -> int:
@@ -79,7 +79,7 @@ class PlannedRun:
         }
 
     def sampler(self, data: Any, stream: KeyedStream, *, ranks: Ranks | None = None) -> PrivateBatchSampler:
-        """Return the sampler of the law, with the batches of ``data``; with ``ranks``, of this rank's part."""
+        """Return the law's sampler, with the batch settings of ``data``; with ``ranks``, for this rank's part."""
         n_max = None if self.plan is None or self.plan.coupling is None else self.plan.coupling.n_max
         return PrivateBatchSampler(
             self.law,
@@ -94,7 +94,7 @@ class PlannedRun:
 
 
 def begin_from(mode: PrivacyMode, start: Start | None) -> None:
-    """Make ``mode`` plan a claim about ``start`` and the run together, at the smaller delta of both."""
+    """Make ``mode`` plan a claim about ``start`` and the run together, at the smaller of their deltas."""
     if start is not None:
         start.check(mode)
     mode.delta_at_most = None if start is None else start.facts.get("delta")
@@ -113,9 +113,9 @@ def plan_run(
 ) -> PlannedRun:
     """Plan the run of ``trainer`` on ``data`` under ``mode``, with budget for ``reserve`` repeated steps.
 
-    A mode for coupled losses reads the loss of ``module``. The claim is about ``start`` as well, where there is one.
-    A run that was ``begun_with`` more steps than the Trainer is given now keeps its plan, and ends earlier. ``epochs``,
-    whole or not, stand for the Trainer's length.
+    A mode for coupled losses reads the loss of ``module``. If there is a ``start``, the claim covers it too. A run that
+    was ``begun_with`` more steps than the Trainer allows now keeps its plan, and ends earlier. ``epochs``, whole or
+    fractional, replace the Trainer's length.
     """
     begin_from(mode, start)
     data.use_unit(mode.unit, mode.neighbours)
@@ -166,7 +166,7 @@ def planned_steps(trainer: L.Trainer, steps_per_epoch: int) -> int:
 
 
 def tell_plan(plan: PrivacyPlan | None, steps: int) -> None:
-    """Log what is planned, and warn of an epsilon or delta that promises little."""
+    """Log the plan, and warn of an epsilon or delta that promises little."""
     if plan is None:
         return
     budget = plan.budget
@@ -174,7 +174,7 @@ def tell_plan(plan: PrivacyPlan | None, steps: int) -> None:
         rank_zero_warn(told(large_epsilon(budget.eps)))
     if budget.delta > LARGE_DELTA:
         rank_zero_info(told(f"note: {large_delta(budget.delta, plan.n_public)}"))
-    rank_zero_info(  # the length may be Lightning's own default
+    rank_zero_info(  # the length may be Lightning's default
         f"{steps} steps with noise multiplier {plan.noise_multiplier:.4g} are planned, within epsilon = "
         f"{budget.eps:g}, delta = {show_delta(budget.delta)}, unit = {budget.unit_name}, neighbours = "
         f"{budget.neighbours}"
@@ -195,7 +195,7 @@ def fingerprint_of_files(module: Any, key: bytes) -> str | None:
     return found.hexdigest()
 
 
-# Where a rank may be set up in its own way.
+# Settings that may differ between ranks.
 _OF_ONE_RANK = ("secret_file", "dataset_ledger", "counts")
 
 
@@ -216,7 +216,7 @@ def require_agreement(
 
 
 def facts_of(trainer: L.Trainer, module: Any, data: Any, *, planned: PlannedRun, stream: KeyedStream) -> dict[str, str]:
-    """Hash the facts that all ranks must share, named as in a refusal."""
+    """Return hashes of the facts that all ranks must share, named as in a refusal."""
     mode = {k: v for k, v in vars(module.privacy).items() if not k.startswith("_") and k not in _OF_ONE_RANK}
     parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     key = bytes.fromhex(stream.tag("ranks"))
@@ -247,7 +247,7 @@ def code_sha256() -> str:
 
 
 def _described(value: Any) -> str:
-    """Describe what JSON has no form for, without addresses of objects, which differ between processes."""
+    """Describe what JSON cannot represent, without object addresses, which differ between processes."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
 
 
@@ -258,9 +258,9 @@ def _plain(value: Any) -> Any:
 
 
 def refuse_unread_rows(module: Any, data: Any) -> None:
-    """Refuse texts for a module of images, images for one of texts, and images of a size that its net does not take.
+    """Refuse texts for a module of images, images for a module of texts, and images of a size that its net rejects.
 
-    ``data`` must be set up. Modules and data of your own that do not say what they read and give are not looked at.
+    ``data`` must be set up. Custom modules and data that do not declare what they read and give are not checked.
     """
     reads, name = getattr(module, "reads", None), type(module).__name__
     shape = getattr(data, "image_shape", None)

@@ -1,7 +1,7 @@
-"""Write the card within the run, from the ledger, beside its model.
+"""Write the card within the run, from the ledger, next to its model.
 
 This callback exports the model and writes the card as the last act of training, and again, marked as interrupted, when
-a run ends early. What is written after ``fit`` could only describe the configuration.
+a run ends early. A card written after ``fit`` could only describe the configuration.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ class PrivacyCard(Callback):
 
     Guarantees:
         - The card's epsilon is recomputed from the ledger on disk.
-        - Where a callback averages the weights, the average is the model.
-        - The model folder carries a copy of the card, so that they are not parted.
+        - If a callback averages the weights, the average is the model.
+        - The model folder has a copy of the card, so that model and card stay together.
         - On several ranks, rank 0 writes, and the others wait for it.
 
     Args:
         run_dir: The run folder; null for the Trainer's ``default_root_dir``.
-        tuning_data: What the hyper-parameters were chosen on: ``none``, ``public``, ``synthetic``, ``private`` or
+        tuning_data: The data that hyper-parameters were chosen on: ``none``, ``public``, ``synthetic``, ``private`` or
             ``unknown``. A choice among trainings on private data is ``private``, whatever they were scored on.
         tuning_trials: How many configurations were tried.
-        tuning_note: The same in words.
+        tuning_note: A description of the tuning in words.
         tuning_method: ``random_stopping`` for a search on private data that kept the best of a random
             number of runs, whose cost the card then states; null for any other.
         tuning_mean_runs: The mean of that number. The number itself must stay secret.
-        tuning_runs_law: Its law: ``geometric`` (null), ``logarithmic``, ``poisson``, or the shape of a
+        tuning_runs_law: Its distribution: ``geometric`` (null), ``logarithmic``, ``poisson``, or the shape of a
             truncated negative binomial.
-        pretraining_overlap: The ``pretraining_overlap.json`` of `task=pretraining_overlap` on public texts; what it
-            found goes onto the card.
-        audit_protocols: Files that say how the result will be audited; their hashes go into the ledger before
-            the first release, and onto the card.
+        pretraining_overlap: The ``pretraining_overlap.json`` of `task=pretraining_overlap` on public texts; its
+            findings go on the card.
+        audit_protocols: Files that describe how the result will be audited; their hashes go into the ledger before
+            the first release, and on the card.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class PrivacyCard(Callback):
             "note": tuning_note or "",
         }
         self.audit_protocols = [Path(file) for file in audit_protocols or ()]
-        protocol_facts(self.audit_protocols)  # a file that cannot be read is refused before the run
+        protocol_facts(self.audit_protocols)  # refuse an unreadable file before the run
         self.overlap: dict[str, Any] | None = None
         self._overlapping = frozenset[str]()
         if pretraining_overlap is not None:
             self.overlap, self._overlapping = overlap_facts(pretraining_overlap)
         refuse_trials_of_no_choice(self.tuning, knob="callbacks.card.tuning_")
-        tuning_facts(self.tuning)  # a declaration that cannot be told or priced is refused before the run, not after it
+        tuning_facts(self.tuning)  # refuse a declaration that cannot be stated or priced before the run, not after it
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Register the protocols in the ledger that the accountant has just opened."""
@@ -124,11 +124,11 @@ class PrivacyCard(Callback):
         Ranks.here().share(lambda: self._register(trainer, pl_module))
 
     def refuse_late_protocols(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse protocols that a run's ledger did not register before its first release, while it is still closed."""
+        """Refuse protocols not registered in a run's ledger before its first release, before it is opened."""
         new_protocols(records, self.audit_protocols)
 
     def refuse_protected(self, module: Any, data: Any) -> None:
-        """Refuse an overlap of which over a tenth of the queries, declared public, are train queries of ``data``."""
+        """Refuse an overlap check if over a tenth of its queries, declared public, are train queries of ``data``."""
         if not self._overlapping or module.privacy.guarantee != "dp":
             return
         trained = text_hashes(train_queries(data))
@@ -140,7 +140,7 @@ class PrivacyCard(Callback):
             )
 
     def _check_order(self, trainer: L.Trainer) -> None:
-        """Refuse to stand before the accountant: the ledger would go on after the card that ends it."""
+        """Refuse a position before the accountant, which would extend the ledger after the card is written."""
         counting = (self, accountant_of(trainer))
         callbacks: list[Any] = [each for each in trainer.callbacks if each in counting]  # type: ignore[attr-defined]
         if len(callbacks) == 2 and callbacks[0] is self:
@@ -150,7 +150,7 @@ class PrivacyCard(Callback):
             )
 
     def _refuse_other_files(self, trainer: L.Trainer, module: Any) -> None:
-        """Refuse to put the weights among files that are not theirs, all of which the card would call the weights."""
+        """Refuse to save the weights among other files, all of which the card would call the weights."""
         folder = self.run_dir or Path(trainer.default_root_dir)
         model, resumed = folder / MODEL_FOLDER, getattr(accountant_of(trainer), "resume", False)
         if resumed or not hasattr(module, "save_model") or (model / CARD_NAME).is_file() or not model.is_dir():
@@ -181,7 +181,7 @@ class PrivacyCard(Callback):
         module: Any = pl_module
         if (accountant := accountant_of(trainer)) is not None:
             accountant.refuse_unseen_writes()
-        assembled = module.assembled() if hasattr(module, "assembled") else nullcontext()  # not every module is ours
+        assembled = module.assembled() if hasattr(module, "assembled") else nullcontext()  # a custom module may lack it
         with averaged(trainer, pl_module), assembled:
             Ranks.here().share(lambda: self._write(trainer, pl_module, finished=True))
         self._written = True
@@ -192,7 +192,7 @@ class PrivacyCard(Callback):
             self.on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self._written or not self._fits:  # what failed is not a training: the card of the finished model stays
+        if self._written or not self._fits:  # the card of the finished model stays
             return
         ledger = ledger_of(trainer)
         unwritten = isinstance(exception, OSError) and (not ledger or ledger.records[-1]["kind"] != "end")
@@ -245,13 +245,13 @@ class PrivacyCard(Callback):
         if saved:
             for path in folder.glob("privacy_card.*"):
                 shutil.copy2(path, model / path.name)
-        if finished:  # through Lightning's logger, which the command line silences: it has a last line of its own
+        if finished:  # through Lightning's logger, which the command line silences: it prints its own last line
             where = f"card: {folder / 'privacy_card.md'}" + (f", weights: {model}" if saved else "")
             rank_zero_info(f"{privacy_line(card)}; {where}")
 
 
 def _name_of(pretrained: str | None) -> str:
-    """Name the model that training started from: a hub's whole name, and the last part alone of a folder."""
+    """Name the model that training started from: a hub model in full, a folder by its last part alone."""
     if pretrained is None:
         return "unstated"
     path = Path(pretrained).expanduser()
@@ -260,7 +260,7 @@ def _name_of(pretrained: str | None) -> str:
 
 def _mechanism(module: Any) -> dict[str, Any]:
     spec = getattr(module, "optimizer_spec", None)
-    if spec is None:  # a module that is not a PrivateModule brings an optimizer of its own
+    if spec is None:  # a custom module has its own optimizer
         used: Any = module.optimizers()
         described = type(getattr(used, "optimizer", used)).__name__
     else:

@@ -1,7 +1,7 @@
 """Progress and speed of a training run, on the terminal only.
 
-How long a step takes depends on its private texts, so times are written nowhere else. Rates are computed from public
-sizes: the expected batch at full lengths, never the tokens of the batch.
+The duration of a step depends on its private texts, so times are written nowhere else. Rates are computed from public
+sizes: the expected batch at full lengths, never the tokens of the actual batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Progress", "ProgressLine", "StepProgress"]
 
 
 class StepProgress(Callback):
-    """Finished logical steps, with ETA and the epsilon spent so far.
+    """Show finished logical steps, the remaining time and the epsilon spent so far.
 
     Args:
-        label: What the line starts with.
-        steps: In all, where the trainer does not know; null for its own number.
+        label: The start of the line.
+        steps: The total, if the trainer does not know it; null for the trainer's number.
     """
 
     def __init__(self, label: str = "training", *, steps: int | None = None) -> None:
@@ -50,7 +50,7 @@ class StepProgress(Callback):
 
 
 class _CountsSteps:
-    """A progress bar's part that counts logical steps: how many physical batches a step has may be private."""
+    """A mixin for progress bars that counts logical steps, since a step's number of physical batches may be private."""
 
     _steps_in_pass: int
     _trainer: L.Trainer | None
@@ -70,7 +70,7 @@ class _CountsSteps:
 
 
 def count_steps(trainer: L.Trainer, steps_per_epoch: int) -> None:
-    """Let the progress bar count logical steps of a pass; it becomes one of a subclass, since it cannot be told to."""
+    """Make the progress bar count the logical steps of a pass, by changing its class: it has no setting for this."""
     bar: Any = trainer.progress_bar_callback
     if bar is None:
         return
@@ -82,16 +82,16 @@ def count_steps(trainer: L.Trainer, steps_per_epoch: int) -> None:
 
 
 class Throughput(Callback):
-    """Seconds per step, tokens per second at full lengths, model FLOP utilisation, clipping, and the remaining time.
+    """Show seconds per step, tokens per second at full lengths, model FLOP utilisation, clipping, and remaining time.
 
-    The share of clipped units is the mean of what the steps since the last line released, and is shown only under
-    ``privacy.clip_fraction_budget``: it is read from what was logged, never from the gradients.
+    The share of clipped units is the mean over the steps since the last line, and is shown only under
+    ``privacy.clip_fraction_budget``: it is read from the logged releases, never from the gradients.
 
     Args:
         every: Logical steps between two lines.
-        device: A name of `lit_dpret.costs.work.ACCELERATORS`, whose peak the utilisation is stated against; null
-            states none.
-        clock: Seconds from anywhere.
+        device: A name in `lit_dpret.costs.work.ACCELERATORS`, to whose peak the utilisation is relative; null
+            shows no utilisation.
+        clock: A function that returns seconds from any origin.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -132,7 +132,7 @@ class Throughput(Callback):
             sys.stderr.flush()
 
     def rates(self, trainer: Any, module: Any, seconds: float) -> dict[str, float]:
-        """Return the rates of steps with ``seconds`` on average; unknown ones are omitted."""
+        """Return the rates for an average of ``seconds`` per step; unknown ones are omitted."""
         found = {"seconds_per_step": seconds}
         plan = getattr(accountant_of(trainer), "plan", None)
         outline = getattr(module, "outlined", None)

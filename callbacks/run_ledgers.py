@@ -1,7 +1,7 @@
-"""The ledgers of a run: its own, that of its data set, and the run that it starts from.
+"""The ledgers of a run: its own, that of its data set, and that of the run it starts from.
 
-The run's own ledger is opened once the run is planned and nothing refuses it. Its first records say what was planned,
-on which data and from which start; what is released is recorded by the gate.
+The run's own ledger is opened once the run is planned and every check has passed. Its first records state what was
+planned, on which data and from which start; the gate records what is released.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lit_dpret.sweeps.folder import SweepFolder, trial_ledger
 
 
 class RunLedgers(Callback):
-    """Open the ledger of a run, with what the run starts from and the ledger of its data set.
+    """Open the ledger of a run, the run it starts from, and the ledger of its data set.
 
     ``PrivacyAccountant`` documents the settings.
     """
@@ -77,13 +77,13 @@ class RunLedgers(Callback):
         return Path(self.run_dir or ".") / LEDGER_NAME
 
     def start(self) -> Start | None:
-        """The run this one starts from, with its card checked against its ledger; read once."""
+        """Return the run that this one starts from, with its card checked against its ledger; read once."""
         if self._start is None and self.init_from is not None:
             self._start = read_start(self.init_from, public=self.init_from_is_public)
         return self._start
 
     def known_runs(self, module: Any, data: Any) -> list[str]:
-        """The runs that this claim counts: its own, its start, and its data's claim."""
+        """Return the runs that this claim counts: this run, its start, and the claim of its data."""
         start = self.start()
         known = [] if start is None else list(start.facts["runs"])
         if module.privacy.guarantee == "inherited" and getattr(data, "privacy_card_path", None) is not None:
@@ -109,7 +109,7 @@ class RunLedgers(Callback):
             if module.privacy.guarantee == "dp":
                 refuse_endless_losses(module)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if hasattr(callback, "plant_canaries"):  # an audit: before the run is planned, because n counts its units
+            if hasattr(callback, "plant_canaries"):  # an audit: before planning, because n counts the canaries
                 callback.plant_canaries(trainer, module, data)
         reserve = self.resume_reserve
         return plan_run(
@@ -124,7 +124,7 @@ class RunLedgers(Callback):
     def _open(self, trainer: L.Trainer, module: Any, data: Any, planned: PlannedRun, secret: bytes) -> str:
         mode: PrivacyMode = module.privacy
         self._dataset = self._dataset_ledger(mode)
-        if self.resume and self._ledger_path.exists():  # what is refused leaves the folder as it is
+        if self.resume and self._ledger_path.exists():  # a refusal leaves the folder unchanged
             records = PrivacyLedger.read(self._ledger_path).records
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if hasattr(callback, "refuse_late_protocols"):
@@ -174,7 +174,7 @@ class RunLedgers(Callback):
         return ledger
 
     def _uncounted(self, ledger: DatasetLedger | None) -> tuple[EarlierRun, ...]:
-        """The run whose model this one starts from, where the data set's ledger does not count it."""
+        """Return the run whose model this one starts from, if the data set's ledger does not count it."""
         start = self.start()
         return () if start is None else start.uncounted(ledger)
 

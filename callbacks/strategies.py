@@ -1,7 +1,7 @@
 """Trainer strategies supported for private steps, and the refusal of all others.
 
 DeepSpeed takes a nested dict with some two hundred keys, many of which change what a gradient is: they compress it,
-clip it, skip it or build another optimizer. The keys that are let through are listed here; every other is refused.
+clip it, skip it or build another optimizer. The keys allowed are listed here; every other key is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lit_dpret.distributed.strategies import STRATEGIES, strategy
 from lit_dpret.errors import ConfigurationError
 from lit_dpret.settings import require_number
 
-# Exact classes, by name, so that none of them is loaded: a subclass may reduce, noise or wrap in a way of its own.
+# Exact classes, by name, so that none is imported: a subclass may reduce, noise or wrap in its own way.
 _OURS = {
     "lit_dpret.distributed.fsdp.ShardingStrategy": "fsdp",
     "lit_dpret.distributed.zero.ZeroStrategy": "deepspeed",
@@ -42,9 +42,9 @@ def ddp_strategy(
     """Build Lightning's DDP, with a timeout that a configuration can set.
 
     Args:
-        timeout_minutes: How long ranks wait for one that is stuck. It must cover what one of them does while the others
-            wait: reading its data, writing a checkpoint.
-        process_group_backend: ``gloo`` or ``nccl``; null for the device's own.
+        timeout_minutes: How long ranks wait for one that is stuck. It must cover what one rank does while the others
+            wait, such as reading its data or writing a checkpoint.
+        process_group_backend: ``gloo`` or ``nccl``; null for the device's default.
         settings: Arguments of ``DistributedDataParallel``.
     """
     require_number("trainer.strategy", {"timeout_minutes": timeout_minutes})
@@ -92,7 +92,7 @@ def refuse_unsupported(trainer: L.Trainer, mode: Any) -> None:
 
 
 def _refuse_other_cuts(strategy: Any) -> None:
-    """Refuse a layout of `ModelParallelStrategy` that nobody has shown to keep the claim or the run."""
+    """Refuse a layout of `ModelParallelStrategy` that is not known to keep the claim and the run intact."""
     tensor = getattr(strategy, "_tensor_parallel_size", "auto")
     devices, nodes = strategy.num_processes, strategy.num_nodes
     tensor = devices if tensor == "auto" else tensor
@@ -111,8 +111,8 @@ def _refuse_other_cuts(strategy: Any) -> None:
 def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
     """Refuse several processes for a module that does not declare that it reduces its sums.
 
-    Each process would noise a sum of its own, with the noise that they all share: the difference of two of their
-    updates is a difference of clipped gradients without any noise.
+    Otherwise each process would add the noise that all share to its own sum: the difference of two of their updates
+    would be a difference of clipped gradients without any noise.
     """
     if trainer.world_size > 1 and getattr(module, "adds_up_over_ranks", False) is not True:
         raise ConfigurationError(
@@ -125,8 +125,8 @@ def refuse_parted_sums(trainer: L.Trainer, module: Any) -> None:
 
 
 def refuse_uncut_optimizer(trainer: L.Trainer, module: Any) -> None:
-    """Refuse an optimizer that needs more of a parameter than a rank holds."""
-    spec = getattr(module, "optimizer_spec", None)  # a module that is not a PrivateModule has none
+    """Refuse an optimizer that needs more of a parameter than the part that a rank holds."""
+    spec = getattr(module, "optimizer_spec", None)  # a custom module has none
     if strategy_name(trainer) in ("fsdp", "deepspeed") and getattr(spec, "name", None) == "adafactor":
         raise ConfigurationError(
             "model.optimizer.name=adafactor averages over whole rows and columns of a parameter, and under "
@@ -167,7 +167,7 @@ def refuse_second_masters(trainer: L.Trainer) -> None:
 
 
 def keep_the_sampler(trainer: L.Trainer) -> None:
-    """Tell a Trainer that its batches are distributed already, so that it puts no `DistributedSampler`."""
+    """Keep the Trainer from inserting a `DistributedSampler`: its batches are distributed already."""
     connector: Any = getattr(trainer, "_accelerator_connector", None)
     if hasattr(connector, "use_distributed_sampler"):
         connector.use_distributed_sampler = False
@@ -176,8 +176,8 @@ def keep_the_sampler(trainer: L.Trainer) -> None:
 def note_sigterm_quietly(trainer: L.Trainer) -> None:
     """On several ranks, record a SIGTERM and pass it on, without communication in its handler.
 
-    Lightning's handler broadcasts. A rank that is interrupted there waits for one that waits for its sum, and the job
-    ends by a timeout instead of after the step.
+    Lightning's handler broadcasts. A rank interrupted there would wait for a rank that waits for its sum, and the job
+    would end by a timeout instead of after the step.
     """
     connector: Any = getattr(trainer, "_signal_connector", None)
     if trainer.world_size == 1 or connector is None or threading.current_thread() is not threading.main_thread():
@@ -216,7 +216,7 @@ def refuse_zero_settings(strategy: Any) -> None:
         _refuse_unknown(_at(config, f"zero_optimization.{part}") or {}, f"zero_optimization.{part}.", _ALLOWED_OFFLOAD)
 
 
-#: Why settings are refused, and by setting the trap.
+#: Groups of refused settings: the reason, and the trap of each setting.
 _REASONS: tuple[tuple[str, dict[str, str | None]], ...] = (
     ("it scales down the sum, which bounds no unit; set privacy.max_grad_norm", {"gradient_clipping": "T16"}),
     (
@@ -248,7 +248,7 @@ _REASONS: tuple[tuple[str, dict[str, str | None]], ...] = (
     ("master weights are found by DeepSpeed's plain layout", {"zero_optimization.round_robin_gradients": None}),
 )
 
-# Keys whose value makes no difference to an update, and sections of keys that are named above.
+# Keys that make no difference to an update, and sections whose refused keys are listed above.
 _ALLOWED = {
     "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "zero_optimization", "bf16", "activation_checkpointing", "aio", "steps_per_print",
@@ -285,7 +285,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a setting says no: false, zero, nothing, or a section whose ``enabled`` is false."""
+    """Return whether a setting is off: false, zero, empty, or a section whose ``enabled`` is false."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return not value

@@ -1,7 +1,7 @@
 """Known ways to lose a privacy guarantee unnoticed, and how this package handles each.
 
-``task=doctor`` checks a run for them; `pitfalls_page` lists them for a reader. The numbers are those that refusals
-carry as `LitDpretError.trap`.
+``task=doctor`` checks a run for them; `pitfalls_page` lists them for readers. Refusals carry the trap's number as
+`LitDpretError.trap`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Trap:
 
     name: str  # ``T1`` and so on
     title: str  # the mistake
-    # The last stage of the examination that looks for it; ``construction`` where the code cannot make it, ``elsewhere``
-    # where no examination of a run can see it.
+    # The last stage of the examination that looks for it; ``construction`` if the code rules it out, ``elsewhere`` if
+    # no examination of a run can see it.
     stage: Stage
-    instead: str  # what is true of a run in which it was not found; or what to do where nothing can find it
+    instead: str  # what holds if it was not found; or what to do if nothing can find it
     modes: tuple[str, ...] = ("dp",)  # the guarantees that it could break
-    severity: Severity = "breaks_claim"  # what it costs whoever falls into it
+    severity: Severity = "breaks_claim"  # the cost of the mistake
 
 
 TRAPS: tuple[Trap, ...] = (

@@ -1,7 +1,7 @@
-"""Refuse writes without noise: by hooks outside the steps, beside the saved weights, or by an additional update.
+"""Refuse writes without noise: by hooks outside the steps, in files saved with the weights, or by additional updates.
 
 A custom ``training_step`` may step an optimizer as often as it likes. The accountant compares each count with the
-steps that were granted: an additional update carries no noise and stands in no ledger.
+number of granted steps: an additional update has no noise and is in no ledger.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lit_dpret.distributed.ranks import Ranks
 from lit_dpret.errors import UnsupportedModelError
 from lit_dpret.privacy.state_watch import checksums
 
-#: To what a precision plugin casts all weights and buffers after they were noted.
+#: The dtypes to which precision plugins cast all weights and buffers after their values were recorded.
 _CASTS = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
 class UnseenWrites:
     """Refuse writes by a hook of the module or a callback outside a step, while private rows are accessible.
 
-    Between two steps, `HookWatch` of the module checks. ``whole`` says that this process holds whole weights under a
-    guarantee. Where ranks hold shards, early writes are not seen, and what is saved is compared as rank 0 gathers it.
+    Between two steps, the module's `HookWatch` checks. ``whole`` says that this process holds whole weights under a
+    guarantee. If ranks hold shards, early writes are not seen, and saved content is compared as rank 0 gathers it.
     """
 
     def __init__(self, trainer: L.Trainer, module: Any, ranks: Ranks, *, whole: bool) -> None:
         self._trainer, self._module, self._ranks, self._whole = trainer, module, ranks, whole
         self._looked_at_start = False
-        # On rank 0 alone: the others get its weights before the first batch.
+        # Only on rank 0: the other ranks get its weights before the first batch.
         self._before = self._held() if whole and ranks.is_first else None
 
     def expect(self, checkpoint: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class UnseenWrites:
             self._before |= self._held(checkpoint.get("current_model_state", checkpoint.get("state_dict", {})))
 
     def refuse_before_first_batch(self) -> None:
-        """Refuse, once, writes since `setup` or since the own checkpoint was read; attributes are compared later."""
+        """Refuse, once, writes since `setup` or since the run's checkpoint loaded; attributes are compared later."""
         if not self._looked_at_start:
             self._looked_at_start = True
             self._ranks.together(self._refuse_early)
@@ -54,14 +54,14 @@ class UnseenWrites:
             self._module.look_at_last_hooks(trained=averaging(self._trainer) is None)
 
     def refuse_before_saving(self, gate: CheckpointGate | None) -> None:
-        """Refuse, before saving weights, all of this, and with ``gate`` other content of a state dict."""
-        self.refuse_before_first_batch()  # a run that went on from its very last step has no batch
+        """Refuse, before weights are saved, all such writes and, with ``gate``, other content of a state dict."""
+        self.refuse_before_first_batch()  # a run resumed after its last step has no batch
         self._ranks.together(self.refuse_after_last_batch)
         if gate is not None and hasattr(self._module, "save_model"):
             self._show_saved(gate.check)
 
     def expect_at_saving(self, gate: CheckpointGate) -> None:
-        """Note what is saved with the weights now, where a checkpoint does not hold the same; a collective call."""
+        """Record what is saved with the weights now, if a checkpoint does not hold the same; a collective call."""
         if not self._whole and hasattr(self._module, "save_model"):
             self._show_saved(gate.expect)
 
@@ -87,7 +87,7 @@ class UnseenWrites:
                 )
 
     def _held(self, state: Mapping[str, Any] | None = None) -> dict[str, int]:
-        """Checksum what the module holds, or gets from ``state``; not of what it makes of public passages."""
+        """Checksum the module's tensors, or their values in ``state``, except those derived from public passages."""
         made_later = getattr(self._module, "made_of_public", ())
         tensors = chain(self._module.named_parameters(), self._module.named_buffers())
         held = {name: tensor.detach() for name, tensor in tensors if name not in made_later}
@@ -98,15 +98,15 @@ class UnseenWrites:
         return dict(zip(held, checksums(cast), strict=True))
 
 
-#: The code that torch puts around the ``step`` of every class of optimizers that was made, and that runs the hooks.
+#: The code that torch wraps around the ``step`` of every instantiated optimizer class, and that runs the hooks.
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def _is_step_of_a_base(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the hook runs in a base class's ``step``, called by the optimizer's own: one update in all.
 
-    It reads the stack, since a counter would stay wrong after a step that raised. The same ``step`` within itself, as
-    a closure may call it, is an additional update.
+    This reads the stack, since a counter would stay wrong after a step that raised. The same ``step`` within itself, as
+    when a closure calls it, is an additional update.
     """
     running: list[object] = []
     frame = inspect.currentframe()
