@@ -1,9 +1,9 @@
-"""The papers again, ablations and comparisons: each trains several variants and sets their results side by side.
+"""The papers' experiments, ablations and comparisons: each trains several variants and compares their results.
 
-It stands beside the product in a clone and is not part of the wheel; it imports `lit_dpret`, and nothing there imports
-it. `python train.py experiment=paper_000` finds its choices in `reproduction/configs`.
-Every task of several trainings is a `reproduction.study.Study`, and what a paper prints is data in `published`. It is
-above its budget of 3,500 lines: three papers with every table and figure, four comparisons and six federated studies.
+This package is next to the product in a clone and is not part of the wheel. It imports `lit_dpret`, and nothing there
+imports it. `python train.py experiment=paper_000` finds its choices in `reproduction/configs`. Every task of several
+trainings is a `reproduction.study.Study`, and the numbers that a paper prints are data in `published`. It covers three
+papers with every table and figure, four comparisons and six federated studies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`task=ablate` and `task=compare_modes`: ways to train the head of a frozen encoder side by side, several times each.
+"""`task=ablate` and `task=compare_modes`: compare ways to train the head of a frozen encoder, each over several runs.
 
-Each run has noise of its own, and texts are encoded once for all of them. A row that learns from synthetic queries has
-a generator for every run, or a set that another run made; what is made from those queries is post-processing, so their
-retriever may be trained in any way.
+Each run draws its own noise, and texts are encoded once for all of them. A row that learns from synthetic queries has a
+generator for every run, or a set from another run. What is made from those queries is post-processing, so a retriever
+may be trained on them in any way.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _WARM_UP = (
 
 @dataclass(kw_only=True, eq=False)
 class Ablate(RetrievalStudy):
-    """Train a retriever by every recipe, at one budget or at each of several, evaluate and compare."""
+    """Train a retriever by every recipe, at one or several budgets; evaluate and compare."""
 
     headings = Headings(
         name="ablation", title="What helps at one budget: ways to train a retriever on private queries", rows="Recipes"
@@ -110,12 +110,12 @@ class Ablate(RetrievalStudy):
                 )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Train, evaluate and compare; what a generator starts from is looked for before anything else."""
+        """Train, evaluate and compare; check first that the generators have what they start from."""
         self.chosen = self._that_can_start()
         return super().run(parts)
 
     def _that_can_start(self) -> list[str]:
-        """Return the recipes that have what they start from; others are left out, or refused if they were chosen."""
+        """Return the recipes that have what they start from; leave out others, or refuse them if they were chosen."""
         missing = {}
         for name in self.chosen:
             generator = self.generators.get(str(self.variants[name].queries))
@@ -135,7 +135,7 @@ class Ablate(RetrievalStudy):
         return [name for name in self.chosen if name not in missing]
 
     def _no_teacher(self, name: str) -> str | None:
-        """Return why a recipe has nobody to learn from; None where it asks for nobody, or has one."""
+        """Return why a recipe that needs a teacher has none; None if it needs none, or has one."""
         if self.variants[name].pseudo_labels is None:
             return None
         try:
@@ -151,10 +151,10 @@ class Ablate(RetrievalStudy):
         )
 
     def cells(self) -> list[Cell]:
-        """Return the recipes, upper bounds first; at several budgets those that need none, and then each budget's."""
+        """Return the recipes, upper bounds first; with several budgets, those without a budget, then each budget's."""
         order = ("bound", "baseline", "recipe")
         names = sorted(self.chosen, key=lambda name: order.index(self.variants[name].part))
-        names.sort(key=lambda name: self.variants[name].start is not None)  # after what they start from
+        names.sort(key=lambda name: self.variants[name].start is not None)  # after the rows they start from
         if not self._budgets:
             return [Cell(name) for name in names]
         cells = [Cell(name) for name in names if self.variants[name].guarantee == "none"]
@@ -217,11 +217,11 @@ class Ablate(RetrievalStudy):
         return model
 
     def score(self, model: Any) -> EvaluationResult:
-        model.prepare_texts(dict(sorted(self.passages().items())), self._queries)  # from the cache, but for the first
+        model.prepare_texts(dict(sorted(self.passages().items())), self._queries)  # from the cache after the first time
         return super().score(model)
 
     def _calibrated(self, cell: Cell) -> tuple[float | None, int | None]:
-        """Noise multiplier and cap of the row's first run, which the others need not look for again."""
+        """Return the noise multiplier and cap of the row's first run, so that the others need not compute them."""
         first = cell.run(self._parts.seed)
         if not self.is_private(cell) or not self._stages.is_done(first):
             return None, None
@@ -300,7 +300,7 @@ class Ablate(RetrievalStudy):
         return check_round_trip(model, self._released(made), stage, k=k, seed=self._parts.seed) | self._source(made)
 
     def _source(self, made: Path) -> dict[str, str]:
-        """Which training here wrote the queries; nothing for those that no training wrote, or one elsewhere."""
+        """Return the training in this study that wrote the queries; empty if it was elsewhere, or there was none."""
         return made_by(made) if self._is_here(made) and not self._is_pseudo(made) else {}
 
     def _released(self, made: Path) -> ReleasedQueries:
@@ -330,14 +330,14 @@ class Ablate(RetrievalStudy):
         return {"negatives": [source], "loss": MarginMSELoss(temperature=recipe.temperature)}
 
     def _labels(self, recipe: Recipe, seed: int) -> str:
-        """Return the stage of the labels of what a recipe learns from."""
+        """Return the stage of the labels for the queries from which a recipe learns."""
         chosen = "all" if recipe.round_trip_filter is None else f"round_trip{recipe.round_trip_filter}"
         source = f"{recipe.queries}-{recipe.queries_per_passage}"
         run = "" if recipe.queries == PSEUDO else f"-seed{seed}"
         return f"labels{recipe.pseudo_labels}-{chosen}-{source}{run}"
 
     def before_training(self, cells: Sequence[Cell]) -> None:
-        """Refuse to go on with another generator, or another teacher, than those of what is finished."""
+        """Refuse to resume if finished stages used another generator, or another teacher."""
         for cell, seed in product(cells, self.all_seeds()):
             recipe: Recipe = self.variants[cell.variant]
             labels = self._labels(recipe, seed)
@@ -373,7 +373,7 @@ class Ablate(RetrievalStudy):
         }
 
     def references(self) -> Sequence[str]:
-        """Zero-shot and the baselines, what recipes are tested against; at several budgets all are compared."""
+        """Name zero-shot and the baselines, against which recipes are tested; with several budgets compare all rows."""
         bases = [self.variants[name].label for name in self.chosen if self.variants[name].part == "baseline"]
         return [] if self._budgets else ["zero-shot", *bases]
 
@@ -407,7 +407,7 @@ class Ablate(RetrievalStudy):
 
     def _generator_row(self, name: str) -> list[object]:
         recipe, knob = self.generators[name], f"task.generators.{name}"
-        trained = [  # all are done by now, and one that was made by another recipe is refused
+        trained = [  # all are done by now; one that another recipe trained is refused
             self.once(f"generator-{name}-seed{seed}", recipe.describe(), lambda *_: {}, knob=knob)
             for seed in self.all_seeds()
         ]
@@ -450,7 +450,7 @@ class Ablate(RetrievalStudy):
 
 @dataclass(kw_only=True, eq=False)
 class CompareModes(Ablate):
-    """Train every mode at every budget, evaluate and compare; budgets can be added to a comparison that is done."""
+    """Train every mode at every budget, evaluate and compare; budgets can be added to a finished comparison."""
 
     headings = COMPARE_MODES
     encoder = "; frozen encoder with a linear query head"

@@ -1,7 +1,7 @@
-"""`task=canaries`: plant secrets, train with and without privacy, and see which come out. Table 7 of paper 000.
+"""`task=canaries`: plant secrets, train with and without privacy, and see which leak. Table 7 of paper 000.
 
-Every training has secrets, noise and coins of its own and is a stage that is done once: an interrupted study goes
-on with ``resume=true``, and grows by more trainings or other epsilons in the same way.
+Every training has its own secrets, noise and coins, and is a stage that is done once. An interrupted study continues
+with ``resume=true``, and can grow by more trainings or other epsilons in the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reproduction.study import Study, budget_name, refuse_other_modes
 
 NAME = "canaries"
 _KNOBS = Knobs(queries="task.canaries.queries", count="task.canaries.count")
-_HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # words of a command that change no number
+_HOW_NOT_WHAT = ("hydra.run.dir=", "privacy.secret_file=")  # parts of a command that change no number
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,10 +65,10 @@ class CanaryStudy(Study):
             )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Do every training that is not done yet, then the table; returns the leaked share by row."""
+        """Do every training that is not done yet, then write the table; return the leaked share by row."""
         self._parts = parts
         for eps in self.eps:
-            self._privacy(eps)  # refused before anything is trained
+            self._privacy(eps)  # refuses before anything is trained
         self.begin(parts, seed=parts.seed)
         data = parts.make_datamodule(expected_batch_size=None, sample_rate=None)
         data.setup("fit")

@@ -1,8 +1,7 @@
-"""`task=compare_negatives`: one dual encoder with negatives from every source, and which of them differ.
+"""`task=compare_negatives`: train one dual encoder with negatives from every source, and find which of them differ.
 
-Every row has the same encoder, steps and batches; what differs is what a query is told from. Sources come
-beside what the privacy mode takes by itself, the passages of the batch or a public pool, unless a variant
-says that they stand alone.
+Every row has the same encoder, steps and batches; the rows differ in the negatives of a query. Sources are added to
+those that the privacy mode uses by itself, the passages of the batch or a public pool, unless a variant sets ``alone``.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from reproduction.study import Cell, RetrievalStudy
 class NegativesVariant:
     """Sources of negatives that are tried together."""
 
-    # What the table calls the sources; it names what they stand beside by itself. Null where there are none.
+    # The name of the sources in the table, which adds what they are combined with. Null if there are no sources.
     label: str | None = None
-    # Makes each source, by a name of your choice; empty for what the privacy mode takes by itself.
+    # Makes each source, under a name of your choice; empty for what the privacy mode uses by itself.
     negatives: Mapping[str, partial[NegativeSource]] = field(default_factory=dict)
-    alone: bool = False  # without the passages of the batch beside them
+    alone: bool = False  # without the passages of the batch in addition
     trials: int | None = None  # how many settings of this variant were tried
 
     def __post_init__(self) -> None:
@@ -44,14 +43,14 @@ class NegativesVariant:
                 )
 
     def name(self, privacy: PrivacyMode) -> str:
-        """Return the row's name in the table: what the mode takes by itself, and what came beside it."""
+        """Return the row's name in the table: what the mode uses by itself, and what was added to it."""
         own = "public pool" if privacy.candidates == "pool" else "in-batch"
         if self.label is None:
             return own
         return self.label if self.alone and privacy.candidates != "pool" else f"{own} and {self.label}"
 
     def make(self, privacy: PrivacyMode, *, seed: int) -> list[NegativeSource] | None:
-        """Return the sources of one training run, whose draws are those of its seed; None for a mode's own pool."""
+        """Return the sources of one training run, drawing by its seed; None for a mode's own pool."""
         found = [source(seed=seed) if _makes(source, PassageSource) else source() for source in self.negatives.values()]
         if privacy.candidates == "batch" and not (found and self.alone):
             return [InBatchNegatives(), *found]
@@ -78,7 +77,7 @@ class CompareNegatives(RetrievalStudy):
         require_whole("task", self, 1, "steps", "batch")
 
     def cells(self) -> list[Cell]:
-        """Return every variant that the privacy mode can take."""
+        """Return every variant that the privacy mode accepts."""
         privacy: PrivacyMode = self._parts.make_privacy()
         self._refused: dict[str, str] = {}
         for name in self.chosen:

@@ -1,4 +1,4 @@
-"""What `task=ablate` and `task=compare_modes` train: a retriever in one way, and the generators that it learns from."""
+"""What `task=ablate` and `task=compare_modes` train: retrievers by recipe, and the generators that they learn from."""
 
 from __future__ import annotations
 
@@ -45,37 +45,37 @@ Part = Literal["recipe", "baseline", "bound"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A way to train the retriever: a privacy mode, what it learns from, and the settings that it does best with."""
+    """A way to train the retriever: a privacy mode, the queries it learns from, and the settings chosen for it."""
 
     label: str  # name in the table
     privacy: partial[PrivacyMode]  # makes the mode; the budget is filled in
     optimizer: OptimizerSpec  # of the head
     steps: int  # logical steps
-    batch: int  # units of a step on average
-    temperature: float = 0.05  # divides the similarity in the softmax, where ``loss`` is null
+    batch: int  # average number of units in a step
+    temperature: float = 0.05  # divides the similarity in the softmax, if ``loss`` is null
     negatives: Negatives = "auto"  # ``auto``, ``pool`` or ``batch``; see `FrozenDualEncoder`
-    pool_size: int | None = None  # public passages that a step draws, for the modes that are not ``public_passages``
+    pool_size: int | None = None  # public passages that a step draws, for modes other than ``public_passages``
     loss: PairwiseLoss | None = None  # a loss of the table of similarities; null for the softmax
     trials: int | None = None  # how many settings of this recipe were tried
     head: Head = "query"  # ``query``, ``both`` or ``shared``; see `FrozenDualEncoder`
-    head_dim: int | None = None  # in how many principal directions of the public passages it learns; null for all
+    head_dim: int | None = None  # how many principal directions of the public passages it learns in; null for all
     rows_per_unit: RowsPerUnit = "one"  # ``one`` passage of a drawn query, or ``all`` of them
-    # What is learned from: null for the private queries, or under ``privacy=synthetic`` for the sets of
-    # ``task.synthetic``; ``pseudo`` for words of the passages; or the name of one of ``task.generators``, whose queries
-    # are written again for every run.
+    # The queries to learn from. Null: the private queries, or with ``privacy=synthetic`` the sets of
+    # ``task.synthetic``. ``pseudo``: words of the passages. The name of one of ``task.generators``: its queries,
+    # written again for every run.
     queries: str | None = None
-    queries_per_passage: int = 1  # how many are made for each passage
-    # Learn from the synthetic queries that find their passage among so many results of the zero-shot encoder; null for
-    # what ``task.round_trip_filter`` says.
+    queries_per_passage: int = 1  # how many are written for each passage
+    # Learn only from synthetic queries that find their passage among this many results of the zero-shot encoder; null
+    # uses ``task.round_trip_filter``.
     round_trip_filter: int | None = None
-    # Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and so many others,
-    # instead of which passage is its own; null learns that.
+    # Learn the margins that ``task.teacher`` gives each synthetic query, between its passage and this many others.
+    # Null learns instead which passage belongs to the query.
     pseudo_labels: int | None = None
-    # The variant whose head it goes on with, that of the same training seed; the claim is then of both together.
+    # The variant whose head, from the same training seed, it continues to train. The claim then covers both trainings.
     start: str | None = None
-    eps: float | None = None  # of this training alone, where a budget is split; null for ``task.eps``
-    # ``bound`` for what may be reached without privacy, to which shares are taken; ``baseline`` for what every recipe
-    # is tested against; else ``recipe``.
+    eps: float | None = None  # of this training alone, if a budget is split; null for ``task.eps``
+    # ``bound``: what can be reached without privacy, of which shares are stated. ``baseline``: what every recipe is
+    # tested against. Otherwise ``recipe``.
     part: Part = "recipe"
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Recipe:
     def make_privacy(
         self, *, eps: float | None, delta: float, seed: int, noise_multiplier: float | None
     ) -> PrivacyMode:
-        """Make the mode with its budget; where it draws public passages, they are those of the training seed."""
+        """Make the mode with its budget; if it draws public passages, the training seed determines them."""
         budget: dict[str, Any] = {"eps": eps, "delta": delta} if self.guarantee == "dp" else {}
         if noise_multiplier is not None:
             budget["noise_multiplier"] = noise_multiplier
@@ -144,11 +144,11 @@ class Recipe:
         return picked(self, *names) | {"pool_seed": seed}
 
     def size(self) -> dict[str, Any]:
-        """Return the length of a training, and how many were tried."""
+        """Return the length of the training, and how many settings were tried."""
         return picked(self, "steps", "batch", "trials")
 
     def describe(self, card: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe how a run was trained, in its card's words where it has them; the same keys for every recipe."""
+        """Describe how a run was trained, in its card's words if possible; the keys are the same for every recipe."""
         mechanism, claim = card["mechanism"], card["claim"]
         coupling = mechanism.get("coupling") or {}
         loss = f"softmax, temperature {self.temperature:g}" if self.loss is None else repr(self.loss)
@@ -172,20 +172,20 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorRecipe:
-    """A way to train the query generator, and to draw from it."""
+    """A way to train the query generator and to draw from it."""
 
     label: str  # name in the table
     model: partial[Any]  # makes the generator, given ``privacy``
     privacy: partial[PrivacyMode]  # makes the privacy mode; the budget is filled in
     steps: int  # logical steps
-    batch: int  # units of a step on average
+    batch: int  # average number of units in a step
     physical_batch: int = 32  # units that go through the model together
     top_p: float = 0.8  # nucleus
     temperature: float = 1.0  # divides the logits when queries are drawn
     trials: int | None = None  # how many settings were tried
-    eps: float | None = None  # where a budget is split; null for ``task.eps``
-    # The folder of an earlier run whose model training starts from, in place of the model's own ``pretrained``. It is
-    # declared public: nothing private may have gone into it, and the cards say from where they started. Null starts
+    eps: float | None = None  # if a budget is split; null for ``task.eps``
+    # The folder of an earlier run from whose model training starts, instead of the model's own ``pretrained``. It is
+    # declared public: nothing private may have gone into it, and the cards state where training started. Null starts
     # from ``model.pretrained``.
     public_start: str | None = None
 
@@ -204,7 +204,7 @@ class GeneratorRecipe:
             )
 
     def missing_start(self) -> Path | None:
-        """Return the model folder that training would start from and that is not there."""
+        """Return the model folder from which training should start, if it is missing."""
         if self.public_start is None:
             return None
         folder = model_folder(self.public_start)
@@ -218,7 +218,7 @@ class GeneratorRecipe:
     def train(
         self, privacy: PrivacyMode, folder: Path, *, parts: Parts, seed: int, resume: bool, tuning: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Train on all private queries; what it leaves are ``folder/model`` and the privacy card."""
+        """Train on all private queries; leave ``folder/model`` and the privacy card."""
         L.seed_everything(seed, verbose=False)
         weights, start = {}, {}
         if self.public_start is not None:
@@ -240,7 +240,7 @@ class GeneratorRecipe:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return {
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "extra_bytes": max(peak(here) - before, 0),  # of the process, above what it held before
+            "extra_bytes": max(peak(here) - before, 0),  # of the process, beyond what it held before
         }
 
     def draw(
@@ -257,19 +257,19 @@ class GeneratorRecipe:
         return {"passages": len(passages)}
 
     def describe(self) -> str:
-        """Return what may not change between a generator and its resumption."""
+        """Return everything that must not change when a generator is resumed."""
         start = "" if self.public_start is None else f" start={weights_hash(model_folder(self.public_start))}"
         return repr(self) + start
 
 
-# -- measures of made queries, and the labels of a teacher
+# -- measures of synthetic queries, and the labels of a teacher
 
 
 _READ = "ledger_head"
 
 
 def likeness(data: Path, folder: Path, *, parts: Parts, max_texts: int) -> dict[str, Any]:
-    """BLEU and MAUVE of synthetic queries against the private ones: no epsilon covers them, as the card then says."""
+    """Return BLEU and MAUVE of synthetic queries against private ones; no epsilon covers them, as the card states."""
     task = Similarity(
         synthetic=data, reference="private", card_entry=True, measures=("bleu", "mauve"), features=("query",),
         max_texts=max_texts, seeds=3, ceiling=False, plot=False,
@@ -285,13 +285,13 @@ class Teacher:
     source: str
 
     def check(self) -> None:
-        """Refuse one that is not there, that is not a cross-encoder, or that a privacy card tells of."""
+        """Refuse a model that is missing, is not a cross-encoder, or has a privacy card."""
         nothing = ReleasedQueries(queries=(), passages={}, provenance="declared public")
         require_covered(self.source, nothing, declared_public=True, knob="task.teacher")
         CrossEncoder.load(self.source)
 
     def fingerprint(self) -> str:
-        """Return `CrossEncoder.fingerprint`: another model behind the same name has another one."""
+        """Return `CrossEncoder.fingerprint`, which differs for another model under the same name."""
         return CrossEncoder.load(self.source).fingerprint()
 
     def label(
@@ -308,7 +308,7 @@ class Teacher:
 
 
 def of_those(released: ReleasedQueries, kept: Path | None) -> ReleasedQueries:
-    """Return the queries whose ids a file lists; all of them without one."""
+    """Return the queries whose ids a file lists, or all queries without a file."""
     if kept is None:
         return released
     ids = set(kept.read_text(encoding="utf-8").splitlines())
@@ -316,7 +316,7 @@ def of_those(released: ReleasedQueries, kept: Path | None) -> ReleasedQueries:
 
 
 class _Untrained:
-    """A frozen encoder that ranks, and finds the embeddings of its passages in its cache."""
+    """A ranker with a frozen encoder, whose cache holds the embeddings of the passages."""
 
     def __init__(self, model: FrozenDualEncoder) -> None:
         self.model, self.encoder = model, model.pretrained or "encoder"
@@ -329,15 +329,15 @@ class _Untrained:
 
 
 def made_by(folder: Path) -> dict[str, str]:
-    """Return which private training made what a stage reads, by the card in ``folder``; part of the stage's result."""
-    # It is the last record of the ledger that the card rests on, and no two trainings have the same.
+    """Return which private training a stage's input came from, by the card in ``folder``; kept in the result."""
+    # Identified by the last record of the ledger on which the card rests: no two trainings share it.
     return {_READ: str(read_card(folder)["ledger"]["head"])}
 
 
 def refuse_other_training(
     stages: Stages, run_dir: Path, generator: str, *, cards: Mapping[str, Path], readers: Sequence[str]
 ) -> None:
-    """Refuse finished stages that come from another training than the one in a generator's folder."""
+    """Refuse finished stages that come from a training other than the one in a generator's folder."""
     source = made_by(run_dir / generator) if stages.is_done(generator) else None
     for stage in filter(stages.is_done, [*cards, *readers]):
         found: Mapping[str, Any] = made_by(cards[stage]) if stage in cards else stages.result(stage)

@@ -1,8 +1,8 @@
-"""`task=second_task`: the encoders of a finished `task=variants`, frozen, under a classifier for other labels.
+"""`task=second_task`: train a classifier for other labels on the frozen encoders of a finished `task=variants`.
 
-Paper 002, section 5.2: what a privately trained encoder is worth to somebody who does not train privately. The
-classifier's losses and scores are computed from the second data set without privacy, and nothing is claimed about it;
-the paper's appendix B.2 names a sensitivity and an epsilon for this task, which contradicts its section 5.2.
+Paper 002, section 5.2: the value of a privately trained encoder to a user who does not train privately. The
+classifier's losses and scores are computed from the second data set without privacy, and nothing is claimed about it.
+The paper's appendix B.2 names a sensitivity and an epsilon for this task, which contradicts its section 5.2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Labelled = tuple[Tensor, Tensor]
 
 @dataclass(kw_only=True)
 class Classifier:
-    """A small classifier of frozen embeddings; the defaults are the paper's (appendix B.2)."""
+    """A small classifier on frozen embeddings; the defaults are the paper's (appendix B.2)."""
 
     learning_rate: float = 1e-2  # of Adam
     batch_size: int = 400  # images of a step
@@ -53,11 +53,11 @@ class Classifier:
 
 @dataclass(frozen=True, kw_only=True)
 class SecondTaskResult:
-    """What the classifier reached."""
+    """The results of the classifier."""
 
     losses: list[float]  # cross entropy of each step's batch, in order
-    examples: list[int]  # images seen up to and with each step
-    seconds: list[float]  # since the first step began, of each step
+    examples: list[int]  # images seen up to and including each step
+    seconds: list[float]  # at each step, since the first step began
     scores: ClassificationScores  # on the test images, after the last step
     confusion: Tensor  # counts, shape (classes, classes); row: true, column: predicted
 
@@ -65,13 +65,13 @@ class SecondTaskResult:
 def train_second_task(
     net: nn.Module, *, train: Labelled, test: Labelled, classes: int, seed: int = 0, how: Classifier | None = None
 ) -> SecondTaskResult:
-    """Train a classifier on the frozen ``net``, whose embeddings are computed once, and score it.
+    """Train a classifier on the embeddings of the frozen ``net``, computed once, and score it.
 
-    ``train`` and ``test`` are images and labels; ``seed`` is that of the first weights and the order of the images.
+    ``train`` and ``test`` are images and labels; ``seed`` determines the initial weights and the order of the images.
 
     Guarantees:
-        - ``net`` ends with the weights that it began with, and gathers no gradient.
-        - The same seed, on the same machine, gives the same result. torch's global random state ends as it began.
+        - ``net`` keeps its weights and gathers no gradient.
+        - The same seed gives the same result on the same machine. torch's global random state is left unchanged.
     """
     how = how or Classifier()
     known, unseen = (embed(net, images) for images, _ in (train, test))
@@ -125,7 +125,7 @@ class SecondTask(Classifier, Study):
 
     Guarantees:
         - The encoders' weights are read and never changed.
-        - A classifier that was trained is not trained again after ``resume=true``.
+        - With ``resume=true`` a trained classifier is not trained again.
     """
 
     growing = Study.growing | {"seeds", "data", "baseline"}
@@ -141,7 +141,7 @@ class SecondTask(Classifier, Study):
         self.study = Path(self.study)
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Train what is not trained yet; returns test accuracy by run."""
+        """Train what is not trained yet; return test accuracy by run."""
         encoders = self._encoders()
         data, labels = self._second_data(parts)
         splits: dict[str, Labelled] = {split: data.labelled(split, labels=labels) for split in ("train", "test")}
@@ -213,7 +213,7 @@ class SecondTask(Classifier, Study):
 
 
 def fitted(images: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Images as a net for ``shape`` (channels, height, width) reads them: grey repeated, a black border added."""
+    """Fit images to a net for ``shape`` (channels, height, width): repeat a grey channel, add a black border."""
     channels, height, width = images.shape[1:]
     if channels not in (1, shape[0]) or height > shape[1] or width > shape[2]:
         raise DataError(f"Images of shape {tuple(images.shape[1:])} do not fit a net for images of shape {shape}.")

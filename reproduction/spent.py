@@ -1,4 +1,4 @@
-"""What all trainings behind a page have spent together, which is more than any row says."""
+"""The joint spending of all trainings that contribute to a page, which is more than any single row states."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _Records = list[dict[str, Any]]
 class Spent:
     """The trainings under a run folder."""
 
-    private: int  # how many spent something of a budget
-    bare: int  # how many read the private queries without any
-    text: str  # what they come to, in words
+    private: int  # how many spent part of a budget
+    bare: int  # how many read the private queries without a budget
+    text: str  # their total, in words
 
 
 def spent_under(
@@ -34,17 +34,17 @@ def spent_under(
     """Compose everything that the ledgers under ``run_dir`` are charged with.
 
     Guarantees:
-        - A ledger counts once, wherever copies of it lie; folders that are links are followed.
+        - A ledger counts once, wherever copies of it are stored; links to folders are followed.
         - A training whose own ledger refutes its claim counts as one without privacy.
-        - Where a card under ``run_dir`` rests on a private ledger that is not found, the text says so.
-        - Trainings under several units or neighbours are added up apart, and the text says that nothing is proved of
-          them together.
+        - If a card under ``run_dir`` rests on a private ledger that is not found, the text says so.
+        - Trainings with different units or neighbours are composed separately, and the text says that nothing is proved
+          about them together.
 
     Args:
         run_dir: The folder of the trainings, and of what was made with them.
-        near: What they were given from elsewhere: a ledger that a card under ``run_dir`` rests on is looked for there.
-        taken: A finished study whose results stand on the page as well; its ledgers count where they lie under it.
-        taken_private: How many private trainings that study had; the text says how many of them the sum lacks.
+        near: Their inputs from other folders, also searched for ledgers on which a card under ``run_dir`` rests.
+        taken: A finished study whose results are also on the page; its ledgers count if they are found under it.
+        taken_private: How many private trainings that study had; the text states how many of them the sum lacks.
     """
     heads = _private_heads(run_dir)
     given = [records for records in _around(near) if heads & _hashes([records])]
@@ -102,7 +102,7 @@ def _ledgers(*folders: Path) -> list[_Records]:
 
 
 def _longest(ledgers: Sequence[_Records]) -> list[_Records]:
-    """Return of ledgers that begin alike the longest."""
+    """Return the longest of each group of ledgers that begin alike."""
     found: list[_Records] = []
     for records in ledgers:
         if not any(_begins(other, records) for other in found):
@@ -121,7 +121,7 @@ def _trainings(count: int) -> str:
 
 
 def _private_heads(run_dir: Path) -> set[str]:
-    """Return what cards under ``run_dir`` name as the last record of their ledger, where that was private."""
+    """Return the last record's hash of every private ledger that a card under ``run_dir`` names."""
     cards = [read_card(place) for place in _places(run_dir, CARD_NAME)]
     return {
         str(card["ledger"]["head"])
@@ -135,7 +135,7 @@ def _hashes(ledgers: Sequence[_Records]) -> set[str]:
 
 
 def _around(near: Sequence[Path]) -> list[_Records]:
-    """Read ledgers in and beside the given folders, and one level above; strangers' may be unreadable."""
+    """Read ledgers in and next to the given folders, and one level above; ignore those that cannot be read."""
     found: list[_Records] = []
     for folder in near:
         inside = folder.resolve()
@@ -153,7 +153,7 @@ def _begins(longer: _Records, records: _Records) -> bool:
 
 
 def _places(folder: Path, name: str) -> list[Path]:
-    """Return the folders under ``folder`` that hold a file of that name, resolved, those behind links among them."""
+    """Return all folders under ``folder`` that hold a file of that name, resolved, including folders behind links."""
     seen: set[Path] = set()
     todo = [folder.resolve()]
     while todo:

@@ -1,8 +1,9 @@
-"""The harness: a study runs stages in one folder, each once, and tells what all of them came to.
+"""The harness: a study runs each of its stages once, in one folder, and reports their results.
 
-An interrupted study goes on with ``resume=true``, and grows by what its stages do not depend on (`Study.growing`). A
-`QueryStudy` trains retrievers on private queries or on those of a generator; a `RetrievalStudy` trains named variants
-of one under several seeds, judges every run and says which variants differ (`reproduction.report.comparison`).
+An interrupted study continues with ``resume=true``, and may grow in settings that its stages do not depend on
+(`Study.growing`). A `QueryStudy` trains retrievers on private queries or on those of a generator. A `RetrievalStudy`
+trains named variants of a retriever under several seeds, evaluates every run and states which variants differ
+(`reproduction.report.comparison`).
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ T = TypeVar("T")
 class Study:
     """A task of many stages, whose settings are its public attributes."""
 
-    # Settings that finished stages do not depend on, so that a study can grow by them.
+    # Settings that finished stages do not depend on, so that a study can grow in them.
     growing: ClassVar[frozenset[str]] = frozenset({"min_free_mb"})
     tuning_knob: ClassVar[str] = "task"
     min_free_mb: float
 
     def begin(self, parts: Parts, *, fingerprint: str | None = None, **more: object) -> None:
-        """Open the run folder, or refuse one that was begun with other settings than these and ``more``.
+        """Open the run folder; refuse one that was begun with settings other than these and ``more``.
 
-        A study whose stages name all that they depend on gives a fingerprint of its own, and grows by anything else.
+        A study whose stages name everything they depend on gives its own fingerprint, and grows in all other settings.
         """
         self.refuse_untold_choice(parts)
         check_run_dir(parts.run_dir, min_free_mb=self.min_free_mb)
@@ -65,18 +66,18 @@ class Study:
         self._stages = Stages(parts.run_dir, resume=parts.resume, fingerprint=fingerprint).begin()
 
     def kept_models(self) -> Collection[str]:
-        """Return the stages, without seeds, of which private models stay; whoever takes one of several has chosen."""
+        """Return the stages, without seeds, whose private models stay; taking one of several models is a choice."""
         return ()
 
     def tried(self) -> Mapping[str, int | None]:
-        """Return how many settings were tried for what is trained, by the setting that holds it."""
+        """Return how many settings were tried for each training, by the setting that holds it."""
         return {}
 
     def refuse_untold_choice(self, parts: Parts) -> None:
-        """Refuse cards that would say that nothing was chosen, or by public data alone, of models chosen among several.
+        """Refuse cards that would claim no choice, or one by public data alone, for models chosen among several.
 
         Raises:
-            ConfigurationError: Several private models stay, here or of an earlier attempt, or settings were tried.
+            ConfigurationError: Several private models stay, here or from an earlier attempt, or settings were tried.
         """
         data = getattr(self, "tuning_data", None)
         for name, trials in self.tried().items():
@@ -91,7 +92,7 @@ class Study:
     def once(
         self, name: str, settings: str, work: Callable[[Path, bool], dict[str, Any]], *, knob: str
     ) -> dict[str, Any]:
-        """Return what ``work(folder, resume)`` made, now or in an earlier attempt with the same settings."""
+        """Return the result of ``work(folder, resume)``, from now or from an earlier attempt with the same settings."""
         settings = described(settings)
         result = self._stages.run(name, lambda folder, resume: {**work(folder, resume), "settings": settings})
         if result["settings"] != settings:
@@ -106,7 +107,7 @@ class Study:
         self, todo: Sequence[T], name: Callable[[T], str], work: Callable[[T], str], *, label: str,
         is_done: Callable[[T], bool] | None = None,
     ) -> None:  # fmt: skip
-        """Do what is not done of stages, telling how far it is; ``work`` returns what is told of one."""
+        """Run the stages that are not done and report progress; ``work`` returns a stage's result for that line."""
         known = is_done or (lambda one: self._stages.is_done(name(one)))
         done = sum(map(known, todo))
         with ProgressLine(label, every=0.0) as progress:
@@ -120,7 +121,7 @@ class Study:
 
 
 def budget_name(eps: float | None) -> str:
-    """Name a budget in folders."""
+    """Return the name of a budget for use in folder names."""
     return "none" if eps is None else f"eps{eps:g}"
 
 
@@ -134,13 +135,13 @@ def refuse_other_modes(mode: PrivacyMode, eps: float) -> None:
 
 
 def _private_models(run_dir: Path) -> list[str]:
-    """Return the stages whose model was trained under noise and is still there."""
+    """Return the stages whose model was trained with noise and is still stored."""
     stages = [model.parent for model in run_dir.glob("*/model") if (model.parent / CARD_NAME).is_file()]
     return [stage.name for stage in stages if read_card(stage)["mechanism"]["kind"] == "gaussian_sum"]
 
 
 class QueryStudy(Study):
-    """A study of retrievers that learn from private queries, or from those that generators wrote."""
+    """A study of retrievers that learn from private queries, or from queries that generators wrote."""
 
     max_passages: int | None
     written_passages: int | None = None
@@ -150,7 +151,7 @@ class QueryStudy(Study):
     keep_models: bool = False
 
     def open(self, parts: Parts) -> None:
-        """Begin the study, and read what is searched and judged by."""
+        """Begin the study; read the passages, queries and judgements for evaluation."""
         self.begin(parts, fingerprint=settings_fingerprint(self, but=self.growing, seed=parts.seed))
         self._searched = self.make_data()
         read = self._searched.collection
@@ -159,7 +160,7 @@ class QueryStudy(Study):
         self._queries, self._qrels = self._searched.evaluation_set(self.split)
 
     def make_data(self, **changes: Any) -> PairsDataModule:
-        """Read the private data again; sampling is set where a run knows its batches."""
+        """Read the private data again; a run that knows its batches sets the sampling."""
         settings: dict[str, Any] = {"max_passages": self.max_passages, "rows_per_unit": "one"}
         unknown: dict[str, Any] = {"expected_batch_size": None, "sample_rate": None}
         made: PairsDataModule = self._parts.make_datamodule(**settings | unknown | changes)
@@ -171,7 +172,7 @@ class QueryStudy(Study):
         return self._searched.public_passages()
 
     def to_write_for(self, passages: Mapping[str, str]) -> dict[str, str]:
-        """Return the passages that queries are made for."""
+        """Return the passages for which queries are written."""
         return public_sample(dict(passages), self.written_passages)
 
     def generate(
@@ -179,7 +180,7 @@ class QueryStudy(Study):
         passages: Callable[[], Mapping[str, str]], *,
         trained: str, made: str, knob: str, seed: int, count: int = 1,
     ) -> Path:  # fmt: skip
-        """Train a generator in the stage ``trained``, draw its queries in ``made``; return their folder."""
+        """Train a generator in the stage ``trained``, draw its queries in the stage ``made``; return their folder."""
 
         def train(folder: Path, resume: bool) -> dict[str, Any]:
             how: dict[str, Any] = {"parts": self._parts, "seed": seed, "resume": resume, "tuning": self.tuning()}
@@ -207,7 +208,7 @@ class QueryStudy(Study):
         self, make_model: Callable[[], Any], data: PairsDataModule, folder: Path, *, seed: int, resume: bool,
         steps: int, batch: int, trials: int | None, save_every: int = 5, start: Path | None = None, keep: bool = False,
     ) -> Any:  # fmt: skip
-        """Train a retriever in its stage, on from the run in ``start``, and return it; its files go unless kept."""
+        """Train a retriever in its stage, from the run in ``start`` if given; return it, with files only if kept."""
         L.seed_everything(seed, verbose=False)
         model = make_model()
         data.physical_batch_size = 2 * batch
@@ -230,7 +231,7 @@ class QueryStudy(Study):
     def score_on(
         self, model: Any, queries: Mapping[str, str], qrels: Mapping[str, Mapping[str, int]]
     ) -> EvaluationResult:
-        """Measure how well some queries find theirs."""
+        """Measure how well these queries find their passages."""
         passages = dict(sorted(self.passages().items()))
         with ProgressLine("encoding passages") as progress:
             found = model.encode_passages(list(passages.values()), progress=progress)
@@ -238,7 +239,7 @@ class QueryStudy(Study):
         return score_embeddings(list(queries), asked, list(passages), found, qrels)
 
     def bm25(self, names: Mapping[str, str] = METRIC_NAMES) -> dict[str, Any]:
-        """Return what BM25 reaches, for every question."""
+        """Return the scores of BM25 for every question."""
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             return per_query(score_bm25(self._queries, self.passages(), self._qrels), names)
@@ -248,11 +249,11 @@ class QueryStudy(Study):
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table that is trained."""
+    """A trained row of the table."""
 
     variant: str  # the key of its settings in ``task.variants``
-    eps: float | None = None  # the budget at which it is trained, where a study has several
-    synthetic: Path | None = None  # the data set that it learns from, where another run made it
+    eps: float | None = None  # the budget at which it is trained, if a study has several
+    synthetic: Path | None = None  # the data set from another run from which it learns, if any
 
     @property
     def stage(self) -> str:
@@ -267,9 +268,9 @@ class RetrievalStudy(QueryStudy, ABC):
     """Train, evaluate and compare variants of one retriever."""
 
     headings: ClassVar[Headings]
-    encoder: ClassVar[str] = ""  # what is trained, behind the test set in the report
+    encoder: ClassVar[str] = ""  # which part is trained, printed after the test set in the report
     growing: ClassVar[frozenset[str]] = Study.growing | {"variants", "only", "chosen", "seeds", "keep_models"}
-    # A folder of the run that is removed at its end: embeddings of queries are as private as the queries.
+    # A folder of the run that is removed at the end: embeddings of queries are as private as the queries.
     private_folder: ClassVar[str]
 
     retriever: Callable[..., Any]
@@ -288,10 +289,10 @@ class RetrievalStudy(QueryStudy, ABC):
         require_whole("task", self, 1, "seeds")
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Run every stage that is not done yet; returns nDCG@10 by row."""
+        """Run every stage that is not done yet; return nDCG@10 by row."""
         self._parts = parts
         cells = self.cells()
-        with torch.random.fork_rng(devices=[]):  # what is only asked about changes no draw of the study
+        with torch.random.fork_rng(devices=[]):  # this model is only inspected, and must not change the study's draws
             start = self.retriever(privacy=NoPrivacy())
         self._promise = privacy_of_encoder(start.pretrained, start)
         self.open(parts)
@@ -329,7 +330,7 @@ class RetrievalStudy(QueryStudy, ABC):
     def tried(self) -> Mapping[str, int | None]:
         return {f"variants.{name}": getattr(self.variants[name], "trials", None) for name in self.chosen}
 
-    # -- what a study says of itself -------------------------------------------------------------
+    # -- how a study describes itself ------------------------------------------------------------
 
     @abstractmethod
     def cells(self) -> list[Cell]:
@@ -337,37 +338,37 @@ class RetrievalStudy(QueryStudy, ABC):
 
     @abstractmethod
     def zero_shot(self) -> EvaluationResult:
-        """Return what the encoder reaches before any training."""
+        """Return the scores of the encoder before any training."""
 
     @abstractmethod
     def train(self, cell: Cell, seed: int, folder: Path, resume: bool) -> EvaluationResult:
-        """Train a row under one seed in the folder of its stage, and judge it; with ``resume`` it goes on."""
+        """Train a row under one seed in the folder of its stage, or continue with ``resume``; evaluate it."""
 
     @abstractmethod
     def describe_row(self, cell: Cell, card: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of `ModeRow` besides the results; ``card`` is that of the run with the largest epsilon."""
+        """Return the arguments of `ModeRow` except results; ``card`` is that of the run with the largest epsilon."""
 
     @abstractmethod
     def is_private(self, cell: Cell) -> bool:
-        """Return whether its runs claim an epsilon of their own."""
+        """Return whether the row's runs claim an epsilon themselves."""
 
     def before_training(self, cells: Sequence[Cell]) -> None:
-        """Look at what is finished before anything is trained; here there is nothing to see."""
+        """Check what is finished before anything is trained; by default do nothing."""
 
     def notes(self) -> Iterable[str]:
         """Return remarks under the table."""
         return ()
 
     def private_trainings(self, cells: Sequence[Cell]) -> int:
-        """Count the trainings on the private queries behind the table."""
+        """Count the trainings on private queries from which the table is made."""
         return self.seeds * sum(map(self.is_private, cells))
 
     def sections(self, rows: Sequence[ModeRow]) -> Sequence[Section]:
-        """Return what the page says beside the table, which differences are significant, and the settings."""
+        """Return the page's sections other than the table, the significance tests and the settings."""
         return ()
 
     def references(self) -> Sequence[str]:
-        """Name the rows that the others are tested against; where there are none, every two rows are compared."""
+        """Name the rows against which the others are tested; without any, all pairs of rows are compared."""
         return ()
 
     # -- stages and rows -----------------------------------------------------------------------------
@@ -381,7 +382,7 @@ class RetrievalStudy(QueryStudy, ABC):
         return ["What the training of the zero-shot row's encoder spent is that row's own, and in no sum on this page."]
 
     def _train_all(self, cells: Sequence[Cell]) -> None:
-        """Do every row's first run, then every row's second one: early numbers are of all rows."""
+        """Do every row's first run, then every row's second run, so that early numbers cover all rows."""
         todo = [(cell, seed) for seed in self.all_seeds() for cell in cells]
 
         def work(one: tuple[Cell, int]) -> str:
@@ -404,7 +405,7 @@ class RetrievalStudy(QueryStudy, ABC):
 
 
 def as_row(results: Sequence[Mapping[str, Any]], **facts: Any) -> ModeRow:
-    """Return the row of a system's runs, each as `per_query` has it."""
+    """Return the row for a system's runs, each in the form of `per_query`."""
     values = {m: np.array([result["per_query"][m] for result in results]) for m in METRIC_NAMES.values()}
     return ModeRow(
         per_run={m: table.mean(axis=1).tolist() for m, table in values.items()},
@@ -414,5 +415,5 @@ def as_row(results: Sequence[Mapping[str, Any]], **facts: Any) -> ModeRow:
 
 
 def per_query(result: EvaluationResult, names: Mapping[str, str] = METRIC_NAMES) -> dict[str, Any]:
-    """Return each metric's value for every question, as a stage keeps it."""
+    """Return each metric's values for all questions, in the form that a stage stores."""
     return {"per_query": {shown: [float(v) for v in result.per_query[name]] for name, shown in names.items()}}

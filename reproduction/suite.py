@@ -1,7 +1,7 @@
-"""`task=suite`: all runs behind one paper, one after another, and a page with every table and figure of it.
+"""`task=suite`: all runs of one paper, one after another, and a page with every table and figure of the paper.
 
-A part is another command of this program, as it would be typed; nothing of what a part does is done here. Parts whose
-data is not there are left out, and the page says so.
+A part is another command of this program, as a user would type it; the suite does none of a part's work itself. Parts
+whose data are missing are left out, and the page says so.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ PAPERS = {paper.name: paper for paper in (PAPER_002, PAPER_004)}
 class SuitePart:
     """One run of a suite."""
 
-    settings: Sequence[str]  # as on the command line, without the folder of the run
-    more: Sequence[str] = ()  # further settings, after those
-    sizes: str = ""  # what differs from the paper's sizes, in words
-    needs: Sequence[str] = ()  # names of ``task.data``, each of which has to be given
+    settings: Sequence[str]  # as on the command line, without the run folder
+    more: Sequence[str] = ()  # further settings, placed after those
+    sizes: str = ""  # how it differs from the paper's sizes, in words
+    needs: Sequence[str] = ()  # names in ``task.data``, all of which have to be given
     packages: Sequence[str] = ()  # that have to be installed
     after: Sequence[str] = ()  # parts whose own run folders it reads
-    # The folder of its run inside the suite's; null for one of its name. Parts of one folder share work.
+    # The folder of its run within the suite's; null for one with its name. Parts that share a folder share work.
     run_in: str | None = None
-    results: str = "."  # of its run folder, the folder that the page is made from
-    taken: str | None = None  # a folder with the results of an earlier run, shown in the part's place
+    results: str = "."  # the folder from which the page is made, relative to its run folder
+    taken: str | None = None  # a folder with the results of an earlier run, shown instead of this part
 
 
 @dataclass(kw_only=True, eq=False)
 class Suite(Study):
-    """Run the parts that are not done yet, and tell what all of them came to.
+    """Run the parts that are not done yet, and report the results of all.
 
     Guarantees:
-        - A part that finished is not run again after ``resume=true``; an interrupted one goes on as its task does.
+        - With ``resume=true`` a finished part is not run again, and an interrupted one continues as its task does.
         - All settings of all parts are composed and checked before the first part begins.
-        - The page is written again after every part, so that a suite that is stopped leaves one.
+        - The page is written again after every part, so that a stopped suite leaves one.
     """
 
     paper: str
@@ -77,13 +77,13 @@ class Suite(Study):
                 )
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Run every part that is not done yet; returns how many items of the paper are shown, and how many are not."""
+        """Run every part that is not done yet; return how many items of the paper are shown, and how many are not."""
         fingerprint = hashlib.sha256(f"{self.paper} {parts.seed}".encode()).hexdigest()
         self.begin(replace(parts, resume=parts.resume or self.report_only), fingerprint=fingerprint)
         self._run_dir, self._seed = parts.run_dir, parts.seed
         self._command = parts.command_again("task.report_only=")
         todo = [] if self.report_only else [name for name in self.parts if not self._why_not(name, planned=True)]
-        for key, given in self.data.items():  # said first: at the end of the others nobody still waits
+        for key, given in self.data.items():  # said first, since a user does not wait for the end of the other parts
             needing = [name for name in self.chosen if key in self.parts[name].needs and not self._stages.is_done(name)]
             if given is None and needing and not self.report_only:
                 say(f"task.data.{key} is not set: these parts are left out: {', '.join(needing)}")
@@ -114,7 +114,7 @@ class Suite(Study):
     # -- a part ------------------------------------------------------------------------------
 
     def _why_not(self, name: str, *, planned: bool) -> str:
-        """Say why a part is not run; empty where it is. ``planned``: those before it will be run where they can be."""
+        """Return why a part is not run; empty if it is. ``planned`` counts earlier parts that can be run as done."""
         part = self.parts[name]
         if name in self.taken:
             return f"its results are taken from {self.taken[name]}."
@@ -171,7 +171,7 @@ class Suite(Study):
     def _told(self, name: str) -> PartTold:
         part = self.parts[name]
         words = ["python train.py", *self._settings(name), f"hydra.run.dir={self._folder(name)}"]
-        command = " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")  # as typed where this run was started
+        command = " ".join(words).replace(f"{Path.cwd()}{os.sep}", "")  # relative to where this run was started
         told = PartTold(name=name, sizes=part.sizes, command=command)
         if name in self.taken:
             folder = Path(self.taken[name])

@@ -1,7 +1,7 @@
-"""`task=variants`: the same encoder trained in several ways, some of them private, and what each came to.
+"""`task=variants`: train the same encoder in several ways, some of them private, and report the results.
 
 The experiments of paper 002, section 5.1. For public data only: curves and scores are computed from the train split, so
-that no card of a run states an epsilon; the study's own table says what each ledger charged for the updates.
+no card of a run states an epsilon. The study's own table states what each ledger charged for the updates.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from reproduction.study import Study
 
 START = "untrained"
 Part = Literal["paper", "batch_sizes", "equal_negatives", "losses"]
-# What all private variants have in common; each one's own settings stand in its `privacy`.
+# The settings that all private variants share; each variant's own are in its `privacy`.
 _SHARED = ("eps", "delta", "unit", "neighbours", "accountant", "noise", "secure_rng", "secret_file", "noise_seed")
-# Settings of a command that change nothing about what it makes.
+# Settings of a command that do not change its results.
 _HOW_NOT_WHAT = ("task.report_only=", "task.note=")
 
 
@@ -52,14 +52,14 @@ _HOW_NOT_WHAT = ("task.report_only=", "task.note=")
 class Variant:
     """A privacy mode with the settings that were chosen for it."""
 
-    label: str  # as figures and tables show it. Variants of ``batch_sizes`` share one.
-    # Makes the mode, given what all private variants share (``eps``, ``delta`` and so on).
+    label: str  # as shown in figures and tables. Variants of ``batch_sizes`` share one.
+    # Makes the mode, given the settings that all private variants share (``eps``, ``delta`` and so on).
     privacy: Callable[..., PrivacyMode]
     lr: float  # of the optimizer
     loss: PairwiseLoss | None = None  # a loss of the table of similarities; null for the model's own
-    batch_size: int | None = None  # images of a logical batch on average; null for the task's
-    part: Part = "paper"  # which figures and tables it belongs to
-    seeds: int | None = None  # run the first so many of the task's seeds; null for all
+    batch_size: int | None = None  # average number of images in a logical batch; null for the task's
+    part: Part = "paper"  # the figures and tables it belongs to
+    seeds: int | None = None  # run only this many of the task's seeds, the first ones; null for all
 
     def __post_init__(self) -> None:
         require_choice("task.variants.part", self.part, get_args(Part))
@@ -71,21 +71,21 @@ class Variant:
                 raise ConfigurationError(f"task.variants: {name}={value} of {self.label!r} must be at least 1.")
 
     def make_privacy(self, shared: Mapping[str, Any]) -> PrivacyMode:
-        """Make the mode; ``shared`` is of no use to one that promises nothing."""
+        """Make the mode; a mode without privacy ignores ``shared``."""
         factory: Any = self.privacy
         return self.privacy() if getattr(factory, "func", factory) is NoPrivacy else self.privacy(**shared)
 
 
 @dataclass(kw_only=True, eq=False)
 class VariantStudy(Study):
-    """Train every variant under every seed; k-NN, figures, tables.
+    """Train every variant under every seed; write k-NN scores, figures and tables.
 
     Guarantees:
-        - A run that finished is not run again after ``resume=true``; one that was interrupted goes on from its
-          newest checkpoint.
-        - Runs of one seed start from the same weights, which are kept and judged as the row of untrained encoders;
-          noise and batches come from the run's own secret.
-        - The report is written again after every seed, so that a study that is stopped leaves one.
+        - With ``resume=true`` a finished run is not repeated, and an interrupted one continues from its newest
+          checkpoint.
+        - Runs of one seed start from the same weights, which are kept and evaluated as the row of untrained encoders.
+          Noise and batches come from the run's own secret.
+        - The report is written again after every seed, so that a stopped study leaves one.
     """
 
     growing = Study.growing | {"note", "report_only", "seeds"}
@@ -99,8 +99,8 @@ class VariantStudy(Study):
     k: int = 3
     held_out_images: int = 2000
     held_out_group: int = 400
-    # Of every variant's Adam. A noised sum of 1e-5 over a batch of 10,000 has coordinates of 2e-9, which Adam's own
-    # 1e-8 would shrink to a sixth of the step that the learning rate says, for that variant alone.
+    # Of every variant's Adam. A noised sum of 1e-5 over a batch of 10,000 has coordinates of 2e-9. Adam's own 1e-8
+    # would shrink them to a sixth of the step that the learning rate implies, for that variant alone.
     adam_eps: float = 1e-15
     report_only: bool = False
     note: str = ""
@@ -120,7 +120,7 @@ class VariantStudy(Study):
         self._base = known[self.baseline].label if self.baseline in chosen else None
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Run what is not done yet; returns the mean k-NN accuracy by variant."""
+        """Run what is not done yet; return the mean k-NN accuracy by variant."""
         mode = parts.make_privacy()
         if mode.guarantee != "dp":
             raise ConfigurationError(
@@ -167,7 +167,7 @@ class VariantStudy(Study):
         ]
 
     def _planned(self) -> list[tuple[int, str]]:
-        """Seed and variant of each run: those of the paper's own comparison first, seed by seed."""
+        """Return seed and variant of each run: those of the paper's own comparison first, seed by seed."""
         paper = [name for name, variant in self.variants.items() if variant.part == "paper"]
         more = [name for name in self.variants if name not in paper]
         wanted = [(seed, name) for group in (paper, more) for seed in self.seeds for name in group]
@@ -181,7 +181,7 @@ class VariantStudy(Study):
         return Finished(name=name, part=part, run=VariantRun(**result["run"]), facts=result["facts"])
 
     def _start(self, seed: int) -> list[VariantRun]:
-        """Return the encoder that the variants of ``seed`` start from; none where `report_only` finds it missing."""
+        """Return the encoder from which the variants of ``seed`` start; empty if `report_only` finds it missing."""
         if self.report_only and not self._stages.is_done(_stage(START, seed)):
             return []
         return [VariantRun(**self._stages.run(_stage(START, seed), lambda folder, _: self._untrained(seed, folder)))]
@@ -191,7 +191,7 @@ class VariantStudy(Study):
         module: EmbeddingTrainer = self._parts.make_module(privacy=NoPrivacy(), optimizer=OptimizerSpec())
         module.save_model(folder / "model")
         loss, knn = self._held_out(module), self._judge(module)
-        # A point in the place of a curve: nothing was trained, so it is the held-out loss.
+        # A single point instead of a curve: nothing was trained, so it is the held-out loss.
         run = VariantRun(
             variant=UNTRAINED, seed=seed, steps=[0], losses=[loss], confusion=knn.confusion.tolist(),
             metrics={**knn_metrics(knn), "held_out_loss": loss},
@@ -237,7 +237,7 @@ class VariantStudy(Study):
         return {"run": asdict(run), "facts": self._facts(module, callbacks[0], folder, run)}
 
     def _facts(self, module: Any, accountant: PrivacyAccountant, folder: Path, run: VariantRun) -> dict[str, Any]:
-        """Return what was done, as the plan and the ledger have it."""
+        """Return the facts of a run from its plan and its ledger."""
         mode, plan = module.privacy, accountant.plan
         facts: dict[str, Any] = {
             "mode": mode.name, "loss": repr(module.loss), "lr": module.optimizer_spec.lr,
@@ -265,7 +265,7 @@ class VariantStudy(Study):
 
 
 def knn_metrics(found: KnnResult) -> dict[str, float]:
-    """Return the scores with ties to the nearest neighbour, those with ties to the lowest label, and how many tied."""
+    """Return the scores with ties to the nearest neighbour, those with ties to the lowest label, and the tie count."""
     lowest = {f"lowest_{name}": value for name, value in found.lowest.to_dict().items()}
     return {**found.scores.to_dict(), **lowest, "tied_votes": found.tied}
 
@@ -274,17 +274,17 @@ def _stage(name: str, seed: int) -> str:
     return f"{name}_seed{seed}"
 
 
-# -- the training curve, a line for each step, so that an interrupted run keeps what it saw
+# -- the training curve, one line per step, so that an interrupted run keeps its part
 
 
 class HeldOutLoss:
     """The softmax loss at temperature 1 of fixed groups of images, which is comparable between variants.
 
-    A training loss is not: it depends on how many negatives a row has, and on which loss is trained.
+    A training loss is not comparable: it depends on how many negatives a row has, and on which loss is trained.
 
     Args:
-        images: uint8, shape (n, channels, height, width); not those that are trained on.
-        group: Images that are each other's negatives; a rest that fills no group is left out.
+        images: uint8, shape (n, channels, height, width); not among the training images.
+        group: How many images are each other's negatives; a rest too small for a group is left out.
     """
 
     def __init__(self, images: Tensor, *, group: int) -> None:
@@ -317,8 +317,8 @@ def _unit(module: Any, images: Tensor, side: str) -> Tensor:
 class CurveRecorder(Callback):
     """Append a line to ``file`` after each step.
 
-    A curve is computed from the rows that are trained on, and no accountant counts that it is written: it is for
-    public data, and the module has to declare it (``log_private_loss``).
+    A curve is computed from the training rows, and no accountant counts it. So it is for public data only, and the
+    module has to declare it (``log_private_loss``).
     """
 
     def __init__(self, file: Path, *, held_out: Callable[[Any], float]) -> None:
@@ -339,8 +339,8 @@ class CurveRecorder(Callback):
         self._before = after
         line = {
             "step": batch.step + 1,
-            "seconds": seconds,  # since the step before, without the time that observing took
-            "losses": float(trainer.callback_metrics["train/loss"]),  # as the variant's own loss counts it
+            "seconds": seconds,  # since the previous step, without the time that observing took
+            "losses": float(trainer.callback_metrics["train/loss"]),  # in terms of the variant's own loss
             "held_out": self._held_out(pl_module),
             "moved": moved / trainer.optimizers[0].param_groups[0]["lr"],
         }
@@ -357,7 +357,7 @@ def _weights(module: L.LightningModule) -> Tensor:
 
 
 def read_curve(file: Path) -> dict[str, list[Any]]:
-    """Read the curve that a `CurveRecorder` wrote, each step once, as `VariantRun` takes it."""
+    """Read the curve that a `CurveRecorder` wrote, each step once, in the form that `VariantRun` takes."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     found = dict(sorted({line["step"]: line for line in lines}.items()))
     columns = {name: [line[name] for line in found.values()] for name in ("losses", "held_out", "seconds", "moved")}

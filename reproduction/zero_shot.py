@@ -1,4 +1,4 @@
-"""`task=zero_shot`: one system on many public BEIR sets, set by set, into one table."""
+"""`task=zero_shot`: evaluate one system on many public BEIR sets, one by one, and report them in one table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from reproduction.study import Study
 
 @dataclass(frozen=True, kw_only=True)
 class SetResult:
-    """One data set: means with intervals by metric, none where it was not measured, and what departs or is missing."""
+    """One data set: means with intervals by metric, empty if not measured, and a note on departures or gaps."""
 
     name: str
     metrics: dict[str, Interval] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class SetResult:
 
 @dataclass(kw_only=True)
 class ZeroShot(Study):
-    """An encoder, or BM25, on every set of a list that is there; each by BEIR's protocol.
+    """An evaluation of an encoder, or of BM25, on every listed set that is present, each by BEIR's protocol.
 
     Guarantees:
-        - Nothing is downloaded unless ``download=true``; a set that is missing is named, and is in no mean.
-        - A set that was finished is not done again with ``resume=true``.
-        - The mean counts every set alike, CQADupStack (itself the mean of twelve forums) as one.
+        - Nothing is downloaded unless ``download=true``. A missing set is named, and is part of no mean.
+        - With ``resume=true`` a finished set is not evaluated again.
+        - The mean weights every set equally, and CQADupStack (itself the mean of twelve forums) as one set.
     """
 
     sets: Sequence[str]
@@ -80,7 +80,7 @@ class ZeroShot(Study):
         self._ranker = Ranker(**picked(self, "encoder", "max_query_length", "max_passage_length", "cache_dir"))
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Measure set after set, write and print ``zero_shot.{json,md,csv}``; returns the first metric by set."""
+        """Measure set after set, write and print ``zero_shot.{json,md,csv}``; return the first metric by set."""
         present = self.present()
         if not present:
             raise DataError(
@@ -99,19 +99,19 @@ class ZeroShot(Study):
         return {row.name: row.metrics[self.metrics[0]].mean for row in rows if row.metrics}
 
     def present(self) -> list[str]:
-        """Return the sets that are there, or can be fetched; members of a mean by their own names."""
+        """Return the sets that are present or can be downloaded; list the members of a set individually."""
         wanted = {member for one in self._sets for member in (one.members or (one.name,))}
         sets = [self._known[name] for name in sorted(wanted)]
         return [one.name for one in sets if (self.download and one.source) or self._folder(one) is not None]
 
     def _folder(self, wanted: BeirSet) -> Path | None:
-        """Return the set's own folder; the root itself is one only where a single set is asked for."""
+        """Return the set's own folder; the root itself counts only if a single set is requested."""
         found = None if self.root is None else beir_folder(self.root, wanted)
         alone = len(self._sets) == 1 and not self._sets[0].members
         return found if found != self.root or alone else None
 
     def _fingerprint(self) -> str:
-        """Return what must be the same on resume; of a local encoder also the state of its files."""
+        """Return what must be the same on resume, including the state of a local encoder's files."""
         folder = Path(self.encoder)
         files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
         state = [(p.relative_to(folder).as_posix(), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
@@ -144,7 +144,7 @@ class ZeroShot(Study):
         return PairsDataModule(folder=str(here), allow_empty_passages=True, drop_queries_without_passage=True)
 
     def _mean(self, rows: Sequence[SetResult], values: dict[str, dict[str, Values]]) -> dict[str, Interval]:
-        """Return the mean in which every measured set counts alike, a set of several members as one."""
+        """Return the mean with equal weight for every measured set; a set of several members counts as one."""
         groups: list[str] = []
         weights: list[float] = []
         for one, row in zip(self._sets, rows, strict=True):
@@ -155,7 +155,7 @@ class ZeroShot(Study):
 
     def _tell(self, folder: Path, rows: Sequence[SetResult], mean: dict[str, Interval], promise: str) -> None:
         missing = [row.name for row in rows if not row.metrics]
-        measured = len(rows) - len(missing)  # a mean over some sets is not that over all
+        measured = len(rows) - len(missing)  # a mean over some sets must not pass for the mean over all
         name = f"mean of all {measured}" if not missing else f"mean of {measured} of {len(rows)}"
         meant = {metric.shown: metric.definition for metric in map(Metric.parse, self.metrics)}
         listed = [*rows, SetResult(name=name, metrics=mean)]
@@ -176,7 +176,7 @@ class ZeroShot(Study):
         blocks: list[Block] = [whole, said, Bullets([f"{metric}: {text}." for metric, text in meant.items()])]
         page = Page(
             name="zero_shot", title=shown(self.encoder), subtitle=promise, sections=[Section("By data set", blocks)],
-            facts=facts, tables={"zero_shot.csv": whole}, owner_only=bool(self.also),  # not known to be public
+            facts=facts, tables={"zero_shot.csv": whole}, owner_only=bool(self.also),  # those may not be public
         )  # fmt: skip
         say(*(f"written: {path}" for path in page.write(folder).values()))
 

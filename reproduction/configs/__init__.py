@@ -1,1 +1,1 @@
-"""What the studies add to the configuration groups; found where this folder stands beside `lit_dpret`."""
+"""The studies' additions to the configuration groups, found if this folder is next to `lit_dpret`."""

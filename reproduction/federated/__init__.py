@@ -1,1 +1,1 @@
-"""The analyses of paper 004: variants of one federation, run side by side."""
+"""The analyses of paper 004: variants of one federation, run and compared."""

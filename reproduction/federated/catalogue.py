@@ -1,6 +1,6 @@
-"""All studies: the points of each for a federation's settings, and what the paper says of it.
+"""All studies: the points of each for a federation's settings, and what the paper says about it.
 
-Where one number implies another, as ``n`` of the best ``top_k``, the label says what was run.
+If one number implies another, such as ``n`` of the best ``top_k``, the label states what was run.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lit_dpret.report.federated_report import WITHOUT_QUERIES
 
 @dataclass(frozen=True, kw_only=True)
 class SiloChange:
-    """A change of the federation's silos, of which a point is run."""
+    """A change to the federation's silos with which a point is run."""
 
-    # Of each silo's train queries, drawn by the run's seed; the shares of one seed lie in each other.
+    # Of each silo's train queries, drawn by the run's seed; with the same seed a smaller share is part of a larger one.
     share: float = 1.0
-    # The last silo keeps ``1 / skew`` of its train queries, those between lie between. Which silo is the last is drawn
-    # by the run's seed, so that the size of a silo is not its domain.
+    # The last silo keeps ``1 / skew`` of its train queries; the others are in between. The run's seed draws which silo
+    # is the last, so that the size of a silo does not follow from its domain.
     skew: float = 1.0
-    parts: int = 1  # silos that each one is divided into: their queries are dealt, and each keeps the whole collection
+    parts: int = 1  # silos into which each is divided: its queries are dealt out, and each keeps the whole collection
 
     def drawn(self, seed: int) -> dict[str, float]:
-        """Return what the silos of one seed depend on; the same where nothing is drawn."""
+        """Return what determines the silos of one seed; without the seed if nothing is drawn."""
         facts: dict[str, float] = {"share": self.share, "skew": self.skew, "parts": self.parts}
         return facts | ({"seed": seed} if self.share < 1 or self.skew > 1 else {})
 
@@ -41,13 +41,13 @@ AS_THEY_ARE = SiloChange()
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One row of a study: it is run once for every seed."""
+    """One row of a study, run once for every seed."""
 
-    line: str  # what the point has in common with others: its line or colour in the plot
-    label: str  # in what it differs from them
+    line: str  # shared with other points: its line or colour in the plot
+    label: str  # how it differs from them
     system: System  # of the paper's Table 1
-    at: float | None = None  # where it stands on the plot's axis; null where the axis is a measured one
-    # What is other than the federation's.
+    at: float | None = None  # its position on the plot's axis; null if the axis is a measured one
+    # Settings that differ from the federation's.
     stage1: Mapping[str, Any] = field(default_factory=dict)
     stage2: Mapping[str, Any] = field(default_factory=dict)
     silos: SiloChange = AS_THEY_ARE
@@ -65,13 +65,13 @@ class Point:
 class Contrast(NamedTuple):
     """Two points of a study, compared seed by seed."""
 
-    claim: str  # empty where nothing is claimed
-    more: str  # the point that the claim has above the other
+    claim: str  # empty if nothing is claimed
+    more: str  # the point that should be higher, according to the claim
     less: str
 
 
 class Trend(NamedTuple):
-    """A difference between two lines that falls with the number of a client's queries."""
+    """A difference between two lines that falls as a client has more queries."""
 
     claim: str
     of: str
@@ -87,7 +87,7 @@ _COMMUNICATION_EPOCHS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the points of a study depend on."""
+    """The inputs from which the points of a study are made."""
 
     run: PddAs2
     clients: int
@@ -101,23 +101,23 @@ MakeContrasts = Callable[[Sequence[Point]], list[Contrast]]
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One study: its points, and its report; the words are those of ``studies.yaml``."""
+    """One study: its points, and its report, whose words come from ``studies.yaml``."""
 
     name: StudyName  # as in ``task.study=NAME``
     title: str
     systems: tuple[System, ...]  # that it can compare, in order
-    default: tuple[System, ...]  # those that it compares where nobody says which
-    values: tuple[float, ...]  # what varies where nobody says so; empty where more than one thing does
-    axis: str  # what stands along the plot
+    default: tuple[System, ...]  # those that it compares by default
+    values: tuple[float, ...]  # the default values of what varies; empty if more than one thing does
+    axis: str  # label of the plot's axis
     points: MakePoints
-    says: str  # the paper's finding, in our words; empty where it has none
-    contrasts: MakeContrasts  # which differences would show the finding
-    trend: Trend | None = None  # the same for a study of many silos
+    says: str  # the paper's finding, in our words; empty if it has none
+    contrasts: MakeContrasts  # the differences that would show the finding
+    trend: Trend | None = None  # the trend that would show it in a study of many silos
     notes: tuple[str, ...] = ()
 
 
 def study_of(name: str | None) -> Study:
-    """Return the study of a name."""
+    """Return the study with this name."""
     found = _CATALOGUE.get(str(name))
     if found is None:
         raise ConfigurationError(f"task.study={name} is not a study. There are: {', '.join(STUDIES)}.")
@@ -125,7 +125,7 @@ def study_of(name: str | None) -> Study:
 
 
 def _point(system: System, label: str, at: float, *, n: int, stage1_k: int, stage2_k: int) -> Point:
-    """Make a point with ``n`` negatives of the best so many, in the stage that its system is about."""
+    """Build a point with ``n`` negatives from the best ``stage1_k`` or ``stage2_k``, in its system's stage."""
     second = system in ("customised", "fed_negative")
     stage1 = {} if second else {"bm25_n": n, "static_n": n, "top_k": stage1_k}
     stage2 = {"n": n, "top_k": stage2_k} if second else {}
@@ -177,7 +177,7 @@ def _communication(asked: Asked) -> list[Point]:
         add("all of these", f"n={stage.n} of {stage.top_k}, all clients, float16, every epoch")
         for n in sorted({max(1, stage.n // 20), max(1, stage.n // 4)} - {stage.n}):
             add("n", f"n={n} of {max(n, round(ratio * n))}", n=n, top_k=max(n, round(ratio * n)))
-        for count in (count for count in (1, 3) if count < asked.clients - 1):  # more would be all of the others
+        for count in (count for count in (1, 3) if count < asked.clients - 1):  # more would be all the others
             add("clients asked", f"{count} at random", select="random", select_count=count)
         add("precision", "float32", send_as="float32")
         for every in sorted({2, epochs}):
@@ -210,7 +210,7 @@ def _ends(claim: str) -> MakeContrasts:
 
 
 def _each_against(system: System, claim: str, others: Sequence[System] = ()) -> MakeContrasts:
-    """Compare every point, or those of ``others``, with that of a baseline on the same silos."""
+    """Compare every point, or those of ``others``, with the point of a baseline on the same silos."""
 
     def contrasts(points: Sequence[Point]) -> list[Contrast]:
         base = {point.label: point.name for point in points if point.system == system}
@@ -224,7 +224,7 @@ def _each_against(system: System, claim: str, others: Sequence[System] = ()) -> 
 
 
 def _more_and_others(points: Sequence[Point]) -> list[Contrast]:
-    """Compare more negatives with fewer, and at equal number those of others with the client's own."""
+    """Compare more negatives with fewer, and equally many from other clients with the client's own."""
     claim = "fed-negatives are better than as many of the client's own"
     others = _each_against("customised", claim, ["fed_negative"])
     return _ends("more negatives are better")(points) + others(points)
@@ -236,7 +236,7 @@ def _against_first(points: Sequence[Point]) -> list[Contrast]:
 
 
 def _with_rows_without_queries(make: MakePoints) -> MakePoints:
-    """Add the rows that depend on no train query, whatever varies in the others."""
+    """Add the rows that depend on no train query, whatever varies in the other rows."""
 
     def points(asked: Asked) -> list[Point]:
         learnt = make(replace(asked, systems=[name for name in asked.systems if name not in WITHOUT_QUERIES]))
@@ -264,7 +264,7 @@ def _read() -> dict[str, Study]:
     found: dict[str, Study] = {}
     for name, (points, contrasts) in _MADE.items():
         facts: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in _TOLD[name].items()}
-        facts["values"] = tuple(map(float, facts["values"]))  # a share of 1 is the same cell as one of 1.0
+        facts["values"] = tuple(map(float, facts["values"]))  # so that shares 1 and 1.0 are the same cell
         facts |= {key: (*WITHOUT_QUERIES, *facts[key]) for key in ("systems", "default")}
         made = _with_rows_without_queries(points)
         found[name] = Study(name=name, points=made, contrasts=contrasts, trend=_TRENDS.get(name), **facts)

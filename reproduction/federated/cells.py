@@ -1,8 +1,7 @@
-"""Run points of studies, and keep them under what they depend on: what two points or studies share is run once.
+"""Run points of studies and store them by what they depend on: what points or studies share is run once.
 
-A cell is a point with a seed. Its name is a hash of its silos, model and settings, so nothing has to be said about
-which cells are the same: stage 1 of a study of stage 2 is one cell for all of its points, and a second study in the
-same folder finds it there.
+A cell is a point with a seed. Its name is a hash of its silos, model and settings, so equal cells need no declaration:
+stage 1 of a study of stage 2 is one cell for all of its points, and a second study in the same folder finds it there.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from reproduction.federated.catalogue import AS_THEY_ARE, Point, SiloChange
 
 
 def changed_silos(base: Mapping[str, Path], change: SiloChange, folder: Path, *, seed: int) -> dict[str, Path]:
-    """Return the data folder of each client after a change; those of ``base`` where there is none.
+    """Return the data folder of each client after a change, or those of ``base`` if nothing changes.
 
     Guarantees:
-        - Collections stay as they are, and so do dev and test queries unless silos are divided.
+        - Collections are unchanged, and so are dev and test queries unless silos are divided.
         - What is declared public (`PUBLIC`) stays so.
     """
     if change == AS_THEY_ARE:
@@ -70,14 +69,14 @@ def kept_shares(base: Mapping[str, Path] | Sequence[str], change: SiloChange, *,
 
 
 def with_share(silo: Silo, share: float, *, seed: int) -> Silo:
-    """Keep a share of a silo's train queries, rounded up; a smaller share lies in a larger one."""
+    """Keep a share of a silo's train queries, rounded up; a smaller share is part of a larger one."""
     train = sorted((query for query in silo.queries if query.split == "train"), key=lambda one: _place(seed, one))
     kept = {query.qid for query in train[: math.ceil(round(share * len(train), 9))]}
     return replace(silo, queries=[query for query in silo.queries if query.split != "train" or query.qid in kept])
 
 
 def divided(silo: Silo, parts: int) -> list[Silo]:
-    """Divide the queries of a silo among several, split by split, each with its whole collection."""
+    """Divide the queries of a silo into several silos, split by split, each with the whole collection."""
     if parts == 1:
         return [silo]
     check_divisible(silo.name, silo.counts(), parts)
@@ -93,7 +92,7 @@ def divided(silo: Silo, parts: int) -> list[Silo]:
 
 
 def check_divisible(name: str, counts: Mapping[str, int], parts: int) -> None:
-    """Refuse to divide a silo into parts of which one would have no query of a split."""
+    """Refuse to divide a silo if a part would have no query of a split."""
     split, count = min(((split, counts[split]) for split in SPLITS), key=lambda one: one[1])
     if count < parts:
         raise DataError(
@@ -103,7 +102,7 @@ def check_divisible(name: str, counts: Mapping[str, int], parts: int) -> None:
 
 
 def sizes(silos: Mapping[str, Path]) -> Counter[str]:
-    """Return how many train queries each client has; as private as the queries."""
+    """Return the number of train queries of each client; as private as the queries."""
     return Counter({name: read_silo(folder, verify=False).counts()["train"] for name, folder in silos.items()})
 
 
@@ -114,16 +113,16 @@ def _place(seed: int, query: SiloQuery) -> str:
 _STAGE_2 = ("customised", "fed_negative")
 
 
-_KEPT_OF_STAGE_1 = ("stage1-*.safetensors", "optimizer-*.pt")  # every round of every silo: not needed to go on
+_KEPT_OF_STAGE_1 = ("stage1-*.safetensors", "optimizer-*.pt")  # every round of every silo: not needed to continue
 
 
 class Cells:
-    """Runs points, each with each seed once.
+    """A runner of points that runs each once per seed.
 
     Guarantees:
-        - A cell that is finished is not run again, whichever study asks for it; one that was interrupted goes on.
-        - Stage 1 is run once for all cells that differ in stage 2 alone, unless there is a budget: its noise depends
-          on what else is planned.
+        - A finished cell is not run again, whichever study asks for it; an interrupted one continues.
+        - Stage 1 is run once for all cells that differ only in stage 2, unless there is a budget: its noise then
+          depends on what else is planned.
     """
 
     def __init__(self, plan: FederationPlan, base: Mapping[str, Path], folder: Path, *, split: str) -> None:
@@ -134,7 +133,7 @@ class Cells:
         return self._result_path(point, seed).is_file()
 
     def result(self, point: Point, seed: int) -> SystemResult:
-        """Return the result of a cell, which is run where it is not finished."""
+        """Return the result of a cell, running it if it is not finished."""
         path = self._result_path(point, seed)
         if not path.is_file():
             began = time.process_time()
@@ -164,19 +163,19 @@ class Cells:
         return found
 
     def _keep_ledgers(self, state: Path) -> None:
-        """Move the ledgers of a finished state aside: what was released of a silo stays released without its files."""
-        aside = attempt_folder(self.folder / "ledgers" / state.name)  # never over those of an earlier try
+        """Move the ledgers of a finished state aside: what was released about a silo outlasts its files."""
+        aside = attempt_folder(self.folder / "ledgers" / state.name)  # never overwrites those of an earlier try
         for path in sorted(state.glob("silos/*/private/silo_ledger.*.jsonl")):
             kept = aside / path.relative_to(state)
             kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.rename(kept)
 
     def spent(self, *, ledger: str = QUERY_LEDGER) -> dict[str, float]:
-        """Return by client what all private runs of all studies in this folder cost together, each counted once."""
+        """Return by client the joint cost of all private runs of all studies in this folder, each counted once."""
         kept = [*self.folder.glob("ledgers/*/attempt-*"), *self.folder.glob("state/shared-*/state")]
         running = [path for path in self.folder.glob("state/*") if not path.name.startswith((".", "shared-"))]
-        # A client that was divided has its queries in one of its parts at each point: all that its parts released
-        # counts for each of them.
+        # The queries of a divided client are in one of its parts at each point, so everything that its parts released
+        # counts for each query.
         return spent_in(
             [*kept, *running], accountant=self.plan.privacy.accountant, ledger=ledger, client=self._client_of
         )
@@ -186,7 +185,7 @@ class Cells:
         return silo if silo in self.base else stems.get(silo.rpartition(".")[0], silo)
 
     def _stage1(self, settings: PddAs2, silos: Mapping[str, Path], point: Point, seed: int) -> SystemResult:
-        """Run and measure stage 1, once for all cells that continue it."""
+        """Run and measure stage 1, once for all cells that continue from it."""
         folder = self._stage1_folder(settings, point, seed)
         path = folder / "result.json"
         if not path.is_file():

@@ -2,7 +2,7 @@
 
     python train.py experiment=pdd_as2 task=federated_study task.study=hubness
 
-What studies share, above all stage 1, is run once.
+Work that studies share, above all stage 1, is done once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Found = Mapping[str, Mapping[int, SystemResult]]
 
 @dataclass(kw_only=True)
 class FederatedStudy(Task):
-    """Run the cells of a study that are not done yet, and report what it found."""
+    """Run the cells of a study that are not done yet, and report its findings."""
 
     takes_federation: ClassVar[bool] = True
 
@@ -176,7 +176,7 @@ class FederatedStudy(Task):
         return points
 
     def _check_batches(self, plan: FederationPlan, points: Sequence[Point], base: Mapping[str, Path]) -> None:
-        """Refuse a budget that a smaller silo could not be held to: its batch would be more than its queries."""
+        """Refuse a budget that a smaller silo could not meet, since its batch would exceed its queries."""
         run = plan.settings(0)
         if run.privacy.eps is None:
             return
@@ -245,7 +245,7 @@ def _judged(steps: Sequence[float], what: str = "sentence R@1") -> str:
 def _gains(
     points: Sequence[Point], found: Found, trend: Trend, sizes: Mapping[int, Mapping[str, int]]
 ) -> list[ClientGain]:
-    """Return gains by a client's rank in size, the largest first; by its name where all seeds have the same order."""
+    """Return gains by a client's rank in size, the largest first; by its name if all seeds have the same order."""
     base = next((point for point in points if point.line == trend.over), None)
     lines = [point for point in points if point is not base and point.system not in WITHOUT_QUERIES]
     if base is None or not lines:
@@ -270,7 +270,7 @@ def _gains(
 def trend_finding(
     trend: Trend, by_line: Mapping[str, Mapping[int, SystemResult]], sizes: Mapping[int, Mapping[str, int]]
 ) -> str:
-    """Say whether a line gains more over another where a client has fewer queries, and whether the seeds support it."""
+    """State whether one line gains more over another at clients with fewer queries, and whether seeds support it."""
     slopes: list[float] = []
     for seed, counts in sizes.items():
         names = list(counts)

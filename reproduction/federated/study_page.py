@@ -1,6 +1,6 @@
-"""A study of several settings: a table with the paper's numbers beside ours, in five forms, and one picture.
+"""A study of several settings: a table of our numbers and the paper's, in five forms, and one picture.
 
-The picture shows lines over what varies, bars of clients, or quality against bytes; the paper's numbers are hollow and
+The picture shows lines over what varies, bars of clients, or quality against bytes. The paper's numbers are hollow and
 grey.
 """
 
@@ -28,7 +28,7 @@ from lit_dpret.retrieval.statistics import Interval, seed_interval
 
 SHOWN = "sentence/success@1"
 _GREY = "#777777"
-_ASIDE = 0.008  # of the axis, from one line to the next, so that their intervals can be told apart
+_ASIDE = 0.008  # fraction of the axis from one line to the next, so that their intervals are distinguishable
 INTERNAL = (
     "Internal: these numbers were computed on each client's own queries. They are covered by no guarantee and belong "
     "where the queries are kept."
@@ -52,7 +52,7 @@ class Measured:
 
     @classmethod
     def of(cls, per_seed: Sequence[float], paper: float | None = None) -> Measured:
-        """Return a measure with its interval over seeds; without bounds where there is one seed."""
+        """Return a measure with its interval over seeds; without bounds if there is one seed."""
         return cls(per_seed=per_seed, paper=paper, **ends(seed_interval(per_seed)))  # type: ignore[arg-type]
 
     @property
@@ -62,23 +62,23 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRow:
-    """One point of a study, as its file holds it."""
+    """One point of a study, in the form of its file."""
 
-    line: str  # what it has in common with others
-    label: str  # in what it differs
-    at: float | None = None  # where it stands on the axis of the plot; null where that is a measured one
+    line: str  # shared with other points
+    label: str  # how it differs from them
+    at: float | None = None  # its position on the axis of the plot; null if that is a measured one
     measures: Mapping[str, Measured]  # by name
     bytes_per_client: Mapping[str, float] = field(default_factory=dict)  # by phase, the mean over clients and seeds
-    epsilon: float | None = None  # the largest of all clients; null where nothing is promised
+    epsilon: float | None = None  # the largest of all clients; null if nothing is promised
     cpu_seconds: float = 0.0  # of all seeds
 
     def interval(self, measure: str) -> Interval:
-        """Return mean and t-interval over seeds; without bounds where there is one seed."""
+        """Return mean and t-interval over seeds; without bounds if there is one seed."""
         return self.measures[measure].interval
 
     @property
     def stage2_bytes(self) -> float:
-        """Requests and answers of a client."""
+        """The bytes of a client's requests and answers."""
         return sum(count for phase, count in self.bytes_per_client.items() if phase != "stage 1")
 
 
@@ -93,7 +93,7 @@ class ClientGain:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPage:
-    """The contents of the report of a study; its file holds all of it but the axis."""
+    """The contents of a study's report; its file holds all of them except the axis."""
 
     title: str
     internal: bool = True
@@ -108,7 +108,7 @@ class StudyPage:
 
 
 def with_reach(interval: Interval) -> str:
-    """Format an interval: ``0.412 ±.013``, or the mean alone."""
+    """Format an interval as ``0.412 ±.013``, or only the mean if it has no bounds."""
     if math.isnan(interval.high):
         return f"{interval.mean:.3f}"
     return f"{interval.mean:.3f} ±" + f"{interval.high - interval.mean:.3f}".removeprefix("0")
@@ -125,7 +125,7 @@ def write_study(page: StudyPage, folder: Path, name: str, *, picture: Path | Non
 
 
 def read_study(path: Path) -> StudyPage:
-    """Read the page that `write_study` wrote as JSON; without its axis."""
+    """Read the page that `write_study` wrote as JSON, without its axis."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         for row in facts["rows"]:
@@ -154,7 +154,7 @@ def _sections(page: StudyPage, picture: Path | None) -> list[Section]:
 
 
 def study_grid(page: StudyPage, only: Sequence[str] | None = None) -> Grid:
-    """Return the points as a table, ours and in brackets the paper's; of all measures, or of some."""
+    """Return the points as a table, ours with the paper's in brackets, for all measures or for some."""
     wanted = COLUMNS if only is None else only
     measures = [name for name in wanted if all(name in row.measures for row in page.rows)]
     sent = any(row.bytes_per_client for row in page.rows)
@@ -180,7 +180,7 @@ def study_grid(page: StudyPage, only: Sequence[str] | None = None) -> Grid:
 
 
 def gain_grid(gains: Sequence[ClientGain]) -> Grid:
-    """Return a table of what each client gains, by its number of train queries."""
+    """Return a table of each client's gains, by its number of train queries."""
     lines = list(gains[0].gains)
     rows = [
         [gain.client, f"{gain.queries:g}", *(_signed(seed_interval(gain.gains[line])) for line in lines)]
@@ -228,7 +228,7 @@ def draw_study(page: StudyPage, path: Path) -> Path:
 
 
 def figure_of(page: StudyPage) -> Any:
-    """Draw the picture as a figure of matplotlib: lines over what varies, or points over bytes."""
+    """Draw the picture as a matplotlib figure: lines over what varies, or points over bytes."""
     by_bytes = all(row.at is None for row in page.rows)
 
     def place_of(row: StudyRow) -> float | None:
@@ -247,7 +247,7 @@ def figure_of(page: StudyPage) -> Any:
             level = rows[0].interval(SHOWN).mean
             axis.axhline(level, color=_GREY, linestyle=dashes, linewidth=1.0, label=name)
             continue
-        aside = 0.0 if by_bytes else _ASIDE * number  # so that intervals of different lines can be told apart
+        aside = 0.0 if by_bytes else _ASIDE * number  # makes intervals of different lines distinguishable
         at = [_moved(place_of(row) or 0.0, aside, places, logarithmic=wide) for row in rows]
         found = [row.interval(SHOWN) for row in rows]
         reach = [0.0 if math.isnan(one.high) else one.high - one.mean for one in found]
@@ -271,7 +271,7 @@ def figure_of(page: StudyPage) -> Any:
         axis.set_xticks(places, [f"{place:g}" for place in places])
         axis.minorticks_off()
     axis.set(title=page.title, xlabel=f"MB of {page.axis}" if by_bytes else page.axis, ylabel="sentence R@1")
-    low, high = axis.get_ylim()  # shares end where shares end; few seeds have intervals that reach further
+    low, high = axis.get_ylim()  # clip to the range of shares: with few seeds, intervals reach beyond it
     axis.set_ylim(max(low, -0.01), min(high, 1.01))
     axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     tidy(axis, grid="y")

@@ -1,4 +1,4 @@
-"""Table 7: planted secrets, from a canary study that is run here or was run before."""
+"""Table 7: planted secrets, from a canary study that is run here or was run earlier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COPIES = (10, 100)
 def tables(
     study: Trainings, make_canaries: Callable[..., Any], *, finished: Path | None, train_queries: int | None
 ) -> list[PaperTable]:
-    """Return the rows of the paper, for each side that the secret stands on."""
+    """Return the paper's rows, for each side on which the secret is planted."""
     facts = read(finished) if finished is not None else _run(study, make_canaries, train_queries)
     models = dict.fromkeys((row["model"], row["side"]) for row in facts["rows"])
     rows = [_row(model, side, facts["rows"]) for model, side in models]
@@ -61,7 +61,7 @@ def _run(study: Trainings, make: Callable[..., Any], train_queries: int | None) 
 
 
 def read(folder: Path) -> Any:
-    """Return what a finished study wrote."""
+    """Read the results of a finished study."""
     path = folder / f"{NAME}.json"
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def read(folder: Path) -> Any:
 
 
 def private_trainings(folder: Path) -> int:
-    """Return how many trainings of the finished study in ``folder`` spent of a budget."""
+    """Return how many trainings of the finished study in ``folder`` spent part of a budget."""
     facts = read(folder)
     return int(facts["trainings"]) * len({row["model"] for row in facts["rows"] if row["limits"]["eps"] is not None})
 

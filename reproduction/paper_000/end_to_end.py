@@ -1,8 +1,8 @@
-"""`task=end_to_end`: the comparison of paper 000 as it was made, with dual encoders of which every weight is trained.
+"""`task=end_to_end`: the comparison of paper 000 as the paper made it, training all weights of dual encoders.
 
 Retrievers learn from the original queries directly under DP, or from queries that a DP generator wrote, in several
-regimes. A generator is trained once for each epsilon and its queries serve every regime and seed. The page is written
-again after each training: it says which seeds a row has, and what was not run.
+regimes. One generator is trained for each epsilon, and its queries serve every regime and seed. The page is written
+again after each training: it states which seeds a row has, and what was not run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ABOUT = (
     "are not the paper's."
 )
 _HOW_NOT_WHAT = ("hydra.run.dir=", "task.only=", "task.report_only=", "privacy.secret_file=")
-# What `Recipe.describe` says of heads, which these retrievers have not.
+# What `Recipe.describe` says about heads, which these retrievers do not have.
 _OF_HEADS = ("head", "head_dim", "passages_of_a_query", "per_passage", "pseudo_labels")
 
 
@@ -63,11 +63,12 @@ class EndToEnd(QueryStudy):
     """Train every regime in every way at every budget under several seeds, and say where the paper's order holds.
 
     Guarantees:
-        - A finished training is not done again, and an interrupted one goes on: what was made with other settings is
+        - A finished training is not repeated, and an interrupted one continues. A result made with other settings is
           refused by name, and nothing else is touched.
-        - All rows of one seed are trained before those of the next one, of these the smallest budget, then no privacy,
-          then the others, the regimes in turn, and the page is written after each training.
-        - With ``rates`` no private query is learned from or judged by: words of public passages stand in their place.
+        - All rows of one seed are trained before those of the next seed. Within a seed, the smallest budget comes
+          first, then no privacy, then the others, with the regimes in turn. The page is written after each training.
+        - With ``rates`` private queries are used neither for training nor for evaluation: words of public passages
+          replace them.
     """
 
     growing: ClassVar[frozenset[str]] = QueryStudy.growing | {
@@ -129,7 +130,7 @@ class EndToEnd(QueryStudy):
         return [cell for cell in self.cells() if f"{cell.regime}-{cell.way}" in self.chosen]
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Train what is not done yet, and report; returns nDCG@10 of each row that has a run."""
+        """Train what is not done yet, and report; return nDCG@10 of each row that has a run."""
         refuse_several_ranks(parts.make_trainer(logger=False))
         self.open(parts)
         if self.rates is not None:
@@ -142,7 +143,7 @@ class EndToEnd(QueryStudy):
         return told
 
     def kept_models(self) -> set[str]:
-        if self.rates is not None:  # tried on public texts alone
+        if self.rates is not None:  # rates are tried on public texts only
             return set()
         learned = {cell.eps for cell in self._asked() if self.recipe(cell).learns_from_synthetic}
         return {f"generator-{budget_name(eps)}" for eps in learned if eps is not None}
@@ -171,7 +172,7 @@ class EndToEnd(QueryStudy):
     def _do(self, one: tuple[int, Cell]) -> str:
         seed, cell = one
         if self.recipe(cell).learns_from_synthetic and not self._stages.is_done(cell.run(seed)):
-            self._synthetic(cell)  # here, so that the time of a training is its own
+            self._synthetic(cell)  # here, so that the time of a training does not include it
         told = f"{FIRST} {np.mean(self._trained(cell, seed)[FIRST]):.4f}"
         self._tell()
         return told
@@ -236,7 +237,7 @@ class EndToEnd(QueryStudy):
     # -- the search for learning rates, on public texts ------------------------------------------
 
     def _try_rates(self) -> dict[str, float]:
-        """Train each way at each rate on pseudo-queries, and judge by those of other passages; nothing else is done."""
+        """Train each way at each rate on pseudo-queries, and evaluate on those of other passages; do nothing else."""
         eps, rates = self.finite[0], list(self.rates or ())
         folder = self._run_dir / "pseudo"
         self._stages.run("pseudo", self._write_pseudo)
@@ -286,11 +287,11 @@ class EndToEnd(QueryStudy):
         return {name(one): float(result(one)["ndcg@10"]) for one in todo}
 
     def _pseudo_data(self, folder: Path) -> PairsDataModule:
-        # Of some passages the query is neither learned from nor judged by.
+        # The queries of some passages are used neither for training nor for evaluation.
         return self.make_data(folder=folder / "data", max_passages=None, drop_queries_without_passage=True)
 
     def _write_pseudo(self, folder: Path, resume: bool) -> dict[str, Any]:
-        """Write as many pseudo-queries as there are private queries, and others to judge by."""
+        """Write as many pseudo-queries as there are private queries, and others for evaluation."""
         everything = dict(self._everything())
         searched = self.passages()
         held = set(public_sample(dict(searched), self.rate_queries))
@@ -311,7 +312,7 @@ class EndToEnd(QueryStudy):
         return self._parts.command_again(*_HOW_NOT_WHAT)
 
     def _known(self, cell: Cell) -> dict[int, Any]:
-        """Return the finished runs of a row by seed, each metric's values for every test question."""
+        """Return the finished runs of a row by seed, with each metric's values for every test question."""
         done = [seed for seed in self.all_seeds() if self._stages.is_done(cell.run(seed))]
         return {seed: self._trained(cell, seed) for seed in done}
 
@@ -363,7 +364,7 @@ class EndToEnd(QueryStudy):
         )  # fmt: skip
 
     def _start(self, regime: str) -> Any:
-        """Return what the encoder reaches before any training, for every test question."""
+        """Return the scores of the encoder before any training, for every test question."""
 
         def work(folder: Path, resume: bool) -> dict[str, Any]:
             return per_query(self.score(self._untrained(regime)), METRIC_NAMES)

@@ -1,4 +1,4 @@
-"""The table of one regime of `task=end_to_end`: rows beside the paper's, and how synthetic queries stand to others."""
+"""The table of one regime of `task=end_to_end`: our rows and the paper's, and how synthetic queries compare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reproduction.recipe import Recipe
 from reproduction.report.comparison import LEVEL, p_value
 from reproduction.study import budget_name
 
-# Each metric's value for every test question, of one training or of a system that is not trained.
+# Each metric's values for every test question, from one training or from a system that is not trained.
 Run = Mapping[str, Sequence[float]]
 FIRST = next(iter(METRIC_NAMES.values()))
 _TABLES = {ORIGINAL: "table_4", MAIN: "table_3"}
@@ -40,12 +40,12 @@ class Regime:
     # Makes the dual encoder, given ``privacy``, ``optimizer`` and ``temperature``.
     retriever: Callable[..., DualEncoder]
     ways: Mapping[str, Recipe]
-    as_in_the_paper: bool = False  # whether the paper's numbers stand beside its rows
+    as_in_the_paper: bool = False  # whether its rows show the paper's numbers as well
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row: an encoder trained in one way under one budget; an epsilon of None is no privacy."""
+    """One row: an encoder trained in one way under one budget; an epsilon of None means no privacy."""
 
     regime: str
     way: str
@@ -61,18 +61,18 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """What is known of one regime."""
+    """The known results of one regime."""
 
     name: str  # of the regime
     regime: Regime
-    runs: Mapping[Cell, Mapping[int, Run]]  # of every row of it, by seed; empty for one that was not run
-    claims: Mapping[Cell, str]  # what one run of a row promises, in a line, where there is one
+    runs: Mapping[Cell, Mapping[int, Run]]  # for each of its rows, by seed; empty for a row that was not run
+    claims: Mapping[Cell, str]  # what one run of a row promises, in one line, for rows with a run
     start: Run  # the untrained encoder
     start_privacy: str
     bm25: Run
 
     def table(self) -> PaperTable:
-        """Return its table; a row that was not run stands there and says so."""
+        """Return the regime's table; it includes rows that were not run, and says so."""
         order = {way: place for place, way in enumerate(self.regime.ways)}
         cells = sorted(self.runs, key=lambda cell: (order[cell.way], -math.inf if cell.eps is None else -cell.eps))
         public = [
@@ -102,7 +102,7 @@ class Finished:
         )
 
     def _beside(self, cell: Cell) -> tuple[Point | None, dict[str, float]]:
-        """Return the paper's row that one of ours stands beside, and its numbers; only the paper's ways have one."""
+        """Return the paper's row that corresponds to ours, and its numbers; only the paper's ways have one."""
         recipe, point = self.regime.ways[cell.way], None
         if not self.regime.as_in_the_paper:
             return None, {}
@@ -139,7 +139,7 @@ def _over_runs(runs: Sequence[Run]) -> dict[str, Interval]:
 
 
 def _against(first: Mapping[int, Run], second: Mapping[int, Run], name: str, *, trained: bool = True) -> str:
-    """Say in nDCG@10 whether some runs lie above others, by what can be tested: the runs, or the test questions."""
+    """State whether some runs have a higher nDCG@10 than others, tested over the runs or over the test questions."""
     ours, other = ([np.asarray(run[FIRST]) for run in runs.values()] for runs in (first, second))
     if len(ours) > 1 and (len(other) > 1 or not trained):
         test = seed_test([float(v.mean()) for v in ours], [float(v.mean()) for v in other])

@@ -31,7 +31,7 @@ class Example:
 
 @dataclass(frozen=True)
 class ExampleTable:
-    """Several passages, and the paper's own one."""
+    """Several passages, and the paper's own example."""
 
     name: str
     title: str
@@ -54,9 +54,9 @@ class ExampleTable:
 
 
 def tables(study: Trainings, *, passages: int, texts: bool) -> list[ExampleTable]:
-    """Return so many passages, chosen by hash of id."""
-    # Queries that were made without privacy may repeat a private one word for word: they are shown under the same
-    # condition as the original ones.
+    """Return this many passages, chosen by hash of id."""
+    # Queries that were written without privacy may repeat a private one word for word, so they are shown on the same
+    # condition as the original queries.
     public = study.originals_are_public
     cells = [cell for cell in study.cells() if public or cell.eps is not None]
     data = study.parts.read_data(max_passages=study.base.max_passages, expected_batch_size=None, sample_rate=None)

@@ -22,15 +22,15 @@ from reproduction.published import PAPER_000
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The points of a search: all combinations."""
+    """The points of a search: all combinations of these values."""
 
     lr: Sequence[float] = (0.001,)  # learning rates
     max_grad_norm: Sequence[float] = (0.1,)  # clip bounds
-    batch: Sequence[int] = (256,)  # units of a logical step on average
+    batch: Sequence[int] = (256,)  # average number of units in a logical step
     epochs: Sequence[float] = (1.0,)  # passes over the train queries; may be fractions
     eps: float = 3.0  # budget of each point
     split: str = "dev"  # the validation split
-    max_passages: int | None = 500  # score on a sample of so many of its passages
+    max_passages: int | None = 500  # score on a sample of this many of its passages
 
     def __post_init__(self) -> None:
         for name in ("lr", "max_grad_norm", "batch", "epochs"):
@@ -50,7 +50,7 @@ class Grid:
 
 
 def name_of(point: tuple[float, float, int, float]) -> str:
-    """Return the folder in which a point is trained: learning rate, clip bound, batch and epochs."""
+    """Return the folder in which a point is trained, named by learning rate, clip bound, batch and epochs."""
     lr, clip, batch, epochs = point
     return f"grid-lr{lr:g}-clip{clip:g}-batch{batch}-epochs{epochs:g}"
 

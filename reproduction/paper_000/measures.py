@@ -1,4 +1,4 @@
-"""Tables 5 and 6 and section 5.2.3: what retrievers reach elsewhere, and how near queries are to what was read."""
+"""Tables 5 and 6 and section 5.2.3: retrievers on other sets, and how close queries are to what models read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reproduction.paper_000.table import (
 )
 from reproduction.published import MAIN, ORIGINAL, PAPER_000, Point, by_point
 
-# -- table 5: retrievers that learned from the private queries, judged on public sets that they never saw
+# -- table 5: retrievers that learned from the private queries, evaluated on public sets that they never saw
 
 ZERO_SHOT = columns_of("table_5_zero_shot")
 
@@ -47,7 +47,7 @@ class _System:
 
 
 def zero_shot_tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> list[PaperTable]:
-    """Return the table of the sets that are there."""
+    """Return the table of the sets that are present."""
     check_zero_shot(make_zero_shot)
     results = {system.name: _zero_shot_of(study, system, make_zero_shot) for system in _systems(study)}
     measured = [one["name"] for one in next(iter(results.values()))["sets"] if one["metrics"]]
@@ -62,7 +62,7 @@ def zero_shot_tables(study: Trainings, make_zero_shot: Callable[..., Any]) -> li
 
 
 def check_zero_shot(make_zero_shot: Callable[..., Any]) -> None:
-    """Refuse settings of the part that could not be run, before anything is trained for it."""
+    """Refuse settings of this part that could not be run, before anything is trained for it."""
     known: Mapping[str, Any] = getattr(make_zero_shot, "keywords", {})
     root = known.get("root")
     if known.get("download"):
@@ -126,7 +126,7 @@ def _zero_shot_row(name: str, system: _System, found: Any) -> PaperRow:
     )  # fmt: skip
 
 
-# -- table 6: how near the synthetic queries are to the original ones, by BLEU and MAUVE
+# -- table 6: how close the synthetic queries are to the original ones, by BLEU and MAUVE
 
 SIMILARITY = columns_of("table_6_similarity")
 
@@ -166,7 +166,7 @@ def _similarity_of(study: Trainings, name: str, folder: Path, make: Callable[...
     return {"bleu": Interval(found["bleu"], math.nan, math.nan), "mauve": Interval(mean, mean - reach, mean + reach)}
 
 
-# -- section 5.2.3 (appendix C of 001): how many queries and passages stand in the text the public model read
+# -- section 5.2.3 (appendix C of 001): how many queries and passages occur in the text that the public model read
 
 
 def overlap_tables(study: Trainings, make_overlap: Callable[..., Any]) -> list[PaperTable]:

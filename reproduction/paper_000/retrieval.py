@@ -22,14 +22,14 @@ from reproduction.published import ORIGINAL, SIZES
 
 @dataclass(frozen=True)
 class Order:
-    """A pair of rows of which the first one is said to be better."""
+    """A pair of rows, the first of which is claimed to be better."""
 
     better: PaperRow
     worse: PaperRow
     paper: bool = True
 
     def told(self, metric: str, title: str) -> str | None:
-        """Return the order in words; None where ours has not both."""
+        """Return the order in words; None if our rows do not both have the metric."""
         ours, other = self.better.metrics.get(metric), self.worse.metrics.get(metric)
         if ours is None or other is None:
             return None
@@ -38,8 +38,8 @@ class Order:
         if self.paper and a is not None and b is not None:
             theirs = f" The paper: {a:.4f} against {b:.4f}."
         verdict = "holds" if ours.mean > other.mean else "the other way round" if ours.mean < other.mean else "equal"
-        # Both rows are judged on the same queries, so that overlapping intervals neither show an order nor exclude one.
-        # Nor do they know of the luck of a run: `experiment=compare_modes` tests differences over queries and runs.
+        # Both rows are evaluated on the same queries, so overlapping intervals neither show an order nor exclude one.
+        # Nor do they reflect the luck of a run: `experiment=compare_modes` tests differences over queries and runs.
         apart = ours.low > other.high or other.low > ours.high
         sure = "and the intervals do not overlap" if apart else "and the intervals overlap, which decides nothing"
         return (
@@ -59,7 +59,7 @@ PUBLIC_NAMES = {
 
 
 def tables(study: Trainings) -> list[PaperTable]:
-    """Return both tables, every training done."""
+    """Return both tables, after doing every training that is missing."""
     base = study.baselines()
     top = [row_beside("table_3", (ORIGINAL, None), COLUMNS, replace(base["original"], system="original queries"))]
     public = [
@@ -115,7 +115,7 @@ def _told(orders: Sequence[Order]) -> list[str]:
 
 
 def sizes_note(study: Trainings) -> list[str]:
-    """Say that the sizes are ours, and which of the paper's they stand beside."""
+    """State that the sizes are ours, and to which of the paper's they correspond."""
     names = [
         f"{study.described(size)} stands beside the paper's {paper}"
         for size, paper in study.beside.items()

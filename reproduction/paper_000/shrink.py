@@ -1,8 +1,8 @@
-"""A smaller generator out of a public one: some of its layers, taught again by the whole of it.
+"""A smaller generator made from a public one: some of its layers, trained again by the complete one.
 
-It copies layers of the larger one and is trained on what that writes for public passages ("shrink and fine-tune":
-Shleifer and Rush, 2020, 2010.13002; sequence-level distillation: Kim and Rush, 2016, 1606.07947). No query goes in:
-what comes out is as public as the passages and weights.
+It copies layers of the larger generator and is trained on what that writes for public passages ("shrink and fine-tune":
+Shleifer and Rush, 2020, 2010.13002; sequence-level distillation: Kim and Rush, 2016, 1606.07947). It uses no private
+query, so the result is as public as the passages and weights.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Ids = list[int]
 
 @dataclass(frozen=True, kw_only=True)
 class SmallerGenerator:
-    """A generator with some of the layers of a public one, trained on what that writes for public passages."""
+    """A generator with some of the layers of a public one, trained on what that one writes for public passages."""
 
-    teacher: str | Path  # hub name, folder or ``public_t5``: a T5 that only public data went into
+    teacher: str | Path  # hub name, folder or ``public_t5``: a T5 trained only on public data
     layers: int = 1  # encoder layers and decoder layers that are kept, spread evenly over the teacher's
-    # Hidden units of each feed-forward layer that are kept, those of the largest weights; null for all.
+    # Hidden units of each feed-forward layer that are kept, those with the largest weights; null for all.
     feed_forward: int | None = None
     epochs: int = 2  # passes over the pairs
-    batch: int = 32  # pairs of a step
-    lr: float = 2e-3  # peak learning rate of AdamW, which falls to zero linearly
+    batch: int = 32  # pairs in a step
+    lr: float = 2e-3  # peak learning rate of AdamW, which falls linearly to zero
     top_p: float = 0.8  # nucleus of the teacher's queries
 
     def __post_init__(self) -> None:
@@ -52,9 +52,9 @@ class SmallerGenerator:
         self, passages: Mapping[str, str], folder: Path, *, contract: GeneratorContract, seed: int = 0,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Path:  # fmt: skip
-        """Train it and write it into ``folder``, without a privacy card, since nothing private went in.
+        """Train the generator and write it to ``folder``, without a privacy card, since nothing private went in.
 
-        The teacher draws a query for each of ``passages``, public texts by id; ``progress`` gets (steps done, in all).
+        The teacher draws a query for each of ``passages``, public texts by id; ``progress`` gets (done, total).
         """
         if not passages:
             raise ConfigurationError("The smaller generator learns from passages, and there are none.")
@@ -69,7 +69,7 @@ class SmallerGenerator:
     def _taught(
         self, teacher: GeneratorModel, passages: Mapping[str, str], seed: int, progress: Callable[[int, int], None]
     ) -> list[tuple[Ids, Ids]]:
-        """Return token ids of each passage and of the query that the teacher draws for it."""
+        """Return the token ids of each passage and of the query that the teacher draws for it."""
         decoding = Decoding(
             top_p=self.top_p, temperature=1.0, top_k=None, max_new_tokens=teacher.contract.max_query_length,
             min_new_tokens=1,
@@ -112,7 +112,7 @@ class SmallerGenerator:
 
 
 def spread(layers: int, kept: int) -> list[int]:
-    """Return which of ``layers`` layers are kept: as far from each other as they can be, the last one among them.
+    """Return which of ``layers`` layers are kept: as far apart as possible, and including the last one.
 
     Example:
         >>> spread(12, 4), spread(2, 1)
@@ -122,7 +122,7 @@ def spread(layers: int, kept: int) -> list[int]:
 
 
 def _cut(large: PreTrainedModel, layers: int, feed_forward: int | None) -> PreTrainedModel:
-    """Return a T5 with some of the layers and hidden units of another, and its weights."""
+    """Return a T5 with some of the layers and hidden units of another, including their weights."""
     config = large.config
     if config.model_type != "t5":
         raise UnsupportedModelError(f"A smaller generator is cut out of a T5, and this is a {config.model_type}.")
@@ -142,7 +142,7 @@ def _cut(large: PreTrainedModel, layers: int, feed_forward: int | None) -> PreTr
             for i, layer in enumerate(spread(depth, layers)):
                 if name.startswith(f"{side}.block.{i}."):
                     source = name.replace(f"{side}.block.{i}.", f"{side}.block.{layer}.", 1)
-        if "relative_attention_bias" in name:  # T5 has it in the first layer alone
+        if "relative_attention_bias" in name:  # T5 has it only in the first layer
             source = name
         found[name] = _narrowed(weights, source, value.shape)
     small.load_state_dict(found)
@@ -154,7 +154,7 @@ def _narrowed(weights: Mapping[str, torch.Tensor], name: str, shape: torch.Size)
     weight = weights[name]
     for axis, (have, want) in enumerate(zip(weight.shape, shape, strict=True)):
         if have != want:
-            outer = weights[name.replace(".wi.", ".wo.")]  # (width, hidden units): how much a unit says
+            outer = weights[name.replace(".wi.", ".wo.")]  # (width, hidden units): the influence of each unit
             best = outer.norm(dim=0).topk(want).indices.sort().values
             weight = weight.index_select(axis, best)
     return weight

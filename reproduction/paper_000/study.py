@@ -1,4 +1,4 @@
-"""The trainings that the parts of the reproduction share, each a pipeline with some rows, made when asked for."""
+"""The trainings that the parts of the reproduction share, each a pipeline with some rows, run on demand."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from reproduction.paper_000.shrink import SmallerGenerator
 from reproduction.published import SIZES, Point
 from reproduction.study import Study, budget_name
 
-# In place of a folder or name: a smaller generator that is made of the public one, from public passages alone.
+# Used instead of a folder or name: a smaller generator made from the public one, with public passages only.
 SHRUNK = "shrunk"
 BASELINES = "baselines"
 _SIZES, _BESIDE = {"small": "public_t5", "mini": SHRUNK}, {"small": "T5-Base", "mini": "T5-Small"}
-# Settings of the pipeline that no training depends on, or that are named beside those that do.
+# Settings of the pipeline on which no training depends, or which are named together with those that do matter.
 _SETTING = ("generator", "only", "embeddings", "min_free_mb")
 
 
 class LeftOut(Exception):
-    """A part that cannot be done here; the message is for the report."""
+    """A part cannot be done here; the message is for the report."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A generator of one size under one budget; an epsilon of None is no privacy."""
+    """A generator of one size under one budget; an epsilon of None means no privacy."""
 
     size: str
     eps: float | None
@@ -50,9 +50,9 @@ class Cell:
 
 @dataclass(kw_only=True, eq=False)
 class Trainings(Study):
-    """What is varied, and the trainings, each done once, whichever part asks first.
+    """The settings that vary, and the trainings, each done once, whichever part asks first.
 
-    A result depends on its own settings alone: one that was made with others is refused, and no other one is touched.
+    A result depends only on its own settings. If it was made with others it is refused; other results are untouched.
     """
 
     tuning_knob = "task.pipeline"
@@ -60,7 +60,7 @@ class Trainings(Study):
     pipeline: Callable[..., Pipeline]
     shrink: SmallerGenerator
     shrink_passages: int = 4000
-    sizes: Mapping[str, str] = None  # type: ignore[assignment]  # null, here and below: what __post_init__ takes
+    sizes: Mapping[str, str] = None  # type: ignore[assignment]  # null, here and below: set by __post_init__
     beside: Mapping[str, str] = None  # type: ignore[assignment]
     main: str = None  # type: ignore[assignment]
     eps: Sequence[float | None] = (3.0, 8.0, 16.0, None)
@@ -91,7 +91,7 @@ class Trainings(Study):
         require_whole("task", self, 1, "shrink_passages")
 
     def open(self, parts: Parts) -> Self:
-        """Open the run folder, or refuse one that was begun with another seed; returns self."""
+        """Open the run folder, or refuse one that was begun with another seed; return self."""
         self.parts = parts
         self.base = self.pipeline()
         self.embeddings = parts.run_dir / "embeddings"
@@ -100,14 +100,14 @@ class Trainings(Study):
 
     @property
     def tuning_data(self) -> str:
-        """What the settings of the pipeline were chosen on."""
+        """The data on which the settings of the pipeline were chosen."""
         return self.pipeline().tuning_data
 
     def kept_models(self) -> set[str]:
         return {cell.name for cell in self.cells() if cell.eps is not None}
 
     def cells(self) -> list[Cell]:
-        """Return all generators: the paper's axis of epsilon first."""
+        """Return all generators, those along the paper's axis of epsilon first."""
         others = [size for size in self.sizes if size != self.main]
         more = [Cell(size, eps) for eps in self.others_at for size in others]
         return [Cell(self.main, eps) for eps in self.eps] + more
@@ -117,7 +117,7 @@ class Trainings(Study):
         return [eps for eps in self.eps if eps is not None]
 
     def point(self, cell: Cell) -> Point:
-        """Return the paper's row that ``cell`` stands beside; it may have none."""
+        """Return the paper's row that corresponds to ``cell``; the paper may not have it."""
         return self.beside.get(cell.size, ""), cell.eps
 
     @property
@@ -128,7 +128,7 @@ class Trainings(Study):
         return self.parts.run_dir / name
 
     def result(self, name: str, settings: object, work: Callable[[Parts], Any]) -> Any:
-        """Return the JSON values that ``work`` made in the folder ``name``; the ``repr`` of ``settings`` tells all."""
+        """Return the JSON values of ``work`` in the folder ``name``; the ``repr`` of ``settings`` identifies them."""
         mark = hashlib.sha256(described(repr(settings)).encode()).hexdigest()
 
         def made(folder: Path, resume: bool) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Trainings(Study):
     # -- the trainings -------------------------------------------------------------------------
 
     def baselines(self) -> dict[str, RowResult]:
-        """``bm25``, ``zero_shot``, ``original`` and ``pseudo``: of these only the third one saw private queries."""
+        """Return ``bm25``, ``zero_shot``, ``original`` and ``pseudo``; only ``original`` saw private queries."""
         systems = ("bm25", "zero_shot", "original", "pseudo")
         return dict(zip(systems, self._pipeline(BASELINES, systems, None), strict=True))
 
@@ -152,12 +152,12 @@ class Trainings(Study):
         return f"direct-{budget_name(eps)}"
 
     def synthetic(self, cell: Cell) -> RowResult:
-        """Generator, its queries, and the retriever that learned from them."""
+        """Train the generator, draw its queries and train a retriever on them; return the retriever's row."""
         (row,) = self._pipeline(cell.name, ("synthetic",), cell.eps, size=cell.size)
         return row
 
     def queries_of(self, cell: Cell) -> Path:
-        """Return the synthetic data set of ``cell``, made if need be."""
+        """Return the synthetic data set of ``cell``, made if necessary."""
         self.synthetic(cell)
         return self.folder(cell.name) / "synthetic" / "data"
 
@@ -169,7 +169,7 @@ class Trainings(Study):
     ) -> list[RowResult]:
         changes: dict[str, Any] = {"only": systems, "embeddings": self.embeddings}
         shared = {k: v for k, v in vars(self.base).items() if k not in _SETTING and not k.startswith("_")}
-        # The generator is none of the baselines' business, and its settings must not send them to be made again.
+        # Baselines do not depend on the generator, and a change of its settings must not refuse their results.
         settings: list[Any] = [shared, systems, eps]
         if size is not None:
             changes["generator"] = partial(self.base.generator, pretrained=self.source(size))
@@ -177,7 +177,7 @@ class Trainings(Study):
 
         def work(parts: Parts) -> Any:
             self.pipeline(**changes).run(replace(parts, make_privacy=lambda **_: self.privacy(eps)()))
-            for checkpoints in parts.run_dir.glob("*/checkpoints"):  # the models are kept; an encoder is large
+            for checkpoints in parts.run_dir.glob("*/checkpoints"):  # keep the models only; an encoder is large
                 shutil.rmtree(checkpoints)
             return json.loads((parts.run_dir / "results.json").read_text(encoding="utf-8"))
 
@@ -186,12 +186,12 @@ class Trainings(Study):
     # -- the sizes -----------------------------------------------------------------------------
 
     def source(self, size: str) -> str:
-        """Return where the public weights of a size are; a ``shrunk`` one is made if need be."""
+        """Return where the public weights of a size are; make a ``shrunk`` one if necessary."""
         given = self.sizes[size]
         return str(self._shrunk()) if given == SHRUNK else given
 
     def described(self, size: str) -> str:
-        """Return a size as tables name it, with its number of weights."""
+        """Return the name of a size in tables, with its number of weights."""
         source = self.source(size)
 
         def work(parts: Parts) -> int:

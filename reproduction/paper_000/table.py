@@ -1,7 +1,7 @@
-"""A table of the paper with our numbers beside the paper's, as Markdown, page, data, spreadsheet and picture.
+"""A table of our numbers and the paper's, as Markdown, page, data, spreadsheet and picture.
 
-Every row names what it promises in the same line: an epsilon without its delta, unit and neighbours is not a claim.
-A number of the paper stands beside ours where a row of ours is the paper's; both may be missing on their own.
+Every row states what it promises in the same line: an epsilon without its delta, unit and neighbours is not a claim. A
+number of the paper is shown in our row that corresponds to the paper's. Either number may be missing.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def shown(eps: float | None) -> str:
 
 
 def named(point: Point) -> str:
-    """Return a row of the paper as its tables name it."""
+    """Return the name of a row of the paper, as in its tables."""
     return f"{point[0]}, ε = {shown(point[1])}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperRow(RowResult):
-    """One row: ours by column, bounds NaN where there are none, and what the paper has there."""
+    """One row: our intervals by column, with NaN for missing bounds, and the paper's numbers."""
 
     epsilon: str  # as a table shows it: ``3``, ``∞`` or ``public only``
-    group: str = ""  # what it shares with other rows, such as a data set; empty where a table has no groups
-    paper: Mapping[str, float] = field(default_factory=dict)  # the paper's by column
-    beside: str = ""  # which row of the paper that is; empty for none
+    group: str = ""  # shared with other rows, such as a data set; empty if a table has no groups
+    paper: Mapping[str, float] = field(default_factory=dict)  # the paper's numbers by column
+    beside: str = ""  # the row of the paper that they come from; empty for none
 
 
 def row_beside(table: str, point: Point, columns: Mapping[str, str], ours: RowResult) -> PaperRow:
-    """Return a row of ours, beside the paper's ``point`` of its ``table`` where that has one."""
+    """Return our row, with the numbers of the paper's ``point`` in ``table`` if there are any."""
     theirs = by_point(table).get(point)
     return PaperRow(
         **vars(ours), epsilon=shown(point[1]), beside="" if theirs is None else named(point),
@@ -61,7 +61,7 @@ def row_beside(table: str, point: Point, columns: Mapping[str, str], ours: RowRe
 
 
 def rows_of_the_paper_alone(table: str, columns: Mapping[str, str], ours: Sequence[PaperRow]) -> list[PaperRow]:
-    """Return the paper's rows that nothing of ours stands beside."""
+    """Return the paper's rows to which none of ours corresponds."""
     known = {row.beside for row in ours}
     return [
         row_beside(table, point, columns, RowResult(point[0], note="not run here"))
@@ -94,7 +94,7 @@ class PaperTable:
         return cls(name or of, title, columns or columns_of(of), rows, caption, below, told.get("group", ""))
 
     def grid(self) -> Grid:
-        """Return the table; each measure in two columns, ours and the paper's."""
+        """Return the table, with each measure in two columns: ours and the paper's."""
         theirs = [name for name in self.columns if any(name in row.paper for row in self.rows)]
         with_beside = any(row.beside for row in self.rows)
         header = [*([self.group] if self.group else []), "source", "ε"]
@@ -121,7 +121,7 @@ class PaperTable:
         return Table(header, lines, measured=frozenset(measured), numeric=frozenset(numeric)).grid()
 
     def sheet(self) -> Table:
-        """Return every number: one line per row; each measure in four columns, ours, low, high and the paper's."""
+        """Return every number, one line per row, each measure in four columns: ours, low, high and the paper's."""
         header = ["group", "source", "epsilon"]
         measured = frozenset(range(3, 3 + 2 * len(self.columns), 2))
         header += [f"{title}{end}" for title in self.columns.values() for end in ("", " paper")]
@@ -134,7 +134,7 @@ class PaperTable:
         return Table([*header, "paper's row", "privacy", "note"], lines, measured=measured)
 
     def blocks(self, picture: Path | None = None) -> list[Block]:
-        """Return what a page shows of it."""
+        """Return the parts of the table that a page shows."""
         drawn = [] if picture is None else [Picture(picture, self.title)]
         notes = [Bullets(list(self.notes))] if self.notes else []
         return [Paragraph(self.caption), self.grid(), *drawn, *notes]
@@ -156,7 +156,7 @@ class PaperTable:
 
 
 class Shown(Protocol):
-    """What a page shows of a part: a table of numbers, or one of examples."""
+    """The part of a page that shows one table, of numbers or of examples."""
 
     @property
     def name(self) -> str: ...
@@ -168,7 +168,7 @@ class Shown(Protocol):
 
 
 def write_tables(tables: Sequence[Shown], folder: Path, *, owner_only: bool) -> list[Section]:
-    """Write each table's ``NAME.md``, ``.csv``, ``.json`` and, where it can be drawn, ``.png``; return the sections."""
+    """Write each table's ``NAME.md``, ``.csv``, ``.json`` and, if it can be drawn, ``.png``; return the sections."""
     sections = []
     for table in tables:
         picture = None
@@ -197,7 +197,7 @@ def write_page(
     lead: Sequence[str] = (), more: Sequence[Section] = (), command: str, seconds: Mapping[str, float],
     facts: Mapping[str, Any],
 ) -> dict[str, Path]:  # fmt: skip
-    """Write a page of tables and the files of each into ``report``, for their owner alone unless they are public."""
+    """Write a page of tables and the files of each into ``report``, readable only by the owner unless ``public``."""
     folder, hours = run_dir / "report", sum(seconds.values()) / 3600
     first: list[Block] = [*([] if public else [Banner(_INTERNAL)]), *([Banner(spent, "caution")] if spent else [])]
     first += [Paragraph(text) for text in (about, *lead) if text]
@@ -224,7 +224,7 @@ _HOLLOW: dict[str, Any] = {
 
 
 def figure_of(table: PaperTable) -> Any:
-    """Draw a panel for each measure: ours with its interval, the paper's as a ring; returns matplotlib's figure."""
+    """Draw a panel for each measure, ours with its interval and the paper's as a ring; return a matplotlib figure."""
     width = 2.9 if len(table.columns) <= 2 else 2.2
     figure = new_figure(4.2 + width * len(table.columns), 1.4 + 0.3 * len(table.rows))
     axes = figure.subplots(1, len(table.columns), sharey=True, squeeze=False)[0]
@@ -251,7 +251,7 @@ def _panel(axis: Any, table: PaperTable, name: str) -> None:
                 reach = [[max(0.0, interval.mean - interval.low)], [max(0.0, interval.high - interval.mean)]]
             axis.errorbar([interval.mean], [place], xerr=reach, color=colour, marker=marker, capsize=3, linestyle="")
         if name in row.paper:
-            # a ring, so that ours is seen where the two are equal
+            # a ring, so that ours stays visible if the two are equal
             axis.plot([row.paper[name]], [place], zorder=4, **_HOLLOW)
     tidy(axis, grid="x")
     axis.margins(x=0.08)

@@ -1,4 +1,4 @@
-"""`task=paper_000`: the tables of paper 000 again, part by part, ours beside the paper's."""
+"""`task=paper_000`: the tables of paper 000, part by part, with our numbers and the paper's."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Paper000(Trainings):
     """Every table of "Synthetic Query Generation for Privacy-Preserving Deep Retrieval Systems" (Carranza et al.).
 
     Guarantees:
-        - A training that is finished is not done again, whichever part asks for it; an interrupted one goes on.
-        - The report is written again after each part, so that a reproduction that is stopped leaves one.
-        - Original queries, and queries made of them without privacy, are shown or measured only where they were
-          declared public; otherwise all reports are for their owner alone.
+        - A finished training is not repeated, whichever part asks for it; an interrupted one continues.
+        - The report is written again after each part, so that a stopped reproduction leaves one.
+        - Original queries, and queries written from them without privacy, are shown or measured only if they were
+          declared public. Otherwise all reports are readable only by their owner.
     """
 
     similarity: Callable[..., Any]
@@ -61,7 +61,7 @@ class Paper000(Trainings):
         return {*super().kept_models(), *(self.grid.names if searched else ())}
 
     def run(self, parts: Parts) -> dict[str, float]:
-        """Do every chosen part that is not done yet, and report; returns the first number of each row of table 3."""
+        """Do every chosen part that is not done yet, and report; return the first number of each row of table 3."""
         refuse_several_ranks(parts.make_trainer(logger=False))
         self.open(parts)
         self._refuse_wrong_parts()
@@ -80,7 +80,7 @@ class Paper000(Trainings):
         return _first_numbers(tables)
 
     def _refuse_wrong_parts(self) -> None:
-        """Refuse settings of any chosen part before the first training; what is only absent is reported in its turn."""
+        """Refuse wrong settings of any chosen part before the first training; what is missing is reported later."""
         for eps in self.finite:
             refuse_other_modes(self.parts.make_privacy(eps=eps), eps)
         declared: dict[str, Any] = {"card_entry": True}

@@ -1,4 +1,4 @@
-"""The numbers that papers print, to stand beside ours: a JSON file for each paper, which names the paper."""
+"""The numbers that papers print, for comparison with ours: one JSON file per paper, which names the paper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Source and epsilon, as the tables of paper 000 name a row; None is its infinity.
+# Source and epsilon, which identify a row in the tables of paper 000; None stands for infinity there.
 Point = tuple[str, float | None]
 ORIGINAL = "Original"
 MAIN, SIZES = "T5-Base", ("T5-Small", "T5-Base", "T5-Large", "T5-XL")
@@ -22,12 +22,12 @@ PAPER_000, PAPER_002, PAPER_004 = _read("paper_000"), _read("paper_002"), _read(
 
 
 def by_point(table: str) -> dict[Point, Any]:
-    """Return a table of paper 000 by row: its values, or the query of table 2."""
+    """Return a table of paper 000 by row: its values, or for table 2 the query."""
     return {(row["source"], row["epsilon"]): row["values"] for row in PAPER_000[table]}
 
 
 def of_study(study: str, line: str, label: str) -> Mapping[str, float]:
-    """Return paper 004's numbers for a point of a federated study, by measure; empty where it has none.
+    """Return paper 004's numbers for a point of a federated study, by measure; empty if it has none.
 
     Example:
         >>> of_study("hubness", "PDD-AS2, stage 1", "k=10")

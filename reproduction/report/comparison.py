@@ -1,8 +1,8 @@
-"""Systems trained several times each, which of them really differ, and the report of it.
+"""Systems trained several times each, which of them really differ, and the report about it.
 
-A difference is called significant only where the training runs carry it: a system that is better on these queries by
-the luck of its noise is not better. Whether the choice of queries carries it as well stands beside. All comparisons of
-one budget and one metric are one family (Holm, 1979).
+A difference is called significant only if it holds across training runs: a system that is better on these queries by
+the luck of its noise is not better. Next to it stands whether the difference also holds across queries. All comparisons
+of one budget and one metric are one family (Holm, 1979).
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _HOW_TESTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModeRow:
-    """One system: what its runs reached, what it promises, and how it was trained."""
+    """One system: the scores of its runs, what it promises, and how it was trained."""
 
     name: str  # of the system
-    # Metric to its mean over queries for each training run; one number where nothing is trained.
+    # By metric, the mean over queries for each training run; one number if nothing is trained.
     per_run: Mapping[str, Sequence[float]]
-    per_query: Mapping[str, Sequence[float]]  # metric to one value per query, averaged over the runs
-    # The epsilon at which it is compared; None for a system that stands beside every budget.
+    per_query: Mapping[str, Sequence[float]]  # by metric, one value per query, averaged over the runs
+    # The epsilon at which it is compared; None for a system that is compared at every budget.
     budget: float | None = None
-    variant: str = ""  # what it has in common with the same system at another budget
-    privacy: str = ""  # what one of its runs promises, in a line
-    # How it was trained, for the table of settings; empty where nothing was.
+    variant: str = ""  # shared with the same system at other budgets
+    privacy: str = ""  # what one of its runs promises, in one line
+    # How it was trained, for the table of settings; empty if nothing was trained.
     settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -83,8 +83,8 @@ class Difference:
     first: str
     second: str
     metric: str
-    budget: float | None  # the family; None for the same mode at two budgets, or where there are no budgets
-    difference: float  # of the means, with its 95 % interval over training runs, for this one comparison
+    budget: float | None  # the family; None for the same mode at two budgets, or if there are no budgets
+    difference: float  # of the means, with its 95 % interval over training runs, for this comparison alone
     low: float
     high: float
     p_runs: float  # over training runs, adjusted for the family
@@ -98,9 +98,9 @@ class Difference:
 
 
 def differences(rows: Sequence[ModeRow], metric: str, references: Sequence[str] = ()) -> list[Difference]:
-    """Return every two systems of one budget, and every mode at its budgets; each set one family.
+    """Compare all pairs of systems at each budget, and each mode across budgets; each of these sets is one family.
 
-    Where no system has a budget, every two of them are compared, as one family.
+    If no system has a budget, all pairs are compared, as one family.
 
     Guarantees:
         - Two systems that were not trained are not compared: there are no runs to judge by.
@@ -108,9 +108,9 @@ def differences(rows: Sequence[ModeRow], metric: str, references: Sequence[str] 
 
     Args:
         rows: The systems; those without a budget take part in every family.
-        metric: Which of their metrics.
-        references: One of these takes part in every comparison of a budget: the fewer comparisons, the less their
-            adjustment costs. Without any, every two systems are compared.
+        metric: The metric to compare.
+        references: Every comparison at a budget includes one of these: with fewer comparisons, the adjustment costs
+            less. Without references, all pairs are compared.
     """
     if len({len(row.per_query[metric]) for row in rows}) > 1:
         raise DataError("Systems that were judged on different queries cannot be compared.")
@@ -150,7 +150,7 @@ def _mean(row: ModeRow, metric: str) -> float:
 
 
 class Headings(NamedTuple):
-    """What a comparison is called: its files, its page, and its rows on the console."""
+    """The names of a comparison: of its files, its page, and its rows on the console."""
 
     name: str
     title: str
@@ -164,7 +164,7 @@ COMPARE_MODES = Headings(name="compare_modes", title="One retriever under every 
 class ComparisonReport:
     """A comparison as a page, a table and data.
 
-    Its files are for their owner alone: measures of private queries stand in them, which no budget covers.
+    Only the owner can read its files: they contain measures of private queries, which no budget covers.
     """
 
     rows: Sequence[ModeRow]
@@ -179,7 +179,7 @@ class ComparisonReport:
     references: Sequence[str] = ()
 
     def write(self, folder: Path) -> dict[str, Path]:
-        """Write ``NAME.{html,md,json,csv}``, as the headings name it, and ``differences.csv``."""
+        """Write ``NAME.{html,md,json,csv}``, with the name from the headings, and ``differences.csv``."""
         found = {metric: differences(self.rows, metric, self.references) for metric in self.metrics}
         told = [
             asdict(each) | {"significant": each.is_significant(), "holds_over_queries": each.holds_over_queries()}
@@ -197,7 +197,7 @@ class ComparisonReport:
         ).write(folder)  # fmt: skip
 
     def print(self) -> None:
-        """Print the table, what differs significantly, and the notes."""
+        """Print the table, the significant differences and the notes."""
         shown = [RowResult(row.name, {m: row.over_runs(m) for m in self.metrics}, row.privacy) for row in self.rows]
         Console().print(console_table(shown, title=f"{self.headings.rows}; intervals over training runs"))
         first = self.metrics[0]
@@ -241,7 +241,7 @@ def _results(rows: Sequence[ModeRow], metrics: Sequence[str]) -> list[Block]:
 
 
 def _measured(rows: Sequence[ModeRow], metrics: Sequence[str], more: Mapping[str, Sequence[object]]) -> Table:
-    """Return each metric with its interval over training runs and with that over queries, and further columns."""
+    """Return each metric with its interval over training runs and its interval over queries, and further columns."""
     measured = [f"{metric} over {what}" for metric in metrics for what in ("runs", "queries")]
     lines = [
         [row.name, *(cell for metric in metrics for cell in (row.over_runs(metric), row.over_queries(metric))), *rest]
@@ -251,7 +251,7 @@ def _measured(rows: Sequence[ModeRow], metrics: Sequence[str], more: Mapping[str
 
 
 def _claims(rows: Sequence[ModeRow]) -> tuple[list[str], str]:
-    """Return the claims for a narrow column, and a sentence with what all epsilons have in common, if they have."""
+    """Return the claims for a narrow column, and a sentence with the part that all epsilons share, if any."""
     shared = {row.privacy.partition(", ")[2] for row in rows if row.privacy.startswith("epsilon = ")}
     if len(shared) != 1:
         return [row.privacy for row in rows], ""
@@ -304,13 +304,13 @@ def _sheet(rows: Sequence[ModeRow], metrics: Sequence[str]) -> Table:
 
 
 def p_value(value: float) -> str:
-    """Show a p-value as it is printed: never 0, which no test can say."""
+    """Format a p-value for printing; never 0, which no test can show."""
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 # -- shares of the gain
 #
-# The share of the score that private training keeps (the papers' way to say it) is large even for a system that learned
+# The share of the score that private training keeps, which the papers state, is large even for a system that learned
 # nothing, since the untrained encoder already scores. The share of the *gain* starts there: 0 is the untrained encoder,
 # 1 the same training without privacy.
 
@@ -321,7 +321,7 @@ PAPER: tuple[float, float] = tuple(by_point("table_3")[row][0] for row in ((MAIN
 
 @dataclass(frozen=True)
 class Share:
-    """What a system keeps of a bound, the system without privacy."""
+    """How much a system keeps of a bound, a system without privacy."""
 
     system: str
     bound: str
@@ -330,9 +330,9 @@ class Share:
 
 
 def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float) -> Interval:
-    """(mean of system - start) / (mean of bound - start), with a 95 % interval over training runs (delta method).
+    """Return (mean of system - start) / (mean of bound - start), with a 95 % interval over runs (delta method).
 
-    ``start`` is taken for exact: it is the score of a system that is not trained. The interval does not cover the
+    ``start`` is taken as exact: it is the score of a system that is not trained. The interval does not cover the
     choice of test queries.
 
     Example:
@@ -340,7 +340,7 @@ def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float)
         Interval(mean=0.5..., low=0.2..., high=0.7...)
 
     Returns:
-        The bounds are NaN where either side has a single run.
+        The share with its bounds, which are NaN if either side has a single run.
     """
     above, most = np.asarray(system, float) - start, np.asarray(bound, float) - start
     if not most.mean() > 0:
@@ -361,7 +361,7 @@ def share_of_gain(system: Sequence[float], bound: Sequence[float], start: float)
 
 
 def gain_shares(rows: Sequence[ModeRow], bounds: Sequence[ModeRow], start: ModeRow, metric: str) -> list[Share]:
-    """Return the shares of each row in each bound; a bound that gains nothing is left out."""
+    """Return the shares of each row in each bound; leave out a bound that gains nothing."""
     zero = start.over_runs(metric).mean
     return [
         Share(
@@ -377,10 +377,10 @@ def gain_shares(rows: Sequence[ModeRow], bounds: Sequence[ModeRow], start: ModeR
 
 
 def share_section(shares: Sequence[Share], metric: str) -> Section:
-    """Return the table, with the paper's number beside it."""
+    """Return the table of shares, explained with the paper's number."""
     bounds = list(dict.fromkeys(share.bound for share in shares))
     body: dict[str, list[object]] = {}
-    for share in shares:  # of one system in the order of the bounds
+    for share in shares:  # those of one system are in the order of the bounds
         body.setdefault(share.system, [share.system]).extend([_percent(share.of_gain), f"{share.of_score:.1%}"])
     header = ["System", *(text for bound in bounds for text in (f"of the gain of {bound}", "of its score"))]
     explained = (

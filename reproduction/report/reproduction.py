@@ -1,6 +1,6 @@
-"""Every table and figure of a paper on one page, numbered as there, with ours beside it or why it is not.
+"""Every table and figure of a paper on one page, numbered as in the paper, next to our version or why there is none.
 
-What stands in a page is made from the stored results of the parts that were run; nothing is typed.
+The page is made only from the stored results of the parts that were run; nothing is typed in.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from reproduction.report.variants import (
 )
 
 SCHEMA = "lit-dpret/reproduction/1"
-# Blocks from the folder of a part's results; a picture is drawn to the second path. `DataError` where they lack it.
+# Returns blocks from the folder of a part's results and draws a picture to the second path. Raises `DataError` if the
+# results lack what it shows.
 Show = Callable[[Path, Path], Sequence[Block]]
 State = Literal["shown", "left out", "not reproduced"]
 
@@ -46,18 +47,18 @@ State = Literal["shown", "left out", "not reproduced"]
 class Item:
     """A table or figure."""
 
-    number: str  # as in the paper, ``Table 1``; with what is shown of it, where that is one half
+    number: str  # as in the paper, ``Table 1``; names the half that is shown, if only one half is
     says: str  # what the paper shows there
-    parts: Sequence[str] = ()  # that can make it; the first that has results does
-    show: Show | None = None  # makes the blocks; None for what no part makes
-    differs: str = ""  # how ours is another thing than the paper's, beside the sizes of the part
+    parts: Sequence[str] = ()  # that can make it; the first one with results does
+    show: Show | None = None  # makes the blocks; None if no part makes the item
+    differs: str = ""  # how ours differs from the paper's, in addition to the sizes of the part
     why_not: str = ""  # why no part makes it, or none of this suite's
-    quotes: bool = False  # its tables hold texts of the data, which may not be anybody's to pass on
+    quotes: bool = False  # its tables hold texts of the data, which may not be redistributable
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """A paper: its tables and figures in its order, and what is promised of the models behind ours."""
+    """A paper: its tables and figures in order, and what is promised about our models."""
 
     name: str
     title: str
@@ -67,7 +68,7 @@ class Paper:
 
 
 def read_paper(name: str, shows: Mapping[str, Show]) -> Paper:
-    """Return the paper of ``NAME.yaml`` beside this file; ``shows`` makes the blocks of its items, by their numbers."""
+    """Return the paper of ``NAME.yaml`` next to this file; ``shows`` makes the blocks of its items, by number."""
     facts = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
     items = tuple(Item(**one, show=shows.get(one["number"])) for one in facts.pop("items"))
     return Paper(name=name, items=items, **facts)
@@ -75,21 +76,21 @@ def read_paper(name: str, shows: Mapping[str, Show]) -> Paper:
 
 @dataclass(frozen=True, kw_only=True)
 class PartTold:
-    """What is known of a part."""
+    """The known facts of a part."""
 
     name: str
-    sizes: str  # in which sizes it is run, beside the paper's
-    command: str  # what runs it alone
-    results: Path | None = None  # the folder of its results; None where there are none
-    absent: str = ""  # then why
-    ran: str = ""  # what the stored runs say of their number, steps and batches
-    seconds: float | None = None  # of the stored runs, or of the last attempt; None where nobody measured
-    taken: bool = False  # its results are those of an earlier run
+    sizes: str  # the sizes in which it is run, compared to the paper's
+    command: str  # which runs it alone
+    results: Path | None = None  # the folder of its results; None if there are none
+    absent: str = ""  # why there are none
+    ran: str = ""  # the number, steps and batches of the stored runs
+    seconds: float | None = None  # of the stored runs, or of the last attempt; None if not measured
+    taken: bool = False  # its results come from an earlier run
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What became of an item."""
+    """The outcome for an item."""
 
     item: Item
     state: State
@@ -106,7 +107,7 @@ class _Told:
         return Section(self.item.number, blocks)
 
     def tables(self) -> dict[str, Grid]:
-        """Files of what stands in tables; a further one of the same item has a number."""
+        """Return the item's tables by file name; from the second on, the name has a number."""
         grids = [block for block in self.blocks if isinstance(block, Grid)]
         slug = _slug(self.item.number)
         return {f"{slug}{f'_{place}' if place > 1 else ''}.csv": grid for place, grid in enumerate(grids, 1)}
@@ -122,7 +123,7 @@ def write_reproduction(
     paper: Paper, parts: Sequence[PartTold], folder: Path, *, command: str, quote: bool = True,
     notes: Sequence[str] = (),
 ) -> dict[str, State]:  # fmt: skip
-    """Write ``NAME.md``, ``.html``, ``.json``, tables as ``.csv``, and pictures; returns what became of each item."""
+    """Write ``NAME.md``, ``.html``, ``.json``, tables as ``.csv``, and pictures; return the outcome for each item."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = [_as_run(part) for part in parts]
     known = {part.name: part for part in parts}
@@ -140,7 +141,7 @@ def write_reproduction(
         "notes": list(notes), "items": [one.facts() for one in told], "parts": known_parts,
     }  # fmt: skip
     tables = {name: grid for one in told for name, grid in one.tables().items()}
-    for item in paper.items:  # an earlier page may have shown what this one must not
+    for item in paper.items:  # an earlier page may have shown tables that this one must not
         for stale in {*folder.glob(f"{_slug(item.number)}.csv"), *folder.glob(f"{_slug(item.number)}_[0-9].csv")}:
             if stale.name not in tables:
                 stale.unlink()
@@ -152,14 +153,14 @@ def write_reproduction(
 
 
 def _as_run(part: PartTold) -> PartTold:
-    """Add what the stored runs of a part say of their number, steps and time; other parts are told as they are."""
+    """Add the number, steps and time of a part's stored runs; return a part without stored runs unchanged."""
     if part.results is None or not (part.results / RUNS).is_file():
         return part
     files = (part.results / name for name in (RUNS, BATCH_RUNS, "equal_negatives.jsonl", "losses.jsonl"))
     stored = [run for file in files if file.is_file() for run in read_runs(file)]
     found = {(run.variant, run.seed, run.batch_size): run for run in stored}
     seconds = sum(run.seconds[-1] for run in found.values() if run.seconds)
-    # An attempt that went on from an earlier one took less time than its runs did.
+    # A resumed attempt took less time than its runs did in total.
     return replace(part, ran=f"{sizes_of(found.values())}.", seconds=seconds or part.seconds)
 
 
@@ -216,7 +217,7 @@ BASELINE = "Non-private"
 
 
 def _figure(draw: Callable[[Sequence[VariantRun], Path], str], *, single: bool = False) -> Show:
-    """Return a figure of the runs that a report was made from, and its caption; ``single``: of one of each variant."""
+    """Return a figure of a report's runs, and its caption; with ``single``, of one run of each variant."""
 
     def show(results: Path, picture: Path) -> list[Block]:
         runs = read_runs(results / RUNS)
@@ -229,7 +230,7 @@ def _figure(draw: Callable[[Sequence[VariantRun], Path], str], *, single: bool =
 
 
 def _batch_sizes(results: Path, picture: Path) -> list[Block]:
-    """Single runs of Naive-DP, and the other variants' as a measure of what is low."""
+    """Draw single runs of Naive-DP, with the runs of the other variants as a reference for a low loss."""
     stored = read_runs(results / BATCH_RUNS)
     variant = stored[0].variant
     single = {run.batch_size: run for run in sorted(stored, key=lambda run: -run.seed) if run.variant == variant}
@@ -240,7 +241,7 @@ def _batch_sizes(results: Path, picture: Path) -> list[Block]:
 
 
 def _judged(results: Path) -> tuple[list[VariantRun], list[VariantRun]]:
-    """Return the runs of a report, and the same with encoders before any training."""
+    """Return the runs of a report, and the same runs with the untrained encoders added."""
     runs, untrained = read_runs(results / RUNS), results / UNTRAINED_RUNS
     return runs, [*runs, *(read_runs(untrained) if untrained.is_file() else [])]
 
@@ -293,7 +294,7 @@ PAPER_002 = read_paper("paper_002", _shows())
 # -- paper 004 (PDD-AS2), from the stored results of a federated run or an attack
 
 
-# What is counted of each client, its colour, and its words.
+# The counts shown for each client: their colour, and their name in words.
 _COUNTS = {
     "passages": ("#56B4E9", "passages"), "sentences": ("#0072B2", "sentences"), "train": ("#D55E00", "train questions"),
     "dev": ("#E69F00", "dev questions"), "test": ("#009E73", "test questions"),
@@ -306,7 +307,7 @@ _ARMS = {
 
 
 def draw_silos(counts: Mapping[str, Mapping[str, int]], path: Path) -> str:
-    """Figure 3: how large each client is, on a logarithmic axis; returns the caption."""
+    """Draw figure 3, the size of each client on a logarithmic axis; return the caption."""
     figure, axis = _axis(8.5, 1.2 + 0.5 * len(counts))
     height = 0.8 / len(_COUNTS)
     for place, (name, (colour, words)) in enumerate(_COUNTS.items()):
@@ -323,7 +324,7 @@ def draw_silos(counts: Mapping[str, Mapping[str, int]], path: Path) -> str:
 
 
 def draw_language_model_losses(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> str:
-    """Figure 6: training loss of a language model with and without embeddings; returns the caption."""
+    """Draw figure 6, training loss of a language model with and without embeddings; return the caption."""
     figure, axis = _axis(7.5, 4.6)
     for arm, (label, colour, dashes) in _ARMS.items():
         steps, losses = zip(*curves[arm], strict=True)

@@ -1,7 +1,7 @@
 """Pictures of a comparison of variants, in the form of paper 002's figures 1 to 5.
 
-Every ``draw_`` function writes one PNG and returns its caption, which says what the lines, bands and colours are. It
-raises `DataError` where the runs cannot be compared.
+Every ``draw_`` function writes one PNG and returns its caption, which explains the lines, bands and colours. It raises
+`DataError` if the runs cannot be compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Curve:
     variant: str
     x: tuple[float, ...]  # where it was observed; for seconds, the mean over the runs
     mean: tuple[float, ...]
-    low: tuple[float, ...]  # equal to the mean where there is one run
+    low: tuple[float, ...]  # equal to the mean if there is one run
     high: tuple[float, ...]
     runs: int
 
@@ -49,10 +49,10 @@ def lowest_loss(runs: Iterable[VariantRun]) -> float:
 
 
 def relative_curves(runs: Sequence[VariantRun], *, axis: Axis = "examples", band: Band = "interval") -> list[Curve]:
-    """Return the mean loss of each variant, over the lowest loss of all runs, with a band along ``axis``.
+    """Return the mean loss of each variant, divided by the lowest loss of all runs, with a band along ``axis``.
 
-    The band is the 95 % t-interval of the mean over seeds, or the ``range`` from the lowest run to the highest, as
-    the paper shades.
+    The band is the 95 % t-interval of the mean over seeds, or the ``range`` from the lowest run to the highest, as the
+    paper shades it.
     """
     scale = lowest_loss(runs)
     return [
@@ -103,9 +103,9 @@ def observed(run: VariantRun, axis: Axis) -> Floats:
 def smooth(values: ArrayLike) -> tuple[tuple[float, ...], int | None]:
     """Apply the Savitzky-Golay filter of figure 2: a polynomial through a sliding window of observations.
 
-    A curve shorter than the window gets the largest odd window that fits; one with no window above the order is left
-    as it is, and its window is None. An even window, such as the paper's, has no middle observation: its curve lies
-    half an observation to one side.
+    A curve shorter than the window gets the largest odd window that fits. If no window exceeds the order, the curve is
+    unchanged and its window is None. An even window, such as the paper's, has no middle observation: its curve is
+    shifted by half an observation.
     """
     data = np.asarray(values, dtype=float)
     fits = WINDOW if len(data) >= WINDOW else len(data) - 1 + len(data) % 2
@@ -140,7 +140,7 @@ _RANGE = "bands reach from the lowest run to the highest"
 def draw_relative_loss(
     runs: Sequence[VariantRun], path: Path, *, axis: Axis = "examples", title: str = "", of: str = "training loss"
 ) -> str:
-    """Figure 1, left: mean relative loss of each variant, with a band over its runs; ``of`` names the losses."""
+    """Draw figure 1, left: mean relative loss of each variant, with a band over its runs; ``of`` names the losses."""
     curves = relative_curves(runs, axis=axis)
     figure, (panel,) = _figure(1)
     _draw_curves(panel, curves)
@@ -151,14 +151,14 @@ def draw_relative_loss(
 
 
 def draw_held_out(runs: Sequence[VariantRun], path: Path) -> str:
-    """Draw the same of the loss of images that were not trained on."""
+    """Draw the same for the loss on images that were not trained on."""
     return draw_relative_loss([replace(run, losses=run.held_out) for run in runs], path, of="held-out loss")
 
 
 def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str) -> str:
     """Draw figure 1, right: single runs of a variant by batch size, relative to the lowest loss of ``runs``."""
     found: dict[int, VariantRun] = {}
-    # The run of the lowest seed of each batch size is drawn.
+    # For each batch size, draw the run of the lowest seed.
     for run in sorted(runs, key=lambda run: run.seed):
         if run.variant == variant and run.batch_size is not None:
             found.setdefault(run.batch_size, run)
@@ -167,7 +167,7 @@ def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str) ->
     lowest = lowest_loss(runs)
     figure, (panel,) = _figure(1)
     for number, (size, run) in enumerate(sorted(found.items())):
-        # Small batches are noisy, where dashes would not show: widths tell the lines apart, thin behind thick.
+        # Small batches are noisy, which would hide dashes. Line widths distinguish the runs, thin behind thick.
         wide = 0.6 + 1.6 * number / max(1, len(found) - 1)
         colour = STYLES[number % len(STYLES)][0]
         values = np.asarray(run.losses) / lowest
@@ -178,7 +178,7 @@ def draw_batch_sizes(runs: Sequence[VariantRun], path: Path, *, variant: str) ->
 
 
 def draw_smoothed_loss(runs: Sequence[VariantRun], path: Path, *, axis: Axis = "steps", title: str = "") -> str:
-    """Figure 2: relative loss of the run of the lowest seed of each variant, light as observed and dark as smoothed."""
+    """Draw figure 2: relative loss of each variant's lowest-seed run, light as observed and dark as smoothed."""
     single = [min(group, key=lambda run: run.seed) for group in by_variant(runs).values()]
     lowest = lowest_loss(single)
     figure, (panel,) = _figure(1)
@@ -200,7 +200,7 @@ def draw_smoothed_loss(runs: Sequence[VariantRun], path: Path, *, axis: Axis = "
 
 
 def draw_confusions(runs: Sequence[VariantRun], path: Path, *, names: Sequence[str] = (), title: str = "") -> str:
-    """Figures 3 and 4: the confusion matrix of each variant, averaged over its runs and rounded down."""
+    """Draw figures 3 and 4: the confusion matrix of each variant, averaged over its runs and rounded down."""
     means = mean_confusions(runs)
     top = max(float(mean.max()) for mean in means.values())
     classes = len(next(iter(means.values())))
@@ -235,7 +235,7 @@ def draw_confusions(runs: Sequence[VariantRun], path: Path, *, names: Sequence[s
 
 
 def draw_runtime(runs: Sequence[VariantRun], path: Path, *, title: str = "") -> str:
-    """Figure 5: seconds per example over examples seen (left), mean relative loss over mean runtime (right)."""
+    """Draw figure 5: seconds per example over examples seen (left), mean relative loss over mean runtime (right)."""
     speeds, losses = speed_curves(runs), relative_curves(runs, axis="seconds", band="range")
     figure, (left, right) = _figure(2, width=5.6)
     _draw_curves(left, speeds, scale=1000)
@@ -282,7 +282,7 @@ def _dress(panel: Any, *, xlabel: str, ylabel: str, title: str = "") -> None:
 
 
 def _log_if_wide(panel: Any, curves: Sequence[Curve]) -> None:
-    """Set a logarithmic scale where the values span more than a factor of 20."""
+    """Set a logarithmic scale if the values span more than a factor of 20."""
     values = [value for curve in curves for value in curve.mean]
     if min(values) > 0 and max(values) / min(values) > 20:
         panel.set_yscale("log")

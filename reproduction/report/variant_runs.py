@@ -1,8 +1,8 @@
-"""Training runs of several variants as data: what the figures and tables of a comparison are made from.
+"""Training runs of several variants as data, from which the figures and tables of a comparison are made.
 
-A *variant* is a way to train (Logit-DP, Naive-DP, Non-private). Loss curves and confusion matrices are computed from
-private rows where the data is private, and no accountant counts them: these files are for research data, and do not
-belong beside a released model.
+A *variant* is a way to train (Logit-DP, Naive-DP, Non-private). If the data are private, loss curves and confusion
+matrices are computed from private rows, and no accountant counts them. These files are for research data; do not
+publish them with a released model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lit_dpret.errors import DataError, schema_problem
 from lit_dpret.files import write_whole
 
 SCHEMA = "lit-dpret/variant-run/1"
-# The variant of encoders before their first step: what a score is without any training, private or not.
+# The variant of encoders before their first step: the scores without any training, private or not.
 UNTRAINED = "Untrained"
 
 
@@ -30,14 +30,14 @@ class VariantRun:
 
     variant: str
     seed: int  # a variant has each seed once
-    # At each observation; what was not measured is empty.
+    # At each observation; empty if not measured.
     steps: Sequence[int]  # optimizer steps taken, increasing
     losses: Sequence[float]  # training loss, per example
-    held_out: Sequence[float] = ()  # the loss of images that were not trained on
+    held_out: Sequence[float] = ()  # the loss on images that were not trained on
     examples: Sequence[int] = ()  # seen
     seconds: Sequence[float] = ()  # wall time since the first step began, increasing
-    # Root mean square change of the weights by the step before, over the learning rate: near 1 for the first step of
-    # an Adam whose eps does not matter.
+    # Root mean square change of the weights by the preceding step, divided by the learning rate: near 1 for the first
+    # step of an Adam whose eps does not matter.
     moved: Sequence[float] = ()
     # At the last evaluation.
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class VariantRun:
         for of, values in (("losses", self.losses), ("held_out", self.held_out), ("metrics", self.metrics.values())):
             if not all(map(math.isfinite, values)):
                 raise DataError(f"{name} has {of} that are not finite: it diverged.")
-        for of in ("steps", "examples", "seconds", "moved"):  # of a file that somebody merged or cut
+        for of in ("steps", "examples", "seconds", "moved"):  # wrong in a file that a user merged or cut
             values = getattr(self, of)
             if (values or of == "steps") and len(values) != len(self.losses):
                 raise DataError(f"{name} has {len(self.losses)} losses and {len(values)} {of}.")
@@ -71,7 +71,7 @@ def by_variant(runs: Iterable[VariantRun]) -> dict[str, list[VariantRun]]:
 
 
 def sizes_of(runs: Iterable[VariantRun]) -> str:
-    """Say how many runs there are of each variant, their steps and batches; encoders before any step are left out."""
+    """State how many runs each variant has, their steps and batches; leave out encoders before any step."""
     alike: dict[tuple[str, int | None], list[int]] = {}
     for run in runs:
         if run.steps[-1] > 0:
@@ -86,7 +86,7 @@ def sizes_of(runs: Iterable[VariantRun]) -> str:
 
 
 def ties_of(runs: Sequence[VariantRun]) -> str:
-    """Say how tied votes of a k-NN were broken, and what breaking them otherwise gives; empty where nobody voted."""
+    """State how tied votes of a k-NN were broken, and what another rule gives; empty if there were no votes."""
     if not all("tied_votes" in run.metrics for run in runs):
         return ""
     groups = by_variant(runs)
@@ -103,13 +103,13 @@ def ties_of(runs: Sequence[VariantRun]) -> str:
 
 
 def write_runs(runs: Iterable[VariantRun], path: Path) -> None:
-    """Write one run a line, as JSON."""
+    """Write one run per line, as JSON."""
     lines = [json.dumps({"schema": SCHEMA, **asdict(run)}, allow_nan=False) for run in runs]
     write_whole(path, "".join(line + "\n" for line in lines))
 
 
 def read_runs(path: Path) -> list[VariantRun]:
-    """Return the runs that `write_runs` wrote."""
+    """Read the runs that `write_runs` wrote."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
 """Runs of several variants of one training as a table in the form of paper 002's tables 1 to 4, and as a page.
 
-`VariantReport` takes runs from anywhere; `write_study` adds what `task=variants` knows beside them.
+`VariantReport` takes runs from any source; `write_study` adds what `task=variants` knows about its own.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class MetricsTable:
         return cls(baseline=baseline, metrics=dict(metrics), values=values)
 
     def mean(self, variant: str, metric: str, *, relative: bool = False) -> float | None:
-        """Return a mean over runs, or what it is of the baseline's; None where there is nothing to divide by."""
+        """Return a mean over runs, divided by the baseline's if ``relative``; None if that is not possible."""
         found = self.values.get(variant, {}).get(metric)
         base = 1.0 if not relative else self.mean(self.baseline, metric) if self.baseline is not None else None
         return statistics.fmean(found) / base if found and base else None
 
     def sheet(self) -> Grid:
-        """Return every number, a line for each variant and metric."""
+        """Return every number, one line for each variant and metric."""
         lines = [
             [variant, metric, statistics.fmean(found), _deviation(found), self.mean(variant, metric, relative=True),
              len(found)]
@@ -75,12 +75,12 @@ class MetricsTable:
         return Grid(["variant", "metric", "mean", "standard_deviation", "relative", "runs"], lines)
 
     def blocks(self) -> list[Block]:
-        """Return the table as it is and, where there is a baseline, divided by it; each with its caption."""
+        """Return the table and, if there is a baseline, first the table divided by it, each with its caption."""
         forms = [False] if self.baseline is None else [True, False]
         return [block for form in forms for block in (Paragraph(self.caption(relative=form)), self.grid(relative=form))]
 
     def grid(self, *, relative: bool) -> Grid:
-        """Relative means, or means with standard deviations."""
+        """Return relative means, or means with standard deviations."""
 
         def shown(variant: str, metric: str, found: Sequence[float]) -> str:
             deviation = None if relative else _deviation(found)
@@ -91,7 +91,7 @@ class MetricsTable:
         return Grid(("", *self.metrics.values()), rows, frozenset(range(1, 1 + len(self.metrics))))
 
     def caption(self, *, relative: bool) -> str:
-        """Say what the numbers are, in two sentences."""
+        """Explain the numbers in two sentences."""
         counts = {len(found) for cells in self.values.values() for found in cells.values()}
         low, high = min(counts), max(counts)
         over = f"{low} run" if low == high == 1 else f"{low} runs" if low == high else f"{low} to {high} runs"
@@ -103,8 +103,8 @@ class MetricsTable:
         return f"Test metrics over {over}{'' if high == 1 else ': mean / standard deviation'}.{best}"
 
     def shares_of_the_gain(self, *, start: str) -> str:
-        """Say what each variant keeps of the baseline's gain in accuracy over ``start``; empty where there is none."""
-        # A mean over the baseline's counts what the encoder had before it was trained as if it had been learned.
+        """State how much of the baseline's gain in accuracy over ``start`` each variant keeps; empty without a gain."""
+        # Dividing by the baseline's mean would count what the encoder had before training as learned.
         means = {variant: self.mean(variant, "accuracy") or 0.0 for variant in self.values}
         base, low = means.pop(self.baseline or "", 0.0), means.pop(start, math.inf)
         if base <= low or "accuracy" not in self.metrics:
@@ -116,7 +116,7 @@ class MetricsTable:
     def beside_the_paper(
         self, paper: Mapping[str, Sequence[float]], *, relative: bool, marks: Mapping[str, str] | None = None
     ) -> Grid:
-        """Return each cell ours / the paper's, a dash where one of them has none; ``marks`` are added to names."""
+        """Return each cell as ours / the paper's, with a dash for a missing one; ``marks`` are appended to names."""
         rows: list[list[str]] = []
         for variant in dict.fromkeys([*self.values, *paper]):
             ours = [self.mean(variant, name, relative=relative) for name in PAPER_METRICS]
@@ -132,14 +132,14 @@ def _number(value: float | None) -> str:
 
 
 def _deviation(values: Sequence[float]) -> float | None:
-    """The standard deviation over the runs (divided by runs - 1); None for one run."""
+    """Return the standard deviation over the runs (divided by runs - 1); None for one run."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
 def beside_the_paper(
     table: MetricsTable, name: str, relative: Mapping[str, Any], said: str, absolute: Mapping[str, Any]
 ) -> Section:
-    """Return ours / the paper's, divided by the baseline where there is one, and as they are."""
+    """Return ours / the paper's, divided by the baseline if there is one, and undivided."""
     blocks: list[Block] = []
     if table.baseline is not None:
         blocks.append(Paragraph(f"{name}, each divided by {table.baseline}."))
@@ -153,16 +153,16 @@ def beside_the_paper(
 
 @dataclass(frozen=True, kw_only=True)
 class VariantReport:
-    """Everything that runs have the data for; what they lack is left out."""
+    """A report of everything for which the runs have data; the rest is left out."""
 
     runs: Sequence[VariantRun]
-    baseline: str | None = None  # the variant that metrics are divided by, ``Non-private`` in the paper
-    # Single runs of a variant with other batch sizes; their losses are divided by the lowest of these and ``runs``.
+    baseline: str | None = None  # the variant by whose metrics others are divided, ``Non-private`` in the paper
+    # Single runs of a variant with other batch sizes. Their losses are divided by the lowest of these and ``runs``.
     batch_runs: Sequence[VariantRun] = ()
     class_names: Sequence[str] = ()
     metrics: Mapping[str, str] = field(default_factory=lambda: PAPER_METRICS)
     title: str = "Comparison"
-    untrained: Sequence[VariantRun] = ()  # encoders before their first step: rows of the table, and in no figure
+    untrained: Sequence[VariantRun] = ()  # encoders before their first step: rows of the table, in no figure
     lead: Sequence[Block] = ()
     more: Sequence[Section] = ()
     tables: Mapping[str, Sheet] = field(default_factory=dict)
@@ -211,7 +211,7 @@ class VariantReport:
 
 
 def _known(metrics: Mapping[str, str], runs: Sequence[VariantRun]) -> dict[str, str]:
-    """Return the metrics that all runs tell."""
+    """Return the metrics that all runs have."""
     return {name: words for name, words in metrics.items() if all(name in run.metrics for run in runs)}
 
 
@@ -220,7 +220,7 @@ def _shown(path: Path, said: str) -> list[Block]:
 
 
 def made_by(command: str, *notes: str) -> list[Block]:
-    """Return the lead of a page: remarks, and what to type to get the same again."""
+    """Return the lead of a page: remarks, and the command that makes it again."""
     return [*(Paragraph(note) for note in notes if note), Paragraph("Made by"), Code(command)]
 
 
@@ -240,7 +240,7 @@ _COLUMNS = {
     "sub_batches": "sub-batches", "lr": "lr", "adam_eps": "Adam's eps", "first_step": "first step / lr",
     "mean_step": "mean step / lr", "steps": "steps", "seconds_per_step": "s / step",
 }  # fmt: skip
-# Of a variant's runs, whose mean is told.
+# The facts that are averaged over a variant's runs.
 _MEASURED = ("seconds_per_step", "first_step", "mean_step")
 STEP_MEANS = (
     "A step is the root mean square change of the weights. Adam's first one is the learning rate for every weight that "
@@ -267,7 +267,7 @@ _HELD_OUT_MEANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """One run that is done: its name in ``task.variants``, and what was done, as plan and ledger have it."""
+    """One finished run: its name in ``task.variants``, and its facts from plan and ledger."""
 
     name: str
     part: str
@@ -279,7 +279,7 @@ def write_study(
     finished: Sequence[Finished], folder: Path, *, baseline: str | None, class_names: Sequence[str], note: str,
     command: str, net: str, untrained: Sequence[VariantRun] = (),
 ) -> Path:  # fmt: skip
-    """Write the report of all runs that are done."""
+    """Write the report of all finished runs."""
     main = [each for each in finished if each.part == "paper"] or list(finished)
     runs = [each.run for each in main]
     base = baseline if any(run.variant == baseline for run in runs) else None
@@ -316,7 +316,7 @@ def write_study(
 
 
 def equal_negatives(results: Path, picture: Path) -> list[Block]:
-    """Return the side part of a report with as many negatives for all, made again from its runs."""
+    """Return the report's side part with equally many negatives for all variants, made again from its runs."""
     if not (path := results / "equal_negatives.jsonl").is_file():
         raise DataError(f"{path.name} is not there.")
     judged = read_runs(path)
@@ -338,7 +338,7 @@ def _held_out(runs: Sequence[VariantRun], path: Path) -> list[Block]:
 
 
 def settings_grid(settings: Sequence[Mapping[str, Any]]) -> Grid:
-    """Return a line for each variant of `SETTINGS`: what its first run was, and means over its runs of what varies."""
+    """Return one line for each variant of `SETTINGS`: the facts of its first run, and means of those that vary."""
     rows = []
     for name in dict.fromkeys(one["name"] for one in settings):
         same = [one for one in settings if one["name"] == name]
@@ -351,13 +351,13 @@ def settings_grid(settings: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 def bounded_norms(results: Path) -> dict[str, str]:
-    """Return, by variant, what is said beside the name of one that clipped by a bound of the norms."""
+    """Return, by variant, the note on the name of each variant that clipped by a bound of the norms."""
     bounded = (one for one in read_settings(results) if one.get("exact_norms") is False)
     return {one["variant"]: ", by a bound of its norms" for one in bounded}
 
 
 def read_settings(results: Path) -> list[dict[str, Any]]:
-    """Return what was done in each run of a report; nothing where it was not kept."""
+    """Return the facts of each run of a report; empty if they were not stored."""
     path = results / SETTINGS
     found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     return found
