@@ -1,7 +1,8 @@
 """The share of clipped units, released as one more coordinate of the noised sum (McMahan et al., 1812.06210).
 
-Unit i adds s (2 b_i - 1), s = C sqrt(f / (1 - f)), b_i whether it was clipped and f the share of the budget: the sum
-then has sensitivity C / sqrt(1 - f), and nothing else needs accounting. docs/derivations.md has the proof.
+Unit i adds s (2 b_i - 1), where s = C sqrt(f / (1 - f)), b_i is 1 if it was clipped and else 0, and f is the share of
+the budget. The sum then has sensitivity C / sqrt(1 - f), and nothing else needs accounting. docs/derivations.md has the
+proof.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ NAME = "..clip_fraction"
 """The coordinate's name among the sums of a step; no part of a parameter's name is empty."""
 
 MOST = 0.1
-"""More than this share of the budget for a diagnostic is taken for a mistake."""
+"""More than this share of the budget for a diagnostic is treated as a mistake."""
 
 
 def check_budget(share: float) -> None:
@@ -55,5 +56,5 @@ def coordinate_of(fraction: float, *, max_grad_norm: float, share: float, denomi
 
 
 def deviation(noise_multiplier: float, *, share: float, denominator: float) -> float:
-    """Standard deviation of the noise in `estimate`; public."""
+    """Return the standard deviation of the noise in `estimate`; public."""
     return noise_multiplier / (2 * denominator * math.sqrt(share))

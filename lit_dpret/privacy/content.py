@@ -20,26 +20,26 @@ from lit_dpret.privacy.user_code import is_installed
 
 
 class _ByValue(pickle.Pickler):
-    """Pickle what is equal into equal bytes: wherever a tensor lies, whatever order a set has in this process."""
+    """Pickle equal values into equal bytes, whatever device a tensor is on or order a set has in this process."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             dense = value.detach().cpu().resolve_conj().resolve_neg()
             dense = dense.dequantize() if dense.is_quantized else dense
             dense = (dense if dense.layout == torch.strided else dense.to_dense()).contiguous()
-            # Through bytes, for numpy has no bfloat16.
+            # Through bytes, because numpy has no bfloat16.
             flat = dense.reshape(-1).view(torch.uint8) if dense.numel() else dense.new_empty(0, dtype=torch.uint8)
             return ("tensor", str(value.dtype), tuple(value.shape), flat.numpy().tobytes())
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return ("array", str(value.dtype), value.shape, value.tobytes())
         if isinstance(value, (set, frozenset)):
             return ("set", sorted(content_of(each) for each in value))
-        if isinstance(value, type):  # a class of a function cannot be found again by its name
+        if isinstance(value, type):  # a class defined in a function cannot be found by its name
             return ("class", value.__module__, value.__qualname__)
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """Refuse an object whose own class says what is written of it: that may be its number alone."""
+        """Refuse an object whose own class decides what is pickled: that may be an index alone."""
         for name in ("__reduce__", "__reduce_ex__", "__getstate__"):
             method = getattr(type(value), name, None)
             if not is_installed(getattr(method, "__module__", None)) and method is not getattr(object, name, None):
@@ -49,7 +49,8 @@ class _ByValue(pickle.Pickler):
 
 def content_of(value: Any) -> bytes:
     """Return bytes that are the same for equal values, also in another process."""
-    # Without a memo, in which two equal texts differ from one text held twice; but what holds itself needs one.
+    # Without a memo, in which two equal texts differ from one text held twice; but an object that contains itself needs
+    # one.
     for fast in (True, False):
         written = io.BytesIO()
         pickler = _ByValue(written, protocol=5)
@@ -64,9 +65,9 @@ def content_of(value: Any) -> bytes:
 
 
 def digest_of_row(row: Any) -> bytes | None:
-    """Return a digest of what a row holds, whatever containers and kind of array hold it; None where it is unknown.
+    """Return a digest of a row's values, whatever containers and kind of array hold them; None if it cannot be read.
 
-    Single numbers, such as labels, take part only where the row holds nothing else.
+    Single numbers, such as labels, take part only if the row holds nothing else.
     """
     try:
         leaves = [*_leaves(row)]
@@ -81,7 +82,7 @@ def digest_of_row(row: Any) -> bytes | None:
 
 
 def rows_of_batch(batch: Any) -> list[Any] | None:
-    """Return the rows of a batch as `default_collate` makes it, numbers of the whole batch left out; None of another.
+    """Return the rows of a batch from `default_collate`, without numbers of the whole batch; None for any other batch.
 
     Each row is a tuple with a value of each column.
     """
@@ -97,7 +98,7 @@ def rows_of_batch(batch: Any) -> list[Any] | None:
 
 
 def _leaves(value: Any, *, lists: bool = True) -> Iterator[Any]:
-    """The values in dicts, lists and tuples; without ``lists``, a list of texts or numbers, a column, is one."""
+    """Yield the values in dicts, lists and tuples; without ``lists``, a column (a list of texts or numbers) is one."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from _leaves(value[key], lists=lists)
@@ -111,7 +112,7 @@ def _leaves(value: Any, *, lists: bool = True) -> Iterator[Any]:
 
 
 def is_number(leaf: Any) -> bool:
-    """Return whether a value is one number, or none, in whatever form: a label, or a number of a row."""
+    """Return whether a value is a single number or None, in whatever form: a label, or a number of a row."""
     if isinstance(leaf, (Tensor, np.ndarray)):
         return (leaf.numel() if isinstance(leaf, Tensor) else leaf.size) == 1
     return leaf is None or isinstance(leaf, (bool, int, float, complex, np.generic))
@@ -130,9 +131,9 @@ def _as_array(leaf: Any) -> Any:
 
 
 def copied_row(value: Any) -> Any:
-    """Return a row whose tensors and arrays have memory of their own, in plain containers and dataclasses.
+    """Return a row whose tensors and arrays have their own memory, in plain containers and dataclasses.
 
-    Other objects stay as they are.
+    Other objects are not copied.
     """
     if isinstance(value, Tensor):
         return value.clone()
@@ -144,20 +145,20 @@ def copied_row(value: Any) -> Any:
         return make(map(copied_row, value))
     if type(value) is dict:
         return {name: copied_row(each) for name, each in value.items()}
-    if isinstance(value, UserDict):  # as what a tokenizer of transformers makes
+    if isinstance(value, UserDict):  # as tokenizers of transformers return
         mapping = copy(value)
         mapping.data = copied_row(value.data)
         return mapping
     if is_dataclass(value) and not isinstance(value, type):
         found: Any = copy(value)
         for field in fields(value):
-            object.__setattr__(found, field.name, copied_row(getattr(value, field.name)))  # also of a frozen one
+            object.__setattr__(found, field.name, copied_row(getattr(value, field.name)))  # also for a frozen one
         return found
     return copy(value) if isinstance(value, (dict, list, io.BytesIO, io.StringIO)) else value
 
 
 def readable_content(rows: Any) -> bytes | None:
-    """Return the content of some rows; None of those that cannot be read (`content_of_rows`)."""
+    """Return the content of some rows; None if they cannot be read (`content_of_rows`)."""
     try:
         return content_of(list(rows))
     except Exception:
@@ -165,7 +166,7 @@ def readable_content(rows: Any) -> bytes | None:
 
 
 def content_of_rows(rows: Any) -> bytes:
-    """Return the content of rows of a training data set; refuse those whose content nobody can compare."""
+    """Return the content of rows of a training data set; refuse rows whose content cannot be compared."""
     try:
         return content_of(rows)
     except Exception as error:

@@ -109,7 +109,7 @@ def _draw_every_number() -> torch.library.Library | None:
     found = [each for name, each in _OF_ONE_WORD.items() if _draws_one_word(name)]
     if not found:
         return None
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # undone once it is no longer referenced
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # undone once unreferenced
     with warnings.catch_warnings(action="ignore"):  # about replacing an operation of torch's, which is intended
         for overload, draw in found:
             library.impl(overload, draw, "CPU")  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Upper bounds on the success of every attack, with any prior knowledge.
 
-An event of probability f when one unit is absent (a false alarm, or a lucky guess at a secret) has at most min over e
-of exp(e) f + delta(e) when it is there, delta(e) being the accountant's curve.
+If an event has probability f when one unit is absent (a false alarm, or a lucky guess at a secret), its probability
+when the unit is present is at most min over e of exp(e) f + delta(e), where delta(e) is the accountant's curve.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def attack_ceilings(
 ) -> dict[str, Any]:
     """Return upper bounds on the success of any attack on the releases and everything derived from them.
 
-    By ``rdp``, for laws that the PLD does not judge, bounds are looser; without privacy, or without releases, they are
-    certainty, or chance. ``delta`` decides how far the curve is followed. ``membership_accuracy`` is that of a test
-    that faces members and non-members equally often; ``tpr_at_fpr`` and ``secret_guess`` (the probability of naming a
-    secret, by that of a guess without the releases) have decimal texts as keys, which survive JSON.
+    With ``rdp``, for laws that the PLD does not judge, bounds are looser. Without privacy the bounds are certainty;
+    without releases they are chance. ``delta`` decides how far the curve is followed. ``membership_accuracy`` is that
+    of a test that faces members and non-members equally often. ``tpr_at_fpr`` and ``secret_guess`` (the probability of
+    naming a secret, by that of a guess without the releases) have decimal strings as keys, which survive JSON.
     """
     releases = list(releases)
     stated = epsilon(releases, delta=delta, neighbours=neighbours, accountant=accountant)
-    # Far enough: beyond it exp(epsilon) times any of the rates below is above 1.
+    # Far enough: beyond this, exp(epsilon) times any of the rates below is above 1.
     furthest = min(2.0 * stated + 30.0, LARGEST_EPSILON)
     points = [float(x) for x in np.linspace(0.0, furthest, _POINTS)]
     deltas = np.array(delta_at(points, releases, neighbours=neighbours, accountant=accountant))
@@ -62,8 +62,8 @@ _POINTS = 1500
 class SecretCeiling:
     """Bounds on identifying a secret that occurs several times in the data, for any attack.
 
-    The absent event is that the secret is named although none of its copies took part: its prior probability. With
-    all ``copies`` it is at most min over e of exp(e) prior + delta_k(e), the curve that of `group_delta_at`.
+    The absent event is that the secret is named although none of its copies took part; its probability is the prior.
+    With all ``copies`` it is at most min over e of exp(e) prior + delta_k(e), with the curve of `group_delta_at`.
     """
 
     def __init__(self, releases: Iterable[Release], *, copies: int = 1, neighbours: Neighbours) -> None:
@@ -79,7 +79,7 @@ class SecretCeiling:
     def mean_rank(self, candidates: int) -> float:
         """Return the smallest expected rank of the secret, drawn uniformly from ``candidates``.
 
-        E[rank] is 1 and the sum of P[rank > r] from r = 1, and P[rank <= r] at most the success of naming the secret
+        E[rank] is 1 plus the sum of P[rank > r] from r = 1. P[rank <= r] is at most the success of naming the secret
         with prior r / candidates.
         """
         return 1 + float(sum(1 - self.success(r / candidates) for r in range(1, candidates)))

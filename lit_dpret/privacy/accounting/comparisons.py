@@ -1,4 +1,4 @@
-"""Numbers that are no claim: what other papers, and other ways of sampling, would state for the same releases."""
+"""Numbers that are not claims: what other papers, and other ways of sampling, would state for the same releases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
     """Return the epsilon by the central limit theorem of Gaussian DP: a diagnostic that may be below the truth.
 
     Many small releases look like one Gaussian with mu^2 = T q^2 (e^(1 / sigma^2) - 1) (Bu, Dong, Long and Su 2020,
-    arXiv 1911.11607, Corollary 4). It is here to compare numbers of older papers, and on no path to a claim.
+    arXiv 1911.11607, Corollary 4). It serves to compare numbers of older papers; no claim uses it.
     """
     require_delta(delta)
     squares = 0.0
@@ -67,12 +67,12 @@ def underreported_epsilon(releases: Iterable[Release], *, delta: float, neighbou
 
 
 def _passes(law: SamplingLaw, steps: int) -> int:
-    """Passes over the data that ``steps`` steps begin; the step that completes one counts to it."""
+    """Return how many passes over the data ``steps`` steps begin; the step that completes a pass counts towards it."""
     if isinstance(law, Shuffle):
         return law.epochs(steps)
     if isinstance(law, (Poisson, TruncatedPoisson)):
         rate = law.sample_rate
     else:
         rate = law.batch_size / law.n if isinstance(law, FixedSize) else 1.0
-    # A little more before rounding down: a step after a whole number of passes begins the next one.
+    # Slightly more before rounding down: a step after a whole number of passes begins the next one.
     return math.floor(rate * (steps - 1) + 1e-9) + 1 if rate < 1 else steps

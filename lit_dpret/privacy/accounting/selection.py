@@ -1,8 +1,8 @@
 """The privacy cost of training several times on private data and keeping the best run.
 
-For a random number of runs of which only the best is shown it is far smaller than for all of them (Papernot and
-Steinke 2022, arXiv 2110.03620, Theorems 2 and 6); the formulas are dp-accounting's ``RepeatAndSelectDpEvent``. What a
-search has to keep to, and whom the theorem does not cover: docs/derivations.md.
+If the number of runs is random and only the best is shown, the cost is far smaller than that of all of them (Papernot
+and Steinke 2022, arXiv 2110.03620, Theorems 2 and 6); the formulas are dp-accounting's ``RepeatAndSelectDpEvent``.
+docs/derivations.md says what rules a search must follow, and whom the theorem does not cover.
 """
 
 from __future__ import annotations
@@ -66,18 +66,20 @@ def selection_epsilon(
 ) -> float:
     """Return the epsilon of the best of a random number of runs, each with these ``releases``.
 
-    A truncated batch is judged as a plain Poisson one, and the chance that truncation gives a unit away in any of the
-    runs (`truncation_delta` times the mean number of runs) is taken from delta. Truncation is decided by coins that are
-    the same on both data sets; given that it did not happen, the number of runs has the same law with a smaller mean.
+    A truncated batch is judged as a plain Poisson batch. The probability that truncation reveals a unit in any of the
+    runs (`truncation_delta` times the mean number of runs) is subtracted from delta. Truncation is decided by coins
+    that are the same on both data sets; given that it did not happen, the number of runs has the same law with a
+    smaller mean.
 
-    By Renyi divergences, so never below ``epsilon(..., accountant="rdp")``, and infinite where that is.
+    The result uses Renyi divergences, so it is never below ``epsilon(..., accountant="rdp")``, and infinite where that
+    is.
     """
     require_delta(delta)
     releases = list(releases)
     for release in releases:
         if isinstance(release, GaussianRelease):
             law = simplest_law(release.law)
-            # RDP judges no truncated law; it is judged as plain Poisson, and pays for truncation out of delta.
+            # RDP judges no truncated law; it is judged as plain Poisson, and truncation is paid for out of delta.
             cut = isinstance(law, TruncatedPoisson) and neighbours == "zero_out"
             check_supported(Poisson(sample_rate=law.sample_rate) if cut else law, "rdp", neighbours)  # type: ignore[attr-defined]
     parts = composable_parts(releases)
@@ -86,7 +88,7 @@ def selection_epsilon(
     if not parts:
         return 0.0
     lost = [truncation_delta(part.law, part.count) for part in parts if isinstance(part.law, TruncatedPoisson)]
-    # By linearity: on average so many runs may each give a unit away.
+    # By linearity of expectation: each of the mean number of runs may reveal a unit.
     spare = delta - stopping.mean_runs * math.fsum(lost)
     if spare <= 0:
         return math.inf

@@ -38,7 +38,7 @@ ENGINES: dict[str, type[ClippedSum]] = {
 }
 
 
-#: Engines that need weights in their passes alone, and make the sum of a parameter from what these left.
+#: Engines that need the weights only in their passes, and compute a parameter's sum from what the passes left.
 BY_BLOCK = ("ghost", "ghost_tf32", "ghost_bf16")
 
 

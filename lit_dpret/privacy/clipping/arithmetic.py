@@ -1,7 +1,7 @@
 """The formats of matrix products, and what is assumed of a device that adds them up.
 
-A sum of n products is off by at most gamma(n) times the sum of their sizes, gamma(n) = n u / (1 - n u), in any order.
-`check_products` refuses a device on which probes are off by more. Sources: docs/derivations.md.
+A sum of n products is off by at most gamma(n) times the sum of their sizes, with gamma(n) = n u / (1 - n u), in any
+order. `check_products` refuses a device on which probes are off by more. Sources: docs/derivations.md.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from lit_dpret.matmul_precision import tf32_products, whole_products
 
 FormatName = Literal["float32", "float64", "tf32", "bf16"]
 
-#: Terms that are added up in one product; the rest is added to it.
+#: Terms that are added up in one product; further terms are added to its result.
 DEPTH = 2048
 
 
 def gamma(terms: int, roundoff: float) -> float:
-    """Relative error of a sum of so many products, in any order; infinite where it may be all of it."""
+    """Return the relative error of a sum of ``terms`` products, in any order; infinite where it may be all of it."""
     size = terms * roundoff
     return size / (1 - size) if size < 0.5 else math.inf
 
 
 @dataclass(frozen=True)
 class Format:
-    """The rounding of the inputs of products, and how exactly they are added up.
+    """The rounding of the inputs of products, and the accuracy of their sums.
 
     Attributes:
-        inputs: The type of inputs.
-        sums: The type of sums, and of all other operations.
+        inputs: The dtype of inputs.
+        sums: The dtype of sums, and of all other operations.
         roundoff: The roundoff that is assumed of an addition in a product.
         unit: The roundoff of all other operations, in IEEE arithmetic.
-        parts: Values whose sum stands for a scaled input.
-        omega: Relative error of that sum; a factor is rounded beside it, which `base.CLIP_ROUNDING` covers.
+        parts: The number of values whose sum represents a scaled input.
+        omega: Relative error of that sum; a factor is also rounded, which `base.CLIP_ROUNDING` covers.
         tiny: Absolute error of a product and of an addition where exponents run out, flushed to zero or not.
     """
 
@@ -60,18 +60,18 @@ class Format:
         return gamma(operations, self.unit)
 
     def rounded(self, values: Tensor) -> Tensor:
-        """The nearest values of the format; no copy where they are of it already. Infinity may become NaN."""
+        """Return the nearest values of the format; not copied if they are already in it. Infinity may become NaN."""
         if self.name != "tf32":
             return values.to(self.inputs)
         if values.dtype in (torch.bfloat16, torch.float16):
             return values
         values = values.float().contiguous()
-        # Half of the last place that stays, then the 13 last bits go; ties away from zero.
+        # Add half of the last place that stays, then clear the 13 last bits; ties go away from zero.
         nearest = (values.view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
         return nearest.add_(values, alpha=0.0)  # adds nothing but NaN, whose bits may have become a number's
 
     def split(self, values: Tensor) -> Iterator[Tensor]:
-        """Values of the format whose sum is ``values`` but for ``omega``."""
+        """Yield values of the format whose sum is ``values``, except for ``omega``."""
         for part in range(self.parts):
             found = self.rounded(values)
             yield found
@@ -89,7 +89,7 @@ FORMATS: Mapping[FormatName, Format] = {
 
 
 def product(x: Tensor, y: Tensor, form: Format) -> Tensor:
-    """``x @ y``, ``(..., m, k)`` and ``(..., k, n)``, of values of the format, added up in its type of sums."""
+    """Return ``x @ y``, ``(..., m, k)`` and ``(..., k, n)``, of values of the format, added up in its dtype of sums."""
     if x.device.type != "cuda" or form.name in ("float32", "float64"):
         return x.to(form.sums) @ y.to(form.sums)
     if form.name == "tf32":
@@ -102,7 +102,7 @@ def product(x: Tensor, y: Tensor, form: Format) -> Tensor:
 
 @contextmanager
 def _added_in_float32() -> Iterator[None]:
-    """Let cuBLAS not add up parts of a bfloat16 product in bfloat16, as it may by default."""
+    """Keep cuBLAS from adding up parts of a bfloat16 product in bfloat16, as it may by default."""
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = False
@@ -113,16 +113,16 @@ def _added_in_float32() -> Iterator[None]:
 
 
 def check_products(device: torch.device, form: Format) -> None:
-    """Refuse a device whose sums of products are further off than is assumed of them."""
+    """Refuse a device whose sums of products are further off than assumed."""
     draw = torch.Generator().manual_seed(0)
-    for depth in (4, DEPTH):  # few terms show inputs that are rounded, many show sums that are
-        # One large term among many small ones of its sign: what a sum of few digits loses.
+    for depth in (4, DEPTH):  # few terms reveal rounded inputs, many reveal rounded sums
+        # One large term among many small ones of its sign: a sum with few digits would lose these.
         x = 2.0**-12 * (1 + torch.rand(1, 32, depth, generator=draw))
         x[0, torch.arange(32), torch.randint(depth, (32,), generator=draw)] = 1 + torch.rand(32, generator=draw)
         x, y = form.rounded(x), form.rounded(1 + torch.rand(1, 32, depth, generator=draw))
         with torch.no_grad(), torch.autocast(device.type, enabled=False), whole_products():
             found = product(x.to(device), y.to(device).mT, form).cpu().double()
-        exact = x.double() @ y.double().mT  # of positive terms, so the sum of their sizes as well
+        exact = x.double() @ y.double().mT  # terms are positive, so this is the sum of their sizes as well
         if not bool(((found - exact).abs() <= form.gamma(depth) * exact).all()):
             raise UnsupportedModelError(
                 f"{device} adds up products of {form.name} values less exactly than privacy.engine assumes, so norms "

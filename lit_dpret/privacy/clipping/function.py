@@ -1,8 +1,8 @@
 """Row-by-row gradients, by torch.func, of one call of a module that has no rule.
 
-The module is run again on the rows of its input, each alone, under ``vmap``; its parameters and buffers are arguments
-of that run, so the module itself stays as it was. What a row gives alone is compared with what it gave in the batch, in
-every batch and also beside a broken unit: so one row's gradient cannot depend on the other rows of its batch.
+The module is run again under ``vmap`` on each row of its input alone. Its parameters and buffers are arguments of that
+run, so the module itself does not change. The output for a row alone is compared with its output in the batch, in every
+batch and also next to a broken unit: so one row's gradient cannot depend on the other rows of its batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lit_dpret.errors import UnsupportedModelError
 
-#: What a row may give alone and in the batch, relative to it: the rounding of two kernels.
+#: How much a row's output may differ between the row alone and the batch, relative to it: the rounding of two kernels.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 LOW_PRECISION_TOLERANCE = 5e-2
 
@@ -34,14 +34,14 @@ class FunctionCall:
     ) -> None:
         self.name, self.module, self.forward = name, module, forward
         leaves, self._structure = tree_flatten((args, kwargs))
-        # Detached: the call is run again with gradients of its own, and the first graph may go.
+        # Detached: the call is run again with its own gradients, and the first graph may be freed.
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
         self._autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES}
         self._outputs: list[Tensor | None] = []
 
     def returned(self, leaves: list[Any]) -> None:
-        """Store the output of the call; refuse one through which a gradient could take an unwatched way."""
+        """Store the output of the call; refuse one through which a gradient could flow unwatched."""
         constants = (type(None), bool, int, float, str)
         strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *constants))]
         if strange or not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
@@ -58,7 +58,7 @@ class FunctionCall:
         )
 
     def gradients(self, g: Tensor, output: int, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return gradients, ``(rows, *shape)``, by own parameter name; ``g``, ``(rows, ...)``, is that at an output."""
+        """Return gradients, ``(rows, *shape)``, by own parameter name; ``g``, ``(rows, ...)``, is that of an output."""
         mapped = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == len(g) for leaf in self._leaves]
         batched = [leaf for leaf, has_rows in zip(self._leaves, mapped, strict=True) if has_rows]
         # Copies: a module that updates a buffer would update it once for every row.
@@ -82,10 +82,10 @@ class FunctionCall:
 
         values = {name: p.detach() for name, p in parameters.items()}
         try:
-            # Under the autocast of the first run, or both would be other functions.
+            # Under the autocast of the first run, or the two would be different functions.
             with torch.enable_grad(), self._as_called(g.device.type):
                 alone, found = torch.func.vmap(one_row, randomness="error")(g, *batched)
-        # No defect of the model: the caller takes a smaller batch.
+        # Not a defect of the model: the caller takes a smaller batch.
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -99,7 +99,7 @@ class FunctionCall:
         return gradients
 
     def _refuse_other_output(self, alone: Tensor, output: int) -> None:
-        """Refuse rows that give something else alone than in the batch; a broken row must be broken in both."""
+        """Refuse rows whose output differs between row and batch; a broken row must be broken in both."""
         whole = self._outputs[output]
         if whole is None:
             raise RuntimeError(f"No output {output} was recorded for {self.name}.")
@@ -111,7 +111,7 @@ class FunctionCall:
         largest = torch.where(finite, sizes, 0).amax()
         gap = torch.linalg.vector_norm(alone - whole, dim=1)
         agree = gap <= tolerance * (sizes + 1e-3 * largest)
-        # A row that is broken in both says nothing, and its unit is dropped anyway.
+        # A row that is broken in both is ignored, and its unit is dropped anyway.
         both_broken = ~finite & ~torch.linalg.vector_norm(whole, dim=1).isfinite()
         if not bool(torch.where(finite, agree, both_broken).all()):
             raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""The reference engine, slow: each unit in a forward and a backward pass of its own, by plain autograd."""
+"""The slow reference engine: each unit in its own forward and backward pass, by plain autograd."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class LoopClipping(ClippedSum):
     """One pass for each unit, in which no other unit takes part; ``privacy.engine=loop``.
 
     Guarantees:
-        - What a unit contributes follows from its own rows, the weights and random numbers: no value of another unit,
+        - A unit's contribution depends only on its own rows, the weights and random numbers: no value of another unit,
           NaN or infinite ones included, reaches it.
-        - A unit whose loss depends on no trainable parameter contributes zero; a batch of such units alone is refused,
-          until one of an earlier batch was not so.
+        - A unit whose loss depends on no trainable parameter contributes zero. A batch of only such units is refused,
+          unless a unit so far has depended on one.
     """
 
     units_apart = True

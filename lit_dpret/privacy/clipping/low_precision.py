@@ -1,8 +1,9 @@
 """Clip by low-precision products: norms from above, and sums whose rounding is inside the bound.
 
-Inputs and output gradients of linear weights are rounded to TF32 or bfloat16 once, before anything is computed of them:
-the unit's gradient *is* that of the rounded values. All else stays in float32, and nothing low is written out because
-it is small: padding decides that, and one unit would change how others are rounded. Not measured on a GPU.
+Inputs and output gradients of linear weights are rounded to TF32 or bfloat16 once, before anything is computed from
+them: the unit's gradient *is* that of the rounded values. Everything else stays in float32. Small low-precision
+gradients are not computed in full, as elsewhere: padding decides which are small, so one unit would change how others
+are rounded. Not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lit_dpret.privacy.clipping.contributions import Contribution, Outer, Writte
 from lit_dpret.privacy.clipping.ghost import Contributions, GhostClipping
 from lit_dpret.privacy.clipping.units import UnitRows
 
-#: Rows of a sum that are made by one product.
+#: Rows of a sum that are computed by one product.
 _AT_ONCE = 8192
 
 
@@ -32,7 +33,7 @@ def add_scaled(
     rows: Tensor | None,
     form: Format,
 ) -> Tensor:
-    """``total`` plus the gradients of ``rows``, each times its coefficient, by products of the format."""
+    """Return ``total`` plus the gradients of ``rows``, each times its coefficient, by products of the format."""
     weights = (coefficients if rows is None else coefficients[rows]).float()[:, None, None]
     for use in uses:
         a, g = _kept(use.a, rows), _kept(use.g, rows)
@@ -73,9 +74,9 @@ class LowPrecisionGhostClipping(GhostClipping):
         return torch.ldexp((mantissa * 4096).floor_() / 4096, exponent)
 
     def _recorded(self, row_loss: RowLoss, batch: UnitRows) -> tuple[Tensor, Contributions]:
-        """The losses and contributions, after any check, with the factors of outer products rounded to the format."""
+        """Return losses and contributions, after any check, with factors of outer products rounded to the format."""
         losses, contributions = super()._recorded(row_loss, batch)
-        rounded: dict[object, tuple[Tensor, Tensor]] = {}  # with what it was made from, whose place none may take
+        rounded: dict[object, tuple[Tensor, Tensor]] = {}  # kept with its source, so that no tensor takes its memory
         with torch.no_grad():
             for name, uses in contributions.items():
                 if self._form(name, uses) is self.low:
@@ -84,7 +85,7 @@ class LowPrecisionGhostClipping(GhostClipping):
         return losses, contributions
 
     def _shared(self, values: Tensor, rounded: dict[object, tuple[Tensor, Tensor]]) -> Tensor:
-        """Round once what several parameters have in common, so that `by_input` finds it again."""
+        """Round once the values that several parameters share, so that `by_input` recognises them."""
         place = values.data_ptr(), values.shape, values.stride(), values.dtype
         if not values.data_ptr():
             return self.low.rounded(values)

@@ -1,7 +1,7 @@
 """Opacus' per-row gradients, for models that Opacus handles correctly, at units x parameters of memory.
 
-What it gets wrong (opacus 1.6) is refused: by name where the class tells, and otherwise by comparing its gradients with
-autograd's, as sums in every batch and weighted by unit where rows are selected in a new way.
+Models that it gets wrong (opacus 1.6) are refused: by name where the class shows it, and otherwise by comparing its
+gradients with autograd's, as sums in every batch and weighted by unit where rows are selected in a new way.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ INSTEAD = "Freeze it with requires_grad_(False), or choose privacy.engine=ghost 
 class OpacusClipping(ClippedSum):
     """Clip the per-row gradients of Opacus, in train mode; ``privacy.engine=opacus``.
 
-    Refused by name: T5's trainable relative position bias (opacus takes the query length for the batch), trainable
-    embeddings with a ``padding_idx`` (its gradient of the padding row is not zero), trainable layers with buffers,
-    recurrent ones of torch and those whose forward needs more than one tensor (DoRA's), and any parameter whose per-row
-    gradients do not have one slice per row or do not add up to autograd's (broadcast position ids, folded rows, a use
-    elsewhere).
+    Refused by name: T5's trainable relative position bias (opacus takes the query length for the batch); trainable
+    embeddings with a ``padding_idx`` (its gradient of the padding row is not zero); trainable layers with buffers;
+    torch's recurrent layers; layers whose forward needs more than one tensor (DoRA's). Also refused: any parameter
+    whose per-row gradients do not have one slice per row or do not add up to autograd's (broadcast position ids, folded
+    rows, a use outside its module).
     """
 
     def __init__(self, module: nn.Module, **clipping: Unpack[ClipSettings]) -> None:
@@ -90,7 +90,7 @@ class OpacusClipping(ClippedSum):
                 )
 
     def _cannot_repeat(self, layer: nn.Module) -> str | None:
-        """Return why opacus cannot run a layer that has no rule row by row, with its first input alone; or None."""
+        """Return why opacus cannot run a layer without a rule row by row, with its first input alone; or None."""
         if type(layer) in self._opacus.GRAD_SAMPLERS:
             return None
         if isinstance(layer, (nn.RNNBase, nn.RNNCellBase)):
@@ -108,7 +108,7 @@ class OpacusClipping(ClippedSum):
                     f"{name or 'the module'} is in eval mode, where opacus records nothing. "
                     "Call train() first, with the dropout rate set to 0 if dropout is not wanted."
                 )
-        # Made and removed in every batch: hooks that stay would record evaluation passes as well.
+        # Created and removed in every batch: hooks that stay would record evaluation passes as well.
         hooks = self._opacus(self.module, batch_first=True, loss_reduction="sum", strict=True)
         try:
             losses = row_loss()
@@ -123,13 +123,13 @@ class OpacusClipping(ClippedSum):
             return self._clip(samples, losses.detach(), batch)
 
     def _samples(self, hooks: Any, losses: Tensor, batch: UnitRows) -> dict[str, Tensor]:
-        """Per-row gradients, (rows, *shape), compared with autograd's own."""
+        """Return per-row gradients, (rows, *shape), after comparing them with autograd's own."""
         real = torch.where(batch.row_is_real(), losses, torch.zeros_like(losses))
         pattern = self._patterns.of(losses, batch)
         weighing = not batch.one_unit and (pattern is None or pattern not in self._verified)
         parameters = list(self.parameters.values())
         with warnings.catch_warnings(), torch.autocast(losses.device.type, enabled=False):
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")  # a first layer's, as meant
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")  # a first layer's, as intended
             try:
                 plain = torch.autograd.grad(real.sum(), parameters, allow_unused=True, retain_graph=weighing)
             except (torch.OutOfMemoryError, UnsupportedModelError):
@@ -150,13 +150,13 @@ class OpacusClipping(ClippedSum):
                 weights = unit_weights(batch).to(losses.dtype)[batch.unit_of_row]
                 twins = torch.autograd.grad((real * weights).sum(), parameters, allow_unused=True)
                 self._compare(samples, twins, weights, tolerance)
-                # A batch with a broken row proves nothing, so the next one is weighed again.
+                # A batch with a broken row proves nothing, so the next one is weighted again.
                 if pattern is not None and bool(real.isfinite().all()):
                     self._verified.add(pattern)
         return {name: sample for name, sample in samples.items() if sample is not None}
 
     def _without_rule(self) -> str:
-        """Tell which layers with trainable parameters opacus runs again row by row."""
+        """Name the layers with trainable parameters that opacus runs again row by row."""
         layers = [
             f"{name or 'the module'} ({type(layer).__name__})"
             for name, layer in self.module.named_modules()
@@ -204,7 +204,7 @@ class OpacusClipping(ClippedSum):
                 )
 
     def _clip(self, samples: dict[str, Tensor], losses: Tensor, batch: UnitRows) -> ClipStats:
-        # Squares in float64, as the other engines do: small parameters would vanish beside large ones.
+        # Squares in float64, as in the other engines: small parameters would vanish next to large ones.
         squares = torch.zeros(len(self.groups), batch.units, dtype=torch.float64, device=batch.real.device)
         for group in batch.groups:
             for name, sample in samples.items():
@@ -221,7 +221,7 @@ class OpacusClipping(ClippedSum):
             for name, sample in samples.items():
                 dtype = accumulator_dtype(self.parameters[name])
                 factors = coefficients[self.group_of[name]]
-                # Left out and not multiplied: rows of a dropped unit may be NaN.
+                # Left out instead of multiplied: rows of a dropped unit may be NaN.
                 keep = factors.nonzero().flatten()
                 total = torch.tensordot(factors[keep].to(dtype), sample[keep].to(dtype), dims=1)
                 self._sums[name] = self._sums[name].add_(total) if name in self._sums else total

@@ -1,7 +1,7 @@
 """The rows of each unit in a physical batch, and iteration over units.
 
-In a batch of *fixed shape* every slot has equally many rows, whether a unit fills it or not: no size of a tensor, and
-no branch, follows from who was drawn, so XLA compiles one program. Elsewhere empty slots are left out.
+In a batch of *fixed shape* every slot has the same number of rows, whether a unit fills it or not. No size of a tensor
+and no branch depends on which units were drawn, so XLA compiles one program. In other batches empty slots are left out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RowGroup:
 
     units: Tensor  # their slots, ``(n,)``
     rows: Tensor  # their rows, ``(n, rows of each)``
-    start: int | None  # the first row where ``rows`` counts up without a gap, so that a slice will do
-    first: int | None  # the first slot where ``units`` does
+    start: int | None  # the first row if ``rows`` is consecutive, so that a slice will do
+    first: int | None  # the first slot if ``units`` is consecutive
 
     @classmethod
     def build(cls, units: list[int], rows: list[list[int]], device: torch.device) -> RowGroup:
@@ -64,7 +64,7 @@ class RowGroup:
             self.of(slots).add_(values, alpha=scale)
 
     def add_squares_to(self, slots: Tensor, values: Tensor, scale: float = 1.0) -> None:
-        """Likewise with the squares of ``values``."""
+        """Add ``scale`` times the squares of ``values`` in the same way."""
         if self.first is None:
             self.add_to(slots, values.square(), scale)
         else:
@@ -107,7 +107,7 @@ class UnitRows:
         for row in of_unit:
             rows_of.setdefault(slots[row], []).append(row)
         by_count: dict[int, list[int]] = {}
-        # Sorted, so that sums are formed in one order whatever order the rows came in.
+        # Sorted, so that sums are formed in one order whatever the order of the rows.
         for slot in sorted(rows_of):
             by_count.setdefault(len(rows_of[slot]), []).append(slot)
         groups = tuple(
@@ -134,7 +134,7 @@ class UnitRows:
 
 
 def _without_gap(numbers: list[int]) -> int | None:
-    """Return the first of numbers that count up one by one, None where they do not."""
+    """Return the first of consecutive numbers; None if they are not consecutive."""
     return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
 
 

@@ -1,7 +1,7 @@
 """Naive-DP: clip the gradient of a whole sub-batch (Kong, Munoz Medina and Ribero, 2310.03104, section 5).
 
-The other units remain when one is taken out, so the clipped gradient can turn from one point of the ball to the
-opposite one: it moves by 2C, not by C.
+When one unit is removed the others remain, so the clipped gradient can turn from one point of the ball to the opposite
+one: it moves by 2C, not by C.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class BatchClip(CoupledMode):
     """Clip the gradient of each sub-batch's mean loss.
 
     Guarantees:
-        - Taking one unit out, putting one in or replacing one moves the sum by at most
-          2 ``max_grad_norm``, for every loss, temperature and batch size.
-        - A sub-batch whose gradient is not finite, or so large that fp32 could not hold what it is scaled
-          by, contributes zero and is counted.
+        - Removing, adding or replacing one unit moves the sum by at most 2 ``max_grad_norm``, for every loss,
+          temperature and batch size.
+        - A sub-batch whose gradient is not finite, or so large that fp32 could not represent its clip factor,
+          contributes zero and is counted.
 
     Args:
         max_grad_norm: L2 bound C on the gradient of one sub-batch's mean loss.
-        l2_sensitivity: The total, 2C, in its place.
-        sub_batches: Into how many parts a logical batch falls; each is clipped, and they are averaged.
+        l2_sensitivity: The total, 2C, given instead.
+        sub_batches: The number of parts of a logical batch; each is clipped, and they are averaged.
     """
 
     name: ClassVar[str] = "batch_clip"
@@ -42,7 +42,7 @@ class BatchClip(CoupledMode):
     bounds_any_rows: ClassVar[bool] = True
 
     def _sensitivity(self, n_max: int, change: Relation, loss: Any) -> float:
-        # Whatever a missing unit does to the mean gradient, both vectors are of norm C at most.
+        # Whatever a missing unit does to the mean gradient, both vectors have norm at most C.
         return 2.0
 
     def _denominator(self, draft: PrivacyPlan, parts: int) -> float:
@@ -76,7 +76,7 @@ class BatchClip(CoupledMode):
         norm = torch.stack([gradient.double().norm() for gradient in wide.values()]).norm() if wide else torch.zeros(1)
         bound = room_for_rounding(self._plan.max_grad_norm, parameters.values())
         factor = float((bound / norm).clamp(max=1.0))
-        # NaN times zero is NaN, so such a sub-batch is left out and not scaled down.
+        # NaN times zero is NaN, so such a sub-batch is left out instead of scaled down.
         if not bool(norm.isfinite()) or not bool(loss.isfinite()) or factor < LEAST_FACTOR:
             self.counts.non_finite += 1
             return

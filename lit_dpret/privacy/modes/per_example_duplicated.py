@@ -1,7 +1,7 @@
 """Per-example clipping of an in-batch loss, with its true sensitivity: the direct baseline of the papers.
 
-Each row's loss has copies of all passages of its sub-batch. Taking a unit out removes its row (C) and turns n - 1
-others (2C each): (2n - 1) C, and 2nC for a replacement; both are reached. Counting C alone would be a false claim.
+Each row's loss has copies of all passages of its sub-batch. Removing a unit removes its row (C) and turns n - 1 others
+(2C each): (2n - 1) C in total, and 2nC for a replacement; both are attained. Counting C alone would be a false claim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lit_dpret.settings import require_choice
 
 def duplicated_sensitivity(n_max: int, change: Relation) -> float:
     """Return how far one unit moves a sum of n row gradients of norm at most 1 that all depend on it."""
-    # n - 1 other rows turn from one vector to another (2 each); the own row goes (1), or turns as well (2).
+    # n - 1 other rows turn from one vector to another (2 each); the unit's own row goes (1), or turns as well (2).
     return 2.0 * n_max - (1.0 if change == "add_or_remove" else 0.0)
 
 
@@ -34,12 +34,12 @@ class PerExampleDuplicated(CoupledMode):
     """Clip each row's in-batch gradient, with its own copy of the sub-batch's passages.
 
     Guarantees:
-        - Taking one unit out of a sub-batch moves the sum by at most (2 ``n_max`` - 1) C, replacing one by
-          at most 2 ``n_max`` C, with C = ``max_grad_norm``, for every loss and temperature.
+        - Removing one unit from a sub-batch moves the sum by at most (2 ``n_max`` - 1) C, and replacing one by at most
+          2 ``n_max`` C, with C = ``max_grad_norm``, for every loss and temperature.
 
     Args:
         max_grad_norm: L2 bound C on one row's gradient.
-        sub_batches: Into how many parts a logical batch falls. Smaller parts need less noise.
+        sub_batches: The number of parts of a logical batch. Smaller parts need less noise.
         engine: ``ghost`` or ``vmap``.
         rows_at_once: How many rows, each with its copies of all passages, go through the model together.
     """
@@ -71,7 +71,7 @@ class PerExampleDuplicated(CoupledMode):
         self._refuse_large(int(batch.mask.sum()))
         ids, real = batch.unit_ids, batch.mask[batch.unit_ids]
         for part in rows_in_turn(len(ids), self.rows_at_once):
-            # Each row is a unit of its own to the engine: its gradient holds copies of all passages.
+            # To the engine, each row is a separate unit: its gradient holds copies of all passages.
             slots = torch.arange(part.stop - part.start, device=ids.device)
             self.add(module.copied_loss(batch, part), slots, real[part])
         self.counts.units += int(batch.mask.sum()) - int(real.sum())  # units of which no row is left

@@ -20,8 +20,8 @@ class PlainGradients(PrivacyMode):
     """Average the gradients; shared by ``none`` and ``synthetic``.
 
     Args:
-        sub_batches: Let only the rows of the same sub-batch be each other's negatives, as under the
-            private modes that cut a batch so; null for whole batches.
+        sub_batches: Let only rows of the same sub-batch be each other's negatives, as under the private modes that
+            split a batch in this way; null for whole batches.
     """
 
     candidates: ClassVar[Candidates] = "batch"
@@ -58,7 +58,7 @@ class PlainGradients(PrivacyMode):
         units = max(self.counts.units, 1)
         self.counts = StepCounts()
         gradients = {name: total / units for name, total in sums.items()}
-        # Infinite, so that a ledger without noise is never read as one with it.
+        # Infinite, so that a ledger without noise is never read as one with noise.
         return Update(gradients, noise_std=0.0, sensitivity=float("inf"), denominator=float(units))
 
 
@@ -78,8 +78,8 @@ class SyntheticData(PlainGradients):
     """Train without noise on data released by a private generator.
 
     Guarantees:
-        - The run's card repeats the claim of the data's card and names it by SHA-256; it never
-          claims more than the data did.
+        - The run's card repeats the claim of the data's card and names that card by SHA-256; it never claims more than
+          the data's card.
         - A data set without a card is refused before training.
     """
 

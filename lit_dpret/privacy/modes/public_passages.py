@@ -1,8 +1,8 @@
 """Query-level privacy against a pool of public passages.
 
-Candidates that follow from public data, coins and released weights leave the loss a sum over records, so clipping
-bounds each by C. The *text* of passages and that they are in the collection must be public; which answers which query
-stays protected. Passages of the sampled records would couple rows and take amplification away.
+If candidates depend only on public data, coins and released weights, the loss is a sum over records, so clipping bounds
+each by C. The *text* of passages, and their presence in the collection, must be public; which passage answers which
+query stays protected. Passages of the sampled records would couple rows and remove amplification.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class PublicPassages(DPSGD):
     """DP-SGD on the softmax of each query over public passages.
 
     Guarantees:
-        - The sum of clipped gradients moves by at most ``max_grad_norm`` when one record, that is a query
-          and which passages answer it, is emptied, added or removed.
+        - The sum of clipped gradients moves by at most ``max_grad_norm`` when one record (a query and which passages
+          answer it) is emptied, added or removed.
         - The pool of a step is drawn by public coins from (``pool_seed``, step) and from nothing else.
         - Changing the text of one query changes the gradient of that query alone.
 
     Args:
-        passage_gradient: Through which passages a query's gradient flows: ``none`` of them, so that only
-            the query side is trained on it (cheapest); its ``own`` positive; or, exactly, the ``full``
-            pool, which costs a forward and backward pass of the pool for every query.
-        pool_size: How many public passages a step draws as candidates; null for all of them.
+        passage_gradient: Through which passages a query's gradient flows: ``none`` of them, so that it trains only the
+            query side (cheapest); its ``own`` positive; or, exactly, the ``full`` pool, which costs a forward and
+            backward pass of the pool for every query.
+        pool_size: The number of public passages that a step draws as candidates; null for all of them.
         pool_seed: The seed of those draws; public.
         units_at_once: With ``full``, how many units, each row with a copy of the pool, go through the model together.
     """
@@ -58,7 +58,7 @@ class PublicPassages(DPSGD):
         require_whole("privacy", self, 1, "units_at_once")
 
     def attach(self, module: nn.Module, plan: PrivacyPlan | None, stream: KeyedStream) -> None:
-        # A capability and not a class, so that a user's own module may have it.
+        # A capability instead of a class, so that a user-defined module may have it.
         if not getattr(module, "takes_public_passages", False):
             raise UnsupportedModelError(
                 f"privacy=public_passages trains a query against public passages; {type(module).__name__} has none. "
@@ -71,6 +71,6 @@ class PublicPassages(DPSGD):
         if self.passage_gradient != "full":
             super().contribute(module, batch)
             return
-        # Each query gets a copy of the pool for exact gradients through it; few at a time bound the memory.
+        # Each query gets a copy of the pool for exact gradients through it; a few at a time limit the memory.
         for part in split_batch(batch, units_at_once=self.units_at_once):
             super().contribute(module, part)

@@ -1,7 +1,7 @@
 """Clipping of pairwise similarity gradients: the norms of all pairs, and the weighted sum of their gradients.
 
-Which way to the norms is cheapest is decided from public numbers alone: a bound and an exact norm clip differently, so
-the choice must not look at the data. It is made once, for the most records that a sub-batch may have.
+The cheapest method for the norms is chosen from public numbers alone. A bound and an exact norm clip differently, so
+the choice must not look at the data. It is made once, for the maximum number of records in a sub-batch.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ __all__ = [
 
 NormsName = Literal["auto", "pair_ghost", "jacobian", "k_blocks", "linear_head", "brute_force"]
 
-#: How many times the cost of a bound the exact norms may take: a bound clips shared encoders 2 to 5 times too hard.
+#: How many times as much as a bound exact norms may cost: a bound clips shared encoders 2 to 5 times too hard.
 EXACT_IS_WORTH = 10.0
-#: What those operations cost in practice, in ordinary steps: measured by benchmarks/logit_dp.py, within a factor of 2.
+#: Practical cost of these operations, in ordinary steps: measured by benchmarks/logit_dp.py, within a factor of 2.
 GHOST, BLOCKS, INNER = 2.0, 3.5, 0.5
 
 
 def costs(*, n_max: int, dim: int, positions: int, width: int, shared: bool) -> dict[NormsName, float]:
     """Return the cost of each method in ordinary steps (a forward and backward pass of n queries and n passages).
 
-    Per linear layer of ``width`` x ``width`` and ``positions`` T: a cotangent is a third of a step, its Gram
+    Per linear layer of ``width`` x ``width`` and ``positions`` T: a cotangent is a third of a step, and its Gram
     products add T / h of that (for a pair's joined 2T positions: 2T / h; for a block of d cotangents: (T + d) / h).
-    Inner products of all pairs take, for each parameter and in the cheapest way, 2 d^2, 4 d + 250 or 6 T^2 / h
-    multiplications, of the 12 n T of a step. ``GHOST``, ``BLOCKS`` and ``INNER`` are what was measured over that count.
+    Inner products of all pairs take, for each parameter and by the cheapest method, 2 d^2, 4 d + 250 or 6 T^2 / h
+    multiplications, of the 12 n T of a step. ``GHOST``, ``BLOCKS`` and ``INNER`` are the ratios of measured cost to
+    that count.
     """
     d, t, h = dim, positions, width
     blocks = BLOCKS * d / 3 * (1 + (t + d) / h)
@@ -64,8 +65,8 @@ def choose_norms(
 ) -> NormsName:
     """Return the method that ``norms=auto`` selects.
 
-    The closed form for a linear head; else the cheapest exact one. The bound of ``k_blocks`` is taken for shared
-    parameters only where exact norms cost more than ``EXACT_IS_WORTH`` times as much.
+    That is the closed form for a linear head, and otherwise the cheapest exact method. For shared parameters, the bound
+    of ``k_blocks`` is used only if exact norms cost more than ``EXACT_IS_WORTH`` times as much.
     """
     if linear_head:
         return "linear_head"
