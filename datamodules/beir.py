@@ -1,8 +1,8 @@
 """A BEIR set by name: read from a folder, evaluated by the protocol of that set.
 
-The traps are BEIR's own (Thakur et al., 2021): MS MARCO is evaluated on ``dev``; in ArguAna and Quora every query
-is itself a passage; CQADupStack is the mean over twelve forums; Touché was re-judged, and its versions have nothing
-in common. The counts, those of ir-datasets 0.6.3, tell a whole set from a sample and one version from another.
+The traps are BEIR's own (Thakur et al., 2021): MS MARCO is evaluated on ``dev``; in ArguAna and Quora every query is
+itself a passage; CQADupStack is the mean over twelve forums; Touché was re-judged, and the numbers of its versions are
+not comparable. The counts, from ir-datasets 0.6.3, distinguish a whole set from a sample and one version from another.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lit_dpret.errors import ConfigurationError, DataError
 class BeirSet:
     """The protocol by which BEIR evaluates one data set."""
 
-    name: str  # BEIR's own, which is also that of the folder its archive unpacks to
+    name: str  # BEIR's name, also the name of the folder that its archive unpacks to
     split: str = "test"  # the split that is evaluated
-    passages: int = 0  # how many passages it has; 0 for the mean of several sets
-    queries: int = 0  # how many queries that split has
-    judgements: int = 0  # how many judgements that split has, those of grade 0 included
+    passages: int = 0  # number of passages; 0 for the mean of several sets
+    queries: int = 0  # number of queries in that split
+    judgements: int = 0  # number of judgements in that split, including those of grade 0
     drops_self_matches: bool = False  # whether a passage with the query's own id is left out of its ranking
-    members: tuple[str, ...] = ()  # the sets whose mean this one is; empty for a set with files of its own
-    source: str = ""  # its name in ir-datasets; empty where it has none
-    note: str = ""  # what else a reader of a number should know
+    members: tuple[str, ...] = ()  # for a set that is a mean, the averaged sets; empty for a set with files of its own
+    source: str = ""  # its name in ir-datasets; empty if it has none
+    note: str = ""  # caveats for readers of a score
 
     def departures(self, *, passages: int, queries: int, judgements: int) -> list[str]:
-        """Return how these numbers differ from the published set's, one phrase each; empty for the whole set."""
+        """Return how these numbers differ from those of the published set, one phrase each; empty for the whole set."""
         found = {"passages": passages, "queries": queries, "judgements": judgements}
         wanted = {"passages": self.passages, "queries": self.queries, "judgements": self.judgements}
         return [
@@ -122,17 +122,17 @@ class BeirDataModule(PairsDataModule):
     """One public BEIR set, from ``root/NAME`` or ``root`` itself.
 
     Guarantees:
-        - `evaluation_split` is the split that BEIR evaluates, `drops_self_matches` whether a query's own passage is
-          left out of its ranking.
+        - `evaluation_split` is the split that BEIR evaluates; `drops_self_matches` says whether a query's own passage
+          is left out of its ranking.
         - A set that is not the published one (a sample, another version, another split) is reported in a warning.
 
     Args:
-        name: BEIR's name of the set, as ``scifact`` or ``cqadupstack/unix``, or the papers' short one.
-        root: The folder that holds the set's folder, or that folder itself.
-        download: Take the evaluation split from ir-datasets (extra ``beir``) instead, which downloads what it does
-            not have yet. There is no train split then.
-        only_evaluation: Read only the split that is evaluated; train queries of large sets take their time.
-        allow_empty_passages: As for `PairsDataModule`, and true unless set, for several sets have some.
+        name: BEIR's name of the set, such as ``scifact`` or ``cqadupstack/unix``, or the papers' short name.
+        root: The folder that contains the set's folder, or that folder itself.
+        download: Take the evaluation split from ir-datasets (extra ``beir``) instead, which downloads missing files.
+            There is no train split then.
+        only_evaluation: Read only the evaluated split; train queries of large sets take long to read.
+        allow_empty_passages: As for `PairsDataModule`, but true by default, because several sets have empty passages.
     """
 
     name: str
@@ -194,7 +194,7 @@ class BeirDataModule(PairsDataModule):
         """Return queries and graded qrels of one split, by default BEIR's; warn about any other.
 
         Raises:
-            DataError: There is no such split; the message lists those there are.
+            DataError: There is no such split; the message lists the existing ones.
         """
         split = split or self.set.split
         queries, qrels = super().evaluation_set(split)
@@ -213,7 +213,7 @@ class BeirDataModule(PairsDataModule):
 
 
 def beir_folder(root: str | Path, wanted: BeirSet) -> Path | None:
-    """Return the folder of a set under ``root``, or ``root`` itself if it is one; None without one."""
+    """Return the folder of a set under ``root``, or ``root`` itself if it is one; None if there is none."""
     places = [Path(root) / wanted.name, Path(root)]
     return next((place for place in places if place.is_dir() and find_part(place, "corpus") is not None), None)
 

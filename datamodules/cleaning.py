@@ -1,8 +1,8 @@
 """Copy a log of pairs without the records that training refuses.
 
-To leave a record out is a decision about the data that their owner makes before any guarantee begins: no epsilon
-covers it, nor the numbers that `write_clean` returns. Most problems are those of one record alone; whether a record
-contradicts or repeats another depends on that one, and the guarantee then compares logs without such records.
+Leaving a record out is a decision about the data that their owner makes before any guarantee begins: no epsilon covers
+it, nor the numbers that `write_clean` returns. Most problems concern one record alone. Whether a record contradicts or
+repeats another depends on both, so the guarantee then compares logs without such records.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KNOB = "task.write_clean"
 
 
 def check_clean(log: str | Path, out: Path) -> RecordFile:
-    """Return the reader of ``log``; refuse a copy ``out`` that could not be written or would be of other units."""
+    """Return the reader of ``log``; refuse a copy ``out`` that could not be written or would have other units."""
     file = RecordFile(log, knob="datamodule.pairs")
     if out.exists():
         raise ConfigurationError(f"{_KNOB}={out} exists, and nothing is overwritten. Name a new file.")
@@ -44,7 +44,7 @@ def check_clean(log: str | Path, out: Path) -> RecordFile:
 
 
 def refused_records(problems: Sequence[DataError], log: str | Path) -> dict[int, str] | None:
-    """Return the kind of the first problem of each record; None where a problem is not of one record of the log."""
+    """Return the kind of the first problem of each record; None if a problem is not tied to one record of the log."""
     kinds: dict[int, str] = {}
     for problem in problems:
         if problem.record is None or problem.record[0] != str(log):
@@ -65,10 +65,10 @@ def write_clean(
     """Write ``out``, which only its owner can read, without the ``refused`` records; return private counts of these.
 
     Guarantees:
-        - Records that are kept are copied byte for byte, in their order.
-        - The copy has the queries, texts, users, splits and pairs that could be read of the log (``readable``);
-          otherwise none is written, and a `DataError` says so.
-        - Records without a query id keep the name of their line: an empty line stands for each that is left out.
+        - The kept records are copied byte for byte, in their order.
+        - The copy has the same queries, texts, users, splits and pairs as the readable part of the log (``readable``);
+          otherwise nothing is written, and a `DataError` says so.
+        - Records without a query id keep the name of their line: an empty line replaces each line left out.
     """
     quiet = RecordFile(file.path, complain=lambda problem: None)
     records = {number: record for number, record in quiet if number in refused}
@@ -77,12 +77,12 @@ def write_clean(
     lines = 0
 
     def kept() -> Iterator[bytes]:
-        """Yield the lines of records that are kept; a record reaches to the line on which the next one begins."""
+        """Yield the lines of kept records; a record extends to the line on which the next one begins."""
         nonlocal lines
         with file.opened() as stream:
             for number, line in enumerate(stream, start=1):
                 place = bisect_right(starts, number) - 1
-                if place < 0 or starts[place] not in refused:  # a header stands before the first record
+                if place < 0 or starts[place] not in refused:  # a header comes before the first record
                     yield line
                 else:
                     lines += bool(line.strip())
@@ -109,7 +109,7 @@ def write_clean(
         "lines": lines,
         "of": len(starts),
         "kinds": dict(Counter(refused.values())),
-        "compared": any(re.search("two|repeated", kind) for kind in refused.values()),  # with other records
+        "compared": any(re.search("two|repeated", kind) for kind in refused.values()),  # involves other records
         "empty_lines": blanks,
         "queries_with_fewer_records": len(less),
         "users_without_records": len(gone),

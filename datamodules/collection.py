@@ -23,7 +23,7 @@ _SHORTEST_KEY = 16
 
 
 QueryIds = Literal["all", "some", "none", "unknown"]
-#: The key under which a written record says what its log's records had, where not all had ids.
+#: The key under which a written record states which records of its log had ids, if not all had.
 GIVEN_IDS = "query_ids"
 
 
@@ -32,20 +32,20 @@ class Collection:
     """A retrieval data set."""
 
     # Text of each passage (title and text joined) by id: a dictionary, or a
-    # `lit_dpret.datamodules.passage_store.PassageStore` for more than memory should hold.
+    # `lit_dpret.datamodules.passage_store.PassageStore` for corpora too large for memory.
     passages: Mapping[str, str]
     queries: Mapping[str, str]  # text of each query of every split by id
     # For each split (``train``, ``dev``, ``test``) the graded judgements ``{query_id: {passage_id: grade}}``. A grade
     # above 0 makes the passage a positive.
     qrels: Mapping[str, Qrels]
-    # User id by query id, where users are known; private. Ids are taken as those of files are (`as_id`).
+    # User id by query id, where users are known; private. Ids are normalised like those in files (`as_id`).
     users: Mapping[str, str] = field(default_factory=dict)
     domains: Mapping[str, str] = field(default_factory=dict)  # domain by query id, where domains are known
     passage_domains: Mapping[str, str] = field(default_factory=dict)  # domain by passage id, where domains are known
-    # Which records had one; those without are queries of their own. Unless a reader says it, the runs on its data are
-    # not added up with others: one query of those may be several here.
+    # Which records had an id; each record without one is a query of its own. Unless a reader sets this, runs on its
+    # data are not composed with others: one of their queries may be several here.
     query_ids: QueryIds = "unknown"
-    source: str = "the data set"  # where it came from, for messages
+    source: str = "the data set"  # where the data came from, for messages
 
     def __post_init__(self) -> None:
         users = {query_id: as_id(user) for query_id, user in self.users.items()}
@@ -58,9 +58,9 @@ class Collection:
         """Refuse the first contradiction found; return the collection itself.
 
         Guarantees, after it returns:
-            - There is at least one passage, one query and one judged query, and no text is empty
-              (passages may be where ``allow_empty_passages``).
-            - Every qrel names a known query and a known passage, by a whole-number grade.
+            - There is at least one passage, one query and one judged query, and no text is empty (except passages with
+              ``allow_empty_passages``).
+            - Every qrel names a known query and a known passage, with a whole-number grade.
             - Every query is judged in some split, and every train query has a positive passage.
             - No query is both trained on and evaluated on.
 
@@ -92,7 +92,7 @@ class Collection:
         for query_id, text in self.queries.items():
             if not text.strip():
                 yield "empty query", f"query {query_id!r} has an empty text"
-        held = self.passages if isinstance(self.passages, dict) else {}  # a store is written as UTF-8
+        held = self.passages if isinstance(self.passages, dict) else {}  # a store is always valid UTF-8
         for what, texts in (
             ("passage", held), ("query", self.queries), ("the user of query", self.users),
             ("the domain of query", self.domains), ("the domain of passage", self.passage_domains),
@@ -137,7 +137,7 @@ class Collection:
         return replace(self, qrels=qrels, **kept)  # type: ignore[arg-type]
 
     def split(self, name: str) -> Qrels:
-        """Return the qrels of one split; a `DataError` lists those there are."""
+        """Return the qrels of one split; a `DataError` lists the existing splits."""
         if not self.qrels.get(name):
             raise DataError(
                 f"{self.source} has no split {name!r}; it has: {', '.join(s for s in self.qrels if self.qrels[s])}."
@@ -149,11 +149,12 @@ class Collection:
         return tuple(passage for passage, grade in self.split(split)[query_id].items() if grade > 0)
 
     def fingerprint(self, key: bytes) -> str:
-        """Return an HMAC-SHA256 of all that training reads: passages and train split, in order; 64 hexadecimal digits.
+        """Return an HMAC-SHA256 of everything training reads: passages and train split, in order; 64 hexadecimal
+        digits.
 
-        An unkeyed hash of private text would let anybody test a guess at the text; keyed with the run's privacy
-        secret (at least 16 bytes) it only lets a resumed run notice that its data changed. Evaluation queries
-        change no claim.
+        An unkeyed hash of private text would let anyone test a guess at the text. Keyed with the run's privacy secret
+        (at least 16 bytes), it only lets a resumed run notice that its data changed. Evaluation queries are left out,
+        since they change no claim.
         """
         if len(key) < _SHORTEST_KEY:
             raise ConfigurationError(
@@ -178,29 +179,29 @@ class Collection:
 
 
 class GivenIds:
-    """Collect which records have ids of queries, as `Collection.query_ids` says it."""
+    """Collect which records have query ids, as a value of `Collection.query_ids`."""
 
     def __init__(self) -> None:
         self._met: set[QueryIds] = set()
 
     def note(self, record: Mapping[str, Any], *, named: bool) -> None:
-        """Count a record that is ``named``, unless it says that it got its name when a split was written."""
+        """Count a record that is ``named``, unless it states that it got its name when a split was written."""
         said = record.get(GIVEN_IDS)
-        words: tuple[QueryIds, ...] = ("some", "none", "unknown")  # no log says "all" of what it lacks
+        words: tuple[QueryIds, ...] = ("some", "none", "unknown")  # no log writes "all" into its records
         told = next((word for word in words if isinstance(said, str) and word == said), None)
         self._met.add(told or ("all" if named else "none"))
 
     def found(self) -> QueryIds:
-        """Return the word for all records."""
+        """Return the value for all records."""
         return next(iter(self._met)) if len(self._met) == 1 else "unknown" if "unknown" in self._met else "some"
 
 
 class TextData(Protocol):
     """The DataModule interface for `task=check_data`.
 
-    It may also have ``file_columns()``, ``pair_columns``, a setting that names its source, ``expected_batch_size``,
-    and the switches on passages of `lit_dpret.datamodules.pairs.PairsDataModule`.
+    It may also have ``file_columns()``, ``pair_columns``, a setting that names its source, ``expected_batch_size``, and
+    the passage switches of `lit_dpret.datamodules.pairs.PairsDataModule`.
     """
 
     def read_collection(self, complain: Callable[[DataError], None] = ...) -> Collection:
-        """Read the data from the files; ``complain`` gets every problem of a record."""
+        """Read the data from the files; ``complain`` receives every problem of a record."""

@@ -1,6 +1,7 @@
 """Any Hugging Face data set of (query, passage) rows, by column names: from the hub or a folder.
 
-A folder is read without the library ``datasets``, by our own readers; docs/data.md says which file is of which split.
+A folder is read by our own readers, without the library ``datasets``; docs/data.md says which split each file belongs
+to.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from lit_dpret.errors import ConfigurationError, DataError, first_line
 from lit_dpret.lazy import optional
 from lit_dpret.settings import require_whole
 
-#: The settings that name columns, and those of them that cannot be null.
+#: The settings that name columns; the first two cannot be null.
 _COLUMNS = ("query_column", "passage_column", "query_id_column", "passage_id_column", "user_column", "split_column")
 _NEEDED = _COLUMNS[:2]
-#: The settings that a path on the disk does not take, and what to do instead.
+#: The settings that do not apply to a local path, and what to do instead.
 _OF_THE_HUB = {
     "name": "Name the folder of that configuration in datamodule.path.",
     "revision": "Set it to null: files on the disk have no revision.",
@@ -49,7 +50,7 @@ class HubRows(Records):
                 row = next(rows)
             except StopIteration:
                 return
-            except Exception as error:  # of whichever kind: a network, a disk, a schema that a file breaks
+            except Exception as error:  # of any kind: a network, a disk, a file that breaks the schema
                 self.complain(_not_given(self.where(number + 1), error))
                 return
             number += 1
@@ -58,21 +59,20 @@ class HubRows(Records):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HuggingFaceDataModule(PairsDataModule):
-    """Rows with a query and a passage, under any column names; only the columns that are named are read.
+    """Rows with a query and a passage, under any column names; only the named columns are read.
 
     Args:
-        path: A folder or file, read without ``datasets`` and without a network; else a name on the hub (extra
+        path: A folder or file, read without ``datasets`` and without a network; otherwise a name on the hub (extra
             ``hf``).
         name: The configuration on the hub, for a data set that has several.
         revision: The commit on the hub; without one the data may change from run to run.
-        splits: What the data set calls the splits, ``{train: train_sft, dev: holdout}``; only these are read. None
+        splits: The data set's names of the splits, ``{train: train_sft, dev: holdout}``; only these are read. None
             takes ``train``, ``validation`` (or ``dev``) and ``test``.
-        streaming: Fetch rows from the hub as they are read, and not the whole data set first; needs ``max_rows``.
-        max_rows: So many rows of each split, the first ones. Which row is whose is then public: how many rows each
-            query and each user has. Refused under ``add_or_remove`` and ``replace_one``.
+        streaming: Fetch rows from the hub as they are read, rather than the whole data set first; needs ``max_rows``.
+        max_rows: Keep only the first this many rows of each split. The owner of each row is then public, and so is the
+            number of rows of each query and each user. Refused under ``add_or_remove`` and ``replace_one``.
         query_column: Texts of queries.
-        passage_column: Texts of passages; a row may lack one where ``passage_id_column`` names a passage of
-            ``corpus``.
+        passage_column: Texts of passages; a row may lack one if ``passage_id_column`` names a passage of ``corpus``.
         query_id_column: Ids of queries; None makes every row a query of its own.
         passage_id_column: Ids of passages; None makes equal texts one passage.
         user_column: Ids of users, for ``privacy.unit=user``.
@@ -119,7 +119,7 @@ class HuggingFaceDataModule(PairsDataModule):
             )
 
     def _refuse_what_is_no_name(self) -> None:
-        """Refuse columns and splits that are not names, and settings of the hub beside a path on the disk."""
+        """Refuse columns and splits that are not names, and hub settings combined with a local path."""
         for setting in _COLUMNS:
             value = getattr(self, setting)
             if not (isinstance(value, str) and value) and not (value is None and setting not in _NEEDED):
@@ -212,7 +212,7 @@ class HuggingFaceDataModule(PairsDataModule):
                     split: library.load_dataset(self.path, self.name, split=theirs, **how)
                     for split, theirs in self.splits.items()
                 }
-        except Exception as error:  # of whichever kind: no network, no such name, a gate
+        except Exception as error:  # of any kind: no network, no such name, a gated repository
             nowhere = "is not a file or folder here, and from the hub it"
             raise _not_given(f"datamodule.path={self.path} {nowhere}", error) from error
         if not given:
@@ -223,7 +223,7 @@ class HuggingFaceDataModule(PairsDataModule):
 
 
 def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = True) -> dict[str, list[Path]]:
-    """Find the files of each split in a folder, or the one file that ``root`` is; without ``named`` all are train."""
+    """Find the files of each split in a folder, or the single file ``root``; without ``named`` all are train."""
     names = SPLIT_NAMES if splits is None else {name: split for split, name in splits.items()}
     if root.is_file() and not named:
         return {"train": [root]}
@@ -264,7 +264,7 @@ def _local_files(root: Path, splits: Mapping[str, str] | None, *, named: bool = 
 
 
 def _split_in(name: str, names: Mapping[str, str]) -> str:
-    """Return the split that a path names, from its outermost folder on, by how a part begins; empty for none."""
+    """Return the split that a path names: the outermost part that starts with a split's name; empty if none does."""
     for part in Path(name).parts:
         stem = part.split(".")[0]
         for theirs, split in names.items():

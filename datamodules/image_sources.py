@@ -1,7 +1,7 @@
 """Sources of labelled images: CIFAR-10, CIFAR-100, Fashion-MNIST, a folder of classes, or the hub.
 
 Nothing is downloaded unless a data set of the hub is named, and no code from a file is run. The 20 groups of CIFAR-100
-are the classes of paper 002's second task (section 5.2); those of CIFAR-10 and Fashion-MNIST, which stand in for them,
+are the classes of paper 002's second task (section 5.2); the groups of CIFAR-10 and Fashion-MNIST, which replace them,
 are ours.
 """
 
@@ -36,7 +36,7 @@ _FASHION = (
 _FASHION_GROUPS = ("tops", "outfits and legwear", "footwear", "bags")
 _FASHION_GROUP_OF = (0, 1, 0, 1, 0, 2, 0, 2, 3, 2)
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm"}
-_UNSIGNED_BYTE = 0x08  # of an IDX file
+_UNSIGNED_BYTE = 0x08  # in an IDX file
 _HARMLESS = {
     ("numpy", "ndarray"),
     ("numpy", "dtype"),
@@ -51,25 +51,25 @@ class RawSplit:
     """One split as stored in its files."""
 
     source: str  # the file or folder, for messages
-    ids: Sequence[str]  # one public id per image; the same image keeps its id whatever else the files hold
+    ids: Sequence[str]  # one public id per image; it does not depend on the other images in the files
     labels: Sequence[int]  # the label of each image, counted from 0
     # The images at some positions, uint8 of shape (positions, channels, height, width).
     decode: Callable[[Sequence[int]], Tensor]
-    coarse: Sequence[int] | None = None  # the group of each image, where the files name groups
-    label_names: tuple[str, ...] = ()  # names of the labels, where the files give them
-    coarse_names: tuple[str, ...] = ()  # names of the groups, where the files give them
+    coarse: Sequence[int] | None = None  # the group of each image, if the files name groups
+    label_names: tuple[str, ...] = ()  # names of the labels, if the files give them
+    coarse_names: tuple[str, ...] = ()  # names of the groups, if the files give them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """One kind of data set."""
 
-    read: Callable[[Path, ImageSplit, int | None], RawSplit]  # from (folder, split, image_size) to the split
+    read: Callable[[Path, ImageSplit, int | None], RawSplit]  # reads the split, given (folder, split, image_size)
     missing: str  # where to get the data, as a sentence
-    default_folder: Path | None = None  # where it usually lies; None where there is no such place
-    label_column: str | None = None  # the column of its labels on the hub; None where no hub is read
+    default_folder: Path | None = None  # its usual path; None if there is none
+    label_column: str | None = None  # the column of its labels on the hub; None if it cannot be read from the hub
     label_names: tuple[str, ...] = ()
-    # Names of the groups that stand in for coarse labels, and the group of each label.
+    # Names of the groups that replace coarse labels, and the group of each label.
     groups: tuple[tuple[str, ...], tuple[int, ...]] | None = None
 
 
@@ -81,7 +81,7 @@ def read_source(name: SourceName, folder: Path, split: ImageSplit, *, image_size
 
 
 def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
-    """Read one split of a data set of the Hugging Face hub, through the package ``datasets``; it is downloaded."""
+    """Read one split of a data set of the Hugging Face hub, through the package ``datasets``, which downloads it."""
     datasets = optional("datasets", f"datamodule.hub={hub}", "lit-dpret[vision]")
     try:
         table: Any = datasets.load_dataset(hub, split=split)
@@ -115,7 +115,7 @@ def read_hub(name: SourceName, hub: str, split: ImageSplit) -> RawSplit:
 
 
 def _described(name: SourceName, raw: RawSplit) -> RawSplit:
-    """``raw`` with the source's names and stand-in groups where the files have none, and checked."""
+    """Return ``raw``, checked, with the source's names and replacement groups if the files have none."""
     source = SOURCES[name]
     if not raw.labels:
         raise DataError(f"{raw.source} holds no images.")
@@ -212,14 +212,14 @@ def _first(*folders: Path, holding: str) -> Path | None:
 
 
 def _stacked(pixels: np.ndarray) -> Callable[[Sequence[int]], Tensor]:
-    """Return the ``decode`` of images in memory, uint8 of shape (n, channels, height, width)."""
+    """Return the ``decode`` function for images in memory, uint8 of shape (n, channels, height, width)."""
     return lambda positions: torch.from_numpy(np.ascontiguousarray(pixels[np.asarray(positions, dtype=np.int64)]))
 
 
 def _encoded(
     images: Callable[[int], bytes], *, source: str, size: int | None = None
 ) -> Callable[[Sequence[int]], Tensor]:
-    """Return the ``decode`` of JPEG, PNG and other files of one size; with ``size`` each is resized to that square."""
+    """Return the ``decode`` function for encoded images of one size; with ``size``, each is resized to that square."""
     pillow = optional("PIL.Image", f"Reading {source}", "lit-dpret[vision]", package="Pillow")
 
     def one(position: int) -> np.ndarray:
@@ -243,7 +243,7 @@ def _encoded(
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """Read the array of an IDX file of bytes (the format of MNIST), compressed with gzip or not."""
+    """Read the array of an IDX file of bytes (the format of MNIST), with or without gzip."""
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
@@ -259,7 +259,7 @@ def _read_idx(path: Path) -> np.ndarray:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads dictionaries, lists, strings, numbers and NumPy arrays; a pickle may otherwise run any code."""
+    """Read only dictionaries, lists, strings, numbers and NumPy arrays; other pickles could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _HARMLESS:
@@ -268,7 +268,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:
-    """Read the dictionary of a pickled CIFAR batch, its keys as text; Python 2 or 3 wrote it."""
+    """Read the dictionary of a CIFAR batch pickled by Python 2 or 3, with its keys as text."""
     try:
         with path.open("rb") as file:
             found = _ArraysOnly(file, encoding="bytes").load()
@@ -316,7 +316,7 @@ def _parquet(folder: Path, split: ImageSplit, name: SourceName, *, labels: str, 
 
 
 def _positions(count: int) -> list[str]:
-    """Return ids of images that have no names: their places in the file."""
+    """Return ids of images that have no names: their positions in the file."""
     return [str(position) for position in range(count)]
 
 

@@ -1,8 +1,8 @@
 """A private set of images as a LightningDataModule: one image is one unit of privacy.
 
-The positive pair of contrastive training is two random augmentations of it, made when rows are collated
-(`lit_dpret.encoders.vision.augment`). Each drawn row carries a random number from the keyed stream that also drew
-it, so that a repeated step sees the same pixels and no other image has a say in them.
+The positive pair of contrastive training is two random augmentations of an image, computed when rows are collated
+(`lit_dpret.encoders.vision.augment`). Each drawn row carries a random number from the keyed stream that also drew it,
+so a repeated step sees the same pixels, and other images have no influence on them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ImageRow:
     image_id: str  # public id
     image: Tensor = field(repr=False)  # its pixels, uint8, shape (channels, height, width)
     label: int = field(repr=False)  # its label; contrastive training does not read it
-    draw: int = 0  # a random number of the draw that took it, from the run's keyed stream; 0 outside of one
+    draw: int = 0  # random number of the draw that selected it, from the run's keyed stream; 0 outside a draw
 
 
 class ImageUnits:
-    """The train images as units of privacy, one row each, in the order of the files, and planted units behind them."""
+    """The train images as units of privacy, one row each, in file order, followed by the planted units."""
 
     duplicates = "keep"
 
@@ -53,7 +53,7 @@ class ImageUnits:
         return len(self._ids) + len(self._planted)
 
     def rows(self, unit: int) -> Sequence[ImageRow]:
-        """Return the one row of unit number ``unit`` (0 to ``len(self) - 1``); none if it was planted blank."""
+        """Return the single row of unit number ``unit`` (0 to ``len(self) - 1``); no row if it was planted blank."""
         if not 0 <= unit < len(self):
             raise IndexError(f"There is no unit {unit}; units are numbered from 0 to {len(self) - 1}.")
         if unit >= len(self._ids):
@@ -66,7 +66,7 @@ class ImageUnits:
 
 
 class ImageItems(UnitItems):
-    """A map-style data set indexed by draws; the row includes the draw's random number."""
+    """A map-style data set indexed by draws; each row includes the draw's random number."""
 
     def __getitem__(self, draw: Draw) -> tuple[Any, Sequence[ImageRow]]:
         _, rows = super().__getitem__(draw)
@@ -85,19 +85,19 @@ class _Split:
 class ImagesDataModule(SampledDataModule):
     """CIFAR-10, CIFAR-100, Fashion-MNIST or a folder of classes; each train image is one private unit.
 
-    `lit_dpret.datamodules.image_sources` lists the files and the groups of labels. Nothing is
-    downloaded, unless ``hub`` names a data set.
+    `lit_dpret.datamodules.image_sources` lists the files and the groups of labels. Nothing is downloaded, unless
+    ``hub`` names a data set.
 
     Args:
         source: ``cifar10``, ``cifar100``, ``fashion_mnist`` or ``vision_folder``.
-        folder: Where the data lies; None for the source's usual place, where it has one.
+        folder: The path of the data; None for the source's usual path, if it has one.
         hub: A data set of the Hugging Face hub, read instead of ``folder`` (needs ``datasets`` and a network).
-        labels: ``fine`` or ``coarse``: which labels rows and `labelled` give.
-        image_size: Resize the images of a ``vision_folder`` to squares of so many pixels.
-        max_images: Train on a public sample of so many images, those whose ids hash lowest under ``seed``;
-            refused under ``add_or_remove``.
-        max_test_images: The same of the test split.
-        physical_batch_size: As for `SampledDataModule`, and 256 unless set.
+        labels: The labels that rows and `labelled` use: ``fine`` or ``coarse``.
+        image_size: Resize the images of a ``vision_folder`` to squares with sides of this many pixels.
+        max_images: Train on a public sample of this many images, those whose ids hash lowest under ``seed``; refused
+            under ``add_or_remove``.
+        max_test_images: The same for the test split.
+        physical_batch_size: As for `SampledDataModule`, with a default of 256.
     """
 
     source: SourceName
@@ -123,7 +123,7 @@ class ImagesDataModule(SampledDataModule):
         return None
 
     def _folder(self, folder: str | Path | None) -> Path | None:
-        """Return where the data lies, or None where the hub is read; refuse settings that contradict each other."""
+        """Return the path of the data, or None if the hub is read; refuse contradictory settings."""
         known = SOURCES[self.source]
         if self.image_size is not None and self.source != "vision_folder":
             raise ConfigurationError(
@@ -167,7 +167,7 @@ class ImagesDataModule(SampledDataModule):
         return self._splits[split]
 
     def _sampled(self, raw: RawSplit, split: ImageSplit) -> _Split:
-        """The public sample of a split, decoded: the images whose ids hash lowest, in their own order."""
+        """Return the decoded public sample of a split: the images whose ids hash lowest, in their original order."""
         limit = self.max_images if split == "train" else self.max_test_images
         kept: Sequence[int] = range(len(raw.ids))
         if limit is not None and limit < len(kept):
@@ -182,7 +182,7 @@ class ImagesDataModule(SampledDataModule):
     # -- the private side --------------------------------------------------------------------
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
-        """Set the run's unit of privacy: an image, as ``image``, ``query`` or ``pair``."""
+        """Set the run's unit of privacy: an image, named ``image``, ``query`` or ``pair``."""
         if unit == "user":
             raise ConfigurationError(
                 f"privacy.unit=user needs user ids, and datamodule.source={self.source} names no users. Set "
@@ -204,7 +204,7 @@ class ImagesDataModule(SampledDataModule):
         return int(channels), int(height), int(width)
 
     def blank_row(self) -> ImageRow:
-        """Return a black image of the same shape, which is no data."""
+        """Return a black image of the same shape, which contains no data."""
         return ImageRow("blank", torch.zeros(self.image_shape, dtype=torch.uint8), 0)
 
     def _train_items(self) -> Dataset[Any]:
@@ -232,15 +232,14 @@ class ImagesDataModule(SampledDataModule):
     def labelled(self, split: ImageSplit = "test", *, labels: Labels | None = None) -> tuple[Tensor, Tensor]:
         """Return images, uint8 ``(n, channels, height, width)``, and labels, int64 ``(n,)``, without privacy.
 
-        The train split is the private one: a score that was computed from it (the neighbours of k-NN, a classifier
-        on top) is a release that no accountant counts. ``labels`` are ``fine`` or ``coarse``; None for
-        ``datamodule.labels``.
+        The train split is private: a score computed from it (the neighbours of k-NN, a classifier on top) is a release
+        that no accountant counts. ``labels`` are ``fine`` or ``coarse``; None for ``datamodule.labels``.
         """
         found = self._split(split)
         return found.images, self._labels_of(found, labels)
 
     def class_names(self, labels: Labels | None = None) -> tuple[str, ...]:
-        """The name of each label; as many as there are classes."""
+        """Return the name of each class, in label order."""
         found = self._split("train")
         self._labels_of(found, labels)
         return found.names[labels or self.labels]
@@ -255,5 +254,5 @@ class ImagesDataModule(SampledDataModule):
 
 
 def _names(names: tuple[str, ...], labels: Sequence[int]) -> tuple[str, ...]:
-    """``names``, or numbers where there are none."""
+    """Return ``names``, or numbered names if there are none."""
     return names or tuple(f"class {label}" for label in range(max(labels) + 1))

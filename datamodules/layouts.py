@@ -1,7 +1,8 @@
 """Three parts of a data set, in a BEIR folder or separate paths: corpus, queries, qrels.
 
-docs/data.md lists their columns: JSONL keys, table headers and parquet columns alike. Of a file in several formats the
-first of `_SUFFIXES` is read. The other layout, one file of pairs, is in `lit_dpret.datamodules.pair_file`.
+docs/data.md lists their columns, which are the same for JSONL keys, table headers and parquet columns. If a file exists
+in several formats, the first of `_SUFFIXES` is read. `lit_dpret.datamodules.pair_file` reads the other layout, one file
+of pairs.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ _PASSAGE_ID = ("corpus-id", "corpus_id", "passage_id")
 _GRADE = ("score", "grade")
 
 
-#: Of judgements of the measured split: no system can find the passage, and none is asked to.
+#: A judgement of the measured split that changes no score: no system can find the passage, and none is asked to.
 HARMLESS = "unknown passage of grade 0"
 _ELSEWHERE = ("query without passage", "query in two splits")
 _NAMED = 5
 
 
 InMemory = bool | Literal["auto"]
-#: Which grade counts of a pair that is judged more than once.
+#: Which grade to use for a pair that is judged more than once.
 Repeated = Literal["refuse", "highest", "first", "last"]
 _LISTED = 20
 
-_LARGE = 2**29  # bytes of plain text; as Python strings it is about two and a half times that
-_PACKED = 4  # bytes of text in a byte of a compressed file, roughly
+_LARGE = 2**29  # bytes of plain text; as Python strings it takes about two and a half times that
+_PACKED = 4  # approximate bytes of text per byte of a compressed file
 
 
 @dataclass
@@ -65,12 +66,12 @@ class CorpusSettings:
     """Settings for reading a corpus file."""
 
     in_memory: InMemory = True  # whether to hold its texts; ``auto`` holds up to half a gigabyte of text
-    # Where stores on disk are kept; None for ``~/.cache/lit-dpret/passages``. A store takes as much disk as the plain
+    # The folder for stores on disk; None for ``~/.cache/lit-dpret/passages``. A store takes as much disk as the plain
     # text, and about 50 bytes for each passage.
     cache_dir: str | OutputFolder | None = None
     allow_empty: bool = False  # accept passages with neither title nor text
-    header: Sequence[str] | None = None  # the names of the columns of a TSV file without a header line
-    knob: str = "datamodule.corpus"  # what the user set to name the file, for messages
+    header: Sequence[str] | None = None  # column names of a TSV file without a header line
+    knob: str = "datamodule.corpus"  # the setting that names the file, for messages
 
     def holds(self, path: str | Path) -> bool:
         """Return whether to keep the texts of this file in memory."""
@@ -82,11 +83,11 @@ class CorpusSettings:
 
 
 def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain: Complain = refuse) -> Passages:
-    """Read all passages of a corpus file, into memory or into a store; the module's table lists its columns.
+    """Read all passages of a corpus file, into memory or into a store; docs/data.md lists its columns.
 
     Guarantees:
         - Both ways give the same ids and texts in the same order, and the same complaints.
-        - A store is built once for a file, and not kept if it lacks a record which was complained about.
+        - A store is built once per file, and not kept if a record was left out with a complaint.
     """
     how = how or CorpusSettings()
     file = RecordFile(path, knob=how.knob, header=how.header, complain=complain)
@@ -142,16 +143,16 @@ def open_corpus(path: str | Path, how: CorpusSettings | None = None, *, complain
             raise DataError(f"{file.path} holds no passages.", kind="empty file")
         return not noted
 
-    # The name decides how the bytes are read, so it is part of what the file is.
+    # The name decides how the bytes are read, so it is part of the key.
     key = file_key(file.path, "".join(file.path.suffixes).lower(), how.header, how.allow_empty)
     return Passages(cached_store(f"{file.path.name.split('.')[0]}-{key}", build, how.cache_dir))
 
 
 def read_queries(path: str | Path, *, header: Sequence[str] | None = None, complain: Complain = refuse) -> Queries:
-    """Read all queries of a file; the module's table lists its columns.
+    """Read all queries of a file; docs/data.md lists its columns.
 
-    ``header`` names the columns of a TSV file without a header line. A record that ``complain`` does not raise is
-    left out.
+    ``header`` names the columns of a TSV file without a header line. A record is left out if ``complain`` does not
+    raise its problem.
     """
     file = RecordFile(path, knob="datamodule.queries", header=header, complain=complain)
     found = Queries()
@@ -196,8 +197,7 @@ def read_qrels(
 ) -> dict[str, dict[str, int]]:
     """Read the judgements of one split, ``{query_id: {passage_id: grade}}``; arguments as for `read_queries`.
 
-    ``repeated`` says which grade of a pair that is judged more than once counts. By default all such pairs are
-    listed.
+    ``repeated`` says which grade to use for a pair that is judged more than once. By default all such pairs are listed.
     """
     file = RecordFile(path, knob=knob, header=header, complain=complain)
     qrels: dict[str, dict[str, int]] = {}
@@ -243,7 +243,7 @@ def read_qrels(
 def _tell_repeated(
     file: RecordFile, again: Sequence[tuple[int, str, str, int]], qrels: Mapping[str, Mapping[str, int]], to: Complain
 ) -> None:
-    """Complain of the pairs that are judged more than once, all in one message."""
+    """Complain of all pairs that are judged more than once, in one message."""
 
     def told(number: int, query_id: str, passage_id: str) -> str:
         first = file.find(number, (_QUERY_ID, query_id), (_PASSAGE_ID, passage_id))
@@ -253,7 +253,7 @@ def _tell_repeated(
         )
 
     number, query_id, passage_id, _ = again[0]
-    if isinstance(to, Problems):  # which counts them
+    if isinstance(to, Problems):  # it counts them
         for number, query_id, passage_id, _ in again:
             to(DataError(told(number, query_id, passage_id), kind="repeated pair"))
         return
@@ -282,7 +282,8 @@ def read_parts(
 ) -> Collection:
     """Read a collection from separate files (or given passages); ``qrels`` gives one file per split.
 
-    With ``left_out`` judgements are complained of to it, and a split that is not measured may be unreadable.
+    ``left_out``, if given, receives complaints about judgements, and then a split that is not measured may be
+    unreadable.
     """
     passages = corpus if isinstance(corpus, Passages) else open_corpus(corpus, how, complain=complain)
     asked = read_queries(queries, complain=complain)
@@ -314,7 +315,7 @@ def read_parts(
 
 
 def find_part(folder: Path, name: str, suffixes: tuple[str, ...] = _SUFFIXES) -> Path | None:
-    """Return the file ``name.*`` of a folder, by the first suffix that exists."""
+    """Return the file ``name.*`` of a folder, with the first suffix that exists."""
     return next((folder / (name + s) for s in suffixes if (folder / (name + s)).exists()), None)
 
 
@@ -337,7 +338,7 @@ def folder_parts(
     needs_corpus: bool = True,
     knob: str = "datamodule.folder",
 ) -> dict[str, Any]:
-    """Find the files of a BEIR folder, for `read_parts`; ``corpus`` stands in for the folder's own."""
+    """Find the files of a BEIR folder, for `read_parts`; ``corpus`` replaces the folder's own."""
     root = Path(folder)
     if not root.is_dir():
         raise DataError(f"{root} does not exist or is not a folder; check {knob}.", kind="missing file")
@@ -360,7 +361,7 @@ def folder_parts(
 
 
 def split_name(name: str, where: str) -> str:
-    """Return ``train``, ``dev`` or ``test``; refuse another value without showing it: it may be a private text."""
+    """Return ``train``, ``dev`` or ``test``; refuse other values without showing them: they may be private texts."""
     if name not in SPLIT_NAMES:
         like = len(name) <= 32 and len(name.split()) == 1 and any(known in name.lower() for known in SPLIT_NAMES)
         shown = repr(name) if like else "(a text)"
@@ -369,7 +370,7 @@ def split_name(name: str, where: str) -> str:
 
 
 def _with_metadata(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record of a query with the keys of its metadata, which do not replace its own."""
+    """Return a query record merged with its metadata; the record's own keys take precedence."""
     metadata = record.get("metadata")
     return {**metadata, **record} if isinstance(metadata, Mapping) else record
 
@@ -392,8 +393,8 @@ def _repeated_id(file: RecordFile, number: int, found: str) -> DataError:
 class LeftOut:
     """Count and list problems outside the evaluated split, which do not change its numbers.
 
-    Public collections have queries without judgements, judgements of unknown texts, and splits that overlap. For
-    training these are refused; to measure one split only that split has to be right.
+    Public collections have queries without judgements, judgements of unknown texts, and splits that overlap. Training
+    refuses these; to measure one split, only that split has to be right.
     """
 
     def __init__(self, split: str) -> None:
@@ -441,5 +442,5 @@ class LeftOut:
 
 
 def named(ids: Sequence[str]) -> str:
-    """Return the first few ids, and whether there are more."""
+    """Return the first few ids, with an ellipsis if there are more."""
     return ", ".join([*ids[:_NAMED], *(["..."] if len(ids) > _NAMED else [])])

@@ -1,4 +1,4 @@
-"""A custom map-style data set, each row of which belongs to a unit of privacy named by a function."""
+"""A custom map-style data set; a function names the unit of privacy of each row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lit_dpret.privacy.content import content_of_rows, copied_row
 from lit_dpret.privacy.user_generators import kept_generators, seed_everywhere
 from lit_dpret.settings import batch_among, naming_arguments
 
-#: What the arguments are that `UnitDataModule` needs, and where those belong that a DataLoader has.
+#: Descriptions of the arguments that `UnitDataModule` needs, and where the arguments of a DataLoader belong.
 _ARGUMENTS = {
     "dataset": "a data set with a length that gives a row by its number",
     "collate_fn": "give it to make_private, or write collate_rows of the PrivateModule",
@@ -35,7 +35,7 @@ _OTHER_UNITS = tuple(unit for unit in get_args(Unit) if unit != "user")
 
 
 class OwnUnits:
-    """The rows of a data set, by number, grouped by their owner."""
+    """The rows of a data set, by number, grouped by unit."""
 
     unit = "record"
     duplicates = "keep"
@@ -47,7 +47,7 @@ class OwnUnits:
         return len(self._groups)
 
     def rows(self, unit: int) -> Sequence[Any]:
-        """Return all rows of unit number ``unit``: copies, since a data set may read all its rows into one buffer."""
+        """Return copies of all rows of unit number ``unit``, since a data set may read all its rows into one buffer."""
         return tuple(copied_row(self.dataset[row]) for row in self._groups[unit])
 
     def most_units_of_a_user(self) -> int | None:
@@ -61,14 +61,13 @@ class UnitDataModule(SampledDataModule):
 
     Guarantees:
         - Every row is in exactly one unit.
-        - What a unit holds depends on its own rows alone; a data set that remembers what it was asked for is
-          refused.
+        - The content of a unit depends on its own rows alone; a data set that remembers earlier requests is refused.
 
     Args:
-        dataset: Has a length, and gives a row by its number. Every row is read once when a run begins.
-        unit_of: Names the unit of a row, given its number: a text or a whole number, as in ``users.__getitem__``;
-            the claim is then about one user. None makes every row a unit of its own.
-        unit_name: What all rows of one name are, such as ``user``; the card says it in the place of ``record``.
+        dataset: Has a length, and returns a row by its number. Every row is read once when a run begins.
+        unit_of: Returns the name of a row's unit, given the row's number: a text or a whole number, as
+            ``users.__getitem__`` does; the claim is then about one user. None makes every row a unit of its own.
+        unit_name: What all rows with one name represent, such as ``user``; the card shows it instead of ``record``.
         expected_batch_size: As for `SampledDataModule`; it or ``sample_rate`` is needed.
     """
 
@@ -95,10 +94,10 @@ class UnitDataModule(SampledDataModule):
             )
         if len(dataset) == 0:
             raise DataError(f"dataset={kind} has no rows, so there is no unit to train on.")
-        names: Any = getattr(unit_of, "__self__", None)  # users, of users.__getitem__
-        if type(names).__name__ in ("_LocIndexer", "_AtIndexer"):  # of users.loc.__getitem__
+        names: Any = getattr(unit_of, "__self__", None)  # ``users``, for ``users.__getitem__``
+        if type(names).__name__ in ("_LocIndexer", "_AtIndexer"):  # for ``users.loc.__getitem__``
             names = names.obj
-        labels = getattr(names, "index", None) if hasattr(names, "iloc") else None  # of a pandas.Series
+        labels = getattr(names, "index", None) if hasattr(names, "iloc") else None  # for a pandas.Series
         if labels is not None and [*labels] != [*range(len(labels))]:
             raise DataError(
                 "unit_of looks up names by the labels of a table's index, which are not 0, 1, 2 and so on: it would "
@@ -120,7 +119,7 @@ class UnitDataModule(SampledDataModule):
             )
         self._units: OwnUnits | None = None
         if self.sample_rate is None and self.sampling != "full_batch":
-            batch_among(self.expected_batch_size, len(self.train_units()))  # a number that may be private
+            batch_among(self.expected_batch_size, len(self.train_units()))  # the number of units, which may be private
 
     def use_unit(self, unit: str, neighbours: str | None = None) -> None:
         """Set the run's unit of privacy, which can only be a record."""
@@ -130,21 +129,21 @@ class UnitDataModule(SampledDataModule):
                 f"at {OwnUnits.unit}, and give UnitDataModule a unit_of that names each row's {unit}, and "
                 f"unit_name={unit!r}."
             )
-        self._units = None  # names and rows that `unit_of` looks up may have changed since another run
+        self._units = None  # names and rows that `unit_of` looks up may have changed since an earlier run
 
     @property
     def unit_by(self) -> str:
-        """What rows make one unit (`PrivacyBudget.unit_by`)."""
+        """The rule that groups rows into a unit (`PrivacyBudget.unit_by`)."""
         if self.unit_of is None:
             return EACH_ROW
         return UNNAMED if self.unit_name is None else f"{ALL_OF_ONE}{self.unit_name}"
 
     def assumptions(self) -> list[str]:
-        """Return, for the card, the trusted assumption behind a unit name."""
+        """Return, for the card, the assumption behind a unit name."""
         return [] if self.unit_name is None else [f"unit_of gives all rows of one {self.unit_name} one name."]
 
     def train_units(self) -> OwnUnits:
-        """Return the rows by unit, in order of first occurrence; `unit_of` is called once per row."""
+        """Return the rows by unit, in order of first occurrence; calls `unit_of` once per row."""
         if self._units is None:
             groups: dict[Any, list[int]] = {}
             for row in range(len(self.dataset)):
@@ -158,12 +157,12 @@ class UnitDataModule(SampledDataModule):
         try:
             name = self.unit_of(row)
             name = name.item() if hasattr(name, "item") else name
-        except Exception as error:  # a text of the data may stand in its words
+        except Exception as error:  # its message may contain a text of the data
             raise DataError(
                 f"unit_of({row}) raised {type(error).__name__}: it gets the number of a row, and must name the unit of "
                 "dataset[number], as users.__getitem__ does."
             ) from error
-        if (found := as_id(name)) is None:  # NaN differs from itself, and so do equal tensors
+        if (found := as_id(name)) is None:  # NaN differs from itself, and equal tensors do not compare as one name
             raise DataError(
                 f"unit_of({row}) returned {'an empty text' if isinstance(name, str) else f'a {type(name).__name__}'}: "
                 "the name of a unit is a text or a whole number, so that rows of one unit can be told by it."
@@ -171,7 +170,7 @@ class UnitDataModule(SampledDataModule):
         return found
 
     def plant(self, planted: Planted) -> None:
-        """Refuse: canaries are texts, and the format of this data set's rows is unknown."""
+        """Refuse canaries: they are texts, and the format of this data set's rows is unknown."""
         raise ConfigurationError("UnitDataModule takes no canaries: its rows may be of any kind. Leave the audit out.")
 
     def data_fingerprint(self, key: bytes) -> str:
@@ -179,11 +178,11 @@ class UnitDataModule(SampledDataModule):
         found = hmac.new(key, digestmod="sha256")
         with kept_generators():
             for row in range(len(self.dataset)):
-                seed_everywhere(row)  # of what the data set draws, as for an augmentation
+                seed_everywhere(row)  # for random draws of the data set, such as augmentations
                 part = content_of_rows((self._name_of(row), self.dataset[row]))
                 found.update(len(part).to_bytes(8, "big") + part)
         return found.hexdigest()
 
 
-_named = naming_arguments("UnitDataModule", _ARGUMENTS)(UnitDataModule.__init__)  # which the dataclass made
+_named = naming_arguments("UnitDataModule", _ARGUMENTS)(UnitDataModule.__init__)  # generated by the dataclass
 UnitDataModule.__init__ = _named  # type: ignore[method-assign]

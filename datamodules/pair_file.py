@@ -1,7 +1,8 @@
 """Read one file of (query, passage) records, such as a query log, into a `Collection`; docs/data.md lists the columns.
 
-Ids are never made from a query's text, because a hash of a private text can be guessed: a record without ``query_id``
-is called by its line, ``row-3`` (``row-2.3`` in the second file). A passage's id may come from its text.
+Ids are never derived from a query's text, because a hash of a private text can be guessed: a record without
+``query_id`` is named after its line, ``row-3`` (``row-2.3`` in the second file). A passage's id may be derived from its
+text.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from lit_dpret.errors import ConfigurationError, DataError
 
 @dataclass(frozen=True, kw_only=True)
 class PairColumns:
-    """Names of the columns of (query, passage) records; see the module's text."""
+    """Column names of (query, passage) records; see the module docstring."""
 
     query: str = "query"  # texts of queries
     passage: str = "passage"  # texts of passages
-    query_id: str = "query_id"  # optional, as are all that follow; an empty name stands for no column
+    query_id: str = "query_id"  # optional, like all that follow; an empty name means no column
     passage_id: str = "passage_id"  # ids of passages
     user: str = "user_id"  # ids of users
     domain: str = "domain"  # domains of queries
     split: str = "split"  # names of splits
-    required: tuple[str, ...] = ()  # those of the optional columns that no record may lack
+    required: tuple[str, ...] = ()  # the optional columns that every record must have
 
     @classmethod
     def renamed(cls, names: Mapping[str, str]) -> PairColumns:
@@ -56,10 +57,10 @@ def read_pairs(
     how: CorpusSettings | None = None,
     complain: Complain = refuse,
 ) -> Collection:
-    """Read a collection from one file of (query, passage) records; see the module's text.
+    """Read a collection from one file of (query, passage) records; see the module docstring.
 
-    With ``corpus`` the passages are those of that file, read as ``how`` says, and every pair must name one of them,
-    by ``passage_id`` or by its exact text.
+    With ``corpus``, its passages, read with the settings ``how``, are the only ones, and every pair must name one of
+    them by ``passage_id`` or by its exact text.
     """
     reader = PairReader(corpus=open_corpus(corpus, how, complain=complain) if corpus else None, columns=columns)
     reader.add(RecordFile(path, knob="datamodule.pairs", complain=complain))
@@ -67,7 +68,7 @@ def read_pairs(
 
 
 class PairReader:
-    """Collect pairs from one or several files; with a ``corpus`` its passages are the only ones there may be."""
+    """Collect pairs from one or several files; with a ``corpus``, only its passages are allowed."""
 
     def __init__(self, *, corpus: Passages | None = None, columns: PairColumns | None = None) -> None:
         self.columns = PairColumns() if columns is None else columns
@@ -78,7 +79,7 @@ class PairReader:
         self._users: dict[str, str] = {}
         self._domains: dict[str, str] = {}
         self._splits: dict[str, str] = {}
-        # The place (source, number) of the first record of each query, and of each pair.
+        # The location (source, number) of the first record of each query, and of each pair.
         self._first: dict[str, tuple[int, int]] = {}
         self._pairs: dict[tuple[str, str], tuple[int, int]] = {}
         self._qrels: dict[str, dict[str, dict[str, int]]] = {}
@@ -86,7 +87,7 @@ class PairReader:
         self._ids = GivenIds()
 
     def add(self, records: Records, *, split: str | None = None, limit: int | None = None) -> int:
-        """Add ``limit`` records of one source at most; return their number. Unmarked ones are of ``split``."""
+        """Add at most ``limit`` records of one source; return their number. Records without a split go to ``split``."""
         self._sources.append(records)
         count = 0
         for count, (number, record) in enumerate(islice(records, limit), start=1):  # noqa: B007
@@ -94,7 +95,7 @@ class PairReader:
         return count
 
     def _unnamed(self, number: int) -> str:
-        """Return the id of a query without one."""
+        """Return an id for a query without one."""
         file = len(self._sources)
         return f"row-{number}" if file == 1 else f"row-{file}.{number}"
 
@@ -114,7 +115,7 @@ class PairReader:
         )
 
     def _take(self, records: Records, number: int, record: Mapping[str, Any], split: str) -> None:
-        """Add one record, or complain of every part of it that is wrong."""
+        """Add one record, or complain of every faulty part of it."""
         columns, named = self.columns, self.columns.query_id in record
         self._ids.note(record, named=named)
         shown = as_id(record.get(columns.query_id)) or self._unnamed(number)
@@ -149,7 +150,7 @@ class PairReader:
         self._qrels.setdefault(self._splits[query_id], {}).setdefault(query_id, {})[passage_id] = 1
 
     def _there(self, place: tuple[int, int]) -> str:
-        """Name the place of an earlier record, with its file where that is another one."""
+        """Name the location of an earlier record, with its file if that differs."""
         source, number = place
         records = self._sources[source]
         return records.place(number) if records is self._sources[-1] else records.where(number)

@@ -37,42 +37,40 @@ from lit_dpret.settings import require_whole
 class PairsDataModule(SampledDataModule):
     """Pairs from a BEIR folder, from separate files, or from one file of pairs.
 
-    Exactly one of ``folder``, ``queries`` with ``qrels`` and ``corpus``, or ``pairs`` says where the
-    data is; `lit_dpret.datamodules.layouts` and
-    `lit_dpret.datamodules.pair_file` list the columns. Nothing is ever downloaded.
+    Exactly one of ``folder``, ``queries`` with ``qrels`` and ``corpus``, or ``pairs`` says where the data is.
+    `lit_dpret.datamodules.layouts` and `lit_dpret.datamodules.pair_file` list the columns. Nothing is ever downloaded.
 
     Args:
         folder: A BEIR folder: ``corpus.*``, ``queries.*``, ``qrels/{train,dev,test}.*``.
-        corpus: A corpus file. With ``folder`` it replaces the folder's own; with ``pairs`` it is the
-            public list of passages.
+        corpus: A corpus file. With ``folder`` it replaces the folder's own corpus; with ``pairs`` it is the public list
+            of passages.
         queries: A file of queries.
-        qrels: One file per split, ``{train: ..., test: ...}``, or a folder holding them.
+        qrels: One file per split, ``{train: ..., test: ...}``, or a folder that contains them.
         pairs: One file with columns ``query`` and ``passage``.
-        columns: What these columns are called in ``pairs``: ``{query: question, passage: answer}``.
-        repeated_judgements: Which grade of a pair that ``qrels`` judge more than once counts: ``highest``, ``first`` or
-            ``last``; ``refuse`` lists them all.
-        passages_are_public: Declares that the list of passages in ``pairs`` is public. Without it
-            `public_passages` refuses to derive a public list from private records. Elsewhere the
-            corpus is public by definition.
+        columns: The names of these columns in ``pairs``: ``{query: question, passage: answer}``.
+        repeated_judgements: Which grade to use for a pair that ``qrels`` judge more than once: ``highest``, ``first``
+            or ``last``; ``refuse`` lists all such pairs.
+        passages_are_public: Declare the list of passages in ``pairs`` public. Without it, `public_passages` refuses to
+            derive a public list from private records. With any other source, the corpus is public by definition.
         lower_case_queries: Lower-case every query.
-        duplicates: ``keep`` or ``merge`` equal query texts under different ids; read
-            docs/data.md before changing it.
-        max_rows_per_unit: Keep at most so many rows of a unit, by hash of query text and passage id.
-        drop_overlap: Leave out train queries that repeat an evaluation query or share a positive passage with one.
-            The evaluation queries decide which train queries stay, and are not protected: refused under units of
-            ``pair`` and ``user`` and under ``add_or_remove``.
-        drop_queries_without_passage: Leave out queries without a passage instead of refusing them. Those of train stay
-            units without rows, so that neither their number nor a sample tells which ones have a passage.
+        duplicates: ``keep`` or ``merge`` equal query texts under different ids; read docs/data.md before changing it.
+        max_rows_per_unit: Keep at most this many rows of a unit, chosen by a hash of query text and passage id.
+        drop_overlap: Leave out train queries that repeat an evaluation query or share a positive passage with one. The
+            evaluation queries then decide which train queries stay and are not protected: refused with units of
+            ``pair`` or ``user`` and with ``add_or_remove``.
+        drop_queries_without_passage: Leave out queries without a passage instead of refusing them. Such train queries
+            remain as units without rows, so that neither the number of units nor a sample reveals which ones have a
+            passage.
         allow_empty_passages: Accept passages without any text (some public collections have them).
-        in_memory: Whether to hold the texts of the corpus; ``auto`` holds up to half a gigabyte, and reads a larger
-            one from a store on disk (`lit_dpret.datamodules.passage_store`).
-        cache_dir: Where such stores are kept; None for ``~/.cache/lit-dpret/passages``.
-        max_passages: Train and evaluate on a public sample of so many passages; scores are then not
-            comparable with the full corpus. `lit_dpret.datamodules.preparation.sample` says how.
-        max_train_queries: At most so many train queries, chosen by id. The ids are then public: how many queries each
-            user has, how many copies each text. Refused under ``add_or_remove``, and under ``replace_one`` unless the
-            unit is a query and duplicates are kept.
-        max_eval_queries: At most so many queries of each evaluation split.
+        in_memory: Whether to hold the texts of the corpus in memory; ``auto`` holds up to half a gigabyte, and reads a
+            larger corpus from a store on disk (`lit_dpret.datamodules.passage_store`).
+        cache_dir: The folder for such stores; None for ``~/.cache/lit-dpret/passages``.
+        max_passages: Train and evaluate on a public sample of this many passages; scores are then not comparable with
+            the full corpus. `lit_dpret.datamodules.preparation.sample` describes the sampling.
+        max_train_queries: At most this many train queries, chosen by id. The ids are then public, and with them the
+            number of queries of each user and the number of copies of each text. Refused with ``add_or_remove``, and
+            with ``replace_one`` unless the unit is a query and duplicates are kept.
+        max_eval_queries: At most this many queries of each evaluation split.
     """
 
     folder: str | Path | None = None
@@ -144,7 +142,7 @@ class PairsDataModule(SampledDataModule):
             self._store(corpus)
 
     def _store(self, corpus: str | Path, how: CorpusSettings | None = None) -> None:
-        """Build the store of a large corpus where there is none: one process does it before all set up."""
+        """Build the store of a large corpus if none exists; one process does so before all processes set up."""
         how = how or self._corpus_settings()
         if not how.holds(corpus):
             open_corpus(corpus, how)
@@ -153,7 +151,7 @@ class PairsDataModule(SampledDataModule):
         return CorpusSettings(in_memory=self.in_memory, cache_dir=self.cache_dir, allow_empty=self.allow_empty_passages)
 
     def _sources(self) -> dict[str, Any]:
-        """Find the files that the settings name, by the part that each holds; ``qrels`` are by split."""
+        """Find the files that the settings name, keyed by part; ``qrels`` are keyed by split."""
         if self.pairs:
             found: dict[str, Any] = {"pairs": Path(self.pairs)}
             if self.corpus:
@@ -184,7 +182,7 @@ class PairsDataModule(SampledDataModule):
     def read_collection(self, complain: Complain = refuse) -> Collection:
         """Read the data from the files. A subclass for another source overrides only this.
 
-        ``complain`` gets every problem of a record; unless it raises it, the record is left out.
+        ``complain`` receives every problem of a record; unless it raises, the record is left out.
         """
         found, how = self._sources(), self._corpus_settings()
         if self.pairs:
@@ -192,12 +190,12 @@ class PairsDataModule(SampledDataModule):
                 found["pairs"], corpus=found.get("corpus"), columns=self._pair_columns, how=how, complain=complain
             )
         repeated, left_out = self.repeated_judgements, self._left_out
-        if left_out is not None and how.holds(found["corpus"]):  # a store on disk is one for training too
+        if left_out is not None and how.holds(found["corpus"]):  # a store on disk also serves training
             how = replace(how, allow_empty=True)
         return read_parts(**found, how=how, complain=complain, repeated=repeated, left_out=left_out)
 
     def file_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return the columns of each file, by part, from the first record."""
+        """Return the columns of each file's first record, keyed by part."""
         return {name: RecordFile(path).columns() for name, path in _by_name(self._sources()).items()}
 
     def setup(self, stage: str | None = None) -> None:
@@ -206,12 +204,12 @@ class PairsDataModule(SampledDataModule):
 
     @property
     def pair_columns(self) -> PairColumns:
-        """What the columns of ``pairs`` are called."""
+        """The column names of ``pairs``."""
         return self._pair_columns
 
     @property
     def collection(self) -> Collection:
-        """The prepared data; read on first use."""
+        """The prepared data, read on first use."""
         if self._collection is None:
             everything = read = self.read_collection()
             if self.drop_queries_without_passage:
@@ -239,9 +237,9 @@ class PairsDataModule(SampledDataModule):
         return Path(str(self.pairs or self.folder or self.queries))
 
     def measure(self, split: str) -> LeftOut:
-        """Prepare to evaluate one split: return what reading the data leaves out.
+        """Prepare to evaluate one split; return the account of the records that reading leaves out.
 
-        Nothing is trained on data that were read so.
+        Data read this way is never used for training.
         """
         self._left_out = LeftOut(SPLIT_NAMES.get(split, split))
         return self._left_out
@@ -249,9 +247,9 @@ class PairsDataModule(SampledDataModule):
     # -- the private side --------------------------------------------------------------------
 
     def train_on(self, query_ids: Container[str]) -> None:
-        """Train on exactly these queries of all splits; those of another split are moved to train.
+        """Train on exactly these queries of all splits; move those of another split to train.
 
-        For experiments that hold some queries out. What was left out is not in `collection` any more.
+        For experiments that hold some queries out. Queries that were left out earlier are no longer in `collection`.
         """
         if self._batch_sampler is not None:
             raise ConfigurationError("train_on: a sampler over other train queries is already attached.")
@@ -268,7 +266,7 @@ class PairsDataModule(SampledDataModule):
     def use_unit(self, unit: TextUnit, neighbours: str | None = None) -> None:
         """Group the rows by ``unit`` (``privacy.unit``); called for the run's privacy mode before training.
 
-        Data settings that make the claim unsound under ``neighbours`` are refused.
+        Refuse data settings that make the claim unsound under ``neighbours``.
         """
         if unit not in get_args(TextUnit):
             raise ConfigurationError(
@@ -302,8 +300,8 @@ class PairsDataModule(SampledDataModule):
 
     @property
     def unit_by(self) -> str | None:
-        """What rows make one unit (`PrivacyBudget.unit_by`): each, of a log of queries without ids; all of one user by
-        the name of a column that was renamed.
+        """The rule that groups rows into a unit (`PrivacyBudget.unit_by`): each row, in a log of queries without ids;
+        all rows of one user, named by its column if that was renamed.
         """
         if self._unit == "user" and self._pair_columns.user != PairColumns().user:
             return f"{ALL_OF_ONE}{self._pair_columns.user}"
@@ -339,7 +337,7 @@ class PairsDataModule(SampledDataModule):
         return "for plain pairs in a loop of your own use pair_rows('train')"
 
     def assumptions(self) -> list[str]:
-        """Return, for the card, what a setting excludes from the guarantee."""
+        """Return, for the card, what the settings exclude from the guarantee."""
         found = []
         if self.drop_overlap:
             found.append(
@@ -353,11 +351,11 @@ class PairsDataModule(SampledDataModule):
         return found
 
     def data_fingerprint(self, key: bytes, *, planted: bool = True) -> str:
-        """Return a keyed fingerprint of everything training reads, so that a resume detects changed data.
+        """Return a keyed fingerprint of everything training reads, so that a resumed run detects changed data.
 
-        ``key`` is the run's privacy secret; without it the fingerprint says nothing about the data.
-        It covers passages, train queries, users, qrels and how they are grouped, not evaluation data; and what is
-        planted, unless ``planted`` is false.
+        ``key`` is the run's privacy secret; without it the fingerprint reveals nothing about the data. The fingerprint
+        covers passages, train queries, users, qrels and their grouping, but not evaluation data. It covers planted
+        units unless ``planted`` is false.
         """
         content = self.collection.fingerprint(key)
         grouping = f"{content} duplicates={self.duplicates} max_rows_per_unit={self.max_rows_per_unit}"
@@ -373,14 +371,14 @@ class PairsDataModule(SampledDataModule):
 
     @property
     def has_public_passages(self) -> bool:
-        """Whether the list of passages is public: not if it comes from private records alone."""
+        """Whether the list of passages is public: false if it comes from private records alone."""
         return not self.pairs or bool(self.corpus) or self.passages_are_public
 
     def public_passages(self) -> Mapping[str, str]:
         """Return the declared public list of passages, text by id; it depends on no query.
 
-        It is sorted by id, because the order in which a log names its passages is no part of their public list; that of
-        a corpus which is read from disk (`PassageStore`) is the corpus's own.
+        The list is sorted by id, because the order in which a log names its passages is not part of their public list.
+        A corpus that is read from disk (`PassageStore`) keeps its own order.
         """
         if not self.has_public_passages:
             raise self._no_public_list("This step")
@@ -399,6 +397,6 @@ class PairsDataModule(SampledDataModule):
 
 
 def _by_name(found: Mapping[str, Any]) -> dict[str, str | Path]:
-    """Return files by the setting that names each: those of ``qrels`` as ``qrels.train`` and so on."""
+    """Return files by the setting that names each; those of ``qrels`` become ``qrels.train`` and so on."""
     plain = {name: path for name, path in found.items() if name not in ("qrels", "source") and path}
     return plain | {f"qrels.{split}": path for split, path in found.get("qrels", {}).items()}

@@ -1,7 +1,8 @@
 """A corpus on disk with the interface of a dictionary: texts are read on demand.
 
-A `PassageStore` keeps them in an SQLite file, built once from a corpus file under a name made from what that file is
-(length, time of change, hash of its beginning and end): a changed file is another store and none is ever stale.
+A `PassageStore` keeps them in an SQLite file, built once from a corpus file. Its name is derived from the identity of
+that file (length, modification time, hash of its beginning and end), so a changed file gets a new store and no store is
+ever stale.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from typing import Any, overload
 
 from lit_dpret.errors import DataError, StorageError
 
-_FORMAT = 3  # SQLite
-_ABANDONED = 3600.0  # seconds
+_FORMAT = 3  # of the SQLite file
+_ABANDONED = 3600.0  # seconds until a draft counts as abandoned
 _READ = 2**20
-_MAPPED = 2**40  # bytes of the file that may be mapped into memory: as many as SQLite allows
+_MAPPED = 2**40  # bytes of the file that may be mapped into memory; SQLite's maximum
 _log = logging.getLogger(__name__)
 
 
 class PassageStore(Mapping[str, str]):
-    """The passages of a finished store, the file that `build_store` wrote: text by id, in the order of the corpus.
+    """The passages of a finished store, written by `build_store`: text by id, in the order of the corpus.
 
     Guarantees:
         - No text is held: memory does not grow with the length of the texts.
@@ -54,7 +55,7 @@ class PassageStore(Mapping[str, str]):
     def _query(self, statement: str, *values: object) -> Iterator[Any]:
         place = (os.getpid(), threading.get_ident())
         if place not in self._connections:
-            # immutable: nobody writes to a finished store, so no reader needs a lock.
+            # immutable: a finished store is never written, so no reader needs a lock.
             uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
             self._connections[place] = sqlite3.connect(uri, uri=True, check_same_thread=False)
             self._connections[place].execute(f"PRAGMA mmap_size={_MAPPED}")
@@ -121,12 +122,12 @@ class _Items(ItemsView[str, str]):
 
 
 def build_store(path: Path, passages: Iterable[tuple[str, str]], repeated: Callable[[str], object]) -> PassageStore:
-    """Write a store of passages, ids and texts, into a new file; tell ``repeated`` of an id that comes again."""
+    """Write a store of passages, ids and texts, into a new file; call ``repeated`` with each repeated id."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(path, isolation_level=None)
         try:
-            # A draft that a crash interrupts is thrown away, so it needs no journal.
+            # A draft that a crash interrupts is discarded, so it needs no journal.
             connection.executescript(
                 "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536;"
                 "CREATE TABLE passages (id TEXT NOT NULL UNIQUE, text TEXT NOT NULL);"
@@ -155,8 +156,8 @@ def build_store(path: Path, passages: Iterable[tuple[str, str]], repeated: Calla
 def cached_store(name: str, build: Callable[[Path], bool], cache_dir: str | Path | None) -> PassageStore:
     """Return the store of this name in ``cache_dir``; build it if it does not exist.
 
-    ``build`` writes a store into a new file and returns whether everything is in it. One that is not whole serves
-    this process alone and is not kept.
+    ``build`` writes a store into a new file and returns whether it is complete. An incomplete store serves only this
+    process and is not kept.
     """
     path = (default_cache() if cache_dir is None else Path(cache_dir)) / f"{name}.sqlite"
     if path.exists():
@@ -165,14 +166,14 @@ def cached_store(name: str, build: Callable[[Path], bool], cache_dir: str | Path
         except DataError:  # damaged, or of another version
             path.unlink(missing_ok=True)
     _log.info("Copying passages into %s, to be read from there.", path)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):  # by processes that were killed
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):  # by killed processes
         if time.time() - left.stat().st_mtime > _ABANDONED:
             left.unlink(missing_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         whole = build(draft)
         if whole:
-            os.replace(draft, path)  # of two processes that build it, the later one replaces an equal file
+            os.replace(draft, path)  # if two processes build it, the later one replaces an equal file
             return PassageStore(path)
         store = PassageStore(draft)
     except BaseException:

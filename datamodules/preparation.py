@@ -1,8 +1,7 @@
 """Prepare read data for training: pure functions of a `Collection`.
 
-Each says what it does to privacy. A step is *record-wise* where whether and how a training query
-remains depends on that query's own record, on public facts and on nothing else: adding or
-removing one record then never changes another one.
+Each states its effect on privacy. A step is *record-wise* if whether and how a training query remains depends only on
+that query's own record and on public facts: adding or removing one record then never changes another one.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def drop_queries_without_passage(collection: Collection) -> Collection:
 def with_units_without_rows(collection: Collection, read: Collection) -> Collection:
     """Return ``collection`` with the train queries of ``read`` that were dropped from it, without judgements.
 
-    Which passages a train query has is protected. So it stays a unit, of no rows: the number of units is published, and
-    `sample` must choose the same ids whatever they have.
+    Which passages a train query has is protected. So a dropped query remains a unit without rows: the number of units
+    is published, and `sample` must choose the same ids whatever passages they have.
     """
     train, kept = read.qrels.get("train"), collection.qrels.get("train", {})
     if train is None or train.keys() == kept.keys():
@@ -54,7 +53,7 @@ def lower_case_queries(collection: Collection) -> Collection:
 class Overlap:
     """The overlap of train and one evaluation split. The numbers come from private data: do not log them."""
 
-    queries: int  # evaluation queries whose normalised text is also that of a train query
+    queries: int  # evaluation queries whose normalised text equals that of a train query
     passages: int  # positive passages of the split that are also positive for a train query
 
 
@@ -76,9 +75,9 @@ def report_overlap(collection: Collection) -> dict[str, Overlap]:
 def drop_overlap(collection: Collection) -> Collection:
     """Drop the rows of train queries that repeat an evaluation query or share a positive passage with one.
 
-    Such a query stays as a unit without rows, so that the published number of units does not tell. Whether it stays
-    depends on its own record and the evaluation splits alone; but one evaluation query can take many train queries
-    out, so evaluation queries are not protected.
+    Such a query stays as a unit without rows, so that the published number of units does not reveal it. Whether its
+    rows stay depends only on its own record and the evaluation splits. But one evaluation query can remove many train
+    queries, so evaluation queries are not protected.
     """
     evaluation = [qrels for split, qrels in collection.qrels.items() if split != "train"]
     texts = {normalise(collection.queries[query]) for qrels in evaluation for query in qrels}
@@ -101,19 +100,19 @@ def sample(
     max_eval_queries: int | None,
     seed: int,
 ) -> Collection:
-    """Return a smaller data set for a quick run, determined by the seed, in any file order.
+    """Return a smaller data set for a quick run, determined by the seed and independent of file order.
 
-    The ``max_train_queries`` and the ``max_passages`` whose *ids* hash lowest stay, and of each query the
-    judgements on these passages; then, of the evaluation queries with a positive left, the ``max_eval_queries`` of
-    each split whose ids hash lowest. A train query without a positive stays as a unit without rows: the number of
-    units is published, and must not depend on which passages private queries were about.
+    The ``max_train_queries`` and ``max_passages`` whose *ids* hash lowest stay, and each query keeps its judgements on
+    these passages. Then, of the evaluation queries that still have a positive, the ``max_eval_queries`` of each split
+    whose ids hash lowest stay. A train query without a positive stays as a unit without rows: the number of units is
+    published, and must not depend on the passages of private queries.
 
     Guarantees:
         - The retained passages depend on passage ids and the seed alone: their list is as public as the corpus.
         - Changing the text or the positives of one train query changes no other train query.
-        - With ``max_train_queries`` unset, neither does adding or removing one. With it set, a removed query lets
-          the next id move up: sound under ``zero_out``, where ids are public, refused under ``add_or_remove``, and
-          under ``replace_one`` unless a unit is exactly one id.
+        - With ``max_train_queries`` unset, neither does adding or removing one. With it set, a removed query lets the
+          next id move up: sound under ``zero_out``, where ids are public; refused under ``add_or_remove``, and under
+          ``replace_one`` unless a unit is exactly one id.
     """
     if max_passages is None and max_train_queries is None and max_eval_queries is None:
         return collection
@@ -136,7 +135,7 @@ def sample(
 
 
 def _lowest(ids: Iterable[str], count: int, seed: int, label: str) -> set[str]:
-    """The ``count`` ids of lowest hash; ``label`` keeps the choices for different purposes apart."""
+    """Return the ``count`` ids with the lowest hashes; ``label`` separates choices for different purposes."""
     return set(heapq.nsmallest(count, ids, key=lambda i: stable_hash("lit-dpret sample", str(seed), label, i)))
 
 
@@ -149,7 +148,7 @@ def _positives(qrels: Qrels) -> set[str]:
 
 
 def _with_qrels(collection: Collection, qrels: Mapping[str, Qrels], knob: str = "") -> Collection:
-    """``collection`` with other qrels and only the queries that they name."""
+    """Return ``collection`` with other qrels and only the queries that they name."""
     for split, found in collection.qrels.items():
         if knob and found and not qrels[split]:
             raise DataError(f"{collection.source}: no query of {split} remains; change {knob}.")

@@ -1,8 +1,8 @@
 """Record files in any format, with error messages that name the file and the line.
 
 A message shows ids, column names and grades, never a text: the file may be a private query log, and messages end up in
-logs. Problems go to a `Complain`: `refuse` raises them; `Problems` counts them, after which the reader leaves the
-record out and goes on.
+logs. Readers pass problems to a `Complain`: `refuse` raises them; `Problems` counts them, and the reader leaves the
+record out and continues.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMATS = (".jsonl", ".tsv", ".csv", ".parquet")
 NOT_UNICODE = "holds half of a surrogate pair (\\ud800 to \\udfff alone), which is not a character; mend the text"
 _COMPRESSIONS = (".gz", ".zst")
 _LONGEST_FIELD = 2**27  # csv's own limit of 131,072 characters is shorter than real articles
-_MOST_FINDS = 20  # of a reader that collects problems: each find reads the file again
+_MOST_FINDS = 20  # for a reader that collects problems: each find reads the file again
 _KNOWN_COLUMNS = frozenset(
     {"_id", "id", "text", "title", "query", "passage", "query_id", "query-id", "passage_id", "corpus-id", "corpus_id",
      "score", "grade", "user_id", "domain", "split", "question", "answer"}
@@ -48,7 +48,7 @@ def refuse(problem: DataError) -> None:
 
 @dataclass(kw_only=True)
 class Problems:
-    """Problems by kind: their number, and the messages of the first few; and these few in the order of the data.
+    """Problems by kind: their number, and the messages of the first few; ``found`` keeps these few in data order.
 
     Example:
         >>> problems = Problems(examples=1)
@@ -58,7 +58,7 @@ class Problems:
         ({'malformed JSON': 2}, {'malformed JSON': ['corpus.jsonl line 3: malformed JSON.']})
     """
 
-    examples: int = 5  # how many messages to keep of each kind
+    examples: int = 5  # number of messages to keep of each kind
     counts: dict[str, int] = field(default_factory=dict)
     shown: dict[str, list[str]] = field(default_factory=dict)
     found: list[DataError] = field(default_factory=list, repr=False)
@@ -77,11 +77,11 @@ class Problems:
 
 
 class Records:
-    """Records in order, each with its place, and access to columns under any of their names.
+    """Records in order, each with its location, and access to columns under any of their names.
 
-    Iterating yields ``(number, record)``, numbers counted from 1. The methods that take both pick a column and
-    raise a `DataError` that names the place. Problems that iterating finds go to ``complain``; if it only notes
-    one, the record is left out.
+    Iterating yields ``(number, record)``, with numbers counted from 1. The methods that take both pick a column and
+    raise a `DataError` that names the location. Problems found while iterating go to ``complain``; if it does not
+    raise, the record is left out.
     """
 
     row_word, column_word = "row", "column"
@@ -93,15 +93,15 @@ class Records:
         raise NotImplementedError
 
     def where(self, number: int) -> str:
-        """Return the place of record ``number`` for a message."""
+        """Return the location of record ``number`` for a message."""
         return f"{self.source} {self.place(number)}"
 
     def place(self, number: int) -> str:
-        """Return ``line 3``, or ``row 3``; 0 means an unknown place."""
+        """Return ``line 3``, or ``row 3``; 0 means an unknown location."""
         return f"{self.row_word} {number}" if number else "an earlier one"
 
     def sound(self, number: int, *reads: Callable[[], Any]) -> list[Any] | None:
-        """Return what ``reads`` return of record ``number``; None after complaining of every fault, each once."""
+        """Return the results of ``reads`` for record ``number``; None after complaining of each distinct fault."""
         found: list[Any] = []
         faults: dict[str, DataError] = {}
         for read in reads:
@@ -114,12 +114,12 @@ class Records:
         return None if faults else found
 
     def complain_of(self, number: int, problem: DataError) -> None:
-        """Complain of a problem of record ``number``."""
+        """Complain of a problem in record ``number``."""
         problem.record = self.source, number
         self.complain(problem)
 
     def columns(self) -> tuple[str, ...]:
-        """The columns of the first record, in a printable form; () without records."""
+        """Return the columns of the first record, in a printable form; () without records."""
         quiet = copy.copy(self)
         quiet.complain = _ignore
         return next((shown_columns(record) for _, record in quiet), ())
@@ -146,7 +146,7 @@ class Records:
         """Return the id under ``name``; None if it is missing, null, NaN or empty.
 
         Raises:
-            DataError: It is neither a text nor a whole number: to pass it over would be to forget whose the row is.
+            DataError: The id is neither a text nor a whole number: ignoring it would lose the owner of the row.
         """
         value = record.get(name)
         found = as_id(value)
@@ -187,10 +187,11 @@ class Records:
 
 
 class RecordFile(Records):
-    """The records of one file, whose name decides the format, reread by every iteration and closed at its end.
+    """The records of one file, whose name decides the format; every iteration reopens the file and closes it at the
+    end.
 
-    ``knob`` is what the user set to name the file, for messages; ``header`` names the columns of a TSV file without
-    a header line.
+    ``knob`` is the setting that names the file, for messages; ``header`` names the columns of a TSV file without a
+    header line.
     """
 
     def __init__(
@@ -230,13 +231,14 @@ class RecordFile(Records):
                 yield from self._table()
             else:
                 yield from self._bare_table(self.header)
-        except DataError as error:  # the file ends here
+        except DataError as error:  # reading of the file ends here
             self.complain(error)
 
     def find(self, before: int, *wanted: tuple[tuple[str, ...], str]) -> int:
         """Return the number of the first record, before ``before``, with these ids; 0 for none.
 
-        Each of ``wanted`` is the names of a column, and an id. It reads the file again: for a few messages alone.
+        Each of ``wanted`` is a tuple of column names, and an id. This reads the file again, so it is only for a few
+        messages.
         """
         self._finds += 1
         if self.complain is not refuse and self._finds > _MOST_FINDS:
@@ -253,7 +255,7 @@ class RecordFile(Records):
 
     @contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """Open the file, unpacked."""
+        """Open the file, decompressed."""
         try:
             if self._compression == ".gz":
                 with gzip.open(self.path, "rb") as unzipped:
@@ -288,7 +290,7 @@ class RecordFile(Records):
                     problem = DataError(
                         f"{self.where(number)}: not UTF-8 text (byte {error.start + 1}).", kind="not UTF-8"
                     )
-                    # A record of CSV may reach over lines, and without one of them it reads as another record.
+                    # A CSV record may span lines; without one of its lines it parses as another record.
                     problem.record = (self.source, number) if self.format != ".csv" else None
                     self.complain(problem)
                     continue
@@ -302,7 +304,7 @@ class RecordFile(Records):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.rstrip())  # an error at its end is not in the next line
+                record = json.loads(line.rstrip())  # strip: an error at the end is not on the next line
             except (ValueError, RecursionError) as error:
                 reason = "a number is too long" if isinstance(error, ValueError) else "nested too deeply"
                 reason = _what_json_says(error) if isinstance(error, json.JSONDecodeError) else reason
@@ -320,7 +322,7 @@ class RecordFile(Records):
 
     def _table(self) -> Iterator[tuple[int, dict[str, Any]]]:
         csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))
-        last = 0  # the line that csv took last; lines that are not text never reach it
+        last = 0  # the last line passed to csv; lines that are not text never reach it
 
         def lines() -> Iterator[str]:
             nonlocal last
@@ -390,7 +392,7 @@ class RecordFile(Records):
 
 
 class _ZstdStream(io.RawIOBase):
-    """Unpacks zstd and, unlike zstandard's own stream reader, refuses a file that was cut short."""
+    """Decompress zstd and, unlike zstandard's own stream reader, refuse a truncated file."""
 
     def __init__(self, packed: IO[bytes], zstandard: Any) -> None:
         self._packed, self._zstandard = packed, zstandard
@@ -419,7 +421,7 @@ class _ZstdStream(io.RawIOBase):
 
 
 def _what_json_says(error: json.JSONDecodeError) -> str:
-    """Return the parser's reason with the column, without which some of its sentences stop in the middle."""
+    """Return the parser's reason with the column, without which some of its sentences end in the middle."""
     return f"{error.msg.rstrip(': ').removesuffix(' at')} at column {error.colno}"
 
 
@@ -438,14 +440,14 @@ def parse_json_file(path: Path) -> Any:
 
 
 def ir_records(source: str, records: str) -> Iterator[Any]:
-    """Yield the ``docs``, ``queries`` or ``qrels`` of a data set of ir-datasets, which downloads and verifies it."""
+    """Yield the ``docs``, ``queries`` or ``qrels`` of a data set that ir-datasets downloads and verifies."""
     instead = "Or name the folder of the data that you have."
     library = optional(
         "ir_datasets", "datamodule.download=true", "lit-dpret[beir]", package="ir-datasets", instead=instead
     )
     try:
         yield from getattr(library.load(source), f"{records}_iter")()
-    except Exception as error:  # of whichever kind: a network, a disk, a hash that differs
+    except Exception as error:  # of any kind: a network, a disk, a differing hash
         raise DataError(f"ir-datasets could not give {source}: {first_line(error)}") from error
 
 
@@ -463,10 +465,10 @@ def is_unicode(text: str) -> bool:
 
 
 def as_id(value: object) -> str | None:
-    r"""Return an id as a string; integers are ids too. None for invalid ids.
+    r"""Return an id as a string; integers are ids too. Return None for invalid ids.
 
-    Whitespace around it goes, accents are composed (NFC), and 7.0 is 7: who is meant must not depend on how an id
-    was written.
+    Surrounding whitespace is stripped, accents are composed (NFC), and 7.0 becomes 7: the owner must not depend on how
+    an id was written.
 
     Example:
         >>> as_id("u1 "), as_id(7), as_id("Jose\N{COMBINING ACUTE ACCENT}") == "Jos\N{LATIN SMALL LETTER E WITH ACUTE}"
@@ -476,7 +478,7 @@ def as_id(value: object) -> str | None:
         return unicodedata.normalize("NFC", value.strip()) or None
     if is_whole(value):
         return str(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # beyond, numbers fall together
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # larger floats are not exact
         return str(int(value))
     return None
 
@@ -484,7 +486,7 @@ def as_id(value: object) -> str | None:
 def shown_columns(names: Iterable[object]) -> tuple[str, ...]:
     """Return column names in a printable form: in a table without a header they are private texts.
 
-    They are taken for names where each is one word, or where one of them is a name that we know.
+    They count as names if each is one word, or if at least one is a known column name.
 
     Example:
         >>> shown_columns(["query-id", "user id", "does my policy cover a flood"])
@@ -519,7 +521,7 @@ def kind_of(value: object) -> str:
 
 
 def _ignore(problem: DataError) -> None:
-    """Take problems that the first reading has reported already."""
+    """Ignore problems that the first reading has already reported."""
 
 
 def _unreadable(message: str) -> DataError:

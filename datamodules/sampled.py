@@ -1,7 +1,7 @@
 """Base of every private DataModule: its sampling settings, and its sampling.
 
-The run's privacy plan turns the settings into a law, draws by it, and attaches its sampler before `fit`. Without a
-sampler there is no train loader, so a Trainer cannot quietly train on batches that no accountant has heard of.
+The run's privacy plan turns the settings into a sampling law, draws by it, and attaches its sampler before `fit`.
+Without a sampler there is no train loader, so a Trainer cannot silently train on batches that no accountant counts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lit_dpret.settings import require_choice, require_whole
 
 PhysicalBatchSize = int | Literal["auto"]
 
-#: What every plan reads anew. All else was used up when the data were read, once.
+#: Settings that every plan reads again. All others take effect once, when the data are read.
 _READ_BY_EACH_PLAN = frozenset(
     {"sampling", "expected_batch_size", "sample_rate", "physical_batch_size", "cap", "rows_per_unit", "num_workers"}
 )
 
-#: The default, which also stands for ``physical_batch_size=auto`` until a fit finds it, before its first release.
+#: The default, also used for ``physical_batch_size=auto`` until a fit finds the size, before its first release.
 UNTIL_FOUND = 32
 
 
@@ -60,24 +60,24 @@ class UnitItems(Dataset[tuple[Any, Sequence[Any]]]):
 class SampledDataModule(LightningDataModule):
     """A private data set, sampled only by the privacy plan.
 
-    What a fit asks of any DataModule is `lit_dpret.privacy.sampling.TrainingData`.
+    `lit_dpret.privacy.sampling.TrainingData` lists what a fit requires of any DataModule.
 
-    A subclass offers its units (`train_units`) and, where a row depends on the draw, the items of
-    its loader (`_train_items`).
+    A subclass provides its units (`train_units`) and, where a row depends on the draw, the items of its loader
+    (`_train_items`).
 
     Guarantees:
         - There is no train loader before a sampler is attached.
         - Iterating the loader draws nothing from torch's global random state.
         - Settings that choose the data are fixed at construction, in this object and in copies of it.
-          `dataclasses.replace` makes a DataModule that reads again.
+          `dataclasses.replace` creates a DataModule that reads the data again.
 
     Args:
         sampling: How the plan should draw units.
         expected_batch_size: Units per logical batch, on average.
-        sample_rate: The probability of each unit; where it is given, ``expected_batch_size`` is only the
-            constant that the sum is divided by. Both are declared under ``privacy.neighbours=add_or_remove``.
-        physical_batch_size: Units that fit on the device at once; ``auto`` to have it found before the first
-            release, on random rows of the longest size.
+        sample_rate: The probability of drawing each unit. If it is given, ``expected_batch_size`` is only the constant
+            that divides the sum. Both are required under ``privacy.neighbours=add_or_remove``.
+        physical_batch_size: Units that fit on the device at once; ``auto`` finds it before the first release, on random
+            rows of the longest size.
         cap: Largest logical batch under ``truncated_poisson``; None lets the accountant choose.
         rows_per_unit: ``one`` draws one row of each drawn unit, ``all`` takes all.
         seed: The seed of public choices, such as a sample of the data.
@@ -110,7 +110,7 @@ class SampledDataModule(LightningDataModule):
             _given_hyperparameters.reset(before)
 
     def __post_init__(self) -> None:
-        trainer = vars(self).pop("trainer", None)  # where a subclass calls this constructor in its `setup`
+        trainer = vars(self).pop("trainer", None)  # set already where a subclass calls this constructor in its `setup`
         settings = {name: value for name, value in vars(self).items() if name not in _READ_BY_EACH_PLAN}
         super().__init__()
         self.trainer = trainer
@@ -154,15 +154,17 @@ class SampledDataModule(LightningDataModule):
         require_whole("datamodule", self, 1, "expected_batch_size", "cap", null=True)
 
     def _check_choices(self, **choices: Any) -> None:
-        """Refuse settings, by name, that are none of their ``Literal``."""
+        """Refuse settings, by name, that are not values of their ``Literal``."""
         for knob, literal in choices.items():
             require_choice(f"datamodule.{knob}", getattr(self, knob), get_args(literal))
 
     def _refuse_sample(self, neighbours: str | None, knob: str, *, several: str | None) -> None:
-        """Refuse a setting that keeps a fixed number of records, unless one unit moves no other one into or out of it.
+        """Refuse a setting that keeps a fixed number of records, if changing one unit could move another into or out of
+        it.
 
-        Under ``zero_out`` ids are public and stay. Under ``replace_one`` one record may take the place of another one,
-        but not several of one; ``several`` names the setting by which a unit is not exactly one record, if it is not.
+        Under ``zero_out`` ids are public and stay. Under ``replace_one`` one record may replace another, but one unit
+        must not replace several; ``several`` names the setting that makes a unit something other than exactly one
+        record, if any.
         """
         if getattr(self, knob) is None or neighbours not in ("add_or_remove", "replace_one"):
             return
@@ -181,9 +183,9 @@ class SampledDataModule(LightningDataModule):
         """Train on these units too: canaries, which an audit examines afterwards.
 
         Guarantees:
-            - Each unit is drawn by the same law as every other unit and counts as one: in n, and in what is derived
+            - Each unit is drawn by the same law as every other unit and counts as one in n and in everything derived
               from n.
-            - `data_fingerprint` covers them, and no split of the data has them.
+            - `data_fingerprint` covers the planted units, and no split of the data contains them.
         """
         if self._planted is not None or self._batch_sampler is not None:
             raise ConfigurationError(
@@ -206,7 +208,9 @@ class SampledDataModule(LightningDataModule):
 
     @property
     def unit_by(self) -> str | None:
-        """What rows make one unit (see `TrainingData`); until a subclass says so, its runs are added up with none."""
+        """The rule that groups rows into units (see `TrainingData`); until a subclass states it, its runs compose with
+        no others.
+        """
         return UNSAID
 
     @property
@@ -235,13 +239,13 @@ class SampledDataModule(LightningDataModule):
             batch_sampler=self._batch_sampler,
             collate_fn=self._collate_fn,
             num_workers=self.num_workers,
-            # Later Pythons start by another default, under which what collates would have to be pickled.
+            # Python 3.14 defaults to forkserver, which would have to pickle the collate function.
             multiprocessing_context="fork" if self.num_workers and get_start_method() == "forkserver" else None,
             generator=torch.Generator().manual_seed(self.seed),
         )
 
     def _without_a_plan(self) -> str:
-        """Name the plain data for a loop without a privacy plan, as a part of a sentence."""
+        """Name the plain data for a loop without a privacy plan, as part of a sentence."""
         return "for a loop of your own read train_units()"
 
 

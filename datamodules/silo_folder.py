@@ -1,7 +1,7 @@
-"""Silos on disk: the data of each client of a federation, in a separate folder ``clients/NAME`` that stands alone.
+"""Silos on disk: the data of each client of a federation, in a separate, self-contained folder ``clients/NAME``.
 
-The manifest of the whole is for experiments in one place; a real federation has none. Everything here is as private
-as the queries: folders are made for their owner alone, and no message shows a text.
+The overall manifest is for experiments in one place; a real federation has none. Everything here is as private as the
+queries: only the owner can read the folders, and no message shows a text.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class SiloQuery:
 class Silo:
     """All data of one client; its ``repr`` shows no text."""
 
-    name: str  # of the client
-    passages: Mapping[str, str] = field(repr=False)  # title by passage id; a passage's text is that of its sentences
+    name: str  # the client's name
+    passages: Mapping[str, str] = field(repr=False)  # title by passage id; its text is that of its sentences
     sentences: Mapping[str, str] = field(repr=False)  # text by sentence id
     passage_of: Mapping[str, str] = field(repr=False)  # passage id by sentence id
     queries: Sequence[SiloQuery] = field(repr=False)  # with their split
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of passages, sentences, and queries of each split; private if the number of queries is."""
+        """Return the numbers of passages, sentences, and queries of each split; as private as the number of queries."""
         splits = {split: sum(query.split == split for query in self.queries) for split in SPLITS}
         return {"passages": len(self.passages), "sentences": len(self.sentences), **splits}
 
@@ -94,7 +94,7 @@ def write_silos(folder: str | Path, silos: Iterable[Silo], *, facts: Mapping[str
     """Write silos into a new folder that only its owner can read; ``facts`` go into the manifest.
 
     Guarantees:
-        - What is written reads back as the same silos.
+        - The written data read back as the same silos.
         - The folder appears whole or not at all, and nothing is ever overwritten.
     """
     folder = Path(folder)
@@ -185,7 +185,7 @@ def read_silo(folder: str | Path, *, complain: Complain = refuse, verify: bool =
 
 
 def _records(path: Path, columns: tuple[str, str], complain: Complain) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """An id, a second text, and the record; repeated ids and missing columns are complained about."""
+    """Yield an id, a second text, and the record; complain of repeated ids and missing columns."""
     file = RecordFile(path, knob="federated.data", complain=complain)
     seen: set[str] = set()
     for number, record in file:

@@ -1,8 +1,8 @@
 """Split unsplit data: by user if ids are known, otherwise by query text.
 
-Which side a query falls on is a hash of its user or text (casefolded, whitespace collapsed) with a public seed. A
-division by text is a function of private texts, and so is how many records train got, which cards print: a written
-split says how it was made (`DIVISION_FILE`), and the card names it among what is assumed.
+A hash of its user or text (casefolded, whitespace collapsed) with a public seed assigns each query to a split. A
+division by text is a function of private texts, and so is the number of train records, which cards print. So a written
+split records how it was divided (`DIVISION_FILE`), and the card lists that among its assumptions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TINY = 1e-9
 
 
 def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of each split, in the order train, dev, test; those of 0 are omitted."""
+    """Return the share of each split, in the order train, dev, test; shares of 0 are omitted."""
     knob = f"task.fractions={dict(fractions)}"
     if unknown := sorted(set(fractions) - set(SPLITS)):
         raise ConfigurationError(f"{knob}: {unknown[0]!r} is not one of {', '.join(SPLITS)}.")
@@ -46,9 +46,9 @@ def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
 def split_collection(
     collection: Collection, *, fractions: Mapping[str, float], seed: int = 0, by: SplitBy = "auto"
 ) -> Collection:
-    """Return the queries of all splits in new splits, by shares of users or texts; see the module's text.
+    """Return the queries of all splits in new splits, by shares of users or texts; see the module docstring.
 
-    ``by`` is ``user``, ``text``, or ``auto`` for users where any query has one; a query without a user is split by
+    ``by`` is ``user``, ``text``, or ``auto``, which means user if any query has one; a query without a user is split by
     its text.
     """
     shares = checked_fractions(fractions)
@@ -76,12 +76,12 @@ def split_collection(
 
 
 def divides_by(collection: Collection, by: SplitBy) -> Literal["user", "text"]:
-    """Return what a split by ``by`` looks at."""
+    """Return the key that a split by ``by`` divides on."""
     return "user" if by == "user" or (by == "auto" and bool(collection.users)) else "text"
 
 
 def division_of(data: Path) -> dict[str, Any]:
-    """Return what `write_split` noted of a data set, a folder or a file: ``by``; empty if nothing."""
+    """Return the note that `write_split` left in a data set, a folder or a file: ``by``; empty if there is none."""
     note = (data if data.is_dir() else data.parent) / DIVISION_FILE
     if not (data.exists() and note.is_file()):
         return {}
@@ -96,15 +96,14 @@ def division_of(data: Path) -> dict[str, Any]:
 def write_split(
     collection: Collection, folder: Path, *, public_passages: bool, by: Literal["user", "text"] = "text"
 ) -> dict[str, str]:
-    """Write a data set for training into the new folder ``folder``; return the ``datamodule=pairs`` settings that read
-    it.
+    """Write training data into the new folder ``folder``; return the ``datamodule=pairs`` settings that read it.
 
-    Where the list of passages is public this is a BEIR folder, else one file of pairs, so that the list does not
-    become public by having been copied. Each record says whether the log had ids of queries, unless all had; a note
-    beside them says ``by`` what they were divided.
+    If the list of passages is public, write a BEIR folder, else one file of pairs, so that copying does not make the
+    list public. Each record states whether the log had query ids, unless all records had one; a note next to them
+    states ``by`` which key they were divided.
 
     Guarantees:
-        - What is written reads back as the same passages, queries, users, domains and qrels.
+        - The written data read back as the same passages, queries, users, domains and qrels.
         - Only its owner can read the folder; it appears whole or not at all, and nothing is ever overwritten.
     """
     with new_folder(folder, knob="task.write_split") as draft:
@@ -122,7 +121,7 @@ def write_split(
 
 
 def _side(shares: dict[str, float], seed: int, key: tuple[str, str]) -> str:
-    """The split of a user or a text: where its hash, read as a number from 0 to 1, falls."""
+    """Return the split of a user or a text: the share into which its hash, as a number from 0 to 1, falls."""
     place = int.from_bytes(stable_hash("lit-dpret split", str(seed), *key)[:8], "big") / 2**64
     reached = 0.0
     for name, share in shares.items():
@@ -140,7 +139,7 @@ def _write_beir(collection: Collection, folder: Path) -> None:
         folder / "corpus.jsonl",
         (
             {"_id": name, "title": "", "text": text} | ({"domain": domains[name]} if name in domains else {})
-            for name, text in sorted(collection.passages.items())  # in the order of a log they would tell of it
+            for name, text in sorted(collection.passages.items())  # the order of the log would reveal facts about it
         ),
         json.dumps,
     )

@@ -1,8 +1,8 @@
 """SQuAD as retrieval: find the paragraph that a question is about.
 
-Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016; version 2 has questions
-without an answer (Rajpurkar, Jia and Liang, 2018). Passages are the paragraphs, equal texts once, by ids from their
-texts; queries are the questions, each judged 1 for its paragraph; the domain of both is the title of their article.
+Rajpurkar et al., "SQuAD: 100,000+ Questions for Machine Comprehension of Text", 2016; version 2 has questions without
+an answer (Rajpurkar, Jia and Liang, 2018). Passages are the distinct paragraphs, with ids derived from their texts.
+Queries are the questions, each judged 1 for its paragraph. The domain of both is the title of their article.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SquadDataModule(PairsDataModule):
         folder: A folder with ``train-v1.1.json`` and ``dev-v1.1.json`` (or v2.0, or one of the two; each may end in
             .gz), or a BEIR folder; or one such JSON file, which is the dev split if its name begins with ``dev``, else
             the train split.
-        unanswerable: What to do about questions that version 2 marks as impossible: ``drop`` or ``refuse`` them. One of
-            train that is dropped stays a unit without rows (``drop_queries_without_passage``, which this sets).
+        unanswerable: How to treat questions that version 2 marks as impossible: ``drop`` or ``refuse`` them. A dropped
+            train question stays a unit without rows (``drop_queries_without_passage``, which this sets).
     """
 
     folder: str | Path = field()
@@ -47,7 +47,7 @@ class SquadDataModule(PairsDataModule):
 
     @property
     def evaluation_split(self) -> str:
-        """``dev``, since the test questions were never published; ``test`` of a BEIR folder with one."""
+        """``dev``, since the test questions were never published; ``test`` for a BEIR folder that has it."""
         return "test" if self.collection.qrels.get("test") else "dev"
 
     def _sources(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class SquadDataModule(PairsDataModule):
         )
 
     def _question(self, path: Path, question: Any) -> tuple[str, str, bool]:
-        """Id and text of a question, and whether it has an answer."""
+        """Return the id and text of a question, and whether it has an answer."""
         query_id, text = _text(path, question, "id", "a question"), _text(path, question, "question", "a question")
         if not text.strip():
             raise DataError(f"{path}: question {query_id!r} has an empty text.", kind="empty query")
@@ -136,7 +136,7 @@ class SquadDataModule(PairsDataModule):
 
 
 def _paragraphs(path: Path, complain: Complain) -> Iterator[tuple[str, str, list[Any]]]:
-    """Title of the article, text and questions of each paragraph that has a text."""
+    """Yield the article title, the text and the questions of each paragraph that has a text."""
     content = parse_json_file(path)
     articles = content.get("data") if isinstance(content, dict) else None
     if not isinstance(articles, list):

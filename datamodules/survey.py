@@ -1,6 +1,6 @@
 """Statistics of a data set: splits, duplicates, leakage, lengths, users.
 
-Every number here comes from the private data as it is and is covered by no guarantee. It is for the owner of the data.
+Every number here comes directly from the private data, and no guarantee covers it. It is for the owner of the data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lit_dpret.datamodules.preparation import report_overlap
 from lit_dpret.texts import collapse_whitespace, normalise
 
 CAPS = (1, 2, 5, 10, 20)
-ENOUGH = 0.8  # of the rows: the smallest cap that keeps so many is the one recommended, if there is one
+ENOUGH = 0.8  # share of the rows that the recommended cap keeps: the smallest such cap, if there is one
 _BATCH = 1024
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 _BREAK = re.compile("[\r\n]")
@@ -29,7 +29,7 @@ Count = Callable[[Sequence[str]], Sequence[int]]
 
 
 def count_splits(collection: Collection) -> dict[str, dict[str, int]]:
-    """Count queries, judgements, those above 0, and the passages that these name, by split."""
+    """Count queries, judgements, judgements above 0, and the passages in the latter, by split."""
     return {
         split: {
             "queries": len(qrels),
@@ -78,8 +78,8 @@ def measure_lengths(texts: Iterable[str], *, count: Count, limit: int | None, at
 def count_users(collection: Collection) -> dict[str, Any] | None:
     """Count the rows of each train user, and the rows kept under caps; None without user ids.
 
-    No cap is recommended where none keeps `ENOUGH`, nor where a query has no user, which ``unit=user`` refuses.
-    A row is a query with one positive passage, which is what `max_rows_per_unit` counts under ``unit=user``.
+    No cap is recommended if none keeps `ENOUGH`, or if a query has no user, which ``unit=user`` refuses. A row is a
+    query with one positive passage, as `max_rows_per_unit` counts them under ``unit=user``.
     """
     qrels = collection.qrels.get("train", {})
     rows: Counter[str] = Counter()
@@ -114,7 +114,7 @@ def count_users(collection: Collection) -> dict[str, Any] | None:
 def count_invisible(texts: Iterable[str], *, of_one_line: bool) -> int:
     """Count the texts with invisible characters: control, zero-width, text direction, byte order.
 
-    In texts ``of_one_line`` line breaks count too.
+    If ``of_one_line``, line breaks count too.
     """
     return sum(bool(_INVISIBLE.search(text) or (of_one_line and _BREAK.search(text))) for text in texts)
 
@@ -125,7 +125,7 @@ def count_words(texts: Sequence[str]) -> list[int]:
 
 
 def _repeated(texts: Mapping[str, str], normal: Callable[[str], str], examples: int) -> dict[str, Any]:
-    """Find repeated texts by 64-bit hashes alone, so that a large corpus is not held."""
+    """Find repeated texts by 64-bit hashes alone, so that a large corpus is not held in memory."""
     hashes = np.array(array("Q", (_hash(normal(text)) for text in texts.values())), dtype=np.uint64)
     distinct, counts = np.unique(hashes, return_counts=True)
     several = distinct[counts > 1]

@@ -1,7 +1,7 @@
 """Synthetic queries from ``task=synthesize`` as training data.
 
-Training on them is post-processing: the claim of the generator's privacy card covers whatever is made from them,
-and from public data, without spending more. So a folder without a card is refused.
+Training on them is post-processing: the claim of the generator's privacy card covers everything computed from them and
+from public data, at no further cost. So a folder without a card is refused.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ class SyntheticDataModule(PairsDataModule):
     Args:
         folder: The folder.
         corpus: The corpus file, if the folder has none or another is to be used.
-        evaluation: A DataModule whose dev and test queries are evaluated on, over its passages and
-            those of the folder together (the same id must mean the same text). The folder then
-            needs no corpus. Its train split is not used, nor is a split that the folder has
-            itself: choosing a checkpoint by the folder's own dev queries costs no privacy; by real ones it may.
-            ``drop_overlap`` is refused with it: real queries, which no card covers, would choose what is trained on.
-        keep: A file with one query id in each line: only these queries are trained on. They must have
-            been chosen by public means (their round trip, say), which the card names as declared; null for all.
-        require_privacy_card: False accepts a folder without a card. What is trained on it then has
-            no claim to inherit.
-        sampling: As for `SampledDataModule`, and ``shuffle`` unless set.
+        evaluation: A DataModule whose dev and test queries are used for evaluation, over its passages and those of the
+            folder together (the same id must mean the same text). The folder then needs no corpus. Its train split is
+            ignored, and so is a split that the folder has itself: choosing a checkpoint by the folder's own dev queries
+            costs no privacy; by real ones it may. ``drop_overlap`` is refused with it: real queries, which no card
+            covers, would choose the training data.
+        keep: A file with one query id per line: only these queries are trained on. They must have been chosen by public
+            means (for example by their round trip), as the card states in a declaration; null for all.
+        require_privacy_card: False accepts a folder without a card. Models trained on it then have no claim to inherit.
+        sampling: As for `SampledDataModule`, but ``shuffle`` by default.
 
     Raises:
         ConfigurationError: ``drop_overlap`` with ``evaluation``.
@@ -63,9 +62,9 @@ class SyntheticDataModule(PairsDataModule):
 
     @property
     def privacy_card_path(self) -> Path | None:
-        """The card whose claim all training on this folder inherits; None without a required card.
+        """The card whose claim all training on this folder inherits; None if there is none and none is required.
 
-        A card that is missing although required, or is not the one of the queries that were read, is refused.
+        Refuses a missing card if one is required, and a card that changed since the queries were read.
         """
         path = Path(str(self.folder)) / CARD_NAME
         if not path.is_file():
@@ -86,7 +85,7 @@ class SyntheticDataModule(PairsDataModule):
         return path
 
     def assumptions(self) -> list[str]:
-        """Return the trusted assumptions of a claim on these queries, for the card."""
+        """Return, for the card, the assumptions that a claim on these queries relies on."""
         if self.keep is None:
             return super().assumptions()
         return ["The synthetic queries of datamodule.keep were chosen by no private data, as declared."]
@@ -140,7 +139,7 @@ class SyntheticDataModule(PairsDataModule):
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    """Return the summary of a folder, refusing one of a newer version; folders of other programs have none."""
+    """Return the summary of a folder, refusing one of another schema; folders from other programs have none."""
     facts = parse_json_file(path) if path.is_file() else {}
     if isinstance(facts, dict) and "schema" in facts and (problem := schema_problem(facts["schema"], SYNTHETIC_SCHEMA)):
         raise DataError(f"{path} cannot be read: {problem}")

@@ -1,7 +1,7 @@
 """Training rows grouped by owner: one item per unit of privacy.
 
-What the unit is decides what the guarantee speaks of, so it comes from ``privacy.unit`` and never from the data
-settings. What ``duplicates=merge`` protects, and what it costs, is in docs/data.md.
+The choice of unit decides whom the guarantee protects, so it comes from ``privacy.unit`` and never from the data
+settings. docs/data.md describes the protection and the cost of ``duplicates=merge``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class GroupedUnitDataset:
     """The train split of a collection as units, in order of first occurrence.
 
     Guarantees:
-        - Every row with a positive passage is in exactly one unit, unless ``max_rows_per_unit`` leaves it out: it
-          keeps those whose query text and passage id hash lowest, whatever the file order and the ids of queries.
-        - A unit of the data has at least one row, and `rows` gives the same rows in the same order every time.
-        - What a unit holds depends on its own records only.
-        - ``planted`` units, which stand in no file of the data, come after all others; they may have no rows.
+        - Every row with a positive passage is in exactly one unit, unless ``max_rows_per_unit`` leaves it out: the rows
+          whose query text and passage id hash lowest stay, independent of file order and query ids.
+        - `rows` returns the same rows of a unit in the same order every time; a unit without a positive passage has
+          none.
+        - The content of a unit depends on its own records only.
+        - ``planted`` units, which are in no file of the data, come after all others; they may have no rows.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class GroupedUnitDataset:
         groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         for query_id in collection.split(split):
             if unit != "pair":
-                groups.setdefault(self._key(query_id, ""), [])  # a unit, also where a filter left it no rows
+                groups.setdefault(self._key(query_id, ""), [])  # a unit even if a filter left it no rows
             for passage_id in collection.positives(split, query_id):
                 groups.setdefault(self._key(query_id, passage_id), []).append((query_id, passage_id))
         if not any(groups.values()):
@@ -118,7 +119,7 @@ class GroupedUnitDataset:
 
 
 def _lowest(rows: list[tuple[str, str]], limit: int | None, queries: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """At most ``limit`` of ``rows``, chosen by the hash of query text and passage id, in their own order."""
+    """Return at most ``limit`` of ``rows``, chosen by the hash of query text and passage id, in their own order."""
     if limit is None or len(rows) <= limit:
         return tuple(rows)
     kept = set(sorted(rows, key=lambda row: stable_hash("lit-dpret rows", queries[row[0]], row[1]))[:limit])
@@ -129,14 +130,14 @@ def _lowest(rows: list[tuple[str, str]], limit: int | None, queries: Mapping[str
 class Planted:
     """Units of no person, added to a run's training data: canaries.
 
-    They join as units, so that sampling, n, delta and the fingerprint of the data speak of what is really trained
-    on. A unit without rows is one that a coin flip left out: n does not tell how the coins fell.
+    They join as units, so that sampling, n, delta and the data fingerprint describe the actual training data. A unit
+    without rows is a canary that a coin flip left out: n does not reveal the coins.
     """
 
-    # The rows of each, of the kind that the data have: one, or none. A canary that stands k times in the data is k
+    # The rows of each unit, of the same kind as the data: one, or none. A canary that occurs k times in the data is k
     # units.
     units: Sequence[Sequence[Any]] = field(repr=False)
-    facts: Mapping[str, Any]  # what may be published of them, as JSON values: it goes into the ledger and onto the card
+    facts: Mapping[str, Any]  # facts that may be published about them, as JSON values, for the ledger and the card
 
     def check(self, *, duplicates: Duplicates, passages: Mapping[str, str]) -> None:
         """Refuse planting if a row would not be a separate unit, or would contradict a passage of the data."""
